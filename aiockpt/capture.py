@@ -1,0 +1,142 @@
+"""What `save()` does before it returns: take hold of a state dict, in the caller's thread.
+
+Tensors are held by reference; objects that could change are pickled; small tensors are copied at once.
+For the others a version counter is noted, which tells later whether they changed while they were copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiockpt.errors import SaveError
+from aiockpt.format.objects import encode_object, is_frozen
+from aiockpt.planning.source import Capture, EagerCopy, Structure
+from aiockpt.planning.tree import StructureError, flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+EAGER_TENSOR_BYTES = 64 << 10
+"""Tensors up to this size are copied at the call ..."""
+EAGER_BYTES = 16 << 20
+"""... until this much has been copied."""
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def capture_state(state_dict: Mapping[Any, Any]) -> Capture:
+    """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
+
+    Raises:
+        SaveError: naming the key of what can't be saved.
+    """
+    try:
+        flat = flatten(state_dict)
+    except StructureError as exc:
+        raise SaveError(str(exc)) from None
+    leaves = flat.leaves
+    values: dict[int, Any] = {}
+    blobs: dict[int, bytes] = {}
+    if not set(map(type, leaves)) <= _PLAIN:
+        for leaf, value in enumerate(leaves):
+            if type(value) not in _PLAIN:
+                _take_object(flat.names[leaf], leaf, value, values, blobs)
+                leaves[leaf] = None
+    # A parameter's memory may be exchanged through `.data`; the detached tensor keeps what it is now.
+    tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in leaves]
+    objects = frozenset(values.keys() | blobs.keys())
+    capture = Capture(
+        Structure(flat.names, flat.paths, objects), flat.containers, tensors, [], values=values, blobs=blobs
+    )
+    devices = _check_devices(flat.names, tensors)
+    capture.versions = _versions(tensors)
+    _copy_small(capture)
+    for device in devices:
+        if device.type != "cpu":
+            capture.events[device] = _record_event(device)
+    return capture
+
+
+def _take_object(name: str, leaf: int, value: Any, values: dict[int, Any], blobs: dict[int, bytes]) -> None:
+    if is_frozen(value):
+        values[leaf] = value
+        return
+    if isinstance(value, torch.Tensor):
+        if type(value).__module__.startswith("torch.distributed"):
+            raise SaveError(
+                f"{name} is a {type(value).__name__}, one rank's part of a tensor; this version saves the state "
+                "of one process. Gather it first, for example with full_tensor()."
+            )
+        if value.device.type == "meta":
+            raise SaveError(_meta_message(name))
+    blobs[leaf] = encode_object(name, value)
+
+
+def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if torch.device("meta") in devices:
+        name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.is_meta)
+        raise SaveError(_meta_message(name))
+    return devices
+
+
+def _meta_message(name: str) -> str:
+    return f"{name} is on the meta device: it has no data to save. Materialise the model first (to_empty and load)."
+
+
+def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
+    try:
+        return [None if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors made under inference_mode have no counter
+        return [None if t is None or t.is_inference() else t._version for t in tensors]
+
+
+def _copy_small(capture: Capture) -> None:
+    """Copy the small tensors, up to a total: those that a forward pass may change, above all."""
+    chosen: dict[torch.device, list[tuple[int, torch.Tensor, int]]] = {}
+    total = 0
+    for leaf, tensor in enumerate(capture.tensors):
+        if tensor is None or tensor.layout is not torch.strided:
+            continue
+        nbytes = tensor.nbytes
+        if not 0 < nbytes <= EAGER_TENSOR_BYTES or tensor.is_quantized:
+            continue
+        capture.versions[leaf] = None
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            # Its copy keeps the strides that it will be stored with, and is nobody else's.
+            capture.tensors[leaf] = tensor = tensor.clone().resolve_conj().resolve_neg()
+        else:
+            chosen.setdefault(tensor.device, []).append((leaf, tensor, nbytes))
+        total += nbytes
+        if total > EAGER_BYTES:
+            break
+    for device, found in chosen.items():
+        capture.arenas[device] = _pack(capture, device, found)
+
+
+def _pack(capture: Capture, device: torch.device, found: list[tuple[int, torch.Tensor, int]]) -> torch.Tensor:
+    offset = 0
+    if device.type != "cpu":
+        for leaf, _, nbytes in found:
+            capture.eager[leaf] = EagerCopy(device, offset, nbytes)
+            offset += nbytes
+        # One kernel on the caller's stream, so in order with whatever changes the tensors next.
+        return torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor, _ in found])
+    arena = torch.empty(sum(nbytes for _, _, nbytes in found), dtype=torch.uint8)
+    base = arena.data_ptr()
+    copy = ctypes.memmove
+    for leaf, tensor, nbytes in found:
+        copy(base + offset, tensor.data_ptr(), nbytes)
+        capture.eager[leaf] = EagerCopy(device, offset, nbytes)
+        offset += nbytes
+    return arena
+
+
+def _record_event(device: torch.device) -> torch.Event:
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return event

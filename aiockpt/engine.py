@@ -1,0 +1,388 @@
+"""The engine: a private event loop in a thread of its own, staging memory, worker threads, and the saves in line.
+
+It is independent of the caller's loop: a loop that is held by training, or closed, does not hold up a save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import importlib.util
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import anyio
+import torch
+
+from aiockpt.errors import CheckpointerClosedError, SaveCancelledError
+from aiockpt.handle import Completion
+from aiockpt.planning.layout import BLOCK_BYTES, align_up
+from aiockpt.planning.planner import Planner
+from aiockpt.save import SaveJob, SaveTools, run_save
+from aiockpt.staging.cpu import CpuStager
+from aiockpt.staging.cuda import AcceleratorStager
+from aiockpt.staging.pool import ChunkPool
+from aiockpt.threads import Workers
+
+if TYPE_CHECKING:
+    from anyio.abc import TaskGroup
+
+    from aiockpt.staging.base import Stager
+
+T = TypeVar("T")
+
+DEFAULT_CHUNK_BYTES = 16 << 20
+_CANCEL_GRACE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine works; see `aiockpt.AsyncCheckpointer` for the meaning of each."""
+
+    staging_bytes: int | None = None
+    chunk_bytes: int | None = None
+    io_threads: int | None = None
+    drain_timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("staging_bytes", BLOCK_BYTES), ("chunk_bytes", BLOCK_BYTES), ("io_threads", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+        if self.drain_timeout < 0:
+            raise ValueError(f"drain_timeout must not be negative, not {self.drain_timeout!r}")
+
+    @property
+    def chunk(self) -> int:
+        """The chunk size: a whole number of blocks, not more than all staging memory."""
+        chunk = self.chunk_bytes or DEFAULT_CHUNK_BYTES
+        if self.staging_bytes is not None:
+            chunk = min(chunk, self.staging_bytes)
+        return max(BLOCK_BYTES, chunk // BLOCK_BYTES * BLOCK_BYTES)
+
+
+def available_memory_bytes() -> int:
+    """Give the memory that can be had without swapping, of the machine and of the control group."""
+    available = 1 << 40
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:
+        with open("/sys/fs/cgroup/memory.current") as used:
+            available = min(available, max(0, int(limit.read()) - int(used.read())))
+    return available
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Engine:
+    """Runs saves one after the other, and loads beside them. Starts at its first use.
+
+    Methods without ``_`` may be called from any thread.
+    """
+
+    _stop: anyio.Event
+    _tasks: TaskGroup
+    _pool: ChunkPool
+    _tools: SaveTools
+    _copy_workers: Workers
+    _io_workers: Workers
+    _load_workers: Workers
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.io_threads = options.io_threads or 4
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._stuck = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._closed: Completion[None] | None = None
+        self._jobs: list[SaveJob] = []
+        self._unseen: list[SaveJob] = []
+        self._last: SaveJob | None = None
+        self._stagers: dict[torch.device, Stager] = {}
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "running" if self._thread else "idle"
+        return f"<Engine {state}, {len(self._jobs)} saves in flight>"
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, without waiting until it is ready."""
+        with self._lock:
+            self._spawn()
+
+    def _start(self) -> asyncio.AbstractEventLoop:
+        """Start the thread if needed and give its loop; with the lock held."""
+        self._spawn()
+        if self._loop is None:
+            self._loop = self._ready.result()
+        return self._loop
+
+    def _spawn(self) -> None:
+        if self._closed is not None:
+            raise CheckpointerClosedError("this checkpointer is closed; make a new one")
+        if self._pid != os.getpid():
+            raise CheckpointerClosedError(
+                "this checkpointer was made in another process, before a fork; make a new one in this process"
+            )
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="aiockpt-engine", daemon=True)
+            self._thread.start()
+            _live.add(self)
+
+    def _serve(self) -> None:
+        # uvloop wakes faster from other threads; without it asyncio's own loop does.
+        use_uvloop = importlib.util.find_spec("uvloop") is not None
+        try:
+            anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
+        except BaseException as exc:
+            if not self._ready.done():
+                self._ready.set_exception(exc)
+            raise
+
+    async def _main(self) -> None:
+        options = self.options
+        self._stop = anyio.Event()
+        self._copy_workers = Workers(max(2, min(4, _cores())), "aiockpt-copy")
+        self._io_workers = Workers(self.io_threads, "aiockpt-io")
+        self._load_workers = Workers(self.io_threads, "aiockpt-load")
+        capacity = 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)
+        self._pool = ChunkPool(options.chunk, capacity)
+        self._tools = SaveTools(
+            pool=self._pool,
+            planner=Planner(self.io_threads),
+            copy_workers=self._copy_workers,
+            io_workers=self._io_workers,
+            stager_for=self._stager_for,
+            reserve=self._reserve,
+        )
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                self._ready.set_result(asyncio.get_running_loop())
+                await self._stop.wait()
+        finally:
+            for stager in self._stagers.values():
+                stager.close()
+            for workers in (self._copy_workers, self._io_workers, self._load_workers):
+                workers.close()
+            self._pool.drop()
+
+    def _stager_for(self, device: torch.device) -> Stager:
+        stager = self._stagers.get(device)
+        if stager is None:
+            stager = CpuStager(self._copy_workers) if device.type == "cpu" else AcceleratorStager(device)
+            self._stagers[device] = stager
+        return stager
+
+    def _reserve(self, nbytes: int) -> None:
+        """Let the pool grow to the size of a state, up to half of the memory that is available."""
+        if self.options.staging_bytes is None:
+            chunk = self._pool.chunk_bytes
+            # Each file may end in a chunk of its own.
+            wanted = -(-nbytes // chunk) + self.io_threads
+            owned = self._pool.made * chunk
+            most = (available_memory_bytes() + owned) // 2
+            self._pool.allow(max(1, min(wanted, most // chunk)))
+
+    # --- work -------------------------------------------------------------------------------------
+
+    def submit(self, job: SaveJob) -> None:
+        """Put a save in line.
+
+        Raises:
+            AiockptError: an earlier save failed and nobody has been told: its error.
+            CheckpointerClosedError: the engine is closed.
+        """
+        with self._lock:
+            self._raise_unseen()
+            loop = self._start()
+            job.post = loop.call_soon_threadsafe
+            self._jobs.append(job)
+            self._unseen.append(job)
+            loop.call_soon_threadsafe(self._admit, job)
+
+    def in_flight(self, path: str) -> bool:
+        """Tell whether a save to this path is in line or under way."""
+        with self._lock:
+            return any(job.path == path for job in self._jobs)
+
+    def raise_unseen(self) -> None:
+        """Raise the error of an earlier save that nobody has been told of."""
+        with self._lock:
+            self._raise_unseen()
+
+    def _raise_unseen(self) -> None:
+        done = [job for job in self._unseen if job.handle.written.done()]
+        self._unseen = [job for job in self._unseen if job not in done]
+        for job in done:
+            error = job.handle.written._error
+            # Who cancels a save knows that it is not written.
+            if error is not None and not job.handle.observed and not isinstance(error, SaveCancelledError):
+                job.handle.written.observed = True
+                error.add_note(f"(this is the failure of the earlier save to {job.path}, which nobody awaited)")
+                raise error
+
+    def _admit(self, job: SaveJob) -> None:
+        job.admit()
+        previous, self._last = self._last, job
+        self._tasks.start_soon(self._run, job, previous)
+
+    async def _run(self, job: SaveJob, previous: SaveJob | None) -> None:
+        try:
+            await run_save(job, self._tools, previous)
+        finally:
+            with self._idle:
+                self._jobs.remove(job)
+                self._idle.notify_all()
+            if self._last is job:
+                self._last = None
+
+    def call(self, function: Callable[[Workers], Coroutine[Any, Any, T]], what: str) -> Call[T]:
+        """Run a coroutine function on the engine's loop, with the threads for reading."""
+        call = Call(function, what)
+        with self._lock:
+            loop = self._start()
+            call.post = loop.call_soon_threadsafe
+            loop.call_soon_threadsafe(lambda: self._tasks.start_soon(call.run, self._load_workers))
+        return call
+
+    def prewarm(self, nbytes: int, devices: set[torch.device]) -> Completion[None]:
+        """Make staging memory for a state of this size, and fault it in with several threads."""
+
+        async def warm(_: Workers) -> None:
+            self._reserve(nbytes)
+            chunk = self._pool.chunk_bytes
+            touches = self._pool.missing(-(-nbytes // chunk) + self.io_threads - 1)
+            async with anyio.create_task_group() as tasks:
+                for touch in touches:
+                    tasks.start_soon(self._copy_workers.run, touch)
+            for device in devices:
+                stager = self._stager_for(device)
+                for free in self._pool.chunks():
+                    await self._copy_workers.run(stager.pin, free)
+
+        return self.call(warm, "prewarm").completion
+
+    # --- end --------------------------------------------------------------------------------------
+
+    def close(self) -> Completion[None]:
+        """Finish what is in flight and end all threads, in the background; idempotent.
+
+        Returns:
+            A completion that carries the error of a save that nobody has been told of, if there is one.
+        """
+        with self._lock:
+            if self._closed is not None:
+                return self._closed
+            self._closed = closed = Completion[None]("closed")
+            if self._thread is None or self._pid != os.getpid():
+                closed._settle(None)
+                return closed
+        threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True).start()
+        return closed
+
+    def _finish(self, closed: Completion[None]) -> None:
+        error: BaseException | None = None
+        try:
+            self._drain()
+            self.raise_unseen()
+        except BaseException as exc:  # delivered to who closes
+            error = exc
+        if self._thread is not None and not self._stuck:
+            self._ready.result().call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+        _live.discard(self)
+        closed._settle(None, error)
+
+    def _drain(self) -> None:
+        """Wait for all saves; cancel what is left when the time is over. Blocks.
+
+        Raises:
+            SaveCancelledError: the time was not enough.
+        """
+        timeout = self.options.drain_timeout
+        with self._idle:
+            if self._idle.wait_for(lambda: not self._jobs, timeout):
+                return
+            late = list(self._jobs)
+        for job in reversed(late):
+            job.cancel()
+        with self._idle:
+            stuck = not self._idle.wait_for(lambda: not self._jobs, _CANCEL_GRACE_S)
+        paths = ", ".join(job.path for job in late)
+        outcome = (
+            "but a thread of it hangs in the file system; it is left behind" if stuck else "nothing of it is left"
+        )
+        self._stuck = stuck
+        raise SaveCancelledError(
+            f"the save of {paths} was not done after drain_timeout = {timeout} s and was cancelled; {outcome}"
+        )
+
+
+class Call(Generic[T]):
+    """A coroutine function that runs on the engine's loop.
+
+    Attributes:
+        completion: its end.
+    """
+
+    def __init__(self, function: Callable[[Workers], Coroutine[Any, Any, T]], what: str) -> None:
+        self.completion: Completion[T] = Completion(what)
+        self.post: Callable[[Callable[[], None]], object] = lambda _: None
+        self._function = function
+        self._scope: anyio.CancelScope | None = None
+        self._cancel_asked = False
+
+    async def run(self, workers: Workers) -> None:
+        """Run it; never raises."""
+        with anyio.CancelScope() as self._scope:
+            if self._cancel_asked:
+                self._scope.cancel()
+            try:
+                self.completion._settle(await self._function(workers))
+            except Exception as exc:  # delivered to who waits
+                self.completion._settle(None, exc)
+        self.completion._settle(None, asyncio.CancelledError("cancelled"))
+
+    def cancel(self) -> None:
+        """Ask it to stop. From any thread; does not block."""
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and the call over
+            self.post(self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancel_asked = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _finish_at_exit() -> None:
+    """Let saves that are in flight end before the interpreter does."""
+    for engine in list(_live):
+        if engine._pid == os.getpid():
+            closed = engine.close()
+            error = closed.exception()
+            if error is not None:
+                sys.excepthook(type(error), error, error.__traceback__)
+
+
+# Not `atexit`: that comes after the interpreter has refused new work to all executors. This hook comes
+# before, for it is registered after the one of concurrent.futures, and they run in reverse order.
+threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]

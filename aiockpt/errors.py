@@ -1,0 +1,102 @@
+"""Every error that aiockpt raises on purpose.
+
+::
+
+    AiockptError
+    ├── SaveError                      a save failed or was refused
+    │   ├── StageError                 copying tensors failed
+    │   ├── WriteError                 writing files failed
+    │   ├── CommitError                publishing the finished checkpoint failed
+    │   ├── TornSnapshotError          a tensor changed while it was being copied
+    │   └── SaveCancelledError         the save was cancelled, or the drain timeout passed
+    ├── LoadError                      a load failed or was refused
+    │   ├── CheckpointNotFoundError    (FileNotFoundError) no checkpoint at this path
+    │   ├── CorruptCheckpointError     bytes are missing or are not those that were written
+    │   ├── MissingKeysError           (KeyError) the checkpoint lacks keys that were asked for
+    │   ├── ShapeMismatchError         a target's shape, dtype or kind is not the checkpoint's
+    │   └── UnsafeCheckpointError      reading it would execute code or leave its directory
+    ├── CheckpointExistsError          (FileExistsError) the path is taken
+    ├── CheckpointerClosedError        the checkpointer was used after it was closed
+    └── CoordinationError              ranks could not agree
+
+A message says what happened, where (path, key, file, offset) and what to do about it; the underlying
+exception is chained as ``__cause__``.
+"""
+
+from __future__ import annotations
+
+
+class AiockptError(Exception):
+    """Base of every error that aiockpt raises on purpose."""
+
+
+class SaveError(AiockptError):
+    """A save failed or was refused; nothing was published."""
+
+
+class StageError(SaveError):
+    """Copying tensors into staging memory failed."""
+
+
+class WriteError(SaveError):
+    """Writing the checkpoint's files failed."""
+
+
+class CommitError(SaveError):
+    """The files are written, but the checkpoint could not be published."""
+
+
+class TornSnapshotError(SaveError):
+    """A tensor changed between ``save()`` and ``staged``, so the copy may mix two states."""
+
+
+class SaveCancelledError(SaveError):
+    """The save was cancelled before it was committed; nothing of it is left."""
+
+
+class LoadError(AiockptError):
+    """A load failed or was refused."""
+
+
+class CheckpointNotFoundError(LoadError, FileNotFoundError):
+    """There is no checkpoint at this path."""
+
+
+class CorruptCheckpointError(LoadError):
+    """Bytes of the checkpoint are missing, or are not those that were written."""
+
+
+class MissingKeysError(LoadError, KeyError):
+    """The checkpoint does not hold every key that was asked for.
+
+    Attributes:
+        keys: the missing keys, in the order of the target.
+    """
+
+    def __init__(self, message: str, keys: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.keys = keys
+
+    def __str__(self) -> str:
+        # KeyError shows the repr of its argument, which would hide the sentence.
+        return str(self.args[0])
+
+
+class ShapeMismatchError(LoadError):
+    """A target's shape, dtype or kind differs from what the checkpoint holds; nothing was written."""
+
+
+class UnsafeCheckpointError(LoadError):
+    """Reading this checkpoint would run code from it, or leave its directory."""
+
+
+class CheckpointExistsError(AiockptError, FileExistsError):
+    """Something is at this path already, and overwriting was not asked for or is not safe."""
+
+
+class CheckpointerClosedError(AiockptError):
+    """The checkpointer was closed; make a new one."""
+
+
+class CoordinationError(AiockptError):
+    """The ranks of a distributed save or load could not agree."""

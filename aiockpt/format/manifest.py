@@ -1,0 +1,142 @@
+"""The manifest, `.aiockpt.json`: what `.metadata` has no room for, in plain text.
+
+It holds the user's own facts, sizes and CRCs of the files, totals and times, and the containers that DCP's
+metadata can't tell apart. A checkpoint without it is a plain DCP checkpoint and loads all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from isal.isal_zlib import crc32
+
+from aiockpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MANIFEST_NAME = ".aiockpt.json"
+FORMAT_VERSION = 1
+
+_SEAL = ',\n  "manifest_crc32": "'
+
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """The size of a file in bytes and the CRC-32 of all of it."""
+
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of a manifest.
+
+    Attributes:
+        writer: name and version of the program that wrote the checkpoint.
+        created: when, in ISO 8601 and UTC.
+        metadata: the user's own facts.
+        files: every file of the checkpoint but the manifest itself.
+        totals: counts and bytes.
+        times_s: durations in seconds.
+        containers: those containers of the state dict that `.metadata` can't describe.
+    """
+
+    writer: str
+    created: str
+    metadata: dict[str, JsonValue] = field(default_factory=dict)
+    files: Mapping[str, FileFacts] = field(default_factory=dict)
+    totals: Mapping[str, int] = field(default_factory=dict)
+    times_s: Mapping[str, float] = field(default_factory=dict)
+    containers: list[dict[str, JsonValue]] = field(default_factory=list)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Write a manifest as JSON text that ends with its own CRC-32."""
+    document = {
+        "format": "aiockpt",
+        "format_version": FORMAT_VERSION,
+        "writer": manifest.writer,
+        "created": manifest.created,
+        "metadata": manifest.metadata,
+        "totals": dict(manifest.totals),
+        "times_s": {name: round(value, 6) for name, value in manifest.times_s.items()},
+        "files": {
+            name: {"bytes": facts.nbytes, "crc32": f"{facts.crc:08x}"} for name, facts in manifest.files.items()
+        },
+        "containers": manifest.containers,
+    }
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True)
+    body = text.removesuffix("\n}")
+    return f'{body}{_SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, was edited, or is of a later format than this program knows.
+    """
+    try:
+        text = data.decode()
+        body, _, seal = text.rpartition(_SEAL)
+        document = json.loads(text)
+        if int(seal[:8], 16) != crc32(body.encode()):
+            raise ValueError("its text does not match its CRC")
+        if document["format_version"] > FORMAT_VERSION:
+            raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
+        return Manifest(
+            writer=document["writer"],
+            created=document["created"],
+            metadata=document["metadata"],
+            files={k: FileFacts(v["bytes"], int(v["crc32"], 16)) for k, v in document["files"].items()},
+            totals=document["totals"],
+            times_s=document["times_s"],
+            containers=document["containers"],
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise CorruptCheckpointError(
+            f"{MANIFEST_NAME} is damaged or was edited ({exc}); restore it, or remove it to read the "
+            "checkpoint as a plain DCP one"
+        ) from exc
+
+
+def check_user_metadata(metadata: object) -> dict[str, JsonValue]:
+    """Copy the user's facts, refusing what JSON can't hold.
+
+    Raises:
+        TypeError: naming the key that is not JSON-able.
+    """
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata must be a dict of JSON-able values, not {type(metadata).__name__}")
+    copy = {key: _json_copy(value, str(key)) for key, value in metadata.items() if _is_text(key, "metadata")}
+    return copy
+
+
+def _is_text(key: object, where: str) -> bool:
+    if not isinstance(key, str):
+        raise TypeError(f"{where} has the key {key!r}; JSON keys are strings")
+    return True
+
+
+def _json_copy(value: Any, where: str) -> JsonValue:
+    if value is None or type(value) in (bool, int, str):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise TypeError(f"metadata[{where!r}] is {value}, which JSON can't hold; store it as text")
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [_json_copy(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {k: _json_copy(v, f"{where}.{k}") for k, v in value.items() if _is_text(k, f"metadata[{where!r}]")}
+    raise TypeError(
+        f"metadata[{where!r}] is a {type(value).__name__}, which JSON can't hold; "
+        "convert it, for example with .item() or str()"
+    )

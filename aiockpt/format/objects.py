@@ -1,0 +1,80 @@
+"""Objects that are not plain tensors: pickled by ``torch.save``, and read without trusting the pickle."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiockpt.errors import CorruptCheckpointError, SaveError, UnsafeCheckpointError
+from aiockpt.format.torchzip import verify_archive
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
+_allow_list = threading.Lock()
+
+
+def is_frozen(value: Any) -> bool:
+    """Tell whether a value can't change, so that it may be serialised later."""
+    kind = type(value)
+    return kind in _IMMUTABLE or (kind is tuple and all(map(is_frozen, value)))
+
+
+def encode_object(name: str, value: Any) -> bytes:
+    """Pickle a value as ``torch.save`` does.
+
+    Raises:
+        SaveError: naming the key, when the value can't be pickled.
+    """
+    sink = io.BytesIO()
+    try:
+        torch.save(value, sink)
+    except Exception as exc:  # a user's __reduce__ may raise anything
+        raise SaveError(
+            f"{name} is a {type(value).__module__}.{type(value).__qualname__} that can't be pickled: {exc}. "
+            "Leave it out of the state dict, or put plain data in its place."
+        ) from exc
+    return sink.getvalue()
+
+
+def decode_object(
+    name: str, blob: bytes, *, safe_globals: Sequence[Any] = (), trust: bool = False, map_location: Any = None
+) -> Any:
+    """Unpickle a value that `encode_object` or DCP wrote.
+
+    Args:
+        name: the key, for messages.
+        blob: the item's bytes.
+        safe_globals: functions and classes that the pickle may use besides torch's own list.
+        trust: unpickle anything, which runs whatever code the pickle asks for.
+        map_location: as in ``torch.load``.
+
+    Raises:
+        UnsafeCheckpointError: the pickle needs something that was not allowed.
+        CorruptCheckpointError: the bytes are not those that were written.
+    """
+    damage = verify_archive(blob)
+    if damage is not None:
+        raise CorruptCheckpointError(f"the object {name} is damaged: {damage}")
+    try:
+        # torch's allow-list is global to the process, so loads that extend it take turns.
+        with _allow_list, torch.serialization.safe_globals(list(safe_globals)):
+            return torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust)
+    except pickle.UnpicklingError as exc:
+        reason = str(exc)
+        if "Unsupported global" in reason or "not allowed" in reason or "GLOBAL" in reason:
+            wanted = reason.partition("GLOBAL ")[2].split(" ")[0] or "something"
+            raise UnsafeCheckpointError(
+                f"the object {name} needs {wanted}, which could run code. If you trust it, pass "
+                f"safe_globals=[{wanted.rpartition('.')[2]}], or trust=True to allow everything."
+            ) from exc
+        raise CorruptCheckpointError(f"the object {name} can't be unpickled: {reason}") from exc
+    except Exception as exc:  # a damaged pickle raises nearly anything
+        raise CorruptCheckpointError(
+            f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}"
+        ) from exc

@@ -1,0 +1,282 @@
+"""What `save()` gives back: two moments to wait for, progress, and a way to call it off.
+
+Everything here may be used from any thread and any asyncio loop. Waiting never influences the save.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+T = TypeVar("T")
+
+Phase = Literal["planned", "staging", "staged", "writing", "written", "committed"]
+
+
+class Completion(Awaitable[T], Generic[T]):
+    """A moment that comes once, with a value or an error.
+
+    Await it, in any asyncio loop and as often as you like, or call `result` in any thread. Cancelling who
+    awaits it changes nothing for others, nor for the work itself::
+
+        await save.staged
+        save.written.result(timeout=60)
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._condition = threading.Condition()
+        self._done = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._wakers: list[Any] = []
+        self.observed = False
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else f"failed: {self._error!r}" if self._error else "done"
+        return f"<{self._what}: {state}>"
+
+    def done(self) -> bool:
+        """Tell whether the moment has come."""
+        return self._done
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block until the moment comes; give its value or raise its error.
+
+        Not for use in an event loop's thread, which it would hold: await there.
+
+        Args:
+            timeout: seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it has not come in time. The work goes on.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._done, timeout):
+                raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
+        return self._deliver()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Block until the moment comes; give its error, or None."""
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._done, timeout):
+                raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
+        self.observed = self.observed or self._error is not None
+        return self._error
+
+    def __await__(self) -> Generator[Any, None, T]:
+        yield from self.settled().__await__()
+        return self._deliver()
+
+    async def settled(self) -> None:
+        """Wait until the moment has come, without its value or error."""
+        if self._done:
+            return
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+                loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+
+        with self._condition:
+            if self._done:
+                return
+            self._wakers.append(wake)
+        try:
+            await waiter
+        finally:
+            with self._condition:
+                if wake in self._wakers:
+                    self._wakers.remove(wake)
+
+    def _deliver(self) -> T:
+        if self._error is not None:
+            self.observed = True
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def _settle(self, value: T | None, error: BaseException | None = None) -> bool:
+        """Let the moment come; False when it had come before."""
+        with self._condition:
+            if self._done:
+                return False
+            self._value, self._error, self._done = value, error, True
+            wakers, self._wakers = self._wakers, []
+            self._condition.notify_all()
+        for wake in wakers:
+            wake()
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """How far a save is.
+
+    Attributes:
+        phase: what has just happened, or what is going on.
+        staged_bytes: bytes of the files that are copied into staging memory so far.
+        written_bytes: bytes of the files that are written so far.
+        total_bytes: bytes of all files.
+        elapsed_s: seconds since `save()` was called.
+    """
+
+    phase: Phase
+    staged_bytes: int
+    written_bytes: int
+    total_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """What was saved, and how long it took.
+
+    Attributes:
+        path: where the checkpoint is.
+        nbytes: the bytes of its files with items.
+        tensor_bytes: the bytes of the tensors in them.
+        tensors: how many tensors were stored.
+        objects: how many objects were stored.
+        files: the size in bytes of each file.
+        captured_s: how long `save()` held its caller, in seconds.
+        planned_s: how long planning took.
+        staged_s: from the call until staged.
+        written_s: from the call until durable under the final name.
+    """
+
+    path: str
+    nbytes: int
+    tensor_bytes: int
+    tensors: int
+    objects: int
+    files: Mapping[str, int] = field(repr=False)
+    captured_s: float
+    planned_s: float
+    staged_s: float
+    written_s: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of the files per second, from the call until durable."""
+        return self.nbytes / self.written_s if self.written_s else 0.0
+
+
+class Control(Protocol):
+    """The save behind a handle."""
+
+    def cancel(self) -> Completion[bool]:
+        """Call the save off."""
+
+    def fence(self, timeout: float | None) -> None:
+        """Order the caller's stream behind the copies."""
+
+
+class SaveHandle(Awaitable[SaveResult]):
+    """A save in flight.
+
+    Attributes:
+        path: where the checkpoint will be.
+        staged: comes when every tensor is copied: they may change from then on.
+        written: comes when the checkpoint is durable and complete under its final name.
+
+    A failure is raised by both, if they had not come before; if nobody awaits them, by the next `save()` or
+    by closing the checkpointer. ``await handle`` is ``await handle.written``; ``stage, write = handle`` gives
+    the two.
+    """
+
+    def __init__(self, path: str, control: Control, started: float) -> None:
+        self.path = path
+        self.staged: Completion[None] = Completion(f"staged {path}")
+        self.written: Completion[SaveResult] = Completion(f"written {path}")
+        self._control = control
+        self._started = started
+        self._events: list[ProgressEvent] = []
+        self._last: ProgressEvent | None = None
+        self._news = Completion[None]("progress")
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        last = self._last
+        if self.written.done():
+            state = "failed" if self.written._error is not None else "written"
+        else:
+            state = last.phase if last else "waiting"
+        if last is None:
+            return f"<SaveHandle {self.path} {state}>"
+        return (
+            f"<SaveHandle {self.path} {state}: {last.staged_bytes} staged and {last.written_bytes} written "
+            f"of {last.total_bytes} bytes>"
+        )
+
+    def __await__(self) -> Generator[Any, None, SaveResult]:
+        return self.written.__await__()
+
+    def __iter__(self) -> Iterator[Completion[Any]]:
+        return iter((self.staged, self.written))
+
+    @property
+    def observed(self) -> bool:
+        """Whether somebody has been given this save's failure."""
+        return self.staged.observed or self.written.observed
+
+    def cancel(self) -> Completion[bool]:
+        """Call the save off; does not block, await the result to know that nothing is left of it.
+
+        Returns:
+            A completion: True when the save was cancelled and `written` raises `SaveCancelledError`; False
+            when it was too late, because the save was committed or had failed.
+        """
+        return self._control.cancel()
+
+    def fence(self, timeout: float | None = None) -> None:
+        """Make the caller's current accelerator streams wait for the copies, without blocking on them.
+
+        Work that is enqueued after this may change the tensors. For tensors on an accelerator this returns as
+        soon as all copies are enqueued; for those in host memory it blocks until they are copied. Either way
+        it checks that no tensor has changed since `save()`.
+
+        Args:
+            timeout: seconds to block at most; None for as long as it takes.
+
+        Raises:
+            TornSnapshotError: a tensor has changed already.
+            TimeoutError: the copies were not enqueued in time.
+        """
+        self._control.fence(timeout)
+
+    async def progress(self) -> AsyncIterator[ProgressEvent]:
+        """Iterate over the events of this save, from the first, until it is over. Never raises its error."""
+        seen = 0
+        while True:
+            with self._lock:
+                news = self._news
+                fresh = self._events[seen:]
+            for event in fresh:
+                yield event
+            seen += len(fresh)
+            if not fresh:
+                if self.written.done():
+                    return
+                await news
+
+    def _report(self, event: ProgressEvent) -> None:
+        with self._lock:
+            self._events.append(event)
+            self._last = event
+            news, self._news = self._news, Completion[None]("progress")
+        news._settle(None)
+
+    def _wake(self) -> None:
+        """Wake who iterates over the events: there will be no more."""
+        with self._lock:
+            news = self._news
+        news._settle(None)
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._started

@@ -1,0 +1,1 @@
+"""Decisions about a checkpoint: structure, buckets, file images, ranges. Pure functions, no I/O."""

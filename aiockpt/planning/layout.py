@@ -1,0 +1,188 @@
+"""File images: where every byte of a bucket's file goes, before any tensor is copied."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from isal.isal_zlib import crc32, crc32_combine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiockpt.format.torchzip import Framing
+
+BLOCK_BYTES = 4096
+"""The unit of direct I/O: addresses, offsets and lengths are multiples of it."""
+ALIGNED_PAYLOAD_BYTES = 1 << 20
+"""Payloads of this size and more start at a multiple of `BLOCK_BYTES` in their file."""
+ITEM_ALIGNMENT = 64
+"""Items start at multiples of this, so that their payloads are aligned for every dtype."""
+_SEPARATE_CRC_BYTES = 64 << 10
+
+
+def align_up(value: int, unit: int) -> int:
+    """Round up to a multiple of ``unit``."""
+    return -(-value // unit) * unit
+
+
+class Slot(NamedTuple):
+    """One tensor item in a file image: which leaf, where it starts, and what stands around its payload."""
+
+    leaf: int
+    offset: int
+    framing: Framing
+    payload_offset: int
+    payload_end: int
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a leaf's payload, which belong at ``at`` of a chunk."""
+
+    leaf: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """The plan of one file: ``head_bytes`` for objects, then tensor items.
+
+    Attributes:
+        name: the file's name.
+        head_bytes: room at the beginning, filled with the objects' bytes and zeros.
+        slots: the tensor items, by offset.
+        nbytes: the size of the file.
+    """
+
+    name: str
+    head_bytes: int
+    slots: Sequence[Slot]
+    nbytes: int
+    ends: Sequence[int] = field(repr=False, default=())
+
+    def pieces(self, start: int, stop: int) -> list[Piece]:
+        """Give the pieces of payload within the bytes ``start`` to ``stop`` of the file."""
+        found: list[Piece] = []
+        for i in range(bisect_right(self.ends, start), len(self.slots)):
+            leaf, offset, _, begin, end = self.slots[i]
+            if offset >= stop:
+                break
+            low = begin if begin > start else start
+            high = end if end < stop else stop
+            if low < high:
+                found.append(Piece(leaf, low - begin, high - begin, low - start))
+        return found
+
+
+def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> FileImage:
+    """Lay items out one after the other.
+
+    Args:
+        name: the file's name.
+        head_bytes: room to leave at the beginning.
+        items: leaf and framing of each item.
+    """
+    slots: list[Slot] = []
+    position = head_bytes
+    for leaf, framing in items:
+        before = len(framing.prefix)
+        offset = align_up(position, ITEM_ALIGNMENT)
+        if framing.nbytes >= ALIGNED_PAYLOAD_BYTES:
+            offset = align_up(offset + before, BLOCK_BYTES) - before
+        begin = offset + before
+        slots.append(Slot(leaf, offset, framing, begin, begin + framing.nbytes))
+        position = offset + framing.length
+    ends = [slot.payload_end + len(slot.framing.suffix) for slot in slots]
+    return FileImage(name, head_bytes, slots, position, ends)
+
+
+class Sealer:
+    """Completes the chunks of one file image, in order, once their payload is there.
+
+    It fills in heads, gaps and framing, and computes the CRC-32 of every payload, which goes into its item,
+    and of the whole file. It touches staged memory only, never the tensors.
+
+    Args:
+        image: the file.
+        head: the bytes of the objects, at most ``image.head_bytes``.
+    """
+
+    def __init__(self, image: FileImage, head: bytes) -> None:
+        self._image = image
+        self._head = head
+        self._next = 0
+        self._payload_crc = 0
+        self.file_crc = 0
+
+    def seal(self, chunk: memoryview, start: int, stop: int) -> int:
+        """Complete the bytes ``start`` to ``stop`` of the file, which stand at the beginning of ``chunk``.
+
+        Returns:
+            The number of bytes to write: up to ``stop``, and zeros up to a whole block.
+        """
+        self._done = 0  # how much of the chunk the file's CRC covers
+        filled = self._fill_head(chunk, start, stop)
+        slots = self._image.slots
+        while self._next < len(slots) and slots[self._next].offset < stop:
+            slot = slots[self._next]
+            filled = self._zero(chunk, filled, slot.offset - start)
+            filled = self._seal_slot(chunk, start, stop, slot, filled)
+            if slot.payload_end + len(slot.framing.suffix) > stop:
+                break
+            self._next += 1
+            self._payload_crc = 0
+        self._zero(chunk, filled, stop - start)
+        self._cover(chunk, stop - start)
+        length = align_up(stop - start, BLOCK_BYTES)
+        self._zero(chunk, stop - start, length)
+        return length
+
+    def _fill_head(self, chunk: memoryview, start: int, stop: int) -> int:
+        end = min(self._image.head_bytes, stop)
+        if start >= end:
+            return 0
+        data = self._head[start:end]
+        chunk[: len(data)] = data
+        return self._zero(chunk, len(data), end - start)
+
+    def _seal_slot(self, chunk: memoryview, start: int, stop: int, slot: Slot, filled: int) -> int:
+        _, offset, framing, begin, end = slot
+        low, high = max(offset, start), min(begin, stop)
+        if low < high:
+            chunk[low - start : high - start] = framing.prefix[low - offset : high - offset]
+            filled = high - start
+        low, high = max(begin, start), min(end, stop)
+        if low < high:
+            self._payload(chunk, low - start, high - start)
+            filled = high - start
+        low, high = max(end, start), min(end + len(framing.suffix), stop)
+        if low < high:
+            suffix = framing.sealed_suffix(self._payload_crc)
+            chunk[low - start : high - start] = suffix[low - end : high - end]
+            filled = high - start
+        return filled
+
+    def _payload(self, chunk: memoryview, low: int, high: int) -> None:
+        if high - low < _SEPARATE_CRC_BYTES:
+            self._payload_crc = crc32(chunk[low:high], self._payload_crc)
+            return
+        # A long run is summed once, for the item and the file both.
+        self._cover(chunk, low)
+        crc = crc32(chunk[low:high])
+        self._payload_crc = crc32_combine(self._payload_crc, crc, high - low)
+        self.file_crc = crc32_combine(self.file_crc, crc, high - low)
+        self._done = high
+
+    def _cover(self, chunk: memoryview, upto: int) -> None:
+        if upto > self._done:
+            self.file_crc = crc32(chunk[self._done : upto], self.file_crc)
+            self._done = upto
+
+    @staticmethod
+    def _zero(chunk: memoryview, low: int, high: int) -> int:
+        if low < high:
+            chunk[low:high] = bytes(high - low)
+        return max(low, high)

@@ -1,0 +1,451 @@
+"""The save pipeline: plan, stage, write, commit. The only module that knows both staging and storage."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import anyio
+import torch
+from isal.isal_zlib import crc32
+
+from aiockpt._version import __version__
+from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, StageError, TornSnapshotError
+from aiockpt.format.manifest import MANIFEST_NAME, FileFacts, Manifest, encode_manifest
+from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.handle import Completion, Phase, ProgressEvent, SaveHandle, SaveResult
+from aiockpt.planning.layout import Sealer
+from aiockpt.staging.base import Done, LayoutMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+    from aiockpt.format.manifest import JsonValue
+    from aiockpt.planning.layout import FileImage, Piece
+    from aiockpt.planning.planner import Layout, Planner, SavePlan
+    from aiockpt.planning.source import Capture
+    from aiockpt.staging.base import Pending, Stager
+    from aiockpt.staging.pool import Chunk, ChunkPool, Lease
+    from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.threads import Workers
+
+
+@dataclass(frozen=True)
+class SaveTools:
+    """What the engine lends to every save."""
+
+    pool: ChunkPool
+    planner: Planner
+    copy_workers: Workers
+    io_workers: Workers
+    stager_for: Callable[[torch.device], Stager]
+    reserve: Callable[[int], None]
+
+
+@dataclass
+class SaveJob:
+    """One save: what is to be saved, and what is known of its course.
+
+    Implements `aiockpt.handle.Control`. ``cancel`` and ``fence`` may be called from any thread.
+    """
+
+    path: str
+    storage: Storage
+    overwrite: bool
+    metadata: dict[str, JsonValue]
+    capture: Capture
+    captured_s: float
+    handle: SaveHandle = field(init=False)
+    started: float = 0.0
+    post: Callable[[Callable[[], None]], None] = lambda _: None
+    cancelled: Completion[bool] = field(default_factory=lambda: Completion[bool]("cancelled"))
+    issued: threading.Event = field(default_factory=threading.Event)
+    staging_over: anyio.Event = field(init=False)
+    over: anyio.Event = field(init=False)
+    scope: anyio.CancelScope = field(init=False)
+    cancel_asked: bool = False
+    checked: bool = False
+    check_lock: threading.Lock = field(default_factory=threading.Lock)
+    stagers: list[Stager] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.handle = SaveHandle(self.path, self, self.started)
+
+    def admit(self) -> None:
+        """Make what belongs to the engine's loop, in that loop."""
+        self.staging_over = anyio.Event()
+        self.over = anyio.Event()
+        self.scope = anyio.CancelScope()
+
+    def cancel(self) -> Completion[bool]:
+        """See `SaveHandle.cancel`."""
+        self.cancel_asked = True
+        # The engine may be gone, and then the save is over and has said how it ended.
+        with contextlib.suppress(RuntimeError):
+            self.post(lambda: self.scope.cancel())
+        return self.cancelled
+
+    def fence(self, timeout: float | None) -> None:
+        """See `SaveHandle.fence`."""
+        if not self.issued.wait(timeout):
+            raise TimeoutError(f"the copies of {self.path} were not enqueued within {timeout} s; the save goes on")
+        if self.handle.staged.done():
+            self.handle.staged.result()
+            return
+        for stager in self.stagers:
+            for device, event in stager.fence():
+                torch.accelerator.current_stream(device).wait_event(event)
+        self.check_for_changes()
+
+    def check_for_changes(self) -> None:
+        """Compare the version counters, once.
+
+        Raises:
+            TornSnapshotError: a tensor was changed in place since `save()`.
+        """
+        with self.check_lock:
+            if self.checked:
+                return
+            changed = self.capture.changed()
+            if not changed:
+                self.checked = True
+                return
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise TornSnapshotError(
+            f"{', '.join(changed[:3])}{more} changed between save() and staged, so the copy of {self.path} may mix "
+            "two states and was dropped. Await `staged` before the optimizer's step (or whatever changed it), "
+            "call fence() before it, or save a clone."
+        )
+
+
+async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> None:
+    """Run one save to its end, whatever that is; never raises."""
+    error: BaseException | None = None
+    result: SaveResult | None = None
+    try:
+        with job.scope:
+            if job.cancel_asked:
+                job.scope.cancel()
+            result = await _Save(job, tools, previous).run()
+        if result is None:
+            error = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
+    except BaseException as exc:  # delivered to whoever waits, never dropped
+        error = _first(exc)
+    finally:
+        if error is not None:
+            job.handle.staged._settle(None, error)
+        job.capture.release()
+        job.issued.set()
+        job.handle.written._settle(result, error)
+        job.handle._wake()
+        job.cancelled._settle(isinstance(error, SaveCancelledError))
+        job.staging_over.set()
+        job.over.set()
+
+
+def _first(error: BaseException) -> BaseException:
+    """Give the first error in a group; make it one of ours."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, AiockptError):
+        return error
+    wrapped = SaveError(f"the save failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+async def _abort(transaction: Transaction, error: BaseException) -> None:
+    """Remove what was written; should that fail too, say so on the error that led here."""
+    with anyio.CancelScope(shield=True):
+        try:
+            await transaction.abort()
+        except AiockptError as exc:
+            error.add_note(str(exc))
+
+
+class _Save:
+    """The course of one save."""
+
+    def __init__(self, job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> None:
+        self._job = job
+        self._tools = tools
+        self._previous = previous
+        self._staged_bytes = 0
+        self._written_bytes = 0
+        self._total_bytes = 0
+        self._planned_s = 0.0
+        self._staged_s = 0.0
+        self._files: dict[str, FileFacts] = {}
+
+    async def run(self) -> SaveResult:
+        previous = self._previous
+        self._previous = None
+        try:
+            return await self._attempt(previous)
+        except* LayoutMismatchError as group:
+            mismatch = _first(group)
+        # A tensor is not what the kept layout says, though it has the same name: plan from the beginning.
+        self._tools.planner.forget()
+        self._staged_bytes = self._written_bytes = 0
+        self._files.clear()
+        try:
+            return await self._attempt(previous)
+        except* LayoutMismatchError:
+            raise TornSnapshotError(
+                f"{mismatch.__cause__} changed its shape, dtype or device while {self._job.path} was being saved; "
+                "await `staged` before changing tensors"
+            ) from None
+
+    async def _attempt(self, previous: SaveJob | None) -> SaveResult:
+        job, tools = self._job, self._tools
+        begin = time.perf_counter()
+        plan = await tools.copy_workers.run(tools.planner.plan, job.capture)
+        self._planned_s = time.perf_counter() - begin
+        self._total_bytes = sum(image.nbytes for image in plan.layout.images)
+        self._report("planned")
+        if previous is not None:
+            await previous.staging_over.wait()
+        tools.reserve(self._total_bytes)
+        transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=tools.io_workers)
+        try:
+            await self._transfer(plan, transaction, previous)
+            await self._describe(plan, transaction)
+            self._report("written")
+            with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
+                await transaction.commit()
+        except BaseException as exc:
+            await _abort(transaction, exc)
+            raise
+        self._report("committed")
+        return self._result(plan)
+
+    async def _transfer(self, plan: SavePlan, transaction: Transaction, previous: SaveJob | None) -> None:
+        """Stage and write all files."""
+        job = self._job
+        layout = plan.layout
+        router = _Router(layout, job.capture, self._tools)
+        job.stagers = router.stagers
+        async with _Leases(self._tools.pool) as leases, anyio.create_task_group() as writing:
+            async with anyio.create_task_group() as staging:
+                for number, image in enumerate(layout.images):
+                    send, receive = anyio.create_memory_object_stream[_Filled](math.inf)
+                    sealer = Sealer(image, plan.head if number == 0 else b"")
+                    staging.start_soon(self._stage, image, router, leases, send)
+                    writing.start_soon(self._write, image, sealer, transaction, receive, previous)
+            await self._tools.copy_workers.run(job.check_for_changes)
+            self._staged_s = job.handle._elapsed()
+            job.capture.release()
+            job.staging_over.set()
+            self._report("staged")
+            job.handle.staged._settle(None)
+
+    async def _stage(
+        self, image: FileImage, router: _Router, leases: _Leases, send: MemoryObjectSendStream[_Filled]
+    ) -> None:
+        """Fill the chunks of one file, in order, as the pool gives them out."""
+        step = self._tools.pool.chunk_bytes
+        before: _Filled | None = None
+        with send:
+            for start in range(0, max(image.nbytes, 1), step):
+                stop = min(start + step, image.nbytes)
+                if before is not None and (isinstance(before.pending, Done) or not leases.available):
+                    # Never wait for a chunk while holding one that could be written and given back.
+                    await self._pass_on(before, send)
+                    before = None
+                lease = await leases.acquire()
+                filled = _Filled(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
+                leases.pending[lease] = filled.pending
+                if stop == image.nbytes:
+                    router.last_issued(self._job)
+                if before is not None:
+                    await self._pass_on(before, send)
+                before = filled
+            if before is not None:
+                await self._pass_on(before, send)
+
+    async def _pass_on(self, filled: _Filled, send: MemoryObjectSendStream[_Filled]) -> None:
+        await filled.pending.wait()
+        self._staged_bytes += filled.stop - filled.start
+        self._report("staging")
+        with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this task too
+            send.send_nowait(filled)
+
+    async def _write(
+        self,
+        image: FileImage,
+        sealer: Sealer,
+        transaction: Transaction,
+        receive: MemoryObjectReceiveStream[_Filled],
+        previous: SaveJob | None,
+    ) -> None:
+        """Write the chunks of one file as they come."""
+        with receive:
+            if previous is not None:
+                await previous.over.wait()
+            sink = await transaction.create(image.name, image.nbytes)
+            async for filled in receive:
+                view = filled.lease.chunk.view
+                length = await self._tools.io_workers.run(sealer.seal, view, filled.start, filled.stop)
+                if length:
+                    await sink.write(view[:length])
+                filled.lease.release()
+                self._written_bytes += filled.stop - filled.start
+                self._report("writing")
+            await sink.finish()
+        self._files[image.name] = FileFacts(image.nbytes, sealer.file_crc)
+
+    async def _describe(self, plan: SavePlan, transaction: Transaction) -> None:
+        """Write the manifest, then the metadata."""
+        metadata = await self._tools.io_workers.run(plan.metadata)
+        self._files[METADATA_NAME] = FileFacts(len(metadata), crc32(metadata))
+        manifest = encode_manifest(self._manifest(plan))
+        for name, data in ((MANIFEST_NAME, manifest), (METADATA_NAME, metadata)):
+            sink = await transaction.create(name, len(data))
+            await sink.write(memoryview(data))
+            await sink.finish()
+
+    def _manifest(self, plan: SavePlan) -> Manifest:
+        layout = plan.layout
+        images = {image.name: self._files[image.name] for image in layout.images}
+        return Manifest(
+            writer=f"aiockpt {__version__} (torch {torch.__version__})",
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            metadata=self._job.metadata,
+            files=images | {METADATA_NAME: self._files[METADATA_NAME]},
+            totals={
+                "tensors": len(layout.specs) - len(layout.object_leaves),
+                "objects": len(layout.object_leaves),
+                "tensor_bytes": layout.tensor_bytes,
+                "file_bytes": self._total_bytes,
+            },
+            times_s={
+                "captured": self._job.captured_s,
+                "planned": self._planned_s,
+                "staged": self._staged_s,
+                "data_written": self._job.handle._elapsed(),
+            },
+            containers=self._job.capture.containers,
+        )
+
+    def _result(self, plan: SavePlan) -> SaveResult:
+        layout = plan.layout
+        return SaveResult(
+            path=self._job.path,
+            nbytes=self._total_bytes,
+            tensor_bytes=layout.tensor_bytes,
+            tensors=len(layout.specs) - len(layout.object_leaves),
+            objects=len(layout.object_leaves),
+            files={name: facts.nbytes for name, facts in self._files.items()},
+            captured_s=self._job.captured_s,
+            planned_s=self._planned_s,
+            staged_s=self._staged_s,
+            written_s=self._job.handle._elapsed(),
+        )
+
+    def _report(self, phase: Phase) -> None:
+        handle = self._job.handle
+        handle._report(
+            ProgressEvent(
+                phase, self._staged_bytes, self._written_bytes, self._total_bytes, handle._elapsed()
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Filled:
+    """A chunk that holds, or will hold, the payload of the bytes ``start`` to ``stop`` of a file."""
+
+    lease: Lease
+    start: int
+    stop: int
+    pending: Pending
+
+
+class _Leases:
+    """All leases of one save: on leaving, whatever still is out goes back, once nothing uses it any more."""
+
+    def __init__(self, pool: ChunkPool) -> None:
+        self._pool = pool
+        self._out: list[Lease] = []
+        self.pending: dict[Lease, Pending] = {}
+
+    @property
+    def available(self) -> bool:
+        """Whether `acquire` would return at once."""
+        return self._pool.available
+
+    async def acquire(self) -> Lease:
+        lease = await self._pool.acquire()
+        self._out.append(lease)
+        return lease
+
+    async def __aenter__(self) -> _Leases:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        with anyio.CancelScope(shield=True):
+            for lease in self._out:
+                if not lease.released and lease in self.pending:
+                    with contextlib.suppress(Exception):  # the failed copy has been reported where it was awaited
+                        await self.pending[lease].wait()
+                lease.release()
+
+
+class _Router:
+    """Sends pieces to the stager of the device that their tensors are on."""
+
+    def __init__(self, layout: Layout, capture: Capture, tools: SaveTools) -> None:
+        self._layout = layout
+        self._capture = capture
+        devices = {spec.device for spec in layout.specs if spec is not None} or {torch.device("cpu")}
+        self._by_device = {device: tools.stager_for(device) for device in devices}
+        self._files_left = len(layout.images)
+
+    @property
+    def stagers(self) -> list[Stager]:
+        return list(self._by_device.values())
+
+    async def issue(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
+        try:
+            if len(self._by_device) == 1:
+                (stager,) = self._by_device.values()
+                return await stager.issue(pieces, chunk, self._capture, self._layout)
+            groups: dict[torch.device, list[Piece]] = defaultdict(list)
+            for piece in pieces:
+                spec = self._layout.specs[piece.leaf]
+                if spec is not None:
+                    groups[spec.device].append(piece)
+            return _All(
+                [
+                    await self._by_device[device].issue(group, chunk, self._capture, self._layout)
+                    for device, group in groups.items()
+                ]
+            )
+        except (LayoutMismatchError, AiockptError):
+            raise
+        except Exception as exc:
+            raise StageError(f"copying tensors into staging memory failed: {type(exc).__name__}: {exc}") from exc
+
+    def last_issued(self, job: SaveJob) -> None:
+        self._files_left -= 1
+        if self._files_left == 0:
+            job.issued.set()
+
+
+class _All:
+    """Several pending copies as one."""
+
+    def __init__(self, pending: list[Pending]) -> None:
+        self._pending = pending
+
+    async def wait(self) -> None:
+        for each in self._pending:
+            await each.wait()

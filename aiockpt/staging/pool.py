@@ -1,0 +1,165 @@
+"""Staging memory: fixed-size, page-aligned chunks, leased from one pool and used again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from typing import TYPE_CHECKING
+
+import anyio
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class Mapping:
+    """Anonymous memory that starts at a huge page's border, not touched yet.
+
+    Attributes:
+        address: of the first byte.
+        view: the bytes.
+        tensor: the same bytes as a tensor of dtype uint8; it keeps the memory alive.
+    """
+
+    __slots__ = ("address", "tensor", "view")
+
+    def __init__(self, nbytes: int) -> None:
+        whole = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: small ones do
+                whole.madvise(mmap.MADV_HUGEPAGE)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        skip = -begin % HUGE_PAGE_BYTES
+        self.address = begin + skip
+        self.view = memoryview(whole)[skip : skip + nbytes]
+        self.tensor = torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=skip)
+
+    def touch(self) -> None:
+        """Fault all pages in. Blocks; releases the interpreter."""
+        ctypes.memset(self.address, 0, len(self.view))
+
+
+class Chunk:
+    """One piece of staging memory; see `Mapping` for its attributes."""
+
+    __slots__ = ("_mapping", "address", "pinned", "tensor", "view")
+
+    def __init__(self, nbytes: int) -> None:
+        self._mapping = Mapping(nbytes)
+        self.address = self._mapping.address
+        self.view = self._mapping.view
+        self.tensor = self._mapping.tensor
+        self.pinned = False
+
+    def touch(self) -> None:
+        """Fault all pages in. Blocks; releases the interpreter."""
+        self._mapping.touch()
+
+
+class Lease:
+    """The right to use one chunk until it is released. To be released on the engine's loop, once or more."""
+
+    __slots__ = ("_pool", "chunk")
+
+    def __init__(self, pool: ChunkPool, chunk: Chunk) -> None:
+        self._pool: ChunkPool | None = pool
+        self.chunk = chunk
+
+    @property
+    def released(self) -> bool:
+        """Whether the chunk was given back."""
+        return self._pool is None
+
+    def release(self) -> None:
+        """Give the chunk back. Idempotent."""
+        if self._pool is not None:
+            self._pool._take_back(self.chunk)
+            self._pool = None
+
+
+class ChunkPool:
+    """A bounded number of chunks, made when first needed.
+
+    Args:
+        chunk_bytes: the size of each, a multiple of 4096.
+        capacity: how many there may be at most; see `allow`.
+    """
+
+    def __init__(self, chunk_bytes: int, capacity: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.capacity = capacity
+        self._free: list[Chunk] = []
+        self._made = 0
+        self._permits = anyio.Semaphore(capacity)
+        self._leased = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"<ChunkPool {self._leased} leased, {len(self._free)} free, {self.capacity} at most, "
+            f"of {self.chunk_bytes} bytes>"
+        )
+
+    @property
+    def leased(self) -> int:
+        """How many chunks are out."""
+        return self._leased
+
+    @property
+    def made(self) -> int:
+        """How many chunks exist."""
+        return self._made
+
+    @property
+    def available(self) -> bool:
+        """Whether `acquire` would return at once."""
+        return self._permits.value > 0
+
+    def allow(self, capacity: int) -> None:
+        """Raise the bound to ``capacity`` chunks; it is never lowered."""
+        for _ in range(self.capacity, capacity):
+            self._permits.release()
+        self.capacity = max(self.capacity, capacity)
+
+    async def acquire(self) -> Lease:
+        """Wait for a chunk. First come, first served; safe to cancel."""
+        await self._permits.acquire()
+        try:
+            chunk = self._free.pop() if self._free else self._make()
+        except BaseException:
+            self._permits.release()
+            raise
+        self._leased += 1
+        return Lease(self, chunk)
+
+    def missing(self, count: int) -> list[Callable[[], None]]:
+        """Make chunks until ``count`` exist, as far as the bound allows.
+
+        Returns:
+            A function for each new chunk that faults its memory in; they block, and may run in any thread.
+        """
+        fresh = [self._make() for _ in range(min(count, self.capacity) - self._made)]
+        self._free[:0] = fresh
+        return [chunk.touch for chunk in fresh]
+
+    def chunks(self) -> list[Chunk]:
+        """Give the chunks that are not leased."""
+        return list(self._free)
+
+    def drop(self) -> None:
+        """Let go of all memory that is not leased."""
+        self._made -= len(self._free)
+        self._free.clear()
+
+    def _make(self) -> Chunk:
+        chunk = Chunk(self.chunk_bytes)
+        self._made += 1
+        return chunk
+
+    def _take_back(self, chunk: Chunk) -> None:
+        self._free.append(chunk)
+        self._leased -= 1
+        self._permits.release()

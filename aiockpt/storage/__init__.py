@@ -1,0 +1,1 @@
+"""Where checkpoints are kept. Knows bytes, names and durability, nothing of tensors."""

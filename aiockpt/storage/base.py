@@ -1,0 +1,123 @@
+"""The interface between the engine and a place where checkpoints are kept."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiockpt.threads import Workers
+
+
+class FileSink(ABC):
+    """A file that is being written, from its beginning to its end."""
+
+    @abstractmethod
+    async def write(self, view: memoryview) -> None:
+        """Write the next bytes.
+
+        All writes but the last are of whole blocks of 4096 bytes. The last may be longer than what is left
+        of the announced size, with zeros, up to a whole block. Cancellation waits until ``view`` is no longer
+        in use.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+
+    @abstractmethod
+    async def finish(self) -> None:
+        """Make the file durable at its announced size, and close it.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+
+
+class Transaction(ABC):
+    """A checkpoint that is being written. Nobody sees it before `commit`."""
+
+    @abstractmethod
+    async def create(self, name: str, nbytes: int) -> FileSink:
+        """Start a file of ``nbytes`` bytes.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+
+    @abstractmethod
+    async def commit(self) -> None:
+        """Publish the checkpoint, durably and at once.
+
+        When it fails, nothing was published, or it was taken back.
+
+        Raises:
+            CommitError: with the cause chained.
+            CheckpointExistsError: something has come to the path meanwhile.
+        """
+
+    @abstractmethod
+    async def abort(self) -> None:
+        """Remove everything written so far. Idempotent; after `commit` it does nothing.
+
+        Raises:
+            WriteError: something could not be removed.
+        """
+
+
+class Source(ABC):
+    """A checkpoint that is being read."""
+
+    @property
+    @abstractmethod
+    def files(self) -> Mapping[str, int]:
+        """The size in bytes of each file, by name relative to the checkpoint."""
+
+    @abstractmethod
+    def read(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill ``view`` with the file's bytes from ``offset`` on. Blocks; may run in several threads at once.
+
+        Raises:
+            CorruptCheckpointError: the file ends before, or is missing.
+            UnsafeCheckpointError: the name leads out of the checkpoint.
+            LoadError: reading failed; the cause is chained.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what is open. Idempotent."""
+
+
+class Storage(ABC):
+    """A place where checkpoints are kept."""
+
+    @abstractmethod
+    def locate(self, path: str) -> str:
+        """Give the one name that a path has here, such as the absolute path. Does not block."""
+
+    @abstractmethod
+    def check(self, path: str, *, overwrite: bool) -> None:
+        """Refuse a path that is taken. Called at `save()`, in the caller's thread; blocks for a look at most.
+
+        Raises:
+            CheckpointExistsError: the path exists, and may not or can't safely be overwritten.
+        """
+
+    @abstractmethod
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+        """Start to write a checkpoint; blocking work goes to ``workers``.
+
+        Raises:
+            WriteError: with the cause chained.
+            CheckpointExistsError: see `check`.
+        """
+
+    @abstractmethod
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        """Open a checkpoint for reading.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: there is something that was never finished.
+        """

@@ -1,0 +1,389 @@
+"""Checkpoints in a directory of a local or mounted file system.
+
+The files go to a hidden directory beside the final one; each is synced, then the directory, then it is
+renamed to its final name, then the parent directory is synced. So the final name shows a complete and
+durable checkpoint or nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import aiofiles
+
+from aiockpt.errors import (
+    AiockptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CommitError,
+    CorruptCheckpointError,
+    LoadError,
+    UnsafeCheckpointError,
+    WriteError,
+)
+from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+from aiockpt.storage.syscalls import UnsupportedError, allocate, rename_exchange, rename_noreplace
+from aiockpt.threads import drained
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiockpt.threads import Workers
+
+_BLOCK_BYTES = 4096
+_DIRECT_MIN_BYTES = 1 << 20
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+logger = logging.getLogger("aiockpt")
+
+
+class LocalStorage(Storage):
+    """Keeps each checkpoint in a directory.
+
+    Args:
+        direct_io: write large files past the page cache, where the file system allows it.
+        fsync: make files and directories durable. Without it a crash of the machine may lose a checkpoint
+            that was announced as written.
+    """
+
+    def __init__(self, *, direct_io: bool = True, fsync: bool = True) -> None:
+        self._direct_io = direct_io
+        self._fsync = fsync
+
+    def __repr__(self) -> str:
+        return f"LocalStorage(direct_io={self._direct_io}, fsync={self._fsync})"
+
+    def locate(self, path: str) -> str:
+        """Give the absolute path."""
+        return os.path.abspath(path)
+
+    def check(self, path: str, *, overwrite: bool) -> None:
+        """Look whether the path is free, or holds what may be overwritten."""
+        path = self.locate(path)
+        if not os.path.lexists(path):
+            return
+        if not overwrite:
+            raise CheckpointExistsError(
+                f"{path} exists already; save under another name, or pass overwrite=True to replace it"
+            )
+        if os.path.islink(path) or not os.path.isdir(path):
+            raise CheckpointExistsError(f"{path} is not a directory; overwrite=True replaces checkpoints only")
+        entries = os.listdir(path)
+        if entries and METADATA_NAME not in entries:
+            raise CheckpointExistsError(
+                f"{path} is a directory that holds other things than a checkpoint; overwrite=True would "
+                "delete them. Save under another name."
+            )
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+        """Make the hidden directory that the files go to."""
+        path = self.locate(path)
+        self.check(path, overwrite=overwrite)
+        hidden = os.path.join(
+            os.path.dirname(path), f".{os.path.basename(path)}.aiockpt-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        )
+        try:
+            await workers.run(_make_directories, hidden, self._fsync)
+        except OSError as exc:
+            raise WriteError(f"can't make the directory for {path}: {exc}") from exc
+        return _LocalTransaction(self, path, hidden, overwrite=overwrite, workers=workers)
+
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        """Look at a checkpoint's directory."""
+        return await workers.run(_open_source, self.locate(path))
+
+
+class _LocalTransaction(Transaction):
+    def __init__(
+        self, storage: LocalStorage, path: str, hidden: str, *, overwrite: bool, workers: Workers
+    ) -> None:
+        self._storage = storage
+        self._path = path
+        self._hidden = hidden
+        self._overwrite = overwrite
+        self._workers = workers
+        self._sinks: list[_LocalSink] = []
+        self._over = False
+
+    async def create(self, name: str, nbytes: int) -> FileSink:
+        direct = self._storage._direct_io and nbytes >= _DIRECT_MIN_BYTES and _O_DIRECT != 0
+        path = os.path.join(self._hidden, name)
+        final = os.path.join(self._path, name)
+        sink = _LocalSink(path, final, nbytes, fsync=self._storage._fsync, workers=self._workers)
+        self._sinks.append(sink)
+        await sink.open(direct=direct)
+        return sink
+
+    async def commit(self) -> None:
+        await self._workers.run(_publish, self._hidden, self._path, self._overwrite, self._storage._fsync)
+        self._over = True
+
+    async def abort(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        for sink in self._sinks:
+            await sink.close()
+        try:
+            await self._workers.run(_remove_tree, self._hidden)
+        except OSError as exc:
+            raise WriteError(f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand") from exc
+
+
+class _LocalSink(FileSink):
+    """A file under the engine's executor, through aiofiles; direct I/O until the file system refuses it."""
+
+    def __init__(self, path: str, final: str, nbytes: int, *, fsync: bool, workers: Workers) -> None:
+        self._path = path
+        self._final = final
+        self._nbytes = nbytes
+        self._fsync = fsync
+        self._workers = workers
+        self._file: Any = None
+        self._written = 0
+        self._direct = False
+
+    async def open(self, *, direct: bool) -> None:
+        """Create the file and reserve its space, so that a full disk shows at once."""
+
+        def opener(path: str, flags: int) -> int:
+            flags |= os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+            try:
+                fd = os.open(path, flags | (_O_DIRECT if direct else 0), 0o666)
+                self._direct = direct
+            except OSError as exc:
+                if not direct or exc.errno != errno.EINVAL:
+                    raise
+                # Some file systems create the file before they refuse direct I/O.
+                fd = os.open(path, flags & ~os.O_EXCL, 0o666)
+            try:
+                if self._nbytes >= _DIRECT_MIN_BYTES:
+                    allocate(fd, self._nbytes)
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
+
+        try:
+            self._file = await drained(
+                aiofiles.open(
+                    self._path, "wb", buffering=0, opener=opener, executor=self._workers.executor
+                ).__aenter__()
+            )
+        except OSError as exc:
+            raise WriteError(f"can't create {self._final} ({self._nbytes} bytes): {exc}") from exc
+
+    async def write(self, view: memoryview) -> None:
+        rest = view
+        try:
+            while rest:
+                try:
+                    count = await drained(self._file.write(rest if self._direct else self._wanted(rest)))
+                except OSError as exc:
+                    if exc.errno != errno.EINVAL or not self._direct:
+                        raise
+                    await self._workers.run(self._leave_direct)
+                    continue
+                if count == 0:
+                    raise OSError(errno.EIO, "the file system wrote nothing")
+                self._written += count
+                rest = rest[count:]
+                if self._direct and len(rest) % _BLOCK_BYTES:
+                    await self._workers.run(self._leave_direct)  # a short write left an unaligned rest
+                if self._written >= self._nbytes:
+                    return
+        except OSError as exc:
+            raise WriteError(f"can't write {self._final} at offset {self._written}: {exc}") from exc
+
+    def _wanted(self, view: memoryview) -> memoryview:
+        return view[: self._nbytes - self._written]
+
+    def _leave_direct(self) -> None:
+        """Go on through the page cache: address, offset or length can't be written directly."""
+        fd = self._file.fileno()
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
+        self._direct = False
+
+    async def finish(self) -> None:
+        try:
+            if self._written != self._nbytes:
+                await drained(self._file.truncate(self._nbytes))
+            if self._fsync:
+                await self._workers.run(os.fsync, self._file.fileno())
+            await drained(self._file.close())
+        except OSError as exc:
+            raise WriteError(f"can't make {self._final} durable: {exc}") from exc
+
+    async def close(self) -> None:
+        """Close the file as it is; errors don't matter any more, for it will be removed."""
+        if self._file is not None:
+            try:
+                await drained(self._file.close())
+            except OSError as exc:
+                logger.debug("closing the abandoned file %s: %s", self._path, exc)
+
+
+def _make_directories(path: str, fsync: bool) -> None:
+    """Make a directory with its parents, each durable in its own parent."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory)
+        except FileExistsError:
+            if not os.path.isdir(directory):
+                raise
+        if fsync and directory != missing[0]:
+            _sync_directory(os.path.dirname(directory))
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _publish(hidden: str, path: str, overwrite: bool, fsync: bool) -> None:
+    """Give the finished directory its final name, durably. Blocks."""
+    try:
+        if fsync:
+            _sync_directory(hidden)
+        replaced = False
+        try:
+            rename_noreplace(hidden, path)
+        except FileExistsError as exc:
+            if not overwrite:
+                raise CheckpointExistsError(f"{path} has appeared during the save; it was left as it is") from exc
+            LocalStorage().check(path, overwrite=True)
+            rename_exchange(hidden, path)
+            replaced = True
+        try:
+            if fsync:
+                _sync_directory(os.path.dirname(path))
+        except OSError:
+            rename_exchange(hidden, path) if replaced else os.rename(path, hidden)
+            raise
+    except AiockptError:
+        raise
+    except UnsupportedError as exc:
+        raise CommitError(
+            f"the file system of {path} can't replace a checkpoint atomically ({exc}); save under another name"
+        ) from exc
+    except OSError as exc:
+        raise CommitError(f"can't publish {path}: {exc}") from exc
+    if replaced:
+        try:
+            _remove_tree(hidden)
+        except OSError as exc:
+            logger.warning("%s was replaced; what it held before could not be removed from %s: %s", path, hidden, exc)
+
+
+def _remove_tree(path: str) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        if os.path.lexists(path):
+            raise
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+def _open_source(path: str) -> Source:
+    try:
+        files = _sizes(path)
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {path}: {'it is no directory' if os.path.lexists(path) else 'no such path'}"
+        ) from exc
+    except OSError as exc:
+        raise LoadError(f"can't look into {path}: {exc}") from exc
+    if METADATA_NAME not in files:
+        if any(name.endswith(".distcp") for name in files):
+            raise CorruptCheckpointError(
+                f"{path} holds files of a checkpoint but no {METADATA_NAME}: its save was never finished. "
+                "Use an older checkpoint."
+            )
+        raise CheckpointNotFoundError(f"there is no checkpoint at {path}: the directory has no {METADATA_NAME}")
+    return _LocalSource(path, files)
+
+
+def _sizes(root: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    pending = [root]
+    while pending:
+        directory = pending.pop()
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                elif entry.is_file():
+                    sizes[os.path.relpath(entry.path, root)] = entry.stat().st_size
+    return sizes
+
+
+class _LocalSource(Source):
+    def __init__(self, path: str, files: dict[str, int]) -> None:
+        self._path = path
+        self._files = files
+        self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        return self._files
+
+    def read(self, name: str, offset: int, view: memoryview) -> None:
+        fd = self._open(name)
+        rest = view
+        try:
+            while rest:
+                count = os.preadv(fd, [rest], offset)
+                if count == 0:
+                    raise CorruptCheckpointError(
+                        f"{os.path.join(self._path, name)} ends at byte {offset}, {len(rest)} bytes too early: "
+                        "it was truncated. Use an older checkpoint."
+                    )
+                offset += count
+                rest = rest[count:]
+        except OSError as exc:
+            raise LoadError(f"can't read {os.path.join(self._path, name)} at offset {offset}: {exc}") from exc
+
+    def _open(self, name: str) -> int:
+        with self._lock:
+            fd = self._fds.get(name)
+            if fd is None:
+                fd = self._fds[name] = self._open_file(name)
+            return fd
+
+    def _open_file(self, name: str) -> int:
+        path = os.path.join(self._path, name)
+        inside = os.path.realpath(path).startswith(os.path.join(os.path.realpath(self._path), ""))
+        if os.path.isabs(name) or ".." in name.split(os.sep) or not inside:
+            raise UnsafeCheckpointError(
+                f"{self._path} refers to {name!r}, which is outside of its directory; it was not read"
+            )
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            raise CorruptCheckpointError(f"{path} is missing; use an older checkpoint") from exc
+        except OSError as exc:
+            raise LoadError(f"can't open {path}: {exc}") from exc
+
+    def close(self) -> None:
+        with self._lock:
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds.clear()

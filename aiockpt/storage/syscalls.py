@@ -1,0 +1,71 @@
+"""System calls that Python's `os` lacks: atomic renames and preallocation. Linux; elsewhere they say so."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from functools import cache
+from typing import Any
+
+_AT_FDCWD = -100
+_NOREPLACE = 1
+_EXCHANGE = 2
+_UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+class UnsupportedError(OSError):
+    """The kernel or the file system can't do this."""
+
+
+@cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *args: Any) -> None:
+    function = getattr(_libc(), name, None) if sys.platform == "linux" else None
+    if function is None:
+        raise UnsupportedError(errno.ENOSYS, f"{name} is not available here")
+    while function(*args) != 0:
+        number = ctypes.get_errno()
+        if number == errno.EINTR:
+            continue
+        kind = UnsupportedError if number in _UNSUPPORTED else OSError
+        raise kind(number, os.strerror(number))
+
+
+def rename_noreplace(source: str, target: str) -> None:
+    """Rename, failing with FileExistsError if ``target`` exists; see renameat2(2)."""
+    try:
+        _call(
+            "renameat2", _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_NOREPLACE)
+        )
+    except UnsupportedError:
+        # rename(2) refuses to replace a directory that holds anything, so a checkpoint is safe all the same.
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
+        os.rename(source, target)
+
+
+def rename_exchange(one: str, other: str) -> None:
+    """Let two paths change places atomically; see renameat2(2).
+
+    Raises:
+        UnsupportedError: the file system can't.
+    """
+    _call("renameat2", _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE))
+
+
+def allocate(fd: int, nbytes: int) -> None:
+    """Reserve space for a file without changing its size, where the file system can; see fallocate(2).
+
+    Raises:
+        OSError: the disk is full.
+    """
+    keep_size = 1
+    try:
+        _call("fallocate", fd, keep_size, ctypes.c_longlong(0), ctypes.c_longlong(nbytes))
+    except UnsupportedError:
+        return

@@ -1,0 +1,76 @@
+"""A storage that passes everything on to another: the base for those that delay, count or fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+
+if TYPE_CHECKING:
+    from aiockpt.threads import Workers
+
+
+class WrapperStorage(Storage):
+    """Passes everything on to ``inner``.
+
+    Override `before`, which is awaited before each step of a save, or any method.
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+
+    async def before(self, step: str, name: str) -> None:
+        """Come before a step: "begin", "create", "write", "finish", "commit" or "abort", of a file or path."""
+
+    def locate(self, path: str) -> str:
+        """See `Storage.locate`."""
+        return self.inner.locate(path)
+
+    def check(self, path: str, *, overwrite: bool) -> None:
+        """See `Storage.check`."""
+        self.inner.check(path, overwrite=overwrite)
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+        """See `Storage.begin`."""
+        await self.before("begin", path)
+        return _WrapperTransaction(self, await self.inner.begin(path, overwrite=overwrite, workers=workers), path)
+
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        """See `Storage.open`."""
+        return await self.inner.open(path, workers=workers)
+
+
+class _WrapperTransaction(Transaction):
+    def __init__(self, storage: WrapperStorage, inner: Transaction, path: str) -> None:
+        self._storage = storage
+        self._inner = inner
+        self._path = path
+
+    async def create(self, name: str, nbytes: int) -> FileSink:
+        await self._storage.before("create", name)
+        return _WrapperSink(self._storage, await self._inner.create(name, nbytes), name)
+
+    async def commit(self) -> None:
+        await self._storage.before("commit", self._path)
+        await self._inner.commit()
+
+    async def abort(self) -> None:
+        try:
+            await self._storage.before("abort", self._path)
+        finally:
+            await self._inner.abort()
+
+
+class _WrapperSink(FileSink):
+    def __init__(self, storage: WrapperStorage, inner: FileSink, name: str) -> None:
+        self._storage = storage
+        self._inner = inner
+        self._name = name
+
+    async def write(self, view: memoryview) -> None:
+        await self._storage.before("write", self._name)
+        await self._inner.write(view)
+
+    async def finish(self) -> None:
+        await self._storage.before("finish", self._name)
+        await self._inner.finish()

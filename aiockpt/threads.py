@@ -1,0 +1,50 @@
+"""The one thread hop: blocking functions on a bounded group of named threads.
+
+A hop is never abandoned. When the awaiting task is cancelled the await still lasts until the thread is
+done, so that a buffer which the thread uses can be given back right after the await, whatever happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def drained(awaitable: Awaitable[T]) -> T:
+    """Await something that can't be stopped half way, to its end, even when this task is cancelled.
+
+    The cancellation is delivered at the caller's next await.
+    """
+    with anyio.CancelScope(shield=True):
+        return await awaitable
+
+
+class Workers:
+    """A fixed number of threads that run blocking functions for an event loop.
+
+    Args:
+        count: the most threads that run at once; they start when first needed.
+        name: what the threads are called, for debuggers and profilers.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self.count = count
+        self.executor = ThreadPoolExecutor(count, thread_name_prefix=name)
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``function`` in one of the threads; cancellation waits for it to end."""
+        loop = asyncio.get_running_loop()
+        return await drained(loop.run_in_executor(self.executor, lambda: function(*args, **kwargs)))
+
+    def close(self) -> None:
+        """Wait for the running functions and end the threads. Blocks; idempotent."""
+        self.executor.shutdown(wait=True, cancel_futures=True)
