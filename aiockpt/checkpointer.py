@@ -21,8 +21,6 @@ from aiockpt.storage.local import LocalStorage
 if TYPE_CHECKING:
     from types import TracebackType
 
-    import torch
-
     from aiockpt.engine import Call
     from aiockpt.handle import Completion, SaveHandle, SaveResult
     from aiockpt.load import MapLocation

@@ -13,16 +13,15 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
-import torch
 
 from aiockpt.errors import CheckpointerClosedError, SaveCancelledError
 from aiockpt.handle import Completion
-from aiockpt.planning.layout import BLOCK_BYTES, align_up
+from aiockpt.planning.layout import BLOCK_BYTES
 from aiockpt.planning.planner import Planner
 from aiockpt.save import SaveJob, SaveTools, run_save
 from aiockpt.staging.cpu import CpuStager
@@ -31,6 +30,9 @@ from aiockpt.staging.pool import ChunkPool
 from aiockpt.threads import Workers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    import torch
     from anyio.abc import TaskGroup
 
     from aiockpt.staging.base import Stager
@@ -74,9 +76,9 @@ def available_memory_bytes() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:
-        with open("/sys/fs/cgroup/memory.current") as used:
-            available = min(available, max(0, int(limit.read()) - int(used.read())))
+    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, max(0, limit - used))
     return available
 
 
@@ -211,7 +213,7 @@ class Engine:
         with self._lock:
             self._raise_unseen()
             loop = self._start()
-            job.post = loop.call_soon_threadsafe
+            job.post = lambda function: loop.call_soon_threadsafe(function)
             self._jobs.append(job)
             self._unseen.append(job)
             loop.call_soon_threadsafe(self._admit, job)
@@ -325,9 +327,7 @@ class Engine:
         with self._idle:
             stuck = not self._idle.wait_for(lambda: not self._jobs, _CANCEL_GRACE_S)
         paths = ", ".join(job.path for job in late)
-        outcome = (
-            "but a thread of it hangs in the file system; it is left behind" if stuck else "nothing of it is left"
-        )
+        outcome = "but a thread of it hangs in the file system; it is left behind" if stuck else "nothing of it is left"
         self._stuck = stuck
         raise SaveCancelledError(
             f"the save of {paths} was not done after drain_timeout = {timeout} s and was cancelled; {outcome}"

@@ -80,12 +80,16 @@ class Completion(Awaitable[T], Generic[T]):
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
 
+        def arrive() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
-                loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+                loop.call_soon_threadsafe(arrive)
 
         with self._condition:
-            if self._done:
+            if self.done():
                 return
             self._wakers.append(wake)
         try:

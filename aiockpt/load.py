@@ -124,9 +124,9 @@ def read_index(source: Source, path: str) -> tuple[Index, Manifest | None]:
                     "changed. Use an older checkpoint."
                 )
     metadata = _read_file(source, METADATA_NAME)
-    if manifest is not None and METADATA_NAME in manifest.files:
-        if crc32(metadata) != manifest.files[METADATA_NAME].crc:
-            raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
+    facts_of = {} if manifest is None else manifest.files
+    if METADATA_NAME in facts_of and crc32(metadata) != facts_of[METADATA_NAME].crc:
+        raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
     index = _with_path(path, decode_metadata, metadata)
     for name, entry in index.entries.items():
         places = [entry.place] if isinstance(entry, ObjectEntry) else [c.place for c in entry.chunks]
@@ -184,7 +184,8 @@ class _Load:
                 keys[name], parts = name, [_Item(name, entry.place)]
                 stored[name] = (None, parts)
                 continue
-            keys[name] = key = tuple(chunk.place for chunk in entry.chunks) if entry.nbytes else name
+            key: object = tuple(chunk.place for chunk in entry.chunks) if entry.nbytes else name
+            keys[name] = key
             if key not in stored:
                 stored[key] = self._tensor_items(name, entry)
         await self._read([item for _, parts in stored.values() for item in parts])
@@ -255,7 +256,11 @@ class _Load:
         if not isinstance(leaf, torch.Tensor):
             return
         if isinstance(entry, ObjectEntry):
-            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_quantized:
+            if (
+                type(leaf) in (torch.Tensor, torch.nn.Parameter)
+                and leaf.layout is torch.strided
+                and not leaf.is_quantized
+            ):
                 raise ShapeMismatchError(f"{name} is a tensor in the target but an object in {self._path}")
             return
         if type(leaf).__module__.startswith("torch.distributed"):
@@ -263,7 +268,9 @@ class _Load:
                 f"{name} is a {type(leaf).__name__} in the target; this version loads into the state of one process"
             )
         if leaf.layout is not torch.strided:
-            raise ShapeMismatchError(f"{name} has the layout {leaf.layout} in the target but is strided in {self._path}")
+            raise ShapeMismatchError(
+                f"{name} has the layout {leaf.layout} in the target but is strided in {self._path}"
+            )
         if leaf.is_meta:
             raise ShapeMismatchError(f"{name} is on the meta device in the target; give it memory first (to_empty)")
         if tuple(leaf.shape) != entry.shape:
@@ -278,9 +285,7 @@ class _Load:
     ) -> tuple[torch.Tensor | None, list[_Item]]:
         if target is None and len(entry.chunks) != 1:
             target = torch.empty(entry.shape, dtype=entry.dtype)
-        return target, [
-            _Item(name, chunk.place, entry, (chunk.offsets, chunk.sizes), target) for chunk in entry.chunks
-        ]
+        return target, [_Item(name, chunk.place, entry, (chunk.offsets, chunk.sizes), target) for chunk in entry.chunks]
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -403,7 +408,9 @@ class _Load:
         try:
             parsed = parse(*args)
         except FramingError as exc:
-            raise CorruptCheckpointError(f"{self._path}/{item.place.file}: the item of {item.name} is damaged: {exc}") from exc
+            raise CorruptCheckpointError(
+                f"{self._path}/{item.place.file}: the item of {item.name} is damaged: {exc}"
+            ) from exc
         dtype, sizes = item.entry.dtype if item.entry is not None else None, _chunk_of(item)[1]
         if parsed.dtype != dtype or parsed.shape != sizes:
             raise CorruptCheckpointError(
@@ -455,7 +462,7 @@ class _Load:
         if storage is None:
             return value
         fresh = torch.empty(0, dtype=value.dtype, device=storage.device)
-        return fresh.set_(storage, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+        return fresh.set_(storage, value.storage_offset(), value.shape, value.stride())
 
 
 def _value_of(target: torch.Tensor | None, parts: Sequence[_Item]) -> Any:

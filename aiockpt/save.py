@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import anyio
 import torch
@@ -65,7 +65,7 @@ class SaveJob:
     captured_s: float
     handle: SaveHandle = field(init=False)
     started: float = 0.0
-    post: Callable[[Callable[[], None]], None] = lambda _: None
+    post: Callable[[Callable[[], None]], object] = lambda _: None
     cancelled: Completion[bool] = field(default_factory=lambda: Completion[bool]("cancelled"))
     issued: threading.Event = field(default_factory=threading.Event)
     staging_over: anyio.Event = field(init=False)
@@ -353,9 +353,7 @@ class _Save:
     def _report(self, phase: Phase) -> None:
         handle = self._job.handle
         handle._report(
-            ProgressEvent(
-                phase, self._staged_bytes, self._written_bytes, self._total_bytes, handle._elapsed()
-            )
+            ProgressEvent(phase, self._staged_bytes, self._written_bytes, self._total_bytes, handle._elapsed())
         )
 
 
@@ -387,7 +385,7 @@ class _Leases:
         self._out.append(lease)
         return lease
 
-    async def __aenter__(self) -> _Leases:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:

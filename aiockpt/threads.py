@@ -26,6 +26,7 @@ async def drained(awaitable: Awaitable[T]) -> T:
     """
     with anyio.CancelScope(shield=True):
         return await awaitable
+    raise AssertionError("a shielded scope lets nothing but the result and errors through")
 
 
 class Workers:

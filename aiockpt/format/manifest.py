@@ -67,9 +67,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "metadata": manifest.metadata,
         "totals": dict(manifest.totals),
         "times_s": {name: round(value, 6) for name, value in manifest.times_s.items()},
-        "files": {
-            name: {"bytes": facts.nbytes, "crc32": f"{facts.crc:08x}"} for name, facts in manifest.files.items()
-        },
+        "files": {name: {"bytes": facts.nbytes, "crc32": f"{facts.crc:08x}"} for name, facts in manifest.files.items()},
         "containers": manifest.containers,
     }
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True)
@@ -115,8 +113,7 @@ def check_user_metadata(metadata: object) -> dict[str, JsonValue]:
     """
     if not isinstance(metadata, dict):
         raise TypeError(f"metadata must be a dict of JSON-able values, not {type(metadata).__name__}")
-    copy = {key: _json_copy(value, str(key)) for key, value in metadata.items() if _is_text(key, "metadata")}
-    return copy
+    return {key: _json_copy(value, str(key)) for key, value in metadata.items() if _is_text(key, "metadata")}
 
 
 def _is_text(key: object, where: str) -> bool:

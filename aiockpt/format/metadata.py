@@ -290,9 +290,7 @@ def _storage_data(ops: _Opcodes, items: Sequence[tuple[bytes, tuple[int, ...] | 
         offsets: index + b"N" if offsets is None else index + b"K\0" + offset + ops.prepared(ops.size, offsets)
         for offsets in {item[1] for item in items}
     }
-    info_heads = {
-        file: info_head + ops.prepared(ops.text, file) + offset for file in {item[2].file for item in items}
-    }
+    info_heads = {file: info_head + ops.prepared(ops.text, file) + offset for file in {item[2].file for item in items}}
     out.append(b"(")
     out.extend(
         b"".join(
@@ -447,8 +445,7 @@ class _Decoder:
         dtype = _dtype_of(described.properties)
         shape = _size(described.size)
         chunks = tuple(
-            ChunkEntry(_size(c.offsets), _size(c.sizes), self.places[name, _size(c.offsets)])
-            for c in described.chunks
+            ChunkEntry(_size(c.offsets), _size(c.sizes), self.places[name, _size(c.offsets)]) for c in described.chunks
         )
         for chunk in chunks:
             if len(chunk.offsets) != len(shape) or len(chunk.sizes) != len(shape):
@@ -460,7 +457,7 @@ class _Decoder:
 
 
 def _dtype_of(properties: Any) -> torch.dtype:
-    fields = getattr(properties, "fields", ())
+    fields: Any = getattr(properties, "fields", ())
     if not fields and isinstance(properties, _TensorProperties):
         state = properties.__dict__
         fields = (state.get("dtype"),)
@@ -503,7 +500,7 @@ def decode_metadata(data: bytes) -> Index:
         for index, info in (loaded.storage_data or {}).items():
             decoder.place(index, info)
         entries = {_text(k): decoder.entry(k, v) for k, v in loaded.state_dict_metadata.items()}
-        paths = {name: (name,) for name in entries}
+        paths: dict[str, ObjPath] = {name: (name,) for name in entries}
         if loaded.planner_data:
             paths = {_text(k): _obj_path(v) for k, v in loaded.planner_data.items() if k in entries}
             paths |= {name: (name,) for name in entries if name not in paths}
@@ -511,7 +508,6 @@ def decode_metadata(data: bytes) -> Index:
         raise
     except Exception as exc:  # unpickling damaged bytes raises nearly anything
         raise CorruptCheckpointError(
-            f"{METADATA_NAME} is damaged ({type(exc).__name__}: {exc}); the checkpoint can't be read, "
-            "use an older one"
+            f"{METADATA_NAME} is damaged ({type(exc).__name__}: {exc}); the checkpoint can't be read, use an older one"
         ) from exc
     return Index(entries, paths)

@@ -75,6 +75,4 @@ def decode_object(
             ) from exc
         raise CorruptCheckpointError(f"the object {name} can't be unpickled: {reason}") from exc
     except Exception as exc:  # a damaged pickle raises nearly anything
-        raise CorruptCheckpointError(
-            f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}"
-        ) from exc
+        raise CorruptCheckpointError(f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}") from exc

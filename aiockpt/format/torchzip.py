@@ -83,7 +83,7 @@ class _Record:
     crc_at: int
 
 
-class _Sink(io.RawIOBase):
+class _Sink(io.BytesIO):
     """Takes what ``torch.save`` writes and keeps the place of the bytes that it skips."""
 
     def __init__(self) -> None:

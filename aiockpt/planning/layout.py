@@ -70,8 +70,8 @@ class FileImage:
             leaf, offset, _, begin, end = self.slots[i]
             if offset >= stop:
                 break
-            low = begin if begin > start else start
-            high = end if end < stop else stop
+            low = max(start, begin)
+            high = min(stop, end)
             if low < high:
                 found.append(Piece(leaf, low - begin, high - begin, low - start))
         return found

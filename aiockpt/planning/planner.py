@@ -236,8 +236,7 @@ def _addresses(capture: Capture) -> list[int]:
         return [0 if tensor is None else tensor.data_ptr() for tensor in capture.tensors]
     except RuntimeError:  # sparse tensors have no address
         plain = [
-            tensor if tensor is not None and tensor.layout is torch.strided else None
-            for tensor in capture.tensors
+            tensor if tensor is not None and tensor.layout is torch.strided else None for tensor in capture.tensors
         ]
         return [0 if tensor is None else tensor.data_ptr() for tensor in plain]
 

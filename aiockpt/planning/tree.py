@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,7 +110,7 @@ def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[An
         integers: JsonValue = [str(key) for key in mapping if type(key) is int]
         record["int_keys"] = True if len(kinds) == 1 else integers
     if record or ordered or not mapping:
-        record = {"path": list(path), "type": "OrderedDict" if ordered else "dict", "at": before} | record
+        record |= {"path": list(path), "type": "OrderedDict" if ordered else "dict", "at": before}
         if ordered and (attribute := _module_metadata(mapping)) is not None:
             record["module_metadata"] = attribute
         flat.containers.append(record)
@@ -160,9 +161,7 @@ def _module_metadata(mapping: Mapping[Any, Any]) -> JsonValue:
     return copy
 
 
-def unflatten(
-    paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Iterable[Mapping[str, Any]] = ()
-) -> Any:
+def unflatten(paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Iterable[Mapping[str, Any]] = ()) -> Any:
     """Put a state dict together again; without container records, as DCP does.
 
     Raises:
@@ -184,7 +183,7 @@ def unflatten(
 def _container_of(root: dict[str, Any], path: ObjPath) -> Any:
     """Make the containers along ``path`` as far as they are missing; give the last."""
     at: Any = root
-    for part, following in zip(path, path[1:], strict=False):
+    for part, following in pairwise(path):
         child = _get(at, part)
         if child is None:
             child = [] if isinstance(following, int) else {}

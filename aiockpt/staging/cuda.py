@@ -8,7 +8,7 @@ event behind a chunk's copies.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -57,21 +57,21 @@ class TorchRuntime:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._is_cuda = device.type == "cuda"
+        self._stream: Any = _cuda_stream(device) if self._is_cuda else torch.Stream(device)
 
     def enter(self) -> None:
         """Make the device current in this thread: pinning would use device 0 otherwise."""
-        torch.accelerator.set_device_index(self._device.index or 0)
+        if self._is_cuda:
+            torch.cuda.set_device(self._device)
+        else:
+            torch.accelerator.set_device_index(self._device.index or 0)
 
     def stream(self) -> AbstractContextManager[object]:
         """Make the staging stream current in this thread."""
-        if self._device.type == "cuda":
-            return torch.cuda.stream(torch.cuda.Stream(
-                stream_id=self._stream.stream_id,
-                device_index=self._stream.device_index,
-                device_type=self._stream.device_type,
-            ))
-        torch.accelerator.set_stream(self._stream)
+        if self._is_cuda:
+            return torch.cuda.stream(self._stream)
+        torch.accelerator.set_stream(self._stream)  # the thread is the stager's own
         return contextlib.nullcontext()
 
     def wait_for(self, event: torch.Event) -> None:
@@ -86,13 +86,22 @@ class TorchRuntime:
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Register the memory with the CUDA driver: for all devices, at its own size."""
-        if self._device.type != "cuda":
+        if not self._is_cuda:
             return False
-        return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 1)) == 0  # cudaHostRegisterPortable
+        portable = 1
+        return int(_cudart().cudaHostRegister(address, nbytes, portable)) == 0
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
-        torch.cuda.cudart().cudaHostUnregister(address)
+        _cudart().cudaHostUnregister(address)
+
+
+def _cuda_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class _Copies:

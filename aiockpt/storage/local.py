@@ -102,9 +102,7 @@ class LocalStorage(Storage):
 
 
 class _LocalTransaction(Transaction):
-    def __init__(
-        self, storage: LocalStorage, path: str, hidden: str, *, overwrite: bool, workers: Workers
-    ) -> None:
+    def __init__(self, storage: LocalStorage, path: str, hidden: str, *, overwrite: bool, workers: Workers) -> None:
         self._storage = storage
         self._path = path
         self._hidden = hidden
@@ -135,7 +133,9 @@ class _LocalTransaction(Transaction):
         try:
             await self._workers.run(_remove_tree, self._hidden)
         except OSError as exc:
-            raise WriteError(f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand") from exc
+            raise WriteError(
+                f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand"
+            ) from exc
 
 
 class _LocalSink(FileSink):

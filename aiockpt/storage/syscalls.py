@@ -39,9 +39,7 @@ def _call(name: str, *args: Any) -> None:
 def rename_noreplace(source: str, target: str) -> None:
     """Rename, failing with FileExistsError if ``target`` exists; see renameat2(2)."""
     try:
-        _call(
-            "renameat2", _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_NOREPLACE)
-        )
+        _call("renameat2", _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_NOREPLACE))
     except UnsupportedError:
         # rename(2) refuses to replace a directory that holds anything, so a checkpoint is safe all the same.
         if os.path.lexists(target):
