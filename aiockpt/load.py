@@ -438,7 +438,10 @@ class _Load:
             if target is item.value:
                 _resolve(target, parsed)
             return
-        stored = _seen_as(torch.frombuffer(payload, dtype=torch.uint8), parsed).clone()
+        if 0 in parsed.shape:
+            stored = torch.empty_strided(parsed.shape, parsed.stride, dtype=parsed.dtype)
+        else:
+            stored = _seen_as(torch.frombuffer(payload, dtype=torch.uint8), parsed).clone()
         _resolve(stored, parsed)
         if target is None:
             item.value = stored

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import threading
+from collections import defaultdict, deque
+from datetime import date, datetime, time, timedelta, timezone
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +21,24 @@ if TYPE_CHECKING:
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _allow_list = threading.Lock()
+
+HARMLESS = (
+    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice),
+    *(deque, defaultdict, date, datetime, time, timedelta, timezone),
+)
+"""Types of the standard library whose construction runs no code of the pickle's choice."""
+
+
+@cache
+def harmless_globals() -> tuple[Any, ...]:
+    """Give what pickled objects may use without asking: plain data, numpy's arrays and scalars included."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return HARMLESS
+    multiarray = getattr(numpy, "_core", None) or numpy.core
+    arrays = (multiarray.multiarray._reconstruct, multiarray.multiarray.scalar, numpy.ndarray, numpy.dtype)
+    dtypes = {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
+    return (*HARMLESS, *arrays, *sorted(dtypes, key=str))
 
 
 def is_frozen(value: Any) -> bool:
@@ -63,16 +85,28 @@ def decode_object(
         raise CorruptCheckpointError(f"the object {name} is damaged: {damage}")
     try:
         # torch's allow-list is global to the process, so loads that extend it take turns.
-        with _allow_list, torch.serialization.safe_globals(list(safe_globals)):
+        with _allow_list, torch.serialization.safe_globals([*harmless_globals(), *safe_globals]):
             return torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust)
     except pickle.UnpicklingError as exc:
-        reason = str(exc)
-        if "Unsupported global" in reason or "not allowed" in reason or "GLOBAL" in reason:
-            wanted = reason.partition("GLOBAL ")[2].split(" ")[0] or "something"
-            raise UnsafeCheckpointError(
-                f"the object {name} needs {wanted}, which could run code. If you trust it, pass "
-                f"safe_globals=[{wanted.rpartition('.')[2]}], or trust=True to allow everything."
-            ) from exc
-        raise CorruptCheckpointError(f"the object {name} can't be unpickled: {reason}") from exc
+        if trust:
+            raise CorruptCheckpointError(f"the object {name} can't be unpickled: {exc}") from exc
+        raise UnsafeCheckpointError(_why_refused(name, str(exc))) from exc
     except Exception as exc:  # a damaged pickle raises nearly anything
         raise CorruptCheckpointError(f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}") from exc
+
+
+def _why_refused(name: str, reason: str) -> str:
+    """Say what torch's restricted unpickler did not like, and what to do about it."""
+    wanted = (
+        reason.partition("Unsupported global: GLOBAL ")[2].split(" ")[0] or reason.partition("GLOBAL ")[2].split(" ")[0]
+    )
+    if wanted:
+        return (
+            f"the object {name} needs {wanted}, which could run code. If you trust it, pass "
+            f"safe_globals=[{wanted.rpartition('.')[2]}], or trust=True to allow everything."
+        )
+    detail = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason.partition("\n")[0]
+    return (
+        f"the object {name} holds what torch's restricted unpickler can't read ({detail}). "
+        "If you trust the checkpoint, pass trust=True."
+    )

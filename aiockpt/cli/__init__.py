@@ -1,0 +1,1 @@
+"""The command line: ``aiockpt``, or ``python -m aiockpt``."""

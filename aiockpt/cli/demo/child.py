@@ -1,0 +1,100 @@
+"""Runs a process of the demo to its end, or kills it on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import anyio
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from aiockpt.cli.demo.events import Event, decode
+
+_LINE_BYTES = 1 << 16
+_SHOWN_BYTES = 1 << 14
+
+
+class ChildError(Exception):
+    """A process of the demo failed, or hung."""
+
+
+async def run_child(
+    module: str, arguments: Sequence[str], on_event: Callable[[Event], bool], *, timeout_s: float = 120.0
+) -> bool:
+    """Run a module as a process and hand over its events, until it ends.
+
+    When the caller is cancelled, or anything fails, the process is killed.
+
+    Args:
+        module: what to run.
+        arguments: its command line.
+        on_event: is given every event; True kills the process, at once and without warning it.
+        timeout_s: how long it may be silent.
+
+    Returns:
+        Whether it was killed because ``on_event`` said so. False when it had ended before.
+
+    Raises:
+        ChildError: it failed by itself, or was silent for too long; with what it wrote to standard error.
+    """
+    with tempfile.TemporaryFile() as errors:
+        process = await _start(module, arguments, errors)
+        try:
+            killed = await _listen(process, on_event, timeout_s)
+            with anyio.fail_after(timeout_s):
+                code = await process.wait()
+        except TimeoutError:
+            raise ChildError(f"{module} was silent for {timeout_s:g} s\n{_tail(errors)}") from None
+        finally:
+            with anyio.CancelScope(shield=True):
+                _kill(process)
+                await process.aclose()
+        if code != 0 and not killed:
+            raise ChildError(f"{module} ended with exit code {code}\n{_tail(errors)}")
+        return code != 0
+
+
+async def _start(module: str, arguments: Sequence[str], errors: IO[bytes]) -> Process:
+    # CUDA's matrix products are reproducible only with a workspace of fixed size. A session of its own keeps
+    # Ctrl-C away from the process: it is for the one that started it to end it.
+    return await anyio.open_process(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stderr=errors,
+        env=os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        start_new_session=True,
+    )
+
+
+async def _listen(process: Process, on_event: Callable[[Event], bool], timeout_s: float) -> bool:
+    """Hand over events until the process closes its end; tell whether it was killed."""
+    assert process.stdout is not None
+    stream = BufferedByteReceiveStream(process.stdout)
+    killed = False
+    while True:
+        try:
+            with anyio.fail_after(timeout_s):
+                line = await stream.receive_until(b"\n", _LINE_BYTES)
+        except anyio.IncompleteRead:
+            return killed
+        if on_event(decode(line)) and not killed:
+            _kill(process)
+            killed = True
+
+
+def _kill(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _tail(errors: IO[bytes]) -> str:
+    """Give the end of what was written to standard error."""
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - _SHOWN_BYTES))
+    return errors.read().decode(errors="replace").rstrip()

@@ -1,0 +1,165 @@
+"""A small GPT over bytes, its text and its training state. Plain PyTorch: nothing here knows of checkpoints."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from aiockpt.cli.demo.config import ModelConfig
+
+VOCABULARY = 256
+TEXT_BYTES = 4 << 20
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward layer, each normalised first and added to its input."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, length, width) to the same."""
+        attended: Tensor = x + self.dropout(self.attend(self.attention_norm(x)))
+        fed: Tensor = attended + self.dropout(self.mlp(self.mlp_norm(attended)))
+        return fed
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Let every position look at itself and those before it."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        # Written out: the fused kernels' gradients are not reproducible on every device.
+        scores = q @ k.transpose(-2, -1) * (width // self.heads) ** -0.5
+        future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+        mixed: Tensor = self.projection((weights @ v).transpose(1, 2).reshape(batch, length, width))
+        return mixed
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer that predicts the next byte; input and output embeddings are the same."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
+        self.norm = nn.LayerNorm(config.width)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, length) bytes to (batch, length, 256) logits."""
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        return functional.linear(self.norm(self.blocks(x)), self.tokens.weight)
+
+
+class Text:
+    """The sources of Python's standard library, as random windows of bytes."""
+
+    def __init__(self, seed: int) -> None:
+        self.bytes = torch.frombuffer(bytearray(standard_library(TEXT_BYTES)), dtype=torch.uint8)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def batch(self, batch: int, context: int) -> tuple[Tensor, Tensor]:
+        """Draw windows, and the same windows one byte later; each (batch, context), int64."""
+        starts = torch.randint(len(self.bytes) - context, (batch, 1), generator=self.generator)
+        windows = self.bytes[starts + torch.arange(context + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def standard_library(most_bytes: int) -> bytes:
+    """Read the top-level modules of Python's standard library, in the order of their names.
+
+    Raises:
+        FileNotFoundError: this Python comes without the sources of its library.
+    """
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    text = b"".join(source.read_bytes() for source in sources)[:most_bytes]
+    if len(text) < 1 << 16:
+        raise FileNotFoundError(f"too few Python sources in {sysconfig.get_paths()['stdlib']} to train on")
+    return text
+
+
+class Trainer:
+    """A model in training, and everything that its next step depends on.
+
+    Args:
+        config: the model.
+        steps: how many steps make the whole run.
+        seed: of the weights, the dropout and the choice of text.
+        device: where the model lives.
+
+    Attributes:
+        step: how many steps are done.
+        losses: the loss of every step, (steps,), float64; NaN for those to come.
+    """
+
+    def __init__(self, config: ModelConfig, *, steps: int, seed: int, device: str) -> None:
+        torch.manual_seed(seed)
+        self.config = config
+        self.device = torch.device(device)
+        self.model = GPT(config).to(self.device)
+        self.optim = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
+        self.text = Text(seed)
+        self.step = 0
+        self.losses = torch.full((steps,), torch.nan, dtype=torch.float64)
+
+    def forward_backward(self) -> float:
+        """Compute the gradients of the next batch; weights and optimizer stay as they are."""
+        inputs, targets = (part.to(self.device) for part in self.text.batch(self.config.batch, self.config.context))
+        self.optim.zero_grad()
+        loss = functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    def update(self, loss: float) -> None:
+        """Finish the step: change the weights."""
+        self.optim.step()
+        self.losses[self.step] = loss
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give all that the next step depends on. Weights and optimizer state are not copied."""
+        on_cuda = self.device.type == "cuda"
+        return {
+            "model": self.model.state_dict(),
+            "optim": self.optim.state_dict(),
+            "step": self.step,
+            "losses": self.losses,
+            "rng": {
+                "cpu": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state(self.device) if on_cuda else None,
+                "text": self.text.generator.get_state(),
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, rng: bool = True) -> None:
+        """Take up training where ``state_dict()`` was called.
+
+        Args:
+            state: what it gave.
+            rng: take up the random numbers too. Without them the next steps are other ones.
+        """
+        self.model.load_state_dict(state["model"])
+        self.optim.load_state_dict(state["optim"])
+        self.step = state["step"]
+        self.losses = state["losses"]
+        if not rng:
+            return
+        torch.set_rng_state(state["rng"]["cpu"])
+        if state["rng"]["cuda"] is not None:
+            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
+        self.text.generator.set_state(state["rng"]["text"])

@@ -1,0 +1,242 @@
+"""The course of the demo: die in the middle of a save, resume, and compare with a run that never died."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import torch
+
+import aiockpt
+from aiockpt.cli.demo.child import ChildError, run_child
+from aiockpt.cli.demo.compare import Comparison, compare_checkpoints, compare_losses
+from aiockpt.cli.demo.config import RunConfig
+from aiockpt.cli.demo.display import MIB, Display, checkpoint_name, describe_progress, open_display
+from aiockpt.cli.demo.events import Event, Measured, Saving
+from aiockpt.cli.demo.history import History
+from aiockpt.cli.demo.tables import methods_table, saves_table
+from aiockpt.cli.demo.workspace import remove_leftovers, scratch, workspace
+from aiockpt.format.metadata import METADATA_NAME
+
+IDENTICAL, DIFFERENT, INCOMPLETE, INTERRUPTED = 0, 1, 3, 130
+"""Exit codes; the last is what shells report after Ctrl-C."""
+HALF_DONE = ("staging", "staged", "writing")
+"""The phases of a save in which it has begun to copy, and nothing is published."""
+
+
+def run_demo(config: RunConfig, directory: Path | None, *, keep: bool) -> int:
+    """Perform the demo and show it on standard output. Blocks.
+
+    Args:
+        config: the run.
+        directory: where to keep the checkpoints; None for a temporary directory.
+        keep: leave them there afterwards.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: there is no such device, or the directory is not empty.
+    """
+    check_device(config.device)
+    display = open_display()
+    began = time.perf_counter()
+    try:
+        with workspace(directory, keep=keep) as root:
+            display.say(describe_run(config))
+            display.say(f"Checkpoints go to {root}, and are {'kept' if keep else 'removed at the end'}.")
+            code = anyio.run(Demo(config, root, display).perform)
+        display.console.print()
+        display.say(f"All of this took {time.perf_counter() - began:.0f} s.")
+        return code
+    except KeyboardInterrupt:
+        display.say("Interrupted.", "red")
+        return INTERRUPTED
+
+
+def check_device(device: str) -> None:
+    """Look whether there is such a device.
+
+    Raises:
+        ValueError: there is none, or the demo can't use it.
+    """
+    try:
+        kind = torch.device(device)
+    except RuntimeError as exc:
+        raise ValueError(f"{device} is no device: use cpu, cuda or cuda:N") from exc
+    if kind.type not in ("cpu", "cuda"):
+        raise ValueError(f"the demo runs on cpu, cuda or cuda:N, not on {device}")
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"there is no device {device}; torch sees {torch.cuda.device_count()} CUDA devices")
+
+
+class Demo:
+    """One performance of the demo.
+
+    Args:
+        config: the run.
+        root: an empty directory to work in.
+        display: shows what happens.
+    """
+
+    def __init__(self, config: RunConfig, root: Path, display: Display) -> None:
+        self._root = root
+        self._interrupted = replace(config, directory=str(root / "interrupted"))
+        self._uninterrupted = replace(config, directory=str(root / "uninterrupted"))
+        self._display = display
+
+    async def perform(self) -> int:
+        """Run it all.
+
+        Returns:
+            The exit code.
+        """
+        try:
+            history = await self._die()
+            await self._resume(history)
+            reference = await self._never_die()
+            if not await self._compare(history, reference):
+                return DIFFERENT
+            await self._measure(reference)
+        except (ChildError, aiockpt.AiockptError) as exc:
+            self._display.title("The demo could not be completed")
+            self._display.console.print(str(exc), style="red", markup=False, highlight=False)
+            return INCOMPLETE
+        return IDENTICAL
+
+    async def _die(self) -> History:
+        """Train until a save is half done, then kill the process."""
+        config, display = self._interrupted, self._display
+        display.title("1. Train, and die in the middle of a save")
+        history = History()
+        numbers = range(config.every, config.steps + 1, config.every)
+        kill_from = numbers[len(numbers) // 2]
+        while (step := await self._train(config, history, kill_from=kill_from)) is not None:
+            victim = Path(config.directory, checkpoint_name(step))
+            if not is_committed(victim):
+                self._show_wreck(victim, history.saves[step])
+                return history
+            display.say(f"Killed, but {victim.name} had just been completed. Once more, at the next save.")
+            kill_from = step + 1
+        raise ChildError("Every save was complete before it could be interrupted: train a larger model, or for longer.")
+
+    def _show_wreck(self, victim: Path, save: Saving) -> None:
+        """Show what a killed save leaves, and remove it."""
+        say = self._display.say
+        say(f"Killed (SIGKILL) while {victim.name} was being saved; the last news: {describe_progress(save)}.")
+        say(f"There is no {victim.name}: a checkpoint gets its name when it is complete and durable, never before.")
+        for name, files in remove_leftovers(victim.parent):
+            held = f"{len(files)} files{'' if METADATA_NAME in files else ', no ' + METADATA_NAME}"
+            say(f"Left behind, and now removed: {name} ({held}).")
+
+    async def _resume(self, history: History) -> None:
+        """Go on from the newest checkpoint, to the end."""
+        self._display.title("2. Resume from the newest checkpoint")
+        await self._train(self._interrupted, history)
+        if not self._interrupted.rng:
+            self._display.say("The random-number states of the checkpoint were ignored, as asked for.", "yellow")
+
+    async def _never_die(self) -> History:
+        """Do the same run once more, in one go."""
+        self._display.title("3. The same run, never interrupted")
+        history = History()
+        await self._train(self._uninterrupted, history)
+        return history
+
+    async def _train(self, config: RunConfig, history: History, *, kill_from: float = math.inf) -> int | None:
+        """Run the training loop as a process; kill it when a save, from ``kill_from`` on, is half done.
+
+        Returns:
+            The step of the save that the process was killed in; None when it ended by itself.
+        """
+        victim: int | None = None
+
+        def on_event(event: Event) -> bool:
+            nonlocal victim
+            armed = victim is None and bool(history.saved)
+            if armed and isinstance(event, Saving) and event.phase in HALF_DONE and event.step >= kill_from:
+                victim = event.step
+            history.add(event)
+            self._display.show(event)
+            return victim is not None
+
+        with self._display.run(config.steps):
+            killed = await run_child("aiockpt.cli.demo.train", [config.to_json()], on_event)
+        return victim if killed else None
+
+    async def _compare(self, history: History, reference: History) -> bool:
+        """Compare every loss, and every bit of the two last checkpoints."""
+        self._display.title("4. Compare")
+        losses = compare_losses(history.losses, dict(reference.losses))
+        name = checkpoint_name(self._interrupted.steps)
+        states = await compare_checkpoints(
+            Path(self._interrupted.directory, name), Path(self._uninterrupted.directory, name)
+        )
+        for line, good in describe_comparison(len(history.losses), self._interrupted.steps, losses, states):
+            self._display.say(line, "green" if good else "red")
+        same = losses is None and not states.differences
+        if same:
+            self._display.say("The resumed run is identical to the one that was never interrupted.", "bold green")
+        else:
+            self._display.say("The resumed run differs from the one that was never interrupted.", "bold red")
+        return same
+
+    async def _measure(self, reference: History) -> None:
+        """Save the last state in other ways too, and show all times."""
+        self._display.title("5. What a checkpoint costs")
+        last = Path(self._uninterrupted.directory, checkpoint_name(self._interrupted.steps))
+        measured: list[Measured] = []
+
+        def on_event(event: Event) -> bool:
+            if isinstance(event, Measured):
+                measured.append(event)
+            return False
+
+        with scratch(self._root / "measure") as directory:
+            await run_child("aiockpt.cli.demo.measure", [str(last), str(directory), self._interrupted.device], on_event)
+        console = self._display.console
+        console.print(saves_table(reference))
+        for line in describe_steps(reference):
+            self._display.say(line)
+        console.print()
+        console.print(methods_table(measured, reference.saved[self._interrupted.steps].nbytes))
+
+
+def is_committed(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint has its final name."""
+    return checkpoint.exists()
+
+
+def describe_run(config: RunConfig) -> str:
+    """Say what will be trained."""
+    return (
+        f"A small GPT learns from the sources of Python's standard library, on {config.device}: "
+        f"{config.steps} steps, a checkpoint every {config.every}."
+    )
+
+
+def describe_comparison(done: int, steps: int, losses: str | None, states: Comparison) -> Iterator[tuple[str, bool]]:
+    """Say what the comparison found; each sentence with whether it is good news."""
+    if losses is None:
+        yield f"The losses of all {steps} steps are identical ({done - steps} of them were done twice).", True
+    else:
+        yield f"The losses differ, first at {losses}.", False
+    if not states.differences:
+        size = f"{states.nbytes / MIB:.0f} MiB"
+        yield f"All {states.tensors} tensors of weights, optimizer and random numbers ({size}) are bit-identical:", True
+    else:
+        yield f"The final states differ in {len(states.differences)} keys, first in {states.differences[0]}:", False
+    for name, sha256 in zip(("resumed      ", "uninterrupted"), states.digests, strict=True):
+        yield f"  {name}  sha256 {sha256[:32]}", not states.differences
+
+
+def describe_steps(history: History) -> Sequence[str]:
+    """Say what saves do to the steps during which they go on."""
+    alone, saving = history.typical_step_s(saving=False), history.typical_step_s(saving=True)
+    if alone is None or saving is None:
+        return ()
+    return (f"A step takes {alone * 1e3:.0f} ms, and {saving * 1e3:.0f} ms while a save goes on.",)

@@ -1,0 +1,119 @@
+"""The training loop: this is what to copy. Run as a process of its own, it reports what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import aiockpt
+from aiockpt.cli.demo.config import RunConfig
+from aiockpt.cli.demo.events import EventPipe, Held, Ready, Saved, Saving, Stepped
+from aiockpt.cli.demo.model import Trainer
+
+
+async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rng: bool, report: Report) -> None:
+    """Train from the newest checkpoint in a directory, if there is one, and save to it on the way.
+
+    Args:
+        trainer: the model and all that its next step depends on.
+        directory: where the checkpoints are, ``step-000008`` and so on.
+        steps: how many steps make the whole run.
+        every: how many steps lie between two checkpoints.
+        rng: resume with the random numbers that were saved.
+        report: is told what happens.
+    """
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        newest = newest_checkpoint(directory)
+        if newest is not None:
+            trainer.load_state_dict(await ckpt.load(newest), rng=rng)
+        report.ready(trainer, newest)
+        save = None
+        while trainer.step < steps:
+            loss = await asyncio.to_thread(trainer.forward_backward)  # the save goes on meanwhile
+            if save is not None:
+                with report.held(trainer.step):
+                    await save.staged  # from here on the tensors may change
+                save = None
+            trainer.update(loss)
+            report.stepped(trainer.step, loss)
+            if trainer.step % every == 0 or trainer.step == steps:
+                path = directory / f"step-{trainer.step:06d}"
+                with report.held(trainer.step):
+                    save = ckpt.save(trainer.state_dict(), path, metadata={"step": trainer.step, "loss": loss})
+                report.saving(trainer.step, save)
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Find the newest checkpoint; one that has its name is complete."""
+    return max(directory.glob("step-*"), default=None)
+
+
+class Report:
+    """Sends what the loop does to whoever started this process.
+
+    Args:
+        pipe: takes the events.
+        tasks: holds the tasks that follow saves.
+    """
+
+    def __init__(self, pipe: EventPipe, tasks: asyncio.TaskGroup) -> None:
+        self._pipe = pipe
+        self._tasks = tasks
+        self._step_began = time.perf_counter()
+
+    def ready(self, trainer: Trainer, resumed_from: Path | None) -> None:
+        """Tell that training begins."""
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        self._pipe.send(Ready(trainer.step, parameters, resumed_from.name if resumed_from is not None else None))
+        self._step_began = time.perf_counter()
+
+    def stepped(self, step: int, loss: float) -> None:
+        """Tell that a step is done."""
+        now = time.perf_counter()
+        self._pipe.send(Stepped(step, loss, now - self._step_began))
+        self._step_began = now
+
+    @contextlib.contextmanager
+    def held(self, step: int) -> Iterator[None]:
+        """Measure how long training is held by the save after ``step`` steps."""
+        began = time.perf_counter()
+        yield
+        self._pipe.send(Held(step, time.perf_counter() - began))
+
+    def saving(self, step: int, save: aiockpt.SaveHandle) -> None:
+        """Tell that a save was started, and follow it."""
+        self._pipe.send(Saving(step, "started"))
+        self._tasks.create_task(self._follow(step, save))
+
+    async def _follow(self, step: int, save: aiockpt.SaveHandle) -> None:
+        async for event in save.progress():
+            self._pipe.send(Saving(step, event.phase, event.staged_bytes, event.written_bytes, event.total_bytes))
+        result = await save.written
+        self._pipe.send(Saved(step, result.nbytes, result.staged_s, result.written_s))
+
+
+async def main(config: RunConfig, pipe: EventPipe) -> None:
+    """Train as configured, reproducibly."""
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(config.threads)
+    trainer = Trainer(config.model, steps=config.steps, seed=config.seed, device=config.device)
+    async with asyncio.TaskGroup() as tasks:
+        report = Report(pipe, tasks)
+        await train(
+            trainer,
+            Path(config.directory),
+            steps=config.steps,
+            every=config.every,
+            rng=config.rng,
+            report=report,
+        )
+
+
+if __name__ == "__main__":
+    asyncio.run(main(RunConfig.from_json(sys.argv[1]), EventPipe()))

@@ -1,0 +1,53 @@
+"""The directories that the demo works in."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
+    """Give an empty directory to work in.
+
+    Args:
+        directory: which; made if it doesn't exist. None: a temporary one.
+        keep: leave it, and what is in it, as it is afterwards.
+
+    Raises:
+        ValueError: it is not empty.
+    """
+    made = directory is None or not directory.exists()
+    root = Path(tempfile.mkdtemp(prefix="aiockpt-demo-")) if directory is None else directory
+    root.mkdir(parents=True, exist_ok=True)
+    if any(root.iterdir()):
+        raise ValueError(f"{root} is not empty; name a directory that is, or that doesn't exist yet")
+    try:
+        yield root
+    finally:
+        if not keep:
+            for entry in root.iterdir():
+                shutil.rmtree(entry)
+            if made:
+                root.rmdir()
+
+
+@contextmanager
+def scratch(path: Path) -> Iterator[Path]:
+    """Make a directory, and remove it afterwards with what it holds."""
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def remove_leftovers(directory: Path) -> Iterator[tuple[str, list[str]]]:
+    """Remove what unfinished saves left in a directory; give each one's name and its files' names."""
+    for leftover in sorted(directory.glob(".*.aiockpt-*")):
+        files = sorted(file.name for file in leftover.iterdir())
+        shutil.rmtree(leftover)
+        yield leftover.name, files

@@ -1,0 +1,58 @@
+"""Both event loops, and a look for leaks after every test."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import uvloop
+
+import aiockpt
+from aiockpt.staging.pool import ChunkPool
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
+    """Run every async test on both loops."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let what is opened once in a process, such as uvloop's pipe, be there before leaks are counted."""
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": torch.ones(1)}, tmp_path_factory.mktemp("warm") / "c")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """No thread, file descriptor, lease, child process or hidden directory may be left by a test."""
+    pools: list[ChunkPool] = []
+    make = ChunkPool.__init__
+
+    def recorded(self: ChunkPool, *args, **kwargs) -> None:
+        make(self, *args, **kwargs)
+        pools.append(self)
+
+    monkeypatch.setattr(ChunkPool, "__init__", recorded)
+    process = psutil.Process()
+    before = process.num_fds()
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
+    assert not left, f"threads left: {left}"
+    assert [pool.leased for pool in pools] == [0] * len(pools)
+    assert not process.children()
+    hidden = [str(path) for path in tmp_path.rglob(".*.aiockpt-*")]
+    assert not hidden, f"unfinished checkpoints left: {hidden}"
+    if process.num_fds() > before:
+        gc.collect()
+    assert process.num_fds() <= before, f"{process.num_fds() - before} file descriptors left"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
