@@ -126,7 +126,7 @@ def _pack(capture: Capture, device: torch.device, found: list[tuple[int, torch.T
             offset += nbytes
         # One kernel on the caller's stream, so in order with whatever changes the tensors next.
         return torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor, _ in found])
-    arena = torch.empty(sum(nbytes for _, _, nbytes in found), dtype=torch.uint8)
+    arena = torch.empty(sum(nbytes for _, _, nbytes in found), dtype=torch.uint8, device="cpu")
     base = arena.data_ptr()
     copy = ctypes.memmove
     for leaf, tensor, nbytes in found:

@@ -246,7 +246,10 @@ class AsyncCheckpointer(_Checkpointer):
             AiockptError: the failure of an earlier save that nobody awaited.
             SaveCancelledError: a save took longer than ``drain_timeout`` and was cancelled.
         """
-        await self._engine.close()
+        closed = self._engine.close()
+        await closed.settled()
+        self._engine.join()
+        await closed
 
 
 class SyncCheckpointer(_Checkpointer):
@@ -332,4 +335,9 @@ class SyncCheckpointer(_Checkpointer):
 
     def close(self) -> None:
         """Finish the saves in flight and end all threads, blocking; see `AsyncCheckpointer.aclose`."""
-        self._engine.close().result()
+        closed = self._engine.close()
+        try:
+            closed.result()
+        finally:
+            if closed.done():
+                self._engine.join()

@@ -111,6 +111,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
         self._closed: Completion[None] | None = None
+        self._closer: threading.Thread | None = None
         self._jobs: list[SaveJob] = []
         self._unseen: list[SaveJob] = []
         self._last: SaveJob | None = None
@@ -221,7 +222,7 @@ class Engine:
     def in_flight(self, path: str) -> bool:
         """Tell whether a save to this path is in line or under way."""
         with self._lock:
-            return any(job.path == path for job in self._jobs)
+            return any(job.path == path and not job.handle.written.done() for job in self._jobs)
 
     def raise_unseen(self) -> None:
         """Raise the error of an earlier save that nobody has been told of."""
@@ -295,8 +296,14 @@ class Engine:
             if self._thread is None or self._pid != os.getpid():
                 closed._settle(None)
                 return closed
-        threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True).start()
+            self._closer = threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True)
+        self._closer.start()
         return closed
+
+    def join(self) -> None:
+        """Wait for the thread that closed the engine, which has nothing left to do once `close` has completed."""
+        if self._closer is not None:
+            self._closer.join()
 
     def _finish(self, closed: Completion[None]) -> None:
         error: BaseException | None = None

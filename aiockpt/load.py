@@ -284,7 +284,7 @@ class _Load:
         self, name: str, entry: TensorEntry, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, list[_Item]]:
         if target is None and len(entry.chunks) != 1:
-            target = torch.empty(entry.shape, dtype=entry.dtype)
+            target = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         return target, [_Item(name, chunk.place, entry, (chunk.offsets, chunk.sizes), target) for chunk in entry.chunks]
 
     # --- reading ----------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ class _Load:
         """Put a payload where the item belongs."""
         target = item.target
         if target is None and _is_dense_item(parsed):
-            target = item.value = torch.empty_strided(parsed.shape, parsed.stride, dtype=parsed.dtype)
+            target = item.value = torch.empty_strided(parsed.shape, parsed.stride, dtype=parsed.dtype, device="cpu")
         if target is not None and _is_image(target, item, parsed):
             if parsed.nbytes:
                 ctypes.memmove(target.data_ptr(), _address_of(payload), parsed.nbytes)
@@ -439,7 +439,7 @@ class _Load:
                 _resolve(target, parsed)
             return
         if 0 in parsed.shape:
-            stored = torch.empty_strided(parsed.shape, parsed.stride, dtype=parsed.dtype)
+            stored = torch.empty_strided(parsed.shape, parsed.stride, dtype=parsed.dtype, device="cpu")
         else:
             stored = _seen_as(torch.frombuffer(payload, dtype=torch.uint8), parsed).clone()
         _resolve(stored, parsed)

@@ -14,7 +14,7 @@ app = typer.Typer(
     help="An asyncio-native checkpoint engine for PyTorch.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 
 

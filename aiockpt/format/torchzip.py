@@ -111,7 +111,7 @@ def _unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[i
     """Make a tensor whose storage has the right size but no memory behind it until touched."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype).as_strided(shape, stride)
+        return torch.empty(shape, dtype=dtype, device="cpu").as_strided(shape, stride)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     storage = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
     return storage.view(dtype).as_strided(shape, stride)

@@ -83,7 +83,8 @@ async def _listen(process: Process, on_event: Callable[[Event], bool], timeout_s
                 line = await stream.receive_until(b"\n", _LINE_BYTES)
         except anyio.IncompleteRead:
             return killed
-        if on_event(decode(line)) and not killed:
+        event = decode(line)
+        if event is not None and on_event(event) and not killed:
             _kill(process)
             killed = True
 

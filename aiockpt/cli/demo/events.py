@@ -82,10 +82,13 @@ def encode(event: Event) -> str:
     return json.dumps({"event": type(event).__name__, **asdict(event)}) + "\n"
 
 
-def decode(line: str | bytes) -> Event:
-    """Read an event from its line."""
-    facts = json.loads(line)
-    return _KINDS[facts.pop("event")](**facts)
+def decode(line: str | bytes) -> Event | None:
+    """Read an event from its line; None when something else was printed there."""
+    try:
+        facts = json.loads(line)
+        return _KINDS[facts.pop("event")](**facts)
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
 
 
 class EventPipe:

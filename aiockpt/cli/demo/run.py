@@ -50,12 +50,12 @@ def run_demo(config: RunConfig, directory: Path | None, *, keep: bool) -> int:
             display.say(describe_run(config))
             display.say(f"Checkpoints go to {root}, and are {'kept' if keep else 'removed at the end'}.")
             code = anyio.run(Demo(config, root, display).perform)
-        display.console.print()
-        display.say(f"All of this took {time.perf_counter() - began:.0f} s.")
-        return code
     except KeyboardInterrupt:
         display.say("Interrupted.", "red")
         return INTERRUPTED
+    display.console.print()
+    display.say(f"All of this took {time.perf_counter() - began:.0f} s.")
+    return code
 
 
 def check_device(device: str) -> None:
@@ -239,4 +239,4 @@ def describe_steps(history: History) -> Sequence[str]:
     alone, saving = history.typical_step_s(saving=False), history.typical_step_s(saving=True)
     if alone is None or saving is None:
         return ()
-    return (f"A step takes {alone * 1e3:.0f} ms, and {saving * 1e3:.0f} ms while a save goes on.",)
+    return (f"The median step takes {alone * 1e3:.0f} ms; {saving * 1e3:.0f} ms with a save at work beside it.",)

@@ -1,0 +1,492 @@
+"""The course of a save: moments, order, threads and loops, and what mutations do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import FaultyStorage, GatedStorage
+from tests.states import assert_same, large_state, training_state
+
+CHUNK = 64 << 10
+
+
+def small_pool(chunks: int = 1) -> aiockpt.AsyncCheckpointer:
+    return aiockpt.AsyncCheckpointer(staging_bytes=chunks * CHUNK, chunk_bytes=CHUNK)
+
+
+def clone(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+@pytest.mark.asyncio
+async def test_handle_gives_both_moments(tmp_path: Path) -> None:
+    state = training_state()
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        save = ckpt.save(state, tmp_path / "runs" / "a" / "c", metadata={"step": 7, "loss": 0.25, "tags": ["x", None]})
+        stage, write = save
+        assert (stage, write) == (save.staged, save.written)
+        assert await stage is None
+        result = await save
+        assert result is await write
+        assert result.path == str(tmp_path / "runs" / "a" / "c")
+        assert result.files["__0_0.distcp"] == (tmp_path / "runs" / "a" / "c" / "__0_0.distcp").stat().st_size
+        assert 0 < result.captured_s <= result.staged_s <= result.written_s
+        assert "written" in repr(save)
+        assert await save.cancel() is False
+        assert_same(state, await ckpt.load(result.path))
+    manifest = json.loads((tmp_path / "runs" / "a" / "c" / ".aiockpt.json").read_text())
+    assert manifest["metadata"] == {"step": 7, "loss": 0.25, "tags": ["x", None]}
+    assert manifest["files"]["__0_0.distcp"]["bytes"] == result.files["__0_0.distcp"]
+    assert sorted(p.name for p in (tmp_path / "runs" / "a").iterdir()) == ["c"]
+
+
+@pytest.mark.asyncio
+async def test_file_crcs_in_the_manifest_are_those_of_the_files(tmp_path: Path) -> None:
+    import zlib
+
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4 * CHUNK) as ckpt:
+        await ckpt.save({**training_state(), **large_state(40)}, tmp_path / "c")
+    manifest = json.loads((tmp_path / "c" / ".aiockpt.json").read_text())
+    assert len(manifest["files"]) == 1 + 2  # two buckets for 20 MiB
+    for name, facts in manifest["files"].items():
+        data = (tmp_path / "c" / name).read_bytes()
+        assert (len(data), f"{zlib.crc32(data):08x}") == (facts["bytes"], facts["crc32"]), name
+
+
+@pytest.mark.asyncio
+async def test_progress_tells_everything_in_order(tmp_path: Path) -> None:
+    state = large_state()
+    async with small_pool(2) as ckpt:
+        save = ckpt.save(state, tmp_path / "c")
+        live = [event async for event in save.progress()]
+        replay = [event async for event in save.progress()]
+    assert live == replay
+    phases = [event.phase for event in live]
+    assert phases[0] == "planned"
+    assert phases[-2:] == ["written", "committed"]
+    assert phases.index("staged") < phases.index("written")
+    assert [e.written_bytes for e in live] == sorted(e.written_bytes for e in live)
+    assert live[-1].staged_bytes == live[-1].written_bytes == live[-1].total_bytes > 6 * 512 * 1024
+
+
+@pytest.mark.asyncio
+async def test_changes_after_staged_never_show(tmp_path: Path) -> None:
+    """With the writing held back until everything was overwritten."""
+    state = large_state() | {"stats": torch.ones(8)}
+    expected = clone(state)
+    storage = GatedStorage(LocalStorage(), ["create"])
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
+        for number in range(3):
+            save = ckpt.save(state, tmp_path / str(number), storage=storage if number == 0 else None)
+            await save.staged
+            for tensor in state.values():
+                tensor.add_(1)
+            storage.open("create")
+            await save
+            assert_same(expected, await ckpt.load(tmp_path / str(number)))
+            expected = {name: tensor + 1 for name, tensor in expected.items()}
+
+
+@pytest.mark.asyncio
+async def test_objects_and_small_tensors_may_change_right_after_the_call(tmp_path: Path) -> None:
+    """BatchNorm's statistics change in forward; counters and lists in the loop."""
+    state = {"stats": torch.zeros(100), "strided": torch.zeros(10, 10).t()[::2], "log": [1, 2], "n": {"k": {"deep": [0]}}}
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        save = ckpt.save(state, tmp_path / "c")
+        state["stats"] += 1
+        state["strided"] += 1
+        state["log"].append(3)
+        state["n"]["k"]["deep"][0] = 9
+        state["n"]["new"] = 1
+        await save
+        loaded = await ckpt.load(tmp_path / "c")
+    assert not loaded["stats"].any()
+    assert not loaded["strided"].any()
+    assert loaded["log"] == [1, 2]
+    assert loaded["n"] == {"k": {"deep": [0]}}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["tensor", "parameter", "view", "no_grad", "optimizer"])
+async def test_a_tensor_changed_before_staged_is_found_out(kind: str, tmp_path: Path) -> None:
+    layer = torch.nn.Linear(400, 400)
+    base = torch.zeros(3, 90_000)
+    state = {"a": torch.zeros(90_000), "victim": base[1] if kind == "view" else base, "w": layer.weight}
+    storage = GatedStorage(LocalStorage(), ["write"])
+    async with small_pool() as ckpt:
+        save = ckpt.save(state, tmp_path / "c", storage=storage)
+        await storage.reached["write"]  # one chunk is staged; the rest waits for it
+        if kind in ("parameter", "optimizer"):
+            layer(torch.ones(400)).sum().backward()
+            torch.optim.SGD(layer.parameters(), lr=1.0).step()
+        elif kind == "no_grad":
+            with torch.no_grad():
+                base.fill_(7)
+        else:
+            base[1].mul_(2)
+        storage.open("write")
+        with pytest.raises(aiockpt.TornSnapshotError, match="w changed" if kind in ("parameter", "optimizer") else "victim"):
+            await save.staged
+        with pytest.raises(aiockpt.TornSnapshotError, match="Await `staged`"):
+            await save
+        assert list(tmp_path.iterdir()) == []
+        await ckpt.save(state, tmp_path / "c")
+        assert_same(dict(state), await ckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.asyncio
+async def test_documented_exceptions_to_torn_snapshots(tmp_path: Path) -> None:
+    """Writes through `.data` and tensors of inference mode carry no counter; small tensors were copied."""
+    with torch.inference_mode():
+        inference = torch.zeros(90_000)
+    state = {"a": torch.zeros(90_000), "data": torch.zeros(90_000), "inference": inference, "small": torch.zeros(5)}
+    storage = GatedStorage(LocalStorage(), ["write"])
+    async with small_pool() as ckpt:
+        save = ckpt.save(state, tmp_path / "c", storage=storage)
+        await storage.reached["write"]
+        state["data"].data.add_(1)
+        with torch.inference_mode():
+            inference.add_(1)
+        state["small"].add_(1)
+        storage.open("write")
+        await save
+        loaded = await ckpt.load(tmp_path / "c")
+    assert not loaded["small"].any()
+
+
+@pytest.mark.asyncio
+async def test_exchanging_the_memory_of_a_parameter_does_not_matter(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(500, 500)
+    before = layer.weight.detach().clone()
+    storage = GatedStorage(LocalStorage(), ["write"])
+    async with small_pool() as ckpt:
+        save = ckpt.save({"a": torch.zeros(90_000), "w": layer.weight}, tmp_path / "c", storage=storage)
+        await storage.reached["write"]
+        layer.weight.data = torch.zeros(500, 500)
+        storage.open("write")
+        await save
+        assert_same(before, (await ckpt.load(tmp_path / "c"))["w"])
+
+
+@pytest.mark.asyncio
+async def test_fence_orders_and_checks(tmp_path: Path) -> None:
+    """For host tensors the fence blocks until they are copied."""
+    state = large_state()
+    expected = clone(state)
+    gated = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        save = ckpt.save(state, tmp_path / "1", storage=gated)
+        await asyncio.get_running_loop().run_in_executor(None, save.fence)
+        for tensor in state.values():
+            tensor.zero_()
+        gated.open("commit")
+        await save
+        assert_same(expected, await ckpt.load(tmp_path / "1"))
+    async with small_pool() as ckpt:
+        gated = GatedStorage(LocalStorage(), ["write"])
+        save = ckpt.save(state, tmp_path / "2", storage=gated)
+        await gated.reached["write"]
+        with pytest.raises(TimeoutError, match="the save goes on"):
+            save.fence(timeout=0.001)
+        state["w5"].add_(1)
+        gated.open("write")
+        with pytest.raises(aiockpt.TornSnapshotError):
+            await asyncio.get_running_loop().run_in_executor(None, save.fence)
+        with pytest.raises(aiockpt.TornSnapshotError):
+            await save
+
+
+@pytest.mark.asyncio
+async def test_saves_are_published_in_the_order_of_the_calls(tmp_path: Path) -> None:
+    """The second is staged while the first is still being written; it is written after it."""
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    order: list[str] = []
+
+    async def note(name: str, save: aiockpt.SaveHandle) -> None:
+        await save
+        order.append(name)
+
+    async with aiockpt.AsyncCheckpointer() as ckpt, anyio.create_task_group() as tasks:
+        saves = [ckpt.save(large_state(), tmp_path / str(i), storage=storage if i == 0 else None) for i in range(4)]
+        for i, save in enumerate(saves):
+            tasks.start_soon(note, str(i), save)
+        await saves[3].staged
+        assert not any((tmp_path / str(i)).exists() for i in range(4))
+        storage.open("commit")
+    assert order == ["0", "1", "2", "3"]
+    assert all((tmp_path / str(i) / ".metadata").exists() for i in range(4))
+
+
+@pytest.mark.asyncio
+async def test_several_saves_share_a_pool_smaller_than_one(tmp_path: Path) -> None:
+    states = [{name: tensor + i for name, tensor in large_state().items()} for i in range(4)]
+    async with small_pool(2) as ckpt:
+        saves = [ckpt.save(state, tmp_path / str(i)) for i, state in enumerate(states)]
+        for i, save in enumerate(saves):
+            await save
+            assert_same(states[i], await ckpt.load(tmp_path / str(i)))
+
+
+@pytest.mark.asyncio
+async def test_the_caller_may_drop_everything(tmp_path: Path) -> None:
+    """State, handle and all: the save holds what it needs, and lets go of it once staged."""
+    state = large_state()
+    expected = clone(state)
+    witness = weakref.ref(state["w3"])
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c", storage=storage)
+        del state
+        await storage.reached["commit"]
+        gc.collect()
+        assert witness() is None
+        storage.open("commit")
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        assert_same(expected, await ckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.asyncio
+async def test_two_loops_and_a_thread_use_one_checkpointer(tmp_path: Path) -> None:
+    state = large_state()
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        mine = ckpt.save(state, tmp_path / "mine")
+        results: dict[str, aiockpt.SaveResult] = {}
+
+        def other_loop() -> None:
+            async def main() -> None:
+                theirs = ckpt.save(state, tmp_path / "theirs")
+                results["theirs"] = await theirs
+                results["mine"] = await mine  # made in another loop
+
+            asyncio.run(main())
+
+        def no_loop() -> None:
+            results["plain"] = ckpt.save(state, tmp_path / "plain").written.result(timeout=60)
+
+        threads = [threading.Thread(target=target) for target in (other_loop, no_loop)]
+        for thread in threads:
+            thread.start()
+        await mine
+        for thread in threads:
+            await asyncio.get_running_loop().run_in_executor(None, thread.join)
+        assert sorted(results) == ["mine", "plain", "theirs"]
+        for name in results:
+            assert_same(state, await ckpt.load(tmp_path / name))
+
+
+@pytest.mark.asyncio
+async def test_who_waits_may_be_cancelled_without_harm(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        save = ckpt.save(large_state(), tmp_path / "c", storage=storage)
+        await storage.reached["commit"]
+
+        async def wait() -> None:
+            await save
+
+        waiters = [asyncio.ensure_future(wait()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiters[0].cancel()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await save.written
+        with anyio.move_on_after(0.001) as scope:
+            await save
+        assert scope.cancelled_caught
+        with pytest.raises(TimeoutError, match="the work goes on"):
+            save.written.result(timeout=0.001)
+        storage.open("commit")
+        results = await asyncio.gather(*waiters, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert results[1:] == [None, None]
+        assert (await save).nbytes > 0
+
+
+@pytest.mark.asyncio
+async def test_a_waiters_loop_may_be_closed(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        save = ckpt.save(large_state(), tmp_path / "c", storage=storage)
+
+        def give_up() -> None:
+            async def main() -> None:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.01):
+                        await save
+
+            asyncio.run(main())
+
+        await asyncio.get_running_loop().run_in_executor(None, give_up)
+        storage.open("commit")
+        await save
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit"])
+async def test_cancel_leaves_nothing(step: str, tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), [step])
+    state = large_state()
+    async with small_pool(2) as ckpt:
+        save = ckpt.save(state, tmp_path / "c", storage=storage)
+        await storage.reached[step]
+        cancelled = save.cancel()
+        storage.open(step)
+        if step == "commit":  # too late: it is done as a whole
+            assert await cancelled is False
+            await save
+            assert_same(state, await ckpt.load(tmp_path / "c"))
+        else:
+            assert await cancelled is True
+            with pytest.raises(aiockpt.SaveCancelledError):
+                await save
+            assert list(tmp_path.iterdir()) == []
+        await ckpt.save(state, tmp_path / "next")  # and nobody is told of the cancelled one again
+        assert_same(state, await ckpt.load(tmp_path / "next"))
+
+
+@pytest.mark.asyncio
+async def test_cancel_in_line(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        first = ckpt.save(large_state(), tmp_path / "1", storage=storage)
+        second = ckpt.save(large_state(), tmp_path / "2")
+        third = ckpt.save(large_state(), tmp_path / "3")
+        assert await second.cancel() is True
+        storage.open("commit")
+        await first
+        await third
+        with pytest.raises(aiockpt.SaveCancelledError):
+            await second
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "3"]
+
+
+@pytest.mark.asyncio
+async def test_aclose_finishes_what_is_in_flight(tmp_path: Path) -> None:
+    ckpt = aiockpt.AsyncCheckpointer()
+    saves = [ckpt.save(large_state(), tmp_path / str(i)) for i in range(3)]
+    await ckpt.aclose()
+    assert all(save.written.done() for save in saves)
+    await ckpt.aclose()
+    with pytest.raises(aiockpt.CheckpointerClosedError, match="make a new one"):
+        ckpt.save({"x": torch.ones(1)}, tmp_path / "late")
+    with pytest.raises(aiockpt.CheckpointerClosedError):
+        await ckpt.load(tmp_path / "0")
+    async with aiockpt.AsyncCheckpointer() as again:
+        for i in range(3):
+            assert_same(large_state(), await again.load(tmp_path / str(i)))
+
+
+@pytest.mark.asyncio
+async def test_closing_gives_up_after_the_drain_timeout(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["write"])
+    ckpt = aiockpt.AsyncCheckpointer(drain_timeout=0.05)
+    save = ckpt.save(large_state(), tmp_path / "c", storage=storage)
+    with pytest.raises(aiockpt.SaveCancelledError, match="drain_timeout"):
+        await ckpt.aclose()
+    with pytest.raises(aiockpt.SaveCancelledError):
+        await save
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.asyncio
+async def test_cancelling_aclose_does_not_stop_it(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    ckpt = aiockpt.AsyncCheckpointer()
+    save = ckpt.save(large_state(), tmp_path / "c", storage=storage)
+    await storage.reached["commit"]
+    with anyio.move_on_after(0.001):
+        await ckpt.aclose()
+    storage.open("commit")
+    await save
+    await ckpt.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_failure_nobody_awaited_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    fault = FaultyStorage(LocalStorage(), "write", OSError(28, "No space left on device"))
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        lost = ckpt.save(large_state(), tmp_path / "1", storage=fault)
+        async for _ in lost.progress():
+            pass
+        with pytest.raises(aiockpt.WriteError, match="No space left") as caught:
+            ckpt.save(large_state(), tmp_path / "2")
+        assert "which nobody awaited" in caught.value.__notes__[0]
+        await ckpt.save(large_state(), tmp_path / "2")
+    ckpt = aiockpt.AsyncCheckpointer()
+    fault = FaultyStorage(LocalStorage(), "commit", OSError(5, "Input/output error"))
+    ckpt.save(large_state(), tmp_path / "3", storage=fault)
+    with pytest.raises(aiockpt.CommitError, match="Input/output error"):
+        await ckpt.aclose()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2"]
+
+
+@pytest.mark.asyncio
+async def test_an_error_in_the_body_is_not_hidden(tmp_path: Path) -> None:
+    fault = FaultyStorage(LocalStorage(), "write", OSError(28, "No space left on device"))
+    with pytest.raises(KeyError, match="mine") as caught:
+        async with aiockpt.AsyncCheckpointer() as ckpt:
+            ckpt.save(large_state(), tmp_path / "1", storage=fault)
+            raise KeyError("mine")
+    assert "No space left" in caught.value.__notes__[0]
+
+
+@pytest.mark.asyncio
+async def test_prewarm_makes_the_pool(tmp_path: Path) -> None:
+    state = large_state(64)
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
+        await ckpt.prewarm(state)
+        made = ckpt._engine._pool.made
+        assert made * CHUNK >= 32 << 20
+        await ckpt.save(state, tmp_path / "c")
+        assert ckpt._engine._pool.made == made
+        assert_same(state, await ckpt.load(tmp_path / "c"))
+
+
+def test_sync_facade(tmp_path: Path) -> None:
+    state = training_state()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        result = ckpt.save(state, tmp_path / "1", metadata={"step": 1})
+        stage, write = ckpt.submit(state, tmp_path / "2")
+        assert stage.result(timeout=60) is None
+        assert write.result().nbytes == result.nbytes
+        assert write.exception() is None
+        assert_same(state, ckpt.load(tmp_path / "2"))
+        ckpt.prewarm(state)
+    ckpt.close()
+    with pytest.raises(aiockpt.CheckpointerClosedError):
+        ckpt.save(state, tmp_path / "3")
+
+
+def test_options_are_checked() -> None:
+    for options in ({"staging_bytes": 100}, {"chunk_bytes": 0}, {"io_threads": 0}, {"io_threads": 2.5}, {"drain_timeout": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            aiockpt.AsyncCheckpointer(**options)
+
+
+def test_no_dependence_on_user_settings(tmp_path: Path) -> None:
+    """Default dtype, default device and CRC options of the process change nothing."""
+    state = training_state()
+    torch.serialization.set_crc32_options(False)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"), aiockpt.SyncCheckpointer() as ckpt:
+            from aiockpt.format.torchzip import tensor_framing
+
+            tensor_framing.cache_clear()
+            ckpt.save(state, tmp_path / "c")
+            loaded = ckpt.load(tmp_path / "c")
+    finally:
+        torch.serialization.set_crc32_options(True)
+        torch.set_default_dtype(torch.float32)
+    assert_same(state, loaded)
