@@ -101,7 +101,12 @@ async def test_changes_after_staged_never_show(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_objects_and_small_tensors_may_change_right_after_the_call(tmp_path: Path) -> None:
     """BatchNorm's statistics change in forward; counters and lists in the loop."""
-    state = {"stats": torch.zeros(100), "strided": torch.zeros(10, 10).t()[::2], "log": [1, 2], "n": {"k": {"deep": [0]}}}
+    state = {
+        "stats": torch.zeros(100),
+        "strided": torch.zeros(10, 10).t()[::2],
+        "log": [1, 2],
+        "n": {"k": {"deep": [0]}},
+    }
     async with aiockpt.AsyncCheckpointer() as ckpt:
         save = ckpt.save(state, tmp_path / "c")
         state["stats"] += 1
@@ -136,7 +141,9 @@ async def test_a_tensor_changed_before_staged_is_found_out(kind: str, tmp_path: 
         else:
             base[1].mul_(2)
         storage.open("write")
-        with pytest.raises(aiockpt.TornSnapshotError, match="w changed" if kind in ("parameter", "optimizer") else "victim"):
+        with pytest.raises(
+            aiockpt.TornSnapshotError, match="w changed" if kind in ("parameter", "optimizer") else "victim"
+        ):
             await save.staged
         with pytest.raises(aiockpt.TornSnapshotError, match="Await `staged`"):
             await save
@@ -469,7 +476,13 @@ def test_sync_facade(tmp_path: Path) -> None:
 
 
 def test_options_are_checked() -> None:
-    for options in ({"staging_bytes": 100}, {"chunk_bytes": 0}, {"io_threads": 0}, {"io_threads": 2.5}, {"drain_timeout": -1}):
+    for options in (
+        {"staging_bytes": 100},
+        {"chunk_bytes": 0},
+        {"io_threads": 0},
+        {"io_threads": 2.5},
+        {"drain_timeout": -1},
+    ):
         with pytest.raises(ValueError, match=next(iter(options))):
             aiockpt.AsyncCheckpointer(**options)
 

@@ -15,6 +15,7 @@ import math
 import mmap
 import pickle
 import struct
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,6 +34,9 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _CRC = struct.Struct("<I")
 
+# Python names it since 3.13.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
 HEAD_BYTES = 2048
 """How much of an item's beginning holds the framing before the payload, with room to spare."""
 TAIL_BYTES = 2048
@@ -50,13 +54,13 @@ class Framing:
     Attributes:
         prefix: the bytes before the payload.
         suffix: the bytes after it, with zero in place of the payload's CRC.
-        crc_at: the two offsets in ``suffix`` where that CRC-32 belongs, as little-endian uint32.
+        crc_at: the offsets in ``suffix`` where that CRC-32 belongs, as little-endian uint32; none for no bytes.
         nbytes: the length of the payload in bytes.
     """
 
     prefix: bytes
     suffix: bytes
-    crc_at: tuple[int, int]
+    crc_at: tuple[int, ...]
     nbytes: int
 
     @property
@@ -112,7 +116,7 @@ def _unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[i
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu").as_strided(shape, stride)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     storage = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
     return storage.view(dtype).as_strided(shape, stride)
 
@@ -167,7 +171,8 @@ def _framing_around(prefix: bytes, rest: bytes, nbytes: int) -> Framing:
     return Framing(
         prefix=bytes(image[: len(prefix)]),
         suffix=bytes(image[len(prefix) :]),
-        crc_at=(4, payload.crc_at - end),
+        # A record without bytes has no data descriptor, and zero for a CRC.
+        crc_at=(4, payload.crc_at - end) if nbytes else (),
         nbytes=nbytes,
     )
 

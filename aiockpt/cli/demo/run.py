@@ -104,7 +104,7 @@ class Demo:
             await self._measure(reference)
         except (ChildError, aiockpt.AiockptError) as exc:
             self._display.title("The demo could not be completed")
-            self._display.console.print(str(exc), style="red", markup=False, highlight=False)
+            self._display.console.print(str(exc), style="red", markup=False, soft_wrap=True)
             return INCOMPLETE
         return IDENTICAL
 
@@ -130,8 +130,9 @@ class Demo:
         say(f"Killed (SIGKILL) while {victim.name} was being saved; the last news: {describe_progress(save)}.")
         say(f"There is no {victim.name}: a checkpoint gets its name when it is complete and durable, never before.")
         for name, files in remove_leftovers(victim.parent):
-            held = f"{len(files)} files{'' if METADATA_NAME in files else ', no ' + METADATA_NAME}"
-            say(f"Left behind, and now removed: {name} ({held}).")
+            count = "1 file" if len(files) == 1 else f"{len(files)} files"
+            described = f"{count}, {'' if METADATA_NAME in files else 'no '}{METADATA_NAME}"
+            say(f"Left behind, and now removed: {name} ({described}).")
 
     async def _resume(self, history: History) -> None:
         """Go on from the newest checkpoint, to the end."""

@@ -1,0 +1,73 @@
+"""The pool of chunks."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from aiockpt.staging.pool import HUGE_PAGE_BYTES, ChunkPool
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_chunks_are_aligned_and_used_again() -> None:
+    pool = ChunkPool(1 << 16, 2)
+    first, second = await pool.acquire(), await pool.acquire()
+    assert first.chunk is not second.chunk
+    for lease in (first, second):
+        assert lease.chunk.address % HUGE_PAGE_BYTES == 0
+        assert len(lease.chunk.view) == lease.chunk.tensor.numel() == 1 << 16
+        assert lease.chunk.tensor.data_ptr() == lease.chunk.address
+    first.chunk.view[5] = 77
+    assert first.chunk.tensor[5] == 77
+    chunk = first.chunk
+    first.release()
+    first.release()
+    assert first.released
+    assert pool.leased == 1
+    again = await pool.acquire()
+    assert again.chunk is chunk
+    for lease in (second, again):
+        lease.release()
+    assert (pool.leased, pool.made) == (0, 2)
+
+
+async def test_waiting_is_first_come_first_served_and_safe_to_cancel() -> None:
+    pool = ChunkPool(4096, 1)
+    lease = await pool.acquire()
+    order: list[int] = []
+
+    async def take(number: int) -> None:
+        got = await pool.acquire()
+        order.append(number)
+        got.release()
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(4):
+            tasks.start_soon(take, number)
+            await anyio.wait_all_tasks_blocked()
+        with anyio.move_on_after(0) as scope:
+            await pool.acquire()
+        assert scope.cancelled_caught
+        assert not pool.available
+        lease.release()
+    assert order == [0, 1, 2, 3]
+    assert pool.leased == 0
+
+
+async def test_the_bound_grows_and_chunks_are_made_ahead() -> None:
+    pool = ChunkPool(4096, 1)
+    pool.allow(3)
+    pool.allow(2)
+    assert pool.capacity == 3
+    touches = pool.missing(10)
+    assert len(touches) == pool.made == 3
+    for touch in touches:
+        touch()
+    assert pool.missing(10) == []
+    leases = [await pool.acquire() for _ in range(3)]
+    assert pool.made == 3
+    for lease in leases:
+        lease.release()
+    pool.drop()
+    assert pool.made == 0

@@ -1,0 +1,220 @@
+"""Files: direct I/O and its refusals, durability, and what a transaction leaves."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
+from aiockpt.staging.pool import Mapping
+from aiockpt.storage import local, syscalls
+from aiockpt.storage.local import LocalStorage
+from aiockpt.threads import Workers
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+def workers():
+    group = Workers(2, "aiockpt-test")
+    yield group
+    group.close()
+
+
+@pytest.fixture
+def data() -> Mapping:
+    memory = Mapping(3 << 20)
+    memory.view[:] = bytes(range(256)) * (3 << 12)
+    return memory
+
+
+async def _write(
+    storage: LocalStorage, path: Path, data: memoryview, nbytes: int, workers: Workers, step: int = 1 << 20
+):
+    transaction = await storage.begin(str(path), overwrite=False, workers=workers)
+    try:
+        sink = await transaction.create("f", nbytes)
+        for start in range(0, nbytes, step):
+            await sink.write(data[start : min(start + step, -(-nbytes // 4096) * 4096)])
+        await sink.finish()
+        assert not path.exists()
+        await transaction.commit()
+    except BaseException:
+        await transaction.abort()
+        raise
+    return sink
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, (1 << 20) + 1, (3 << 20) - 5, 3 << 20])
+async def test_a_file_has_its_announced_size(direct_io: bool, nbytes: int, workers, data, tmp_path: Path) -> None:
+    await _write(LocalStorage(direct_io=direct_io), tmp_path / "a" / "b" / "c", data.view, nbytes, workers)
+    assert (tmp_path / "a" / "b" / "c" / "f").read_bytes() == bytes(data.view[:nbytes])
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["c"]
+
+
+async def test_direct_io_is_used_where_it_can_be(workers, data, tmp_path: Path) -> None:
+    transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    sink = await transaction.create("f", 2 << 20)
+    flags = fcntl.fcntl(sink._file.fileno(), fcntl.F_GETFL)
+    if not sink._direct:
+        await transaction.abort()
+        pytest.skip("the file system of the temporary directory has no direct I/O")
+    assert flags & os.O_DIRECT
+    await sink.write(data.view[: 1 << 20])
+    assert sink._direct
+    await transaction.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_direct_io_refused_at_open(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path, flags, *args, **kwargs):
+        if flags & os.O_DIRECT:
+            os.close(real(path, flags & ~os.O_DIRECT, *args, **kwargs))  # the file is created all the same
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(local.os, "open", refuse)
+    await _write(LocalStorage(), tmp_path / "c", data.view, (2 << 20) + 7, workers)
+    assert (tmp_path / "c" / "f").read_bytes() == bytes(data.view[: (2 << 20) + 7])
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+async def test_direct_io_refused_at_a_write(nth: int, workers, data, tmp_path: Path) -> None:
+    transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    sink = await transaction.create("f", (2 << 20) + 7)
+    for number in range(3):
+        start = number << 20
+        end = min(start + (1 << 20), (2 << 20) + 4096)
+        # A buffer that is not aligned makes the kernel say EINVAL.
+        view = memoryview(bytearray(end - start + 1))[1:] if number + 1 == nth else data.view[start:end]
+        view[:] = data.view[start:end]
+        await sink.write(view)
+    assert not sink._direct
+    await sink.finish()
+    await transaction.commit()
+    assert (tmp_path / "c" / "f").read_bytes() == bytes(data.view[: (2 << 20) + 7])
+
+
+async def test_short_writes_and_other_errors(workers, data, tmp_path: Path) -> None:
+    class Short:
+        """A file that writes a little at a time, then fails."""
+
+        def __init__(self, inner, limit: int) -> None:
+            self.inner, self.left, self.fileno, self.close = inner, limit, inner.fileno, inner.close
+            self.truncate = inner.truncate
+
+        async def write(self, view):
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.EIO, "Input/output error")
+            return await self.inner.write(view[: max(1, len(view) // 3)])
+
+    for limit, fine in ((1000, True), (5, False)):
+        transaction = await LocalStorage().begin(str(tmp_path / str(limit)), overwrite=False, workers=workers)
+        sink = await transaction.create("f", 2 << 20)
+        sink._file = Short(sink._file, limit)
+        if fine:
+            await sink.write(data.view[: 2 << 20])
+            await sink.finish()
+            await transaction.commit()
+            assert (tmp_path / str(limit) / "f").read_bytes() == bytes(data.view[: 2 << 20])
+        else:
+            with pytest.raises(WriteError, match=r"can't write .*/5/f at offset \d+: .*Input/output error") as caught:
+                await sink.write(data.view[: 2 << 20])
+            assert isinstance(caught.value.__cause__, OSError)
+            await transaction.abort()
+    assert [p.name for p in tmp_path.iterdir()] == ["1000"]
+
+
+async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    real_sync, real_rename = os.fsync, local.rename_noreplace
+
+    def name_of(fd: int) -> str:
+        return os.readlink(f"/proc/self/fd/{fd}").replace(str(tmp_path), "")
+
+    def sync(fd: int) -> None:
+        calls.append("sync " + name_of(fd).partition(".aiockpt-")[0] + ("/f" if name_of(fd).endswith("/f") else ""))
+        real_sync(fd)
+
+    def rename(source: str, target: str) -> None:
+        calls.append("rename")
+        real_rename(source, target)
+
+    monkeypatch.setattr(local.os, "fsync", sync)
+    monkeypatch.setattr(local, "rename_noreplace", rename)
+    await _write(LocalStorage(), tmp_path / "a" / "c", data.view, 5000, workers)
+    assert calls == ["sync ", "sync /a/.c/f", "sync /a/.c", "rename", "sync /a"]
+    calls.clear()
+    await _write(LocalStorage(fsync=False), tmp_path / "b" / "c", data.view, 5000, workers)
+    assert calls == ["rename"]
+
+
+async def test_a_commit_that_can_not_be_made_durable_is_taken_back(
+    workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = local._sync_directory
+
+    def fail(path: str) -> None:
+        if path == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
+        real(path)
+
+    monkeypatch.setattr(local, "_sync_directory", fail)
+    with pytest.raises(CommitError, match="can't publish"):
+        await _write(LocalStorage(), tmp_path / "c", data.view, 5000, workers)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_file_system_without_exchange(workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_args) -> None:
+        raise syscalls.UnsupportedError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(local, "rename_exchange", unsupported)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".metadata").write_text("old")
+    transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=True, workers=workers)
+    with pytest.raises(CommitError, match="can't replace a checkpoint atomically"):
+        await transaction.commit()
+    await transaction.abort()
+    assert (tmp_path / "c" / ".metadata").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+async def test_renaming_without_the_system_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_args) -> None:
+        raise syscalls.UnsupportedError(errno.ENOSYS, "not here")
+
+    monkeypatch.setattr(syscalls, "_call", unsupported)
+    (tmp_path / "a").mkdir()
+    syscalls.rename_noreplace(str(tmp_path / "a"), str(tmp_path / "b"))
+    (tmp_path / "c").mkdir()
+    with pytest.raises(FileExistsError):
+        syscalls.rename_noreplace(str(tmp_path / "b"), str(tmp_path / "c"))
+    assert (tmp_path / "b").is_dir()
+
+
+async def test_new_files_obey_the_umask(workers, data, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        await _write(LocalStorage(), tmp_path / "c", data.view, 2 << 20, workers)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "c").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "c" / "f").stat().st_mode & 0o777 == 0o640
+
+
+async def test_a_path_taken_meanwhile(workers, tmp_path: Path) -> None:
+    transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    (tmp_path / "c").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="has appeared"):
+        await transaction.commit()
+    await transaction.abort()
+    assert (tmp_path / "c").read_text() == "mine"

@@ -1,0 +1,109 @@
+"""Imports point downward, and form no cycles."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import aiockpt
+
+PACKAGE = Path(aiockpt.__file__).parent
+
+# A module may import from its own row and from rows below, where its own row is one folder or one file.
+ROWS = [
+    {"__init__", "__main__", "cli", "testing"},
+    {"checkpointer"},
+    {"engine"},
+    {"save", "load"},
+    {"capture", "staging", "storage"},
+    {"planning"},
+    {"format"},
+    {"handle"},
+    {"threads", "errors", "_version"},
+]
+LEVEL = {name: number for number, row in enumerate(ROWS) for name in row}
+
+
+def _imports() -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        names = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("aiockpt"):
+                base = node.module
+                is_package = (PACKAGE.parent / Path(*base.split("."))).is_dir()
+                for alias in node.names:
+                    inner = PACKAGE.parent / Path(*base.split("."), alias.name)
+                    names.add(f"{base}.{alias.name}" if is_package and (inner.with_suffix(".py").exists()) else base)
+            elif isinstance(node, ast.Import):
+                assert all(alias.name != "aiockpt" for alias in node.names) or module.startswith("aiockpt.cli"), module
+        found[module] = names
+    return found
+
+
+def _part(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def test_every_module_has_a_place() -> None:
+    assert {_part(module) for module in _imports()} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("module", sorted(_imports()))
+def test_imports_point_downward(module: str) -> None:
+    for imported in _imports()[module]:
+        mine, theirs = _part(module), _part(imported)
+        if mine == theirs or module == "aiockpt":
+            continue
+        if mine in ("cli", "testing", "__main__"):
+            continue  # they use the public pieces
+        assert LEVEL[mine] <= LEVEL[theirs], f"{module} imports {imported}, which is above it"
+        assert {mine, theirs} != {"staging", "storage"}, f"{module} imports {imported}"
+
+
+def test_no_cycles() -> None:
+    graph = {module: {name for name in names if name != module} for module, names in _imports().items()}
+    TopologicalSorter(graph).prepare()
+
+
+def test_pure_folders_do_no_io() -> None:
+    forbidden = {"os", "io.open", "anyio", "asyncio", "aiofiles", "pathlib.Path"}
+    for folder in ("format", "planning"):
+        for file in (PACKAGE / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    names.append(node.module)
+                assert not forbidden & set(names), f"{file.name} imports {forbidden & set(names)}"
+
+
+def test_importing_costs_little_beyond_torch() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import aiockpt; new = set(sys.modules) - before;"
+        "bad = [m for m in new if m.split('.')[0] in {'typer', 'rich', 'uvloop'}"
+        " or m.startswith('torch.distributed.checkpoint')]; sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert aiockpt.__all__ == sorted(aiockpt.__all__)
+    assert all(hasattr(aiockpt, name) for name in aiockpt.__all__)
+
+
+def test_the_error_tree_in_the_docstring_is_the_real_one() -> None:
+    import aiockpt.errors as errors
+
+    for name in vars(errors):
+        kind = getattr(errors, name)
+        if isinstance(kind, type) and issubclass(kind, errors.AiockptError):
+            assert name in (errors.__doc__ or ""), name
+            assert name in aiockpt.__all__

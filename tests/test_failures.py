@@ -1,0 +1,285 @@
+"""Bad input is refused at the call, naming the key; failures leave nothing and poison nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import FaultyStorage
+from tests.states import assert_same, large_state
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise RuntimeError("I stay here")
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def _cycle() -> dict:
+    state: dict = {"a": {}}
+    state["a"]["b"] = state
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"model": {"w": torch.empty(3, device="meta")}}, r"model\.w is on the meta device.*Materialise"),
+        ({"a": {"lock": threading.Lock()}}, r"a\.lock is a .*lock that can't be pickled.*Leave it out"),
+        ({"a": [torch.ones(1), Unpicklable()]}, r"a\.1 is a .*Unpicklable that can't be pickled: I stay here"),
+        ({"a": lambda: None}, r"a is a builtins\.function that can't be pickled"),
+        ({"a": {1.5: 1}}, r"a has the key 1\.5 of type float; keys must be str or int"),
+        ({True: 1}, r"the state dict has the key True of type bool"),
+        ({None: 1}, r"the state dict has the key None"),
+        ({("a", 1): 1}, r"has the key \('a', 1\) of type tuple"),
+        ({"a": {"b": 1}, "a.b": 2}, r"both called 'a\.b'"),
+        ({"a": {1: {}, "1": {}}}, r"a has a number and its text both as keys"),
+        (_cycle(), "nested too deeply, or holds itself"),
+        ([torch.ones(1)], "must be a dict of names to values, not a list"),
+        (torch.ones(1), "not a Tensor; wrap it"),
+        ({"a": torch.empty(2, device="meta").as_subclass(Subclass)}, "a is on the meta device"),
+    ],
+    ids=str,
+)
+def test_bad_state_is_refused_at_the_call(state, message: str, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(aiockpt.SaveError, match=message):
+            ckpt.submit(state, tmp_path / "c")
+        assert list(tmp_path.iterdir()) == []
+        ckpt.save({"fine": torch.ones(1)}, tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"loss": torch.tensor(1.0)}, r"metadata\['loss'\] is a Tensor.*\.item\(\)"),
+        ({"a": {"b": [1, {2}]}}, r"a\.b\[1\]'\] is a set"),
+        ({1: 2}, "JSON keys are strings"),
+        ({"x": float("nan")}, "which JSON can't hold"),
+        ([1], "must be a dict"),
+    ],
+    ids=str,
+)
+def test_bad_metadata_is_refused_at_the_call(metadata, message: str, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.SaveError, match=message):
+        ckpt.submit({"x": torch.ones(1)}, tmp_path / "c", metadata=metadata)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_path_is_refused(tmp_path: Path) -> None:
+    state = {"x": torch.arange(10)}
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        for name in ("c", "file", "folder", "link"):
+            with pytest.raises(aiockpt.CheckpointExistsError, match="exists already; save under another name"):
+                ckpt.submit({"x": torch.zeros(1)}, tmp_path / name)
+        for name in ("file", "folder", "link"):
+            with pytest.raises(aiockpt.CheckpointExistsError, match="overwrite=True"):
+                ckpt.submit({"x": torch.zeros(1)}, tmp_path / name, overwrite=True)
+        assert_same(state, ckpt.load(tmp_path / "c"))
+    assert (tmp_path / "folder" / "thesis.tex").read_text() == "mine"
+    assert isinstance(aiockpt.CheckpointExistsError("x"), FileExistsError)
+
+
+def test_overwrite_replaces_a_checkpoint_whole(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": torch.arange(5), **large_state(40)}, tmp_path / "c")
+        ckpt.save({"y": torch.arange(7)}, tmp_path / "c", overwrite=True)
+        assert_same({"y": torch.arange(7)}, ckpt.load(tmp_path / "c"))
+        (tmp_path / "empty").mkdir()
+        ckpt.save({"z": 1}, tmp_path / "empty", overwrite=True)
+        assert ckpt.load(tmp_path / "empty") == {"z": 1}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "empty"]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [".aiockpt.json", ".metadata", "__0_0.distcp"]
+
+
+def test_a_failed_overwrite_keeps_the_old_one(tmp_path: Path) -> None:
+    old = large_state()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(old, tmp_path / "c")
+        for step in ("create", "write", "finish", "commit"):
+            fault = FaultyStorage(LocalStorage(), step, OSError(errno.EIO, "Input/output error"))
+            with pytest.raises(aiockpt.SaveError, match="Input/output error"):
+                ckpt.save({"new": torch.ones(4)}, tmp_path / "c", overwrite=True, storage=fault)
+            assert_same(old, ckpt.load(tmp_path / "c"))
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_two_saves_to_one_path_at_once(tmp_path: Path) -> None:
+    from aiockpt.testing import GatedStorage
+
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    with aiockpt.SyncCheckpointer() as ckpt:
+        first = ckpt.submit(large_state(), tmp_path / "c", storage=storage)
+        with pytest.raises(aiockpt.CheckpointExistsError, match="is in flight"):
+            ckpt.submit(large_state(), f"{tmp_path}/./c")
+        storage.reached["commit"].result(timeout=60)
+        (tmp_path / "c").mkdir()
+        (tmp_path / "c" / "precious").write_text("mine")
+        storage.open("commit")
+        with pytest.raises(aiockpt.CheckpointExistsError, match="has appeared during the save"):
+            first.written.result()
+        assert (tmp_path / "c" / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("step", "kind"),
+    [
+        ("begin", aiockpt.WriteError),
+        ("create", aiockpt.WriteError),
+        ("write", aiockpt.WriteError),
+        ("finish", aiockpt.WriteError),
+        ("commit", aiockpt.CommitError),
+    ],
+)
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_fault_at_any_step_leaves_nothing(step: str, kind: type[Exception], nth: int, tmp_path: Path) -> None:
+    state = large_state(40)
+    nth = nth if step in ("create", "write", "finish") else 1
+    fault = FaultyStorage(LocalStorage(), step, OSError(errno.ENOSPC, "No space left on device"), nth=nth)
+    with aiockpt.SyncCheckpointer(chunk_bytes=1 << 16, staging_bytes=1 << 18) as ckpt:
+        handle = ckpt.submit(state, tmp_path / "c", storage=fault)
+        with pytest.raises(kind, match="No space left") as caught:
+            handle.written.result(timeout=60)
+        assert isinstance(caught.value.__cause__, OSError)
+        if not handle.staged.done() or handle.staged.exception() is not None:
+            with pytest.raises(kind):
+                handle.staged.result()
+        assert list(tmp_path.iterdir()) == []
+        ckpt.save(state, tmp_path / "c")
+        assert_same(state, ckpt.load(tmp_path / "c"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A real file system with 8 MiB."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("only root may mount file systems")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk(small_disk: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": torch.arange(100)}, small_disk / "small")
+        with pytest.raises(aiockpt.WriteError, match="No space left on device"):
+            ckpt.save(large_state(40), small_disk / "large")
+        assert [p.name for p in small_disk.iterdir()] == ["small"]
+        ckpt.save(large_state(4), small_disk / "fits")
+        assert_same(large_state(4), ckpt.load(small_disk / "fits"))
+        assert_same({"x": torch.arange(100)}, ckpt.load(small_disk / "small"))
+
+
+def test_a_read_only_directory(small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.WriteError, match="Read-only file system"):
+        ckpt.save({"x": torch.ones(1)}, small_disk / "c")
+
+
+def test_a_place_where_nothing_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(aiockpt.WriteError, match=r"can't make the directory for .*file/c"):
+            ckpt.save({"x": torch.ones(1)}, tmp_path / "file" / "c")
+        with pytest.raises(aiockpt.WriteError, match="/proc/nowhere/c"):
+            ckpt.save({"x": torch.ones(1)}, "/proc/nowhere/c")
+
+
+def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        state = {"layer": {"w": DTensor.from_local(torch.ones(4), mesh, [Shard(0)])}}
+        with aiockpt.SyncCheckpointer() as ckpt:
+            with pytest.raises(aiockpt.SaveError, match=r"layer\.w is a DTensor.*full_tensor"):
+                ckpt.submit(state, tmp_path / "c")
+            ckpt.save({"layer": {"w": torch.ones(4)}}, tmp_path / "c")
+            with pytest.raises(aiockpt.ShapeMismatchError, match=r"layer\.w is a DTensor"):
+                ckpt.load(tmp_path / "c", state)
+    finally:
+        dist.destroy_process_group()
+
+
+_EXIT = """
+import sys, torch, aiockpt, asyncio
+state = {{f"w{{i}}": torch.arange(i, i + 500_000) for i in range(8)}}
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "ckpt = aiockpt.AsyncCheckpointer(); ckpt.save(state, sys.argv[1])",
+        "aiockpt.SyncCheckpointer().submit(state, sys.argv[1]); sys.exit(0)",
+        "async def main():\n    aiockpt.AsyncCheckpointer().save(state, sys.argv[1])\nasyncio.run(main())",
+    ],
+    ids=["async", "sync-sys-exit", "asyncio-run"],
+)
+def test_a_process_that_ends_finishes_its_save(body: str, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    done = subprocess.run(
+        [sys.executable, "-c", _EXIT.format(body=body), path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert_same({f"w{i}": torch.arange(i, i + 500_000) for i in range(8)}, ckpt.load(path))
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_process_that_ends_tells_of_a_failed_save(tmp_path: Path) -> None:
+    body = "aiockpt.AsyncCheckpointer().save(state, '/proc/nowhere/c')"
+    done = subprocess.run(
+        [sys.executable, "-c", _EXIT.format(body=body)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "WriteError: can't make the directory for /proc/nowhere/c" in done.stderr
+
+
+def test_a_forked_process_is_told_to_make_its_own(tmp_path: Path) -> None:
+    body = """
+import os, warnings
+warnings.simplefilter("ignore")
+ckpt = aiockpt.SyncCheckpointer(); ckpt.save(state, sys.argv[1])
+if os.fork() == 0:
+    try:
+        ckpt.save(state, sys.argv[1] + "-child")
+    except aiockpt.CheckpointerClosedError as exc:
+        assert "before a fork" in str(exc)
+        sys.exit(7)
+    sys.exit(1)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+ckpt.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", _EXIT.format(body=body), tmp_path / "c"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

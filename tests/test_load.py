@@ -1,0 +1,354 @@
+"""Loading: into new and given states, and what is wrong with a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import aiockpt
+from tests.states import assert_same, large_state, random_tensor, training_state
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Custom:
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom) and other.value == self.value
+
+
+@pytest.fixture
+def ckpt():
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        yield checkpointer
+
+
+@pytest.mark.asyncio
+async def test_into_a_model_and_its_optimizer(tmp_path: Path) -> None:
+    state = training_state(seed=1)
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        target = training_state(seed=2)
+        tensors = {name: tensor.data_ptr() for name, tensor in target["model"].items()}
+        version = target["model"]["0.weight"]._version
+        assert await ckpt.load(tmp_path / "c", target) is target
+        assert_same(state, target)
+        assert {name: tensor.data_ptr() for name, tensor in target["model"].items()} == tensors
+        assert target["model"]["0.weight"]._version > version  # autograd is told
+
+
+@pytest.mark.asyncio
+async def test_only_the_keys_of_the_target(tmp_path: Path) -> None:
+    state = training_state()
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        target = {"model": {"0.weight": torch.zeros(128, 64)}, "step": None}
+        await ckpt.load(tmp_path / "c", target)
+    assert_same({"model": {"0.weight": state["model"]["0.weight"]}, "step": 2}, target)
+
+
+def test_into_tensors_of_any_strides(ckpt, tmp_path: Path) -> None:
+    values = random_tensor(torch.float32, (600, 700), 3)
+    small = random_tensor(torch.int16, (6, 7), 4)
+    ckpt.save({"w": values, "s": small, "t": values.t()}, tmp_path / "c")
+    for make in (
+        lambda *s: torch.zeros(s),
+        lambda *s: torch.zeros(s[::-1]).t(),
+        lambda *s: torch.zeros(2 * s[0], 3 * s[1])[::2, 1::3],
+        lambda *s: torch.nn.Parameter(torch.zeros(s)),
+    ):
+        target = {"w": make(600, 700), "t": make(700, 600), "s": torch.zeros(7, 12, dtype=torch.int16)[:, ::2].t()}
+        ckpt.load(tmp_path / "c", target)
+        assert_same(
+            {"w": values.view(torch.int32), "s": small}, {"w": target["w"].detach().view(torch.int32), "s": target["s"]}
+        )
+        assert torch.equal(target["t"].detach().view(torch.int32), values.t().view(torch.int32))
+
+
+def test_objects_in_tuples_are_replaced(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"t": (torch.ones(2), {"k": 5}, [1]), "l": [{"a": 1}, {"a": 2}]}, tmp_path / "c")
+    target = {"t": (torch.zeros(2), {"k": 0}, [9]), "l": [{"a": 0}, {"a": 0}]}
+    ckpt.load(tmp_path / "c", target)
+    assert_same({"t": (torch.ones(2), {"k": 5}, [1]), "l": [{"a": 1}, {"a": 2}]}, target)
+
+
+def test_a_tuple_of_tensors_that_dcp_wrote(ckpt, tmp_path: Path) -> None:
+    dcp.save({"t": (torch.ones(2), 3)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    target = {"t": (torch.zeros(2), 0)}
+    ckpt.load(tmp_path / "c", target)
+    assert_same({"t": (torch.ones(2), 3)}, target)
+
+
+def test_tensors_in_several_chunks(ckpt, tmp_path: Path) -> None:
+    """As ranks write them: here made by hand from two tensors of one file."""
+    whole = random_tensor(torch.int32, (1000, 600), 5)
+    state = {"top": whole[:300].clone(), "bottom": whole[300:].clone(), "small": whole[:4].clone()}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with open(tmp_path / "c" / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    described = metadata.state_dict_metadata
+    index = {key.fqn: key for key in metadata.storage_data}
+    tensor = described.pop("top")
+    tensor.size = torch.Size([1000, 600])
+    other = described.pop("bottom").chunks[0]
+    other.offsets = torch.Size([300, 0])
+    tensor.chunks.append(other)
+    described["deep.whole"] = tensor
+    metadata.planner_data = {"deep.whole": ("deep", "whole"), "small": ("small",)}
+    places = metadata.storage_data
+    make = type(index["top"])
+    places[make("deep.whole", torch.Size([0, 0]))] = places.pop(index["top"])
+    places[make("deep.whole", torch.Size([300, 0]))] = places.pop(index["bottom"])
+    with open(tmp_path / "c" / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    assert_same({"deep": {"whole": whole}, "small": whole[:4]}, ckpt.load(tmp_path / "c"))
+    target = {"deep": {"whole": torch.zeros(600, 1000, dtype=torch.int32).t()}}
+    ckpt.load(tmp_path / "c", target)
+    assert_same(whole, target["deep"]["whole"])
+
+
+def test_map_location(ckpt, tmp_path: Path) -> None:
+    state = {"a": torch.arange(5), "b": {"c": torch.ones(400_000)}, "n": 1}
+    ckpt.save(state, tmp_path / "c")
+    for where in ("meta", torch.device("meta"), {"cpu": "meta"}):
+        loaded = ckpt.load(tmp_path / "c", map_location=where)
+        assert loaded["a"].is_meta
+        assert loaded["b"]["c"].is_meta
+        assert loaded["n"] == 1
+    assert_same(state, ckpt.load(tmp_path / "c", map_location={"cuda:0": "cuda:1"}))
+    seen = []
+
+    def place(storage, location):
+        seen.append((storage.nbytes(), location))
+        return storage
+
+    assert_same(state, ckpt.load(tmp_path / "c", map_location=place))
+    assert sorted(seen) == [(40, "cpu"), (1_600_000, "cpu")]
+
+
+def test_missing_keys(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"a": torch.ones(3)}, tmp_path / "c")
+    target = {"a": torch.zeros(3), "b": torch.zeros(1), "c": {"d": 1}}
+    with pytest.raises(
+        aiockpt.MissingKeysError, match=r"lacks 2 of the keys asked for: b, c\.d\. Pass strict=False"
+    ) as caught:
+        ckpt.load(tmp_path / "c", target)
+    assert caught.value.keys == ("b", "c.d")
+    assert isinstance(caught.value, KeyError)
+    assert not target["a"].any()
+    ckpt.load(tmp_path / "c", target, strict=False)
+    assert_same({"a": torch.ones(3), "b": torch.zeros(1), "c": {"d": 1}}, target)
+
+
+def test_shapes_and_dtypes_are_checked_before_anything_is_written(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"a": torch.ones(3), "w": torch.ones(4, 5), "o": [1]}, tmp_path / "c")
+    for wrong, message in (
+        (torch.zeros(5, 4), r"w has the shape \(5, 4\) in the target but \(4, 5\)"),
+        (torch.zeros(4, 5, dtype=torch.float64), r"w is torch\.float64 in the target but torch\.float32"),
+        (torch.zeros(4, 5, device="meta"), "w is on the meta device"),
+        (torch.zeros(4, 5).to_sparse(), "w has the layout torch.sparse_coo"),
+    ):
+        target = {"a": torch.zeros(3), "w": wrong}
+        with pytest.raises(aiockpt.ShapeMismatchError, match=message):
+            ckpt.load(tmp_path / "c", target)
+        assert not target["a"].any()
+    with pytest.raises(aiockpt.ShapeMismatchError, match="o is a tensor in the target but an object"):
+        ckpt.load(tmp_path / "c", {"o": torch.zeros(1)})
+    with pytest.raises(aiockpt.LoadError, match="keys must be str or int"):
+        ckpt.load(tmp_path / "c", {1.5: torch.zeros(1)})
+
+
+def test_nothing_there(ckpt, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "__0_0.distcp").write_text("x")
+    for name, message in (("none", "no such path"), ("file", "no directory"), ("folder", r"has no \.metadata")):
+        with pytest.raises(aiockpt.CheckpointNotFoundError, match=message):
+            ckpt.load(tmp_path / name)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="its save was never finished"):
+        ckpt.load(tmp_path / "half")
+    assert isinstance(aiockpt.CheckpointNotFoundError("x"), FileNotFoundError)
+
+
+def _copy(source: Path, name: str) -> Path:
+    return Path(shutil.copytree(source, source.parent / name))
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_missing_and_truncated_files(stock: bool, ckpt, tmp_path: Path) -> None:
+    state = large_state(4) | {"note": "x"}
+    if stock:
+        dcp.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
+    else:
+        ckpt.save(state, tmp_path / "good")
+    lost = _copy(tmp_path / "good", "lost")
+    (lost / "__0_0.distcp").unlink()
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"lacks .*__0_0\.distcp"):
+        ckpt.load(lost)
+    short = _copy(tmp_path / "good", "short")
+    size = (short / "__0_0.distcp").stat().st_size
+    os.truncate(short / "__0_0.distcp", size - 1)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"__0_0\.distcp.*truncated"):
+        ckpt.load(short)
+    for count in range(0, (tmp_path / "good" / ".metadata").stat().st_size, 97):
+        broken = _copy(tmp_path / "good", f"m{count}")
+        os.truncate(broken / ".metadata", count)
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"\.metadata"):
+            ckpt.load(broken)
+
+
+def _flip(path: Path, offset: int, bit: int = 0) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_flipped_payload_is_found_and_named(stock: bool, ckpt, tmp_path: Path) -> None:
+    from aiockpt.format.metadata import decode_metadata
+
+    state = {**large_state(4, kib=2048), "small": torch.arange(50), "text": "abc" * 10}
+    if stock:
+        dcp.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
+    else:
+        ckpt.save(state, tmp_path / "good")
+    index = decode_metadata((tmp_path / "good" / ".metadata").read_bytes())
+    for name in ("w0", "w3", "small", "text"):
+        entry = index.entries[name]
+        place = entry.place if name == "text" else entry.chunks[0].place
+        bad = _copy(tmp_path / "good", f"bad-{name}")
+        data = (bad / place.file).read_bytes()[place.offset : place.offset + place.length]
+        inside = data.find(b"abcabc") if name == "text" else 704 + 17
+        _flip(bad / place.file, place.offset + inside, 3)
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=f"{place.file}.*{name}"):
+            ckpt.load(bad)
+        target = {key: torch.zeros_like(value) if key != "text" else "" for key, value in state.items()}
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=name):
+            ckpt.load(bad, target)
+        if name != "text":
+            loaded = ckpt.load(bad, verify=False)[name]
+            assert int((loaded != state[name]).sum()) == 1
+
+
+def test_flips_anywhere_are_found_or_harmless(ckpt, tmp_path: Path) -> None:
+    """A flipped bit at any byte of a small checkpoint: an error of ours, or the same state."""
+    state = {"a": torch.arange(9), "s": {"x": torch.tensor(2.5)}, "o": [1, "two"]}
+    ckpt.save(state, tmp_path / "c", metadata={"k": 1})
+    found = tried = 0
+    for name in ("__0_0.distcp", ".metadata", ".aiockpt.json"):
+        file = tmp_path / "c" / name
+        step = 1 if name != "__0_0.distcp" else 7
+        for offset in range(0, file.stat().st_size, step):
+            _flip(file, offset, offset % 8)
+            tried += 1
+            try:
+                assert_same(state, ckpt.load(tmp_path / "c"))
+            except (aiockpt.CorruptCheckpointError, aiockpt.UnsafeCheckpointError) as exc:
+                assert name in str(exc)
+                found += 1
+            _flip(file, offset, offset % 8)
+    assert_same(state, ckpt.load(tmp_path / "c"))
+    assert tried > 2000
+    assert found > tried // 3
+
+
+def test_without_a_manifest_it_is_a_plain_dcp_checkpoint(ckpt, tmp_path: Path) -> None:
+    state = training_state()
+    ckpt.save(state, tmp_path / "c")
+    (tmp_path / "c" / ".aiockpt.json").unlink()
+    loaded = ckpt.load(tmp_path / "c")
+    assert_same(state["model"]["0.weight"], loaded["model"]["0.weight"])
+    assert list(loaded["optim"]["state"]) == [str(i) for i in range(6)]
+
+
+def test_an_edited_manifest_is_refused(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"a": torch.ones(1)}, tmp_path / "c", metadata={"step": 1})
+    text = (tmp_path / "c" / ".aiockpt.json").read_text()
+    (tmp_path / "c" / ".aiockpt.json").write_text(text.replace('"step": 1', '"step": 2'))
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"aiockpt\.json is damaged or was edited"):
+        ckpt.load(tmp_path / "c")
+    later = json.loads(text) | {"format_version": 99}
+    (tmp_path / "c" / ".aiockpt.json").write_text(json.dumps(later))
+    with pytest.raises(aiockpt.CorruptCheckpointError):
+        ckpt.load(tmp_path / "c")
+
+
+def test_objects_do_not_run_code(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"o": Custom(5), "t": torch.ones(1)}, tmp_path / "c")
+    with pytest.raises(
+        aiockpt.UnsafeCheckpointError, match=r"object o needs tests\.test_load\.Custom.*safe_globals=\[Custom\]"
+    ):
+        ckpt.load(tmp_path / "c")
+    assert ckpt.load(tmp_path / "c", safe_globals=[Custom])["o"] == Custom(5)
+    assert ckpt.load(tmp_path / "c", trust=True)["o"] == Custom(5)
+    with pytest.raises(aiockpt.UnsafeCheckpointError):
+        ckpt.load(tmp_path / "c")
+
+
+class Evil:
+    def __reduce__(self):
+        return (os.system, ("touch /tmp/aiockpt-was-here",))
+
+
+def test_metadata_does_not_run_code(ckpt, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"names posix\.system"):
+        ckpt.load(tmp_path / "c")
+    assert not os.path.exists("/tmp/aiockpt-was-here")
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/hostname", "sub/../../secret", "link"])
+def test_paths_stay_inside_the_directory(path: str, ckpt, tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    shutil.copy(tmp_path / "c" / "__0_0.distcp", tmp_path / "secret")
+    (tmp_path / "c" / "link").symlink_to(tmp_path / "secret")
+    with open(tmp_path / "c" / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    for info in metadata.storage_data.values():
+        info.relative_path = path
+    with open(tmp_path / "c" / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match="outside of its directory"):
+        ckpt.load(tmp_path / "c")
+
+
+@pytest.mark.asyncio
+async def test_several_loads_and_saves_at_once(tmp_path: Path) -> None:
+    states = [{name: tensor + i for name, tensor in large_state(12).items()} for i in range(4)]
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        for i, state in enumerate(states):
+            await ckpt.save(state, tmp_path / str(i))
+        saving = ckpt.save(states[0], tmp_path / "more")
+        loaded = await asyncio.gather(*(ckpt.load(tmp_path / str(i)) for i in range(4)))
+        await saving
+    for state, back in zip(states, loaded, strict=True):
+        assert_same(state, back)
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_load_stops(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(large_state(20, kib=2048), tmp_path / "c")
+        target = {name: torch.zeros_like(tensor) for name, tensor in large_state(20, kib=2048).items()}
+        task = asyncio.ensure_future(ckpt.load(tmp_path / "c", target))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        before = {name: tensor.clone() for name, tensor in target.items()}
+        await ckpt.load(tmp_path / "c")
+        assert_same(before, target)  # nothing went on in the background
