@@ -92,10 +92,10 @@ class _Checkpointer:
             overwrite=overwrite,
             metadata=facts,
             capture=capture,
-            captured_s=time.perf_counter() - started,
             started=started,
         )
         self._engine.submit(job)
+        job.captured_s = time.perf_counter() - started
         return job.handle
 
     def _load(

@@ -6,7 +6,6 @@ It is independent of the caller's loop: a loop that is held by training, or clos
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import importlib.util
 import os
@@ -18,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
+import torch
 
-from aiockpt.errors import CheckpointerClosedError, SaveCancelledError
+from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveError
+from aiockpt.format.torchzip import tensor_framing
 from aiockpt.handle import Completion
 from aiockpt.planning.layout import BLOCK_BYTES
 from aiockpt.planning.planner import Planner
@@ -32,7 +33,6 @@ from aiockpt.threads import Workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    import torch
     from anyio.abc import TaskGroup
 
     from aiockpt.staging.base import Stager
@@ -109,10 +109,12 @@ class Engine:
         self._stuck = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+        self._posting = threading.Lock()
+        self._backlog: list[Callable[[], object]] = []
         self._closed: Completion[None] | None = None
         self._closer: threading.Thread | None = None
         self._jobs: list[SaveJob] = []
+        self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
         self._unseen: list[SaveJob] = []
         self._last: SaveJob | None = None
         self._stagers: dict[torch.device, Stager] = {}
@@ -126,16 +128,10 @@ class Engine:
     def start(self) -> None:
         """Start the thread, without waiting until it is ready."""
         with self._lock:
-            self._spawn()
+            self._start()
 
-    def _start(self) -> asyncio.AbstractEventLoop:
-        """Start the thread if needed and give its loop; with the lock held."""
-        self._spawn()
-        if self._loop is None:
-            self._loop = self._ready.result()
-        return self._loop
-
-    def _spawn(self) -> None:
+    def _start(self) -> None:
+        """Start the thread if needed; with the lock held."""
         if self._closed is not None:
             raise CheckpointerClosedError("this checkpointer is closed; make a new one")
         if self._pid != os.getpid():
@@ -147,15 +143,44 @@ class Engine:
             self._thread.start()
             _live.add(self)
 
+    def _post(self, function: Callable[[], object]) -> None:
+        """Let the engine's loop call a function, as soon as it runs; from any thread, without waiting."""
+        with self._posting:
+            if self._loop is None:
+                self._backlog.append(function)
+            else:
+                self._loop.call_soon_threadsafe(function)
+
+    def _accept(self) -> None:
+        """Take over what was posted before the loop ran."""
+        with self._posting:
+            self._loop = asyncio.get_running_loop()
+            for function in self._backlog:
+                self._loop.call_soon(function)
+            self._backlog.clear()
+
     def _serve(self) -> None:
         # uvloop wakes faster from other threads; without it asyncio's own loop does.
         use_uvloop = importlib.util.find_spec("uvloop") is not None
         try:
             anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
         except BaseException as exc:
-            if not self._ready.done():
-                self._ready.set_exception(exc)
+            self._fail(exc)
             raise
+
+    def _fail(self, cause: BaseException) -> None:
+        """Tell everybody who waits that the engine's thread has died, which is a defect."""
+        with self._idle:
+            jobs, self._jobs, calls = self._jobs, [], list(self._calls)
+            self._idle.notify_all()
+        for job in jobs:
+            error = SaveError(f"the save of {job.path} failed with the engine: {cause!r}")
+            error.__cause__ = cause
+            job.handle.staged._settle(None, error)
+            job.handle.written._settle(None, error)
+            job.cancelled._settle(False)
+        for call in calls:
+            call.completion._settle(None, AiockptError(f"the engine has failed: {cause!r}"))
 
     async def _main(self) -> None:
         options = self.options
@@ -176,7 +201,9 @@ class Engine:
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
-                self._ready.set_result(asyncio.get_running_loop())
+                self._accept()
+                # Torch's first steps in saving take a while: let them not delay the first save.
+                await self._copy_workers.run(tensor_framing, torch.float32, (1,), (1,))
                 await self._stop.wait()
         finally:
             for stager in self._stagers.values():
@@ -213,11 +240,11 @@ class Engine:
         """
         with self._lock:
             self._raise_unseen()
-            loop = self._start()
-            job.post = lambda function: loop.call_soon_threadsafe(function)
+            self._start()
+            job.post = self._post
             self._jobs.append(job)
             self._unseen.append(job)
-            loop.call_soon_threadsafe(self._admit, job)
+            self._post(lambda: self._admit(job))
 
     def in_flight(self, path: str) -> bool:
         """Tell whether a save to this path is in line or under way."""
@@ -250,7 +277,7 @@ class Engine:
             await run_save(job, self._tools, previous)
         finally:
             with self._idle:
-                self._jobs.remove(job)
+                self._jobs = [other for other in self._jobs if other is not job]
                 self._idle.notify_all()
             if self._last is job:
                 self._last = None
@@ -259,9 +286,10 @@ class Engine:
         """Run a coroutine function on the engine's loop, with the threads for reading."""
         call = Call(function, what)
         with self._lock:
-            loop = self._start()
-            call.post = loop.call_soon_threadsafe
-            loop.call_soon_threadsafe(lambda: self._tasks.start_soon(call.run, self._load_workers))
+            self._start()
+            call.post = self._post
+            self._calls.add(call)
+            self._post(lambda: self._tasks.start_soon(call.run, self._load_workers))
         return call
 
     def prewarm(self, nbytes: int, devices: set[torch.device]) -> Completion[None]:
@@ -313,7 +341,7 @@ class Engine:
         except BaseException as exc:  # delivered to who closes
             error = exc
         if self._thread is not None and not self._stuck:
-            self._ready.result().call_soon_threadsafe(self._stop.set)
+            self._post(lambda: self._stop.set())
             self._thread.join()
         _live.discard(self)
         closed._settle(None, error)

@@ -62,9 +62,9 @@ class SaveJob:
     overwrite: bool
     metadata: dict[str, JsonValue]
     capture: Capture
-    captured_s: float
+    started: float
+    captured_s: float = 0.0
     handle: SaveHandle = field(init=False)
-    started: float = 0.0
     post: Callable[[Callable[[], None]], object] = lambda _: None
     cancelled: Completion[bool] = field(default_factory=lambda: Completion[bool]("cancelled"))
     issued: threading.Event = field(default_factory=threading.Event)

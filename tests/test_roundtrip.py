@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import aiockpt
+from aiockpt.planning import planner
 from tests.states import assert_same, random_tensor, raw_bytes, storable_dtypes, training_state
 
 # torch's DCP warns that it runs without a process group, which is what we want here.
@@ -248,8 +249,13 @@ def test_tensors_that_are_no_longer_tied_are_both_stored(tmp_path: Path) -> None
         assert_same({"a": shared, "b": shared}, ckpt.load(tmp_path / "3"))
 
 
-def test_the_plan_is_remade_when_a_tensor_changes_its_form(tmp_path: Path) -> None:
-    """Same names, other shapes, strides or dtypes: the kept layout must not be used."""
+@pytest.mark.parametrize("checked_ahead", [True, False])
+def test_the_plan_is_remade_when_a_tensor_changes_its_form(
+    checked_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Same names, other shapes, strides or dtypes: the kept layout must not be used, found out early or late."""
+    if not checked_ahead:
+        monkeypatch.setattr(planner, "CHECKED_AHEAD", 0)
     states = [
         {"w": torch.arange(60_000).reshape(300, 200), "s": 1},
         {"w": torch.arange(60_000).reshape(200, 300), "s": 10**60},

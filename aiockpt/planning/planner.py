@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from aiockpt.planning.source import Capture, Structure
 
 
+CHECKED_AHEAD = 20_000
+"""Up to this many tensors are compared with a kept layout when planning; more only when they are staged."""
+
+
 class TensorSpec(NamedTuple):
     """What a plan assumes of a tensor; staging checks it.
 
@@ -223,6 +227,11 @@ def _may_serve(layout: Layout, capture: Capture) -> bool:
     """Tell whether a kept layout may serve; staging then checks each tensor against its spec."""
     mine, theirs = layout.structure, capture.structure
     if mine.objects != theirs.objects or mine.names != theirs.names or mine.paths != theirs.paths:
+        return False
+    if len(capture.tensors) <= CHECKED_AHEAD and not all(
+        tensor is None or spec is None or spec.describes(tensor)
+        for tensor, spec in zip(capture.tensors, layout.specs, strict=True)
+    ):
         return False
     addresses = _addresses(capture)
     return len(set(addresses)) == layout.addresses and all(
