@@ -298,7 +298,7 @@ class Engine:
         async def warm(_: Workers) -> None:
             self._reserve(nbytes)
             chunk = self._pool.chunk_bytes
-            touches = self._pool.missing(-(-nbytes // chunk) + self.io_threads - 1)
+            touches = self._pool.missing(-(-nbytes // chunk) + self.io_threads)
             async with anyio.create_task_group() as tasks:
                 for touch in touches:
                     tasks.start_soon(self._copy_workers.run, touch)

@@ -283,7 +283,9 @@ def _with_objects(layout: Layout, blobs: Mapping[int, bytes]) -> SavePlan:
 
 
 def stored_bytes(state_dict: Mapping[Any, Any]) -> tuple[int, set[torch.device]]:
-    """Give the bytes that the tensors of a state dict take when stored, and the devices they are on."""
+    """Estimate, from above, the bytes that a state dict takes when stored; and give the devices it is on."""
     tensors = [leaf for leaf in flatten(state_dict).leaves if isinstance(leaf, torch.Tensor)]
     plain = [tensor for tensor in tensors if tensor.layout is torch.strided]
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in plain), {tensor.device for tensor in plain}
+    framing_bytes = 2 * BLOCK_BYTES  # with the gap before a payload that is aligned
+    nbytes = sum(tensor.numel() * tensor.dtype.itemsize + framing_bytes for tensor in plain)
+    return nbytes, {tensor.device for tensor in plain}
