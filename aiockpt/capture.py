@@ -6,18 +6,19 @@ For the others a version counter is noted, which tells later whether they change
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aiockpt.errors import SaveError
 from aiockpt.format.objects import encode_object, is_frozen
-from aiockpt.planning.source import Capture, EagerCopy, Structure
+from aiockpt.planning.source import Capture, Structure
 from aiockpt.planning.tree import StructureError, flatten
+from aiockpt.staging.pool import Mapping, copy_small
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import collections.abc
+    from collections.abc import Sequence
 
 
 EAGER_TENSOR_BYTES = 64 << 10
@@ -28,7 +29,7 @@ EAGER_BYTES = 16 << 20
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def capture_state(state_dict: Mapping[Any, Any]) -> Capture:
+def capture_state(state_dict: collections.abc.Mapping[Any, Any]) -> Capture:
     """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     Raises:
@@ -41,13 +42,16 @@ def capture_state(state_dict: Mapping[Any, Any]) -> Capture:
     leaves = flat.leaves
     values: dict[int, Any] = {}
     blobs: dict[int, bytes] = {}
-    if not set(map(type, leaves)) <= _PLAIN:
+    kinds = set(map(type, leaves))
+    if not kinds <= _PLAIN:
         for leaf, value in enumerate(leaves):
             if type(value) not in _PLAIN:
                 _take_object(flat.names[leaf], leaf, value, values, blobs)
                 leaves[leaf] = None
-    # A parameter's memory may be exchanged through `.data`; the detached tensor keeps what it is now.
-    tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in leaves]
+    tensors = leaves
+    if torch.nn.Parameter in kinds:
+        # A parameter's memory may be exchanged through `.data`; the detached tensor keeps what it is now.
+        tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in leaves]
     objects = frozenset(values.keys() | blobs.keys())
     capture = Capture(
         Structure(flat.names, flat.paths, objects), flat.containers, tensors, [], values=values, blobs=blobs
@@ -120,20 +124,18 @@ def _copy_small(capture: Capture) -> None:
 
 def _pack(capture: Capture, device: torch.device, found: list[tuple[int, torch.Tensor, int]]) -> torch.Tensor:
     offset = 0
+    for leaf, _, nbytes in found:
+        capture.eager[leaf] = (offset, nbytes)
+        offset += nbytes
     if device.type != "cpu":
-        for leaf, _, nbytes in found:
-            capture.eager[leaf] = EagerCopy(device, offset, nbytes)
-            offset += nbytes
         # One kernel on the caller's stream, so in order with whatever changes the tensors next.
         return torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor, _ in found])
-    arena = torch.empty(sum(nbytes for _, _, nbytes in found), dtype=torch.uint8, device="cpu")
-    base = arena.data_ptr()
-    copy = ctypes.memmove
-    for leaf, tensor, nbytes in found:
-        copy(base + offset, tensor.data_ptr(), nbytes)
-        capture.eager[leaf] = EagerCopy(device, offset, nbytes)
-        offset += nbytes
-    return arena
+    arena = Mapping(offset)
+    target = arena.address
+    for _, tensor, nbytes in found:
+        copy_small(target, tensor.data_ptr(), nbytes)
+        target += nbytes
+    return arena.tensor
 
 
 def _record_event(device: torch.device) -> torch.Event:

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 
 from aiockpt.capture import capture_state
-from aiockpt.engine import Engine, EngineOptions
+from aiockpt.engine import Engine
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError
 from aiockpt.format.manifest import check_user_metadata
-from aiockpt.load import LoadOptions, load_checkpoint
+from aiockpt.item_reader import LoadOptions
+from aiockpt.job import SaveJob
+from aiockpt.load import load_checkpoint
+from aiockpt.options import EngineOptions
 from aiockpt.planning.planner import stored_bytes
-from aiockpt.save import SaveJob
 from aiockpt.storage.local import LocalStorage
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from aiockpt.engine import Call
     from aiockpt.handle import Completion, SaveHandle, SaveResult
-    from aiockpt.load import MapLocation
+    from aiockpt.item_reader import MapLocation
     from aiockpt.storage.base import Storage
 
 StateDict = Mapping[Any, Any]

@@ -12,8 +12,6 @@ import os
 import sys
 import threading
 import weakref
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
@@ -22,9 +20,9 @@ import torch
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveError
 from aiockpt.format.torchzip import tensor_framing
 from aiockpt.handle import Completion
-from aiockpt.planning.layout import BLOCK_BYTES
+from aiockpt.options import EngineOptions, available_memory_bytes, cores
 from aiockpt.planning.planner import Planner
-from aiockpt.save import SaveJob, SaveTools, run_save
+from aiockpt.save import SaveTools, run_save
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.pool import ChunkPool
@@ -35,55 +33,12 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from aiockpt.job import SaveJob
     from aiockpt.staging.base import Stager
 
 T = TypeVar("T")
 
-DEFAULT_CHUNK_BYTES = 16 << 20
 _CANCEL_GRACE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How an engine works; see `aiockpt.AsyncCheckpointer` for the meaning of each."""
-
-    staging_bytes: int | None = None
-    chunk_bytes: int | None = None
-    io_threads: int | None = None
-    drain_timeout: float = 1800.0
-
-    def __post_init__(self) -> None:
-        for name, least in (("staging_bytes", BLOCK_BYTES), ("chunk_bytes", BLOCK_BYTES), ("io_threads", 1)):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-        if self.drain_timeout < 0:
-            raise ValueError(f"drain_timeout must not be negative, not {self.drain_timeout!r}")
-
-    @property
-    def chunk(self) -> int:
-        """The chunk size: a whole number of blocks, not more than all staging memory."""
-        chunk = self.chunk_bytes or DEFAULT_CHUNK_BYTES
-        if self.staging_bytes is not None:
-            chunk = min(chunk, self.staging_bytes)
-        return max(BLOCK_BYTES, chunk // BLOCK_BYTES * BLOCK_BYTES)
-
-
-def available_memory_bytes() -> int:
-    """Give the memory that can be had without swapping, of the machine and of the control group."""
-    available = 1 << 40
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, max(0, limit - used))
-    return available
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Engine:
@@ -185,7 +140,7 @@ class Engine:
     async def _main(self) -> None:
         options = self.options
         self._stop = anyio.Event()
-        self._copy_workers = Workers(max(2, min(4, _cores())), "aiockpt-copy")
+        self._copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy")
         self._io_workers = Workers(self.io_threads, "aiockpt-io")
         self._load_workers = Workers(self.io_threads, "aiockpt-load")
         capacity = 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)

@@ -20,6 +20,7 @@ ROWS = [
     {"checkpointer"},
     {"engine"},
     {"save", "load"},
+    {"job", "item_reader", "options"},
     {"capture", "staging", "storage"},
     {"planning"},
     {"format"},

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiockpt.errors import CorruptCheckpointError, SaveError, UnsafeCheckpointError
-from aiockpt.format.torchzip import verify_archive
+from aiockpt.format.ziparchive import verify_archive
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

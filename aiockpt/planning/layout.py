@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,8 @@ ALIGNED_PAYLOAD_BYTES = 1 << 20
 ITEM_ALIGNMENT = 64
 """Items start at multiples of this, so that their payloads are aligned for every dtype."""
 _SEPARATE_CRC_BYTES = 64 << 10
+_ZEROS = bytes(ITEM_ALIGNMENT)
+_CRC = struct.Struct("<I")
 
 
 def align_up(value: int, unit: int) -> int:
@@ -125,12 +128,17 @@ class Sealer:
         """
         self._done = 0  # how much of the chunk the file's CRC covers
         filled = self._fill_head(chunk, start, stop)
-        slots = self._image.slots
+        slots, ends = self._image.slots, self._image.ends
         while self._next < len(slots) and slots[self._next].offset < stop:
             slot = slots[self._next]
+            end = ends[self._next]
             filled = self._zero(chunk, filled, slot.offset - start)
+            if slot.offset >= start and end <= stop and slot.framing.nbytes < _SEPARATE_CRC_BYTES:
+                filled = _seal_whole(chunk, start, slot)
+                self._next += 1
+                continue
             filled = self._seal_slot(chunk, start, stop, slot, filled)
-            if slot.payload_end + len(slot.framing.suffix) > stop:
+            if end > stop:
                 break
             self._next += 1
             self._payload_crc = 0
@@ -184,5 +192,20 @@ class Sealer:
     @staticmethod
     def _zero(chunk: memoryview, low: int, high: int) -> int:
         if low < high:
-            chunk[low:high] = bytes(high - low)
-        return max(low, high)
+            chunk[low:high] = _ZEROS[: high - low] if high - low <= ITEM_ALIGNMENT else bytes(high - low)
+            return high
+        return low
+
+
+def _seal_whole(chunk: memoryview, start: int, slot: Slot) -> int:
+    """Complete a small item that lies within a chunk; give the place of its end."""
+    _, offset, framing, begin, end = slot
+    end -= start
+    after = end + len(framing.suffix)
+    chunk[offset - start : begin - start] = framing.prefix
+    chunk[end:after] = framing.suffix
+    if framing.crc_at:
+        crc = crc32(chunk[begin - start : end])
+        for at in framing.crc_at:
+            _CRC.pack_into(chunk, end + at, crc)
+    return after

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from aiockpt.errors import SaveError
-from aiockpt.format.metadata import (
-    ChunkEntry,
-    Entry,
-    ItemPlace,
-    MetadataHead,
-    ObjectEntry,
-    TensorEntry,
-    encode_metadata,
-    finish_metadata,
-)
+from aiockpt.format.metadata import ChunkEntry, Entry, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.metadata_writer import MetadataHead, encode_metadata, finish_metadata
 from aiockpt.format.objects import encode_object
 from aiockpt.format.torchzip import Framing, tensor_framing
 from aiockpt.planning.buckets import assign_buckets, bucket_count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -21,14 +21,6 @@ class Structure:
     objects: frozenset[int]
 
 
-class EagerCopy(NamedTuple):
-    """Where the bytes of a tensor are that was copied at the call: in the arena of its device."""
-
-    device: torch.device
-    offset: int
-    nbytes: int
-
-
 @dataclass(slots=True)
 class Capture:
     """A state dict at the moment of `save()`.
@@ -40,7 +32,7 @@ class Capture:
         versions: for each leaf its version counter; None where changes can't be seen or don't matter.
         values: objects that can't change, to be pickled later.
         blobs: objects that could change, pickled.
-        eager: for each tensor copied at the call where its bytes are.
+        eager: for each tensor copied at the call its place in the arena of its device: offset and bytes.
         arenas: for each device the bytes of the tensors copied at the call, dtype uint8.
         events: for each accelerator the moment in the caller's stream at which the tensors are ready.
     """
@@ -51,7 +43,7 @@ class Capture:
     versions: list[int | None]
     values: dict[int, Any] = field(default_factory=dict)
     blobs: dict[int, bytes] = field(default_factory=dict)
-    eager: dict[int, EagerCopy] = field(default_factory=dict)
+    eager: dict[int, tuple[int, int]] = field(default_factory=dict)
     arenas: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     events: dict[torch.device, torch.Event] = field(default_factory=dict)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
-from aiockpt.staging.base import Done, LayoutMismatchError, Stager, check, copy_strided
+import torch
+
+from aiockpt.staging.base import Done, LayoutMismatchError, Stager, copy_strided
+from aiockpt.staging.pool import copy_small
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +19,12 @@ if TYPE_CHECKING:
     from aiockpt.staging.base import Pending
     from aiockpt.staging.pool import Chunk
     from aiockpt.threads import Workers
+
+
+SMALL_BYTES = 32 << 10
+"""Below this, copying takes less time than letting go of the interpreter and getting it back."""
+
+_CPU = torch.device("cpu")
 
 
 class CpuStager(Stager):
@@ -37,18 +46,22 @@ class CpuStager(Stager):
 def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout) -> None:
     """Copy the pieces of host tensors into a chunk. Blocks; the copying itself releases the interpreter."""
     base = chunk.address
-    copy = ctypes.memmove
+    tensors, specs, eager, arenas = capture.tensors, layout.specs, capture.eager, capture.arenas
+    arena = arenas[_CPU].data_ptr() if _CPU in arenas else 0
     for piece in pieces:
         leaf, start, stop, at = piece
-        tensor, spec = check(leaf, capture, layout)
-        eager = capture.eager.get(leaf)
-        if eager is not None:
-            if stop > eager.nbytes:
+        tensor, spec = tensors[leaf], specs[leaf]
+        if tensor is None or spec is None or not spec.describes(tensor):
+            raise LayoutMismatchError(capture.structure.names[leaf])
+        early = eager.get(leaf)
+        if early is not None:
+            if stop > early[1]:
                 raise LayoutMismatchError(capture.structure.names[leaf])
-            copy(base + at, capture.arenas[eager.device].data_ptr() + eager.offset + start, stop - start)
+            copy_small(base + at, arena + early[0] + start, stop - start)
         elif spec.is_raw:
             # Held so that nobody can free the memory while it is read.
             storage = tensor.untyped_storage()
+            copy = copy_small if stop - start < SMALL_BYTES else ctypes.memmove
             copy(base + at, tensor.data_ptr() + start, stop - start)
             del storage
         else:

@@ -187,9 +187,10 @@ class AcceleratorStager(Stager):
         tensor, spec = check(leaf, capture, layout)
         eager = capture.eager.get(leaf)
         if eager is not None:
-            if stop > eager.nbytes:
+            offset, nbytes = eager
+            if stop > nbytes:
                 raise LayoutMismatchError(capture.structure.names[leaf])
-            return capture.arenas[eager.device][eager.offset + start : eager.offset + stop]
+            return capture.arenas[tensor.device][offset + start : offset + stop]
         if spec.is_raw:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
             return flat[start:stop]

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 HUGE_PAGE_BYTES = 2 << 20
 
+copy_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.PyDLL(None)))
+"""Copy memory (target, source, bytes) and keep the interpreter: for pieces so small that letting go costs more."""
+
 
 class Mapping:
     """Anonymous memory that starts at a huge page's border, not touched yet.

@@ -23,11 +23,8 @@ from aiockpt.format.metadata import (
     ObjectEntry,
     TensorEntry,
     decode_metadata,
-    encode_metadata,
-    finish_metadata,
-    int_opcodes,
-    text_opcodes,
 )
+from aiockpt.format.metadata_writer import encode_metadata, finish_metadata, int_opcodes, text_opcodes
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], file: str, offset: int, length: int) -> TensorEntry:

@@ -12,7 +12,6 @@ from aiockpt.capture import capture_state
 from aiockpt.errors import StageError
 from aiockpt.planning.layout import Sealer
 from aiockpt.planning.planner import Planner
-from aiockpt.planning.source import EagerCopy
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.pool import ChunkPool
@@ -131,7 +130,7 @@ async def test_a_changed_tensor_is_not_copied() -> None:
         with pytest.raises(LayoutMismatchError, match="w"):
             await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
         state["w"].resize_(50_000)
-        capture.eager[1] = EagerCopy(CPU, 0, 4)
+        capture.eager[1] = (0, 4)
         with pytest.raises(LayoutMismatchError, match="s"):
             await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
     finally:

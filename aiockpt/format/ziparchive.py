@@ -1,0 +1,123 @@
+"""Zip archives as ``torch.save`` writes them: uncompressed records, 64-bit sizes where needed.
+
+Source of the layout: PKWARE's APPNOTE.TXT.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isal.isal_zlib import crc32
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_LOCATOR64 = struct.Struct("<4sIQI")
+
+
+class FramingError(ValueError):
+    """The bytes are not the zip framing of one plain strided tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One entry of a central directory; offsets count from the beginning of the item."""
+
+    name: str
+    header_offset: int
+    size: int
+    crc: int
+    crc_at: int
+
+
+def read_directory(length: int, fetch: Callable[[int, int], bytes]) -> list[Record]:
+    """Read the central directory of a zip of ``length`` bytes."""
+    try:
+        tail_at = max(0, length - _END.size - _LOCATOR64.size)
+        tail = fetch(tail_at, length - tail_at)
+        end = _END.unpack(tail[-_END.size :])
+        if end[0] != b"PK\5\6":
+            raise FramingError("no end-of-directory record where the item ends")
+        count, size, offset = end[4], end[5], end[6]
+        if tail[: -_END.size][-_LOCATOR64.size :][:4] == b"PK\6\7":
+            locator = _LOCATOR64.unpack(tail[-_END.size - _LOCATOR64.size : -_END.size])
+            end64 = _END64.unpack(fetch(locator[2], _END64.size))
+            count, size, offset = end64[7], end64[8], end64[9]
+        if not 0 <= offset <= offset + size <= length:
+            raise FramingError("the zip directory lies outside the item")
+        return _entries(fetch(offset, size), offset, count)
+    except (struct.error, UnicodeDecodeError, IndexError) as exc:
+        raise FramingError(f"the zip directory is damaged: {exc}") from exc
+
+
+def _entries(directory: bytes, offset: int, count: int) -> list[Record]:
+    records = []
+    at = 0
+    for _ in range(count):
+        entry = _CENTRAL.unpack_from(directory, at)
+        if entry[0] != b"PK\1\2":
+            raise FramingError("an entry of the zip directory is damaged")
+        method, crc, size, header = entry[4], entry[7], entry[9], entry[16]
+        name_at, extra_at = at + _CENTRAL.size, at + _CENTRAL.size + entry[10]
+        extra = directory[extra_at : extra_at + entry[11]]
+        size, header = _zip64_sizes(extra, size, entry[8], header)
+        if method != 0:
+            raise FramingError("a compressed record, which torch.save never writes")
+        name = directory[name_at:extra_at].decode()
+        records.append(Record(name, header, size, crc, offset + at + 16))
+        at = extra_at + entry[11] + entry[12]
+    return records
+
+
+def _zip64_sizes(extra: bytes, size: int, compressed: int, header: int) -> tuple[int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        kind, width = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            values = iter(struct.unpack_from(f"<{width // 8}Q", extra, at + 4))
+            size = next(values) if size == 0xFFFFFFFF else size
+            if compressed == 0xFFFFFFFF:
+                next(values)
+            header = next(values) if header == 0xFFFFFFFF else header
+        at += 4 + width
+    return size, header
+
+
+def data_offset(record: Record, fetch: Callable[[int, int], bytes]) -> int:
+    """Find where a record's bytes begin: behind its own header."""
+    header = fetch(record.header_offset, _LOCAL.size)
+    if len(header) < _LOCAL.size or header[:4] != b"PK\3\4":
+        raise FramingError(f"the header of record {record.name} is damaged")
+    fields = _LOCAL.unpack(header)
+    return record.header_offset + _LOCAL.size + int(fields[9]) + int(fields[10])
+
+
+def verify_archive(blob: bytes) -> str | None:
+    """Check the CRC of every record of a whole ``torch.save`` file.
+
+    Returns:
+        None when all is well, or when the file carries no CRCs; else what is wrong.
+    """
+
+    def fetch(offset: int, size: int) -> bytes:
+        return blob[offset : offset + size]
+
+    if blob[:4] != b"PK\3\4":
+        return None  # the format of torch < 1.6, which has no CRCs
+    try:
+        records = read_directory(len(blob), fetch)
+        if all(record.crc == 0 for record in records):
+            return None
+        for record in records:
+            at = data_offset(record, fetch)
+            if crc32(fetch(at, record.size)) != record.crc:
+                return f"record {record.name} does not match its CRC"
+    except FramingError as exc:
+        return str(exc)
+    return None
