@@ -53,6 +53,7 @@ class Engine:
     _tools: SaveTools
     _copy_workers: Workers
     _io_workers: Workers
+    _seal_workers: Workers
     _load_workers: Workers
 
     def __init__(self, options: EngineOptions) -> None:
@@ -142,6 +143,7 @@ class Engine:
         self._stop = anyio.Event()
         self._copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy")
         self._io_workers = Workers(self.io_threads, "aiockpt-io")
+        self._seal_workers = Workers(min(self.io_threads, max(2, cores())), "aiockpt-seal")
         self._load_workers = Workers(self.io_threads, "aiockpt-load")
         capacity = 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)
         self._pool = ChunkPool(options.chunk, capacity)
@@ -150,6 +152,7 @@ class Engine:
             planner=Planner(self.io_threads),
             copy_workers=self._copy_workers,
             io_workers=self._io_workers,
+            seal_workers=self._seal_workers,
             stager_for=self._stager_for,
             reserve=self._reserve,
         )
@@ -163,7 +166,7 @@ class Engine:
         finally:
             for stager in self._stagers.values():
                 stager.close()
-            for workers in (self._copy_workers, self._io_workers, self._load_workers):
+            for workers in (self._copy_workers, self._io_workers, self._seal_workers, self._load_workers):
                 workers.close()
             self._pool.drop()
 
@@ -236,6 +239,17 @@ class Engine:
                 self._idle.notify_all()
             if self._last is job:
                 self._last = None
+                await self._fill_pool()
+
+    async def _fill_pool(self) -> None:
+        """Make what the pool may still grow by, while nothing is in flight.
+
+        The first save writes its chunks back so early that it gets by with fewer than it may have; the next
+        one, which finds memory that was touched, would otherwise have to fault in the rest.
+        """
+        async with anyio.create_task_group() as tasks:
+            for touch in self._pool.missing(self._pool.capacity):
+                tasks.start_soon(self._copy_workers.run, touch)
 
     def call(self, function: Callable[[Workers], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine function on the engine's loop, with the threads for reading."""

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import anyio
 import torch
@@ -19,7 +19,7 @@ from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, StageErr
 from aiockpt.format.manifest import MANIFEST_NAME, FileFacts, Manifest, encode_manifest
 from aiockpt.format.metadata import METADATA_NAME
 from aiockpt.handle import Phase, ProgressEvent, SaveResult
-from aiockpt.planning.layout import Sealer
+from aiockpt.planning.layout import BLOCK_BYTES, Sealer, align_up
 from aiockpt.staging.base import Done, LayoutMismatchError
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Transaction
     from aiockpt.threads import Workers
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class SaveTools:
@@ -45,6 +47,7 @@ class SaveTools:
     planner: Planner
     copy_workers: Workers
     io_workers: Workers
+    seal_workers: Workers
     stager_for: Callable[[torch.device], Stager]
     reserve: Callable[[int], None]
 
@@ -85,15 +88,6 @@ def _first(error: BaseException) -> BaseException:
     return wrapped
 
 
-async def _abort(transaction: Transaction, error: BaseException) -> None:
-    """Remove what was written; should that fail too, say so on the error that led here."""
-    with anyio.CancelScope(shield=True):
-        try:
-            await transaction.abort()
-        except AiockptError as exc:
-            error.add_note(str(exc))
-
-
 class _Save:
     """The course of one save."""
 
@@ -107,6 +101,7 @@ class _Save:
         self._planned_s = 0.0
         self._staged_s = 0.0
         self._files: dict[str, FileFacts] = {}
+        self._transaction: Transaction | None = None
 
     async def run(self) -> SaveResult:
         previous = self._previous
@@ -137,38 +132,57 @@ class _Save:
         if previous is not None:
             await previous.staging_over.wait()
         tools.reserve(self._total_bytes)
-        transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=tools.io_workers)
         try:
-            await self._transfer(plan, transaction, previous)
+            transaction = await self._transfer(plan, previous)
             await self._describe(plan, transaction)
             self._report("written")
             with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
                 await transaction.commit()
         except BaseException as exc:
-            await _abort(transaction, exc)
+            await self._abort(exc)
             raise
         self._report("committed")
         return self._result(plan)
 
-    async def _transfer(self, plan: SavePlan, transaction: Transaction, previous: SaveJob | None) -> None:
-        """Stage and write all files."""
+    async def _begin(self, ready: _Later[Transaction]) -> None:
+        job = self._job
+        self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._tools.io_workers)
+        ready.set(self._transaction)
+
+    async def _abort(self, error: BaseException) -> None:
+        """Remove what was written; should that fail too, say so on the error that led here."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            with anyio.CancelScope(shield=True):
+                try:
+                    await transaction.abort()
+                except AiockptError as exc:
+                    error.add_note(str(exc))
+
+    async def _transfer(self, plan: SavePlan, previous: SaveJob | None) -> Transaction:
+        """Stage and write all files. Staging waits for nothing but staging memory."""
         job = self._job
         layout = plan.layout
         router = _Router(layout, job.capture, self._tools)
         job.stagers = router.stagers
+        transaction: _Later[Transaction] = _Later()
         async with _Leases(self._tools.pool) as leases, anyio.create_task_group() as writing:
+            writing.start_soon(self._begin, transaction)
             async with anyio.create_task_group() as staging:
                 for number, image in enumerate(layout.images):
-                    send, receive = anyio.create_memory_object_stream[_Filled](math.inf)
+                    filled_in, filled_out = anyio.create_memory_object_stream[_Filled](math.inf)
+                    sealed_in, sealed_out = anyio.create_memory_object_stream[_Filled](1)
                     sealer = Sealer(image, plan.head if number == 0 else b"")
-                    staging.start_soon(self._stage, image, router, leases, send)
-                    writing.start_soon(self._write, image, sealer, transaction, receive, previous)
+                    staging.start_soon(self._stage, image, router, leases, filled_in)
+                    writing.start_soon(self._seal, image, sealer, filled_out, sealed_in)
+                    writing.start_soon(self._write, image, transaction, sealed_out, previous)
             await self._tools.copy_workers.run(job.check_for_changes)
             self._staged_s = job.handle._elapsed()
             job.capture.release()
             job.staging_over.set()
             self._report("staged")
             job.handle.staged._settle(None)
+        return await transaction.get()
 
     async def _stage(
         self, image: FileImage, router: _Router, leases: _Leases, send: MemoryObjectSendStream[_Filled]
@@ -201,11 +215,27 @@ class _Save:
         with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this task too
             send.send_nowait(filled)
 
-    async def _write(
+    async def _seal(
         self,
         image: FileImage,
         sealer: Sealer,
-        transaction: Transaction,
+        receive: MemoryObjectReceiveStream[_Filled],
+        send: MemoryObjectSendStream[_Filled],
+    ) -> None:
+        """Complete the chunks of one file, one ahead of the writing."""
+        with receive, send:
+            async for filled in receive:
+                view = filled.lease.chunk.view
+                await self._tools.seal_workers.run(sealer.seal, view, filled.start, filled.stop)
+                if filled.stop == image.nbytes:
+                    self._files[image.name] = FileFacts(image.nbytes, sealer.file_crc)
+                with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
+                    await send.send(filled)
+
+    async def _write(
+        self,
+        image: FileImage,
+        transaction: _Later[Transaction],
         receive: MemoryObjectReceiveStream[_Filled],
         previous: SaveJob | None,
     ) -> None:
@@ -213,17 +243,15 @@ class _Save:
         with receive:
             if previous is not None:
                 await previous.over.wait()
-            sink = await transaction.create(image.name, image.nbytes)
+            sink = await (await transaction.get()).create(image.name, image.nbytes)
             async for filled in receive:
-                view = filled.lease.chunk.view
-                length = await self._tools.io_workers.run(sealer.seal, view, filled.start, filled.stop)
+                length = align_up(filled.stop - filled.start, BLOCK_BYTES)
                 if length:
-                    await sink.write(view[:length])
+                    await sink.write(filled.lease.chunk.view[:length])
                 filled.lease.release()
                 self._written_bytes += filled.stop - filled.start
                 self._report("writing")
             await sink.finish()
-        self._files[image.name] = FileFacts(image.nbytes, sealer.file_crc)
 
     async def _describe(self, plan: SavePlan, transaction: Transaction) -> None:
         """Write the manifest, then the metadata."""
@@ -288,6 +316,22 @@ class _Filled:
     start: int
     stop: int
     pending: Pending
+
+
+class _Later(Generic[T]):
+    """A value that comes later, within the engine's loop."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+        self._values: list[T] = []
+
+    def set(self, value: T) -> None:
+        self._values.append(value)
+        self._event.set()
+
+    async def get(self) -> T:
+        await self._event.wait()
+        return self._values[0]
 
 
 class _Leases:

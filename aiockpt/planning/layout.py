@@ -120,11 +120,10 @@ class Sealer:
         self._payload_crc = 0
         self.file_crc = 0
 
-    def seal(self, chunk: memoryview, start: int, stop: int) -> int:
+    def seal(self, chunk: memoryview, start: int, stop: int) -> None:
         """Complete the bytes ``start`` to ``stop`` of the file, which stand at the beginning of ``chunk``.
 
-        Returns:
-            The number of bytes to write: up to ``stop``, and zeros up to a whole block.
+        Behind them come zeros, up to a whole block.
         """
         self._done = 0  # how much of the chunk the file's CRC covers
         filled = self._fill_head(chunk, start, stop)
@@ -144,9 +143,7 @@ class Sealer:
             self._payload_crc = 0
         self._zero(chunk, filled, stop - start)
         self._cover(chunk, stop - start)
-        length = align_up(stop - start, BLOCK_BYTES)
-        self._zero(chunk, stop - start, length)
-        return length
+        self._zero(chunk, stop - start, align_up(stop - start, BLOCK_BYTES))
 
     def _fill_head(self, chunk: memoryview, start: int, stop: int) -> int:
         end = min(self._image.head_bytes, stop)

@@ -79,9 +79,8 @@ def test_an_image_is_the_same_however_it_is_cut(sizes: list[int], head: bytes, b
         chunk = memoryview(bytearray(b"\xaa" * step))
         for leaf, low, high, at in image.pieces(start, stop):
             chunk[at : at + high - low] = payloads[leaf][low:high]
-        length = sealer.seal(chunk, start, stop)
-        assert length == align_up(stop - start, 4096)
-        assert not any(chunk[stop - start : length])
+        sealer.seal(chunk, start, stop)
+        assert not any(chunk[stop - start : align_up(stop - start, 4096)])
         written += bytes(chunk[: stop - start])
     assert written == bytes(expected)
     assert sealer.file_crc == zlib.crc32(expected)
