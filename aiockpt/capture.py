@@ -6,6 +6,7 @@ For the others a version counter is noted, which tells later whether they change
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import collections.abc
     from collections.abc import Sequence
 
+    from aiockpt.planning.tree import NameMemo
+
 
 EAGER_TENSOR_BYTES = 64 << 10
 """Tensors up to this size are copied at the call ..."""
@@ -29,14 +32,18 @@ EAGER_BYTES = 16 << 20
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def capture_state(state_dict: collections.abc.Mapping[Any, Any]) -> Capture:
+def capture_state(state_dict: collections.abc.Mapping[Any, Any], memo: NameMemo | None = None) -> Capture:
     """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
+
+    Args:
+        state_dict: what to capture.
+        memo: names of earlier captures, see `aiockpt.planning.tree.flatten`.
 
     Raises:
         SaveError: naming the key of what can't be saved.
     """
     try:
-        flat = flatten(state_dict)
+        flat = flatten(state_dict, memo=memo)
     except StructureError as exc:
         raise SaveError(str(exc)) from None
     leaves = flat.leaves
@@ -58,7 +65,7 @@ def capture_state(state_dict: collections.abc.Mapping[Any, Any]) -> Capture:
     )
     devices = _check_devices(flat.names, tensors)
     capture.versions = _versions(tensors)
-    _copy_small(capture)
+    _copy_small(capture, devices)
     for device in devices:
         if device.type != "cpu":
             capture.events[device] = _record_event(device)
@@ -99,9 +106,11 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
         return [None if t is None or t.is_inference() else t._version for t in tensors]
 
 
-def _copy_small(capture: Capture) -> None:
+def _copy_small(capture: Capture, devices: set[torch.device]) -> None:
     """Copy the small tensors, up to a total: those that a forward pass may change, above all."""
-    chosen: dict[torch.device, list[tuple[int, torch.Tensor, int]]] = {}
+    chosen: dict[torch.device, dict[int, int]] = {device: {} for device in devices}
+    (only,) = devices if len(devices) == 1 else (None,)
+    versions = capture.versions
     total = 0
     for leaf, tensor in enumerate(capture.tensors):
         if tensor is None or tensor.layout is not torch.strided:
@@ -109,33 +118,43 @@ def _copy_small(capture: Capture) -> None:
         nbytes = tensor.nbytes
         if not 0 < nbytes <= EAGER_TENSOR_BYTES or tensor.is_quantized:
             continue
-        capture.versions[leaf] = None
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            # Its copy keeps the strides that it will be stored with, and is nobody else's.
-            capture.tensors[leaf] = tensor = tensor.clone().resolve_conj().resolve_neg()
+        versions[leaf] = None
+        if tensor.is_contiguous():
+            chosen[only or tensor.device][leaf] = nbytes
         else:
-            chosen.setdefault(tensor.device, []).append((leaf, tensor, nbytes))
+            # The copy keeps the strides that it will be stored with, and is nobody else's.
+            capture.tensors[leaf] = tensor.clone()
         total += nbytes
         if total > EAGER_BYTES:
             break
-    for device, found in chosen.items():
-        capture.arenas[device] = _pack(capture, device, found)
+    for device, sizes in chosen.items():
+        if sizes:
+            capture.arenas[device] = _pack(capture, device, sizes)
 
 
-def _pack(capture: Capture, device: torch.device, found: list[tuple[int, torch.Tensor, int]]) -> torch.Tensor:
-    offset = 0
-    for leaf, _, nbytes in found:
-        capture.eager[leaf] = (offset, nbytes)
-        offset += nbytes
+def _pack(capture: Capture, device: torch.device, sizes: dict[int, int]) -> torch.Tensor:
+    tensors = [capture.tensors[leaf] for leaf in sizes]
+    ends = list(accumulate(sizes.values()))
+    for (leaf, nbytes), end in zip(sizes.items(), ends, strict=True):
+        capture.eager[leaf] = (end - nbytes, nbytes)
     if device.type != "cpu":
         # One kernel on the caller's stream, so in order with whatever changes the tensors next.
-        return torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor, _ in found])
-    arena = Mapping(offset)
+        return torch.cat([_raw_bytes(tensor) for tensor in tensors if tensor is not None])
+    arena = Mapping(ends[-1])
     target = arena.address
-    for _, tensor, nbytes in found:
-        copy_small(target, tensor.data_ptr(), nbytes)
+    for tensor, nbytes in zip(tensors, sizes.values(), strict=True):
+        copy_small(target, tensor.data_ptr(), nbytes)  # type: ignore[union-attr]
         target += nbytes
     return arena.tensor
+
+
+def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """See the memory of a contiguous tensor as bytes, lazy conjugation and negation left aside."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _record_event(device: torch.device) -> torch.Event:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from aiockpt.engine import Call
     from aiockpt.handle import Completion, SaveHandle, SaveResult
     from aiockpt.item_reader import MapLocation
+    from aiockpt.planning.tree import NameMemo
     from aiockpt.storage.base import Storage
 
 StateDict = Mapping[Any, Any]
@@ -62,6 +63,7 @@ class _Checkpointer:
             staging_bytes=staging_bytes, chunk_bytes=chunk_bytes, io_threads=io_threads, drain_timeout=drain_timeout
         )
         self._engine = Engine(options)
+        self._names: NameMemo = {}
         self._storage: Storage = LocalStorage(direct_io=direct_io, fsync=fsync)
 
     def __repr__(self) -> str:
@@ -87,7 +89,7 @@ class _Checkpointer:
             facts = check_user_metadata({} if metadata is None else metadata)
         except TypeError as exc:
             raise SaveError(str(exc)) from None
-        capture = capture_state(state_dict)
+        capture = capture_state(state_dict, self._names)
         job = SaveJob(
             path=where,
             storage=storage,

@@ -54,6 +54,7 @@ class TensorSpec(NamedTuple):
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
             and tensor.device == self.device
+            and not (self.is_raw and (tensor.is_conj() or tensor.is_neg()))
         )
 
 

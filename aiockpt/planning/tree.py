@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest import JsonValue
     from aiockpt.format.metadata import ObjPath
 
+NameMemo = dict["ObjPath", tuple[list[str], list[str], "list[ObjPath]"]]
+"""For the path of a dict its keys, and the names and paths that they give."""
+
+_MEMO_KEYS = 1000
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -38,6 +42,7 @@ class FlatState:
         leaves: the leaves themselves, in the order of the state dict.
         containers: JSON-able records of the containers that names and paths can't express.
         whole: see `flatten`.
+        memo: see `flatten`.
     """
 
     names: list[str] = field(default_factory=list)
@@ -45,14 +50,16 @@ class FlatState:
     leaves: list[Any] = field(default_factory=list)
     containers: list[dict[str, JsonValue]] = field(default_factory=list)
     whole: Container[str] = ()
+    memo: NameMemo = field(default_factory=dict)
 
 
-def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = ()) -> FlatState:
+def flatten(state_dict: Mapping[Any, Any], *, whole: Container[str] = (), memo: NameMemo | None = None) -> FlatState:
     """Take a state dict apart.
 
     Args:
         state_dict: what to take apart; it is not changed.
         whole: names of sequences that stay one leaf, for DCP keeps tuples of tensors so.
+        memo: names and paths of the large dicts of tensors that were seen before; is added to.
 
     Raises:
         StructureError: a key that is neither str nor int, two leaves with one name, or a container that
@@ -63,7 +70,7 @@ def flatten(state_dict: Mapping[Any, Any], whole: Container[str] = ()) -> FlatSt
             f"the state must be a dict of names to values, not a {type(state_dict).__name__}; "
             "wrap it, for example in {'state': ...}"
         )
-    flat = FlatState(whole=whole)
+    flat = FlatState(whole=whole, memo={} if memo is None else memo)
     try:
         _walk_mapping(flat, (), "", state_dict)
     except RecursionError:
@@ -116,13 +123,25 @@ def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[An
         flat.containers.append(record)
     dot = name + "." if path else ""
     if set(map(type, mapping.values())) <= _TENSORS and len(kinds) == 1 and str in kinds:
-        flat.names += [dot + key for key in mapping]
-        flat.paths += [(*path, key) for key in mapping]
+        names, paths = _names_of(flat.memo, path, dot, list(mapping))
+        flat.names += names
+        flat.paths += paths
         flat.leaves += mapping.values()
         return
     for key, value in mapping.items():
         text = str(key)
         _walk(flat, (*path, text), dot + text, value)
+
+
+def _names_of(memo: NameMemo, path: ObjPath, dot: str, keys: list[str]) -> tuple[list[str], list[ObjPath]]:
+    """Give names and paths of the leaves of a dict; those of a large one are kept for the next time."""
+    known = memo.get(path)
+    if known is not None and known[0] == keys:
+        return known[1], known[2]
+    names, paths = [dot + key for key in keys], [(*path, key) for key in keys]
+    if len(keys) >= _MEMO_KEYS:
+        memo[path] = (keys, names, paths)
+    return names, paths
 
 
 def _walk_sequence(flat: FlatState, path: ObjPath, name: str, values: list[Any] | tuple[Any, ...]) -> None:

@@ -73,6 +73,13 @@ def check(leaf: int, capture: Capture, layout: Layout) -> tuple[torch.Tensor, Te
     return tensor, spec
 
 
+def restore(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """See the bytes that were taken from a contiguous tensor as that tensor, lazily conjugated or negated as it is."""
+    copy = raw.clone().view(tensor.dtype).view(tensor.shape)  # a copy, for the place in the arena may be odd
+    copy = torch.conj(copy) if tensor.is_conj() else copy
+    return torch._neg_view(copy) if tensor.is_neg() else copy
+
+
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 

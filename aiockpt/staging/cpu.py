@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aiockpt.staging.base import Done, LayoutMismatchError, Stager, copy_strided
+from aiockpt.staging.base import Done, LayoutMismatchError, Stager, copy_strided, restore
 from aiockpt.staging.pool import copy_small
 
 if TYPE_CHECKING:
@@ -57,7 +57,11 @@ def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout:
         if early is not None:
             if stop > early[1]:
                 raise LayoutMismatchError(capture.structure.names[leaf])
-            copy_small(base + at, arena + early[0] + start, stop - start)
+            if spec.is_raw:
+                copy_small(base + at, arena + early[0] + start, stop - start)
+            else:
+                source = restore(arenas[_CPU][early[0] : sum(early)], tensor)
+                copy_strided(piece, source, spec, chunk.tensor[at : at + stop - start])
         elif spec.is_raw:
             # Held so that nobody can free the memory while it is read.
             storage = tensor.untyped_storage()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from aiockpt.errors import StageError
-from aiockpt.staging.base import LayoutMismatchError, Stager, check, copy_strided
+from aiockpt.staging.base import LayoutMismatchError, Stager, check, copy_strided, restore
 from aiockpt.threads import Workers
 
 if TYPE_CHECKING:
@@ -190,7 +190,12 @@ class AcceleratorStager(Stager):
             offset, nbytes = eager
             if stop > nbytes:
                 raise LayoutMismatchError(capture.structure.names[leaf])
-            return capture.arenas[tensor.device][offset + start : offset + stop]
+            raw = capture.arenas[tensor.device][offset : offset + nbytes]
+            if spec.is_raw:
+                return raw[start:stop]
+            dense = torch.empty(stop - start, dtype=torch.uint8, device=tensor.device)
+            copy_strided(piece, restore(raw, tensor), spec, dense)
+            return dense
         if spec.is_raw:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
             return flat[start:stop]

@@ -1,0 +1,122 @@
+"""The command line: ``python -m benchmarks NAME [options]``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import benchmarks
+from benchmarks.machine import Others
+
+MODULES = {
+    "save": "benchmarks.save",
+    "load": "benchmarks.load",
+    "stage": "benchmarks.stage",
+    "small": "benchmarks.small",
+    "blocked-loop": "benchmarks.blocked_loop",
+    "lag": "benchmarks.lag",
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gib": {"type": float, "default": 2.0, "help": "the size of the state, in GiB (2)"},
+    "tensors": {"type": int, "default": 168, "help": "in how many tensors (168)"},
+    "count": {"type": int, "default": 100_000, "help": "how many small tensors (100000)"},
+    "nbytes": {"type": int, "default": 1024, "help": "the size of each small tensor, in bytes (1024)"},
+    "rounds": {"type": int, "help": "how often each runs, after a first time that doesn't count"},
+    "only": {"help": "who takes part: parts of names, separated by commas"},
+    "hold": {"choices": ("sleep", "torch", "python"), "help": "what holds the loop (sleep and torch, one by one)"},
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Describe the command line: for each benchmark the options it knows."""
+    root = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=benchmarks.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = root.add_subparsers(dest="name", required=True, metavar="NAME")
+    modules = {name: importlib.import_module(path) for name, path in MODULES.items()}
+    for name, module in modules.items():
+        _add_options(names.add_parser(name, help=_first_line(module).replace("%", "%%")), module.OPTIONS)
+    known = [option for option in OPTIONS if any(option in module.OPTIONS for module in modules.values())]
+    _add_options(names.add_parser("all", help="Every benchmark, each in a process of its own."), known)
+    return root
+
+
+def _first_line(module: ModuleType) -> str:
+    return (module.__doc__ or "").splitlines()[0]
+
+
+def _add_options(command: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    for name in names:
+        command.add_argument(f"--{name}", **OPTIONS[name])
+    command.add_argument(
+        "--dir", type=Path, help="where to write: a directory on the disk to measure (the system's for temporary files)"
+    )
+    command.add_argument("--json", type=Path, help="where the figures go (a file for temporary files)")
+
+
+def run_one(options: argparse.Namespace) -> None:
+    """Run a benchmark in this process, show its report and write its figures."""
+    module = importlib.import_module(MODULES[options.name])
+    with tempfile.TemporaryDirectory(prefix="aiockpt-benchmark-", dir=options.dir) as directory, Others() as others:
+        report = asyncio.run(module.run(options, Path(directory)))
+    report.machine["share_of_cores_used_by_others"] = others.share
+    report.remarks.append(f"other processes, and the kernel for nobody, used {others.share:.0%} of the cores meanwhile")
+    report.show()
+    report.write(options.json)
+    print(f"figures: {options.json}")
+
+
+def run_all(options: argparse.Namespace) -> int:
+    """Run every benchmark in a process of its own, so that none inherits another's memory and threads."""
+    reports, failed = [], 0
+    for name, path in MODULES.items():
+        file = default_json(name)
+        file.unlink(missing_ok=True)
+        known = (*importlib.import_module(path).OPTIONS, "dir")
+        given = [f"--{key}={value}" for key in known if (value := getattr(options, key)) is not None]
+        failed |= subprocess.run(
+            [sys.executable, "-m", "benchmarks", name, f"--json={file}", *given], check=False
+        ).returncode
+        if file.exists():
+            reports.append(json.loads(file.read_text()))
+    options.json.write_text(json.dumps(reports, indent=1) + "\n")
+    print(f"figures of all: {options.json}")
+    return failed
+
+
+def default_json(name: str) -> Path:
+    """Give the file for the figures of a benchmark."""
+    return Path(tempfile.gettempdir()) / f"benchmark-{name}.json"
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an end that removes temporary files
+    # The peers' standing remarks: no process group, no GPU to pin memory for.
+    warnings.filterwarnings("ignore", module=r"torch\..*")
+    logging.getLogger("torch_checkpointing").setLevel(logging.CRITICAL)
+    options = parser().parse_args()
+    options.json = options.json or default_json(options.name)
+    if options.name == "all":
+        return run_all(options)
+    run_one(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

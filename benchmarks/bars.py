@@ -1,0 +1,79 @@
+"""What the project asks of itself, as ratios within one run: that everybody's times were measured together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.markup import escape
+
+from benchmarks.measure import Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What is asked, and what was measured.
+
+    Attributes:
+        text: what was compared with what.
+        measured: a ratio of medians, or a value in ``unit``; NaN when a run for it is missing.
+        bound: what it must reach; None for what is only shown.
+        at_most: whether the bound is an upper one.
+        unit: of both.
+        of_best: the ratio of the best rounds, which others on the machine disturbed least; never judged.
+    """
+
+    text: str
+    measured: float
+    bound: float | None = None
+    at_most: bool = False
+    unit: str = "x"
+    of_best: float = math.nan
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether the bar is held; None when that can't be said."""
+        if self.bound is None or math.isnan(self.measured):
+            return None
+        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
+
+    def __str__(self) -> str:
+        verdict = {True: "[green]pass[/]", False: "[red]FAIL[/]", None: "[dim] -- [/]"}[self.passed]
+        measured = "not measured" if math.isnan(self.measured) else f"{self.measured:.2f} {self.unit}"
+        bound = "no bar" if self.bound is None else f"{'<=' if self.at_most else '>='} {self.bound:g} {self.unit}"
+        of_best = "" if math.isnan(self.of_best) else f" [dim](best rounds: {self.of_best:.2f} {self.unit})[/]"
+        return f"{verdict} {measured:>12} {f'({bound})':<12} {escape(self.text)}{of_best}"
+
+
+def compare(
+    text: str, others: Sequence[Runs], ours: Runs, what: str, bound: float | None = None, *, at_most: bool = False
+) -> Bar:
+    """Ask how many times as long the fastest of the others takes as we do."""
+
+    def ratio(time_of: Callable[[Runs], float]) -> float:
+        times = [time for other in others if not math.isnan(time := time_of(other))]
+        return min(times, default=math.nan) / time_of(ours)
+
+    return Bar(text, ratio(lambda run: run.median(what)), bound, at_most, of_best=ratio(lambda run: run.least(what)))
+
+
+def those(runs: Sequence[Runs], *prefixes: str) -> list[Runs]:
+    """Give the runs whose names begin so."""
+    return [run for run in runs if run.name.startswith(prefixes)]
+
+
+def one(runs: Sequence[Runs], name: str) -> Runs:
+    """Give the runs of this name; empty ones when it took no part."""
+    return next((run for run in runs if run.name == name), Runs(name))
+
+
+def shortest(runs: Sequence[Runs], prefix: str, what: str) -> float:
+    """Give the shortest median of the runs whose names begin so; NaN when there is none."""
+    medians = [run.median(what) for run in those(runs, prefix)]
+    return min((median for median in medians if not math.isnan(median)), default=math.nan)
+
+
+def first_of(run: Runs) -> Runs:
+    """See the first time, which doesn't count otherwise, as the only round."""
+    return Runs(run.name, samples=[run.first] if run.first else [])

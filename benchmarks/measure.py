@@ -1,0 +1,195 @@
+"""How things are measured: memory, the lag of the caller's loop, and rounds that treat everybody alike."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+Sample = dict[str, float]
+"""What was measured in one run; times in seconds, sizes in bytes."""
+
+_PROC = Path("/proc/self")
+
+
+class Lag:
+    """How late the running loop is: a coroutine that sleeps for a millisecond, over and over.
+
+    Attributes:
+        late_s: for each sleep, how much longer than that it took.
+    """
+
+    PERIOD_S = 0.001
+
+    def __init__(self) -> None:
+        self.late_s: list[float] = []
+
+    async def __aenter__(self) -> Self:
+        self._ticker = asyncio.create_task(self._tick())
+        await asyncio.sleep(5 * self.PERIOD_S)  # so that it ticks when the measurement begins
+        self.late_s.clear()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await asyncio.sleep(2 * self.PERIOD_S)  # so that it notices what held the loop until now
+        self._ticker.cancel()
+
+    async def _tick(self) -> None:
+        before = time.perf_counter()
+        while True:
+            await asyncio.sleep(self.PERIOD_S)
+            now = time.perf_counter()
+            self.late_s.append(now - before - self.PERIOD_S)
+            before = now
+
+    def sample(self) -> Sample:
+        """Sum up: the median, the 99th percentile and the longest."""
+        return lateness(self.late_s)
+
+
+def lateness(late_s: Sequence[float]) -> Sample:
+    """Sum up how late a loop was: the median, the 99th percentile and the longest."""
+    return {"lag_p50_s": quantile(late_s, 0.5), "lag_p99_s": quantile(late_s, 0.99), "stall_s": max(late_s)}
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Give the smallest value that at least this part of all values does not exceed."""
+    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+
+
+class PeakMemory:
+    """The most resident memory of this process beyond what it began with; of the page cache, what it maps.
+
+    Attributes:
+        extra_bytes: NaN where the system can't tell.
+    """
+
+    extra_bytes = math.nan
+
+    def __enter__(self) -> Self:
+        self._before = resident_bytes()
+        if not math.isnan(self._before):
+            (_PROC / "clear_refs").write_text("5")  # sets the high-water mark back
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.extra_bytes = max(0, _status_bytes("VmHWM") - self._before)
+
+
+def resident_bytes() -> float:
+    """Give the resident memory of this process; NaN where the system can't tell."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(field_name: str) -> float:
+    if not (_PROC / "clear_refs").exists():
+        return math.nan
+    lines = (_PROC / "status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field_name}:"))
+
+
+class Named(Protocol):
+    """Whoever takes part in a benchmark."""
+
+    name: str
+    note: str
+
+
+class Closable(Protocol):
+    """Whatever lives from round to round."""
+
+    async def close(self) -> None:
+        """End it."""
+
+
+Contender = TypeVar("Contender", bound=Named)
+
+
+@dataclass
+class Runs:
+    """All that was measured of one contender.
+
+    Attributes:
+        first: the warm-up, which doesn't count: fresh memory, nothing cached.
+        samples: one for each round.
+        error: why there are no more.
+    """
+
+    name: str
+    note: str = ""
+    first: Sample = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    error: str | None = None
+
+    def values(self, what: str) -> list[float]:
+        """Give what was measured in each round."""
+        return [sample[what] for sample in self.samples if what in sample]
+
+    def median(self, what: str) -> float:
+        """Give the median of the rounds; NaN when there is none."""
+        values = self.values(what)
+        return statistics.median(values) if values else math.nan
+
+    def least(self, what: str) -> float:
+        """Give the smallest value of the rounds; NaN when there is none."""
+        return min(self.values(what), default=math.nan)
+
+    def most(self, what: str) -> float:
+        """Give the greatest value of all rounds, the warm-up included; NaN when there is none."""
+        return max(
+            [value for sample in (self.first, *self.samples) if (value := sample.get(what)) is not None] or [math.nan]
+        )
+
+
+async def interleave(
+    contenders: Sequence[Contender],
+    rounds: int,
+    run_once: Callable[[Contender, int], Awaitable[Sample]],
+    *,
+    warm_up: bool = True,
+) -> list[Runs]:
+    """Let everybody run once in each round, in an order that rotates.
+
+    Args:
+        contenders: who takes part.
+        rounds: how often each runs, the warm-up not counted.
+        run_once: runs one of them; is given the number of the round, -1 for the warm-up.
+        warm_up: whether there is one.
+    """
+    runs = {contender.name: Runs(contender.name, contender.note) for contender in contenders}
+    for number in range(-1 if warm_up else 0, rounds):
+        shift = max(number, 0) % max(1, len(contenders))
+        for contender in (*contenders[shift:], *contenders[:shift]):
+            await _run_one(contender, runs[contender.name], number, run_once)
+    return list(runs.values())
+
+
+async def close(contender: Closable, runs: Runs) -> None:
+    """End what a contender keeps; a failure shows in its row, unless it failed before."""
+    try:
+        await contender.close()
+    except Exception as exc:
+        runs.error = runs.error or f"closing: {type(exc).__name__}: {exc}"
+
+
+async def _run_one(
+    contender: Contender, runs: Runs, number: int, run_once: Callable[[Contender, int], Awaitable[Sample]]
+) -> None:
+    if runs.error is not None:
+        return
+    print(f"{'warm-up' if number < 0 else f'round {number + 1}'}: {contender.name}", file=sys.stderr, flush=True)
+    try:
+        sample = await run_once(contender, number)
+    except Exception as exc:  # shown in its row
+        runs.error = f"{type(exc).__name__}: {exc}"
+        return
+    if number < 0:
+        runs.first = sample
+    else:
+        runs.samples.append(sample)

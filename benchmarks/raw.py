@@ -1,0 +1,122 @@
+"""The limits: the same bytes moved by nothing but system calls and memmove, in threads."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from benchmarks.states import State, size_of, split
+
+BLOCK_BYTES = 4096
+WRITE_BYTES = 16 << 20
+FIRST_FILE = "0.raw"
+
+
+class Arena:
+    """Page-aligned memory in huge pages where the system has them; touched and random, or as fresh as it comes.
+
+    Attributes:
+        view: the bytes.
+        address: of the first byte.
+    """
+
+    def __init__(self, nbytes: int, *, touched: bool = True) -> None:
+        nbytes = whole_blocks(nbytes)
+        self._memory = mmap.mmap(-1, nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._memory)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        if touched:
+            torch.frombuffer(self._memory, dtype=torch.int32).random_()
+
+
+def whole_blocks(nbytes: int) -> int:
+    """Round up to what O_DIRECT takes."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def shares(nbytes: int, threads: int) -> list[tuple[int, int]]:
+    """Cut a length into one range of whole blocks for each thread."""
+    step = whole_blocks(-(-nbytes // threads))
+    total = whole_blocks(nbytes)
+    return [(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def in_threads(jobs: Sequence[Callable[[], object]]) -> None:
+    """Run every job in a thread of its own."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        for future in [pool.submit(job) for job in jobs]:
+            future.result()
+
+
+def write_direct(directory: Path, arena: Arena, nbytes: int, threads: int) -> None:
+    """Write ``nbytes`` past the page cache and sync them: one file for each thread, from the arena, round and round."""
+    directory.mkdir()
+    in_threads(
+        [
+            lambda start=start, stop=stop: _write_file(directory / f"{start}.raw", arena.view, start, stop)
+            for start, stop in shares(nbytes, threads)
+        ]
+    )
+
+
+def create_direct(path: Path) -> int:
+    """Create a file that is written past the page cache; give its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644)
+
+
+def _write_file(path: Path, view: memoryview, start: int, stop: int) -> None:
+    fd = create_direct(path)
+    try:
+        while start < stop:
+            at = start % len(view)
+            start += os.write(fd, view[at : at + min(WRITE_BYTES, stop - start, len(view) - at)])
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read_into(path: Path, arena: Arena, threads: int, *, direct: bool) -> None:
+    """Read a file into memory, each thread a range of it."""
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        nbytes = os.fstat(fd).st_size
+        in_threads(
+            [
+                lambda start=start, stop=stop: _read_range(fd, arena.view, start, min(stop, nbytes))
+                for start, stop in shares(nbytes, threads)
+            ]
+        )
+    finally:
+        os.close(fd)
+
+
+def _read_range(fd: int, view: memoryview, start: int, stop: int) -> None:
+    while start < stop:
+        count = os.preadv(fd, [view[start : min(start + WRITE_BYTES, stop)]], start)
+        if count == 0:
+            raise EOFError(f"the file ends at {start}")
+        start += count
+
+
+def copy_state(state: State, arena: Arena, threads: int) -> None:
+    """Copy all tensors into memory, as memmove does it."""
+    jobs = []
+    begin = 0
+    for part in split(state, threads):
+        jobs.append(lambda part=part, begin=begin: _copy_tensors(part, arena.address + begin))
+        begin += size_of(part)
+    in_threads(jobs)
+
+
+def _copy_tensors(state: State, address: int) -> None:
+    for tensor in state.values():
+        ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+        address += tensor.nbytes

@@ -1,0 +1,148 @@
+"""What comes out: tables to read, bars that were held or missed, and all figures as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from benchmarks.bars import Bar
+from benchmarks.measure import Runs
+
+Cell = Callable[[Runs], str]
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of runs.
+
+    Attributes:
+        columns: what to show of each, between its name and its note.
+    """
+
+    title: str
+    columns: dict[str, Cell]
+    runs: Sequence[Runs]
+
+    def render(self) -> RichTable:
+        """Give the table for the terminal."""
+        table = RichTable(title=self.title, title_justify="left", header_style="bold")
+        table.add_column("", no_wrap=True)
+        for name in self.columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("note")
+        for run in self.runs:
+            cells = [cell(run) if run.samples else "-" for cell in self.columns.values()]
+            note = f"[red]{escape(shorten(run.error))}[/]" if run.error else escape(run.note)
+            table.add_row(escape(run.name), *cells, note)
+        return table
+
+
+@dataclass(slots=True)
+class Report:
+    """All there is to say about one benchmark."""
+
+    benchmark: str
+    options: dict[str, object]
+    machine: dict[str, object]
+    tables: list[Table]
+    bars: list[Bar]
+    remarks: list[str] = field(default_factory=list)
+
+    def show(self) -> None:
+        """Print it."""
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=200)
+        for table in self.tables:
+            console.print(table.render())
+        for remark in self.remarks:
+            console.print(escape(remark), style="dim")
+        for bar in self.bars:
+            console.print(str(bar), highlight=False)
+
+    def write(self, path: Path) -> None:
+        """Write all figures, of every round, as JSON."""
+        content = {
+            "benchmark": self.benchmark,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "options": self.options,
+            "machine": self.machine,
+            "tables": [{"title": table.title, "runs": [_figures(run) for run in table.runs]} for table in self.tables],
+            "bars": [{**asdict(bar), "passed": bar.passed} for bar in self.bars],
+            "remarks": self.remarks,
+        }
+        path.write_text(json.dumps(_without_nan(content), indent=1, default=str) + "\n")
+
+
+def _figures(run: Runs) -> dict[str, object]:
+    measured = {name for sample in run.samples for name in sample}
+    return {**asdict(run), "medians": {name: run.median(name) for name in sorted(measured)}}
+
+
+def _without_nan(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+# --- cells ---------------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """Write a time so that its size shows."""
+    if math.isnan(seconds):
+        return "-"
+    return (
+        f"{seconds:.2f} s"
+        if seconds >= 1
+        else f"{seconds * 1e3:.0f} ms"
+        if seconds >= 0.01
+        else f"{seconds * 1e3:.1f} ms"
+    )
+
+
+def median_time(what: str) -> Cell:
+    """Show the median of a time."""
+    return lambda run: duration(run.median(what))
+
+
+def spread(what: str) -> Cell:
+    """Show the median of a time, and the shortest and longest."""
+    return lambda run: f"{duration(run.median(what))} ({min(run.values(what)):.2f}..{max(run.values(what)):.2f})"
+
+
+def speed(what: str, nbytes: int) -> Cell:
+    """Show bytes per median time."""
+    return lambda run: number(nbytes / run.median(what) / 2**30)
+
+
+def of_limit(what: str, limit_s: float) -> Cell:
+    """Show which part of the limit's speed was reached."""
+    return lambda run: number(limit_s / run.median(what))
+
+
+def most_mib(what: str) -> Cell:
+    """Show the greatest of all sizes, the warm-up's included."""
+    return lambda run: number(run.most(what) / 2**20, digits=0)
+
+
+def number(value: float, digits: int = 2) -> str:
+    """Write a number, or a dash when there is none."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
+def shorten(text: str, limit: int = 160) -> str:
+    """Give the beginning of a long error, and its last line, where the cause often is."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    brief = lines[0] if len(lines) < 2 else f"{lines[0][: limit // 2]} ... {lines[-1]}"
+    return brief if len(brief) <= limit else f"{brief[:limit]}..."

@@ -1,0 +1,130 @@
+"""A large state, saved by everybody."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import machine, raw
+from benchmarks.bars import Bar, compare, first_of, one, shortest, those
+from benchmarks.contenders import (
+    Aiockpt,
+    DcpAsyncSave,
+    PrewarmedAiockpt,
+    RawWrite,
+    Saver,
+    TorchCheckpointing,
+    dcp_save,
+    safetensors_save,
+    torch_save,
+)
+from benchmarks.measure import Lag, PeakMemory, Runs, Sample, close, interleave, resident_bytes
+from benchmarks.report import Report, Table, median_time, most_mib, of_limit, speed, spread
+from benchmarks.selection import chosen
+from benchmarks.states import State, size_of, transformer_state
+
+OPTIONS = ("gib", "tensors", "rounds", "only")
+ROUNDS = 5
+
+_SMALL_POOL = "aiockpt, 256 MiB pool"
+_ARENA_BYTES = 512 << 20
+
+
+def savers(state: State) -> list[Saver]:
+    """Give everybody who can save a state of large tensors."""
+    arena = raw.Arena(min(size_of(state), _ARENA_BYTES))
+    return [
+        *(RawWrite(threads, arena) for threads in (1, 2, 4)),
+        Aiockpt(),
+        PrewarmedAiockpt(),
+        Aiockpt(_SMALL_POOL, staging_bytes=256 << 20),
+        dcp_save(1),
+        dcp_save(2),
+        DcpAsyncSave(async_staging=False),
+        DcpAsyncSave(async_staging=True),
+        torch_save(),
+        torch_save(crc=False),
+        safetensors_save(),
+        TorchCheckpointing(),
+    ]
+
+
+async def measure(taking_part: Sequence[Saver], state: State, directory: Path, rounds: int) -> list[Runs]:
+    """Let everybody save the state in rounds, under a ticking loop and with the memory watched."""
+    kept: dict[str, float] = defaultdict(float)  # what each has taken in earlier rounds and not given back
+
+    async def save_once(saver: Saver, number: int) -> Sample:
+        path = directory / f"{taking_part.index(saver)}-{number}"
+        machine.settle()
+        before = resident_bytes()
+        try:
+            with PeakMemory() as memory:
+                if number < 0:
+                    await saver.open(state)
+                async with Lag() as lag:
+                    sample = await saver.save(state, path)
+        finally:
+            machine.remove(path)
+        extra = memory.extra_bytes + kept[saver.name]
+        machine.settle()
+        kept[saver.name] += resident_bytes() - before
+        return {**sample, **lag.sample(), "extra_bytes": max(0, extra)}
+
+    runs = await interleave(taking_part, rounds, save_once)
+    for saver, run in zip(taking_part, runs, strict=True):
+        await close(saver, run)
+    return runs
+
+
+async def run(options: Namespace, directory: Path) -> Report:
+    """Measure, and judge."""
+    state = transformer_state(int(options.gib * 2**30), options.tensors)
+    nbytes = size_of(state)
+    runs = await measure(chosen(savers(state), options.only), state, directory, options.rounds or ROUNDS)
+    limit_s = shortest(runs, "raw", "durable_s")
+    columns = {
+        "caller blocked": median_time("blocked_s"),
+        "staged": median_time("staged_s"),
+        "durable (min..max)": spread("durable_s"),
+        "GiB/s": speed("durable_s", nbytes),
+        "of limit": of_limit("durable_s", limit_s),
+        "extra memory, MiB": most_mib("extra_bytes"),
+        "longest stall": lambda run: "-" if run.name.startswith("raw") else median_time("stall_s")(run),
+        "p99 lag": lambda run: median_time("lag_p99_s")(run) if _is_async(run) else "-",
+    }
+    title = f"save: {nbytes / 2**30:.2f} GiB in {len(state)} tensors, medians of {options.rounds or ROUNDS} rounds"
+    return Report(
+        "save",
+        vars(options),
+        machine.facts(directory),
+        [Table(title, columns, runs)],
+        bars(runs),
+        [
+            "extra memory: the most of all rounds, the first included, with what lives from save to save",
+            "longest stall: of the caller's loop; blocking calls hold it as long as they take",
+        ],
+    )
+
+
+def _is_async(run: Runs) -> bool:
+    return "async" in run.name or run.name.startswith(("aiockpt", "torch_checkpointing"))
+
+
+def bars(runs: Sequence[Runs]) -> list[Bar]:
+    """Hold the figures against the project's own."""
+    ours, small, what = one(runs, "aiockpt"), one(runs, _SMALL_POOL), "durable_s"
+    prewarmed = one(runs, PrewarmedAiockpt.name)
+    limits, default = those(runs, "raw"), those(runs, "dcp.save, thread_count=1")
+    peers = those(runs, "dcp.save, thread_count=2", "torch", "safetensors")
+    return [
+        compare("aiockpt : raw O_DIRECT, speed", limits, ours, what, 0.95),
+        compare("aiockpt : dcp.save with its defaults, speed", default, ours, what, 4),
+        compare("aiockpt : best dcp.async_save, speed", those(runs, "dcp.async_save"), ours, what, 2),
+        compare("aiockpt with 256 MiB of pool : with all it wants, speed", [ours], small, what, 0.95),
+        Bar("aiockpt with 256 MiB of pool: extra memory", small.most("extra_bytes") / 2**20, 256 + 64, True, "MiB"),
+        compare("aiockpt, prewarmed : raw O_DIRECT, speed", limits, prewarmed, what),
+        compare("aiockpt, first save : raw O_DIRECT, speed", limits, first_of(ours), what),
+        *(compare(f"aiockpt : {peer.name}, speed", [peer], ours, what) for peer in peers),
+    ]

@@ -1,0 +1,25 @@
+"""Choosing who takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from benchmarks.measure import Named
+
+Contender = TypeVar("Contender", bound=Named)
+
+
+def chosen(contenders: Sequence[Contender], only: str | None) -> list[Contender]:
+    """Give those whose names contain one of the comma-separated parts; all of them when nothing is asked.
+
+    Raises:
+        SystemExit: nobody is left.
+    """
+    if not only:
+        return list(contenders)
+    parts = [part.strip().lower() for part in only.split(",")]
+    taking_part = [each for each in contenders if any(part in each.name.lower() for part in parts)]
+    if not taking_part:
+        raise SystemExit(f"--only {only} leaves nobody of: {', '.join(each.name for each in contenders)}")
+    return taking_part

@@ -1,0 +1,80 @@
+"""The state dicts that are saved: incompressible, filled fast, every tensor with memory of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+State = dict[str, torch.Tensor]
+
+# The matrices of one transformer layer, in sixteenths of its bytes.
+_LAYER = {"q": 1, "k": 1, "v": 1, "o": 1, "gate": 4, "up": 4, "down": 4}
+_COLUMNS = 256
+_PAGE_BYTES = 4096
+
+
+def transformer_state(nbytes: int, tensors: int) -> State:
+    """Make fp32 tensors of about ``nbytes`` in all, sized like the matrices of a transformer's layers."""
+    names = [f"layers.{number // len(_LAYER)}.{list(_LAYER)[number % len(_LAYER)]}" for number in range(tensors)]
+    weights = [_LAYER[name.rpartition(".")[2]] for name in names]
+    rows = nbytes / sum(weights) / (4 * _COLUMNS)
+    return {
+        f"{name}.weight": random_tensor(max(1, round(rows * weight)), _COLUMNS)
+        for name, weight in zip(names, weights, strict=True)
+    }
+
+
+def small_state(count: int, nbytes: int) -> State:
+    """Make ``count`` fp32 tensors of ``nbytes`` each."""
+    block = random_tensor(count, max(1, nbytes // 4))
+    return {f"table.{number // 1000}.{number % 1000}": row.clone() for number, row in enumerate(block)}
+
+
+def random_tensor(*shape: int) -> torch.Tensor:
+    """Make an fp32 tensor of random bits: no compression finds anything in it."""
+    return torch.empty(shape, dtype=torch.int32).random_().view(torch.float32)
+
+
+def empty_like(state: Mapping[str, torch.Tensor]) -> State:
+    """Make a target to load into, its memory touched."""
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def size_of(state: Mapping[str, torch.Tensor]) -> int:
+    """Count the bytes of a state."""
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def split(state: Mapping[str, torch.Tensor], parts: int) -> list[State]:
+    """Deal the tensors out so that every part has about as many bytes."""
+    dealt: list[State] = [{} for _ in range(parts)]
+    sizes = [0] * parts
+    for name, tensor in sorted(state.items(), key=lambda item: -item[1].nbytes):
+        least = sizes.index(min(sizes))
+        dealt[least][name] = tensor
+        sizes[least] += tensor.nbytes
+    return [part for part in dealt if part]
+
+
+def same_bits(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether two states hold the same, to the bit: NaNs too."""
+    return left.keys() == right.keys() and all(
+        torch.equal(tensor.view(torch.int32), right[name].view(torch.int32)) for name, tensor in left.items()
+    )
+
+
+def read_pages(state: Mapping[str, torch.Tensor]) -> None:
+    """Read a byte of every page: of a state that is mapped, nothing is there before."""
+    for tensor in state.values():
+        _byte_of_each_page(tensor).max()
+
+
+def write_pages(state: Mapping[str, torch.Tensor]) -> None:
+    """Write a byte of every page back: a state that is mapped then has memory of its own, as after training."""
+    for tensor in state.values():
+        _byte_of_each_page(tensor).bitwise_or_(0)
+
+
+def _byte_of_each_page(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)[::_PAGE_BYTES]
