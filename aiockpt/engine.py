@@ -29,12 +29,13 @@ from aiockpt.staging.pool import ChunkPool
 from aiockpt.threads import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from anyio.abc import TaskGroup
 
     from aiockpt.job import SaveJob
     from aiockpt.staging.base import Stager
+    from aiockpt.staging.pool import Lease
 
 T = TypeVar("T")
 
@@ -247,9 +248,24 @@ class Engine:
         The first save writes its chunks back so early that it gets by with fewer than it may have; the next
         one, which finds memory that was touched, would otherwise have to fault in the rest.
         """
-        async with anyio.create_task_group() as tasks:
-            for touch in self._pool.missing(self._pool.capacity):
-                tasks.start_soon(self._copy_workers.run, touch)
+        await self._touch(self._pool.fresh(self._pool.capacity), list(self._stagers.values()))
+
+    async def _touch(self, leases: list[Lease], stagers: Sequence[Stager]) -> None:
+        """Fault the memory of fresh chunks in, with all copy threads, and give the chunks to the pool."""
+
+        async def touch(lease: Lease) -> None:
+            await self._copy_workers.run(lease.chunk.touch)
+            for stager in stagers:
+                await stager.pin(lease.chunk)
+            lease.release()
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for lease in leases:
+                    tasks.start_soon(touch, lease)
+        finally:
+            for lease in leases:
+                lease.release()
 
     def call(self, function: Callable[[Workers], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine function on the engine's loop, with the threads for reading."""
@@ -267,14 +283,8 @@ class Engine:
         async def warm(_: Workers) -> None:
             self._reserve(nbytes)
             chunk = self._pool.chunk_bytes
-            touches = self._pool.missing(-(-nbytes // chunk) + self.io_threads)
-            async with anyio.create_task_group() as tasks:
-                for touch in touches:
-                    tasks.start_soon(self._copy_workers.run, touch)
-            for device in devices:
-                stager = self._stager_for(device)
-                for free in self._pool.chunks():
-                    await self._copy_workers.run(stager.pin, free)
+            stagers = [self._stager_for(device) for device in devices]
+            await self._touch(self._pool.fresh(-(-nbytes // chunk) + self.io_threads), stagers)
 
         return self.call(warm, "prewarm").completion
 

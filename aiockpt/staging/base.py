@@ -54,8 +54,8 @@ class Stager(ABC):
         """Give, for each device, an event that comes after all copies issued so far."""
         return ()
 
-    def pin(self, chunk: Chunk) -> None:
-        """Prepare a chunk for fast copies, where that helps. Blocks."""
+    async def pin(self, chunk: Chunk) -> None:
+        """Prepare a chunk for fast copies ahead of its first use, where that helps."""
 
     def close(self) -> None:
         """Undo what `pin` did, and let go of the device. Blocks."""

@@ -145,17 +145,26 @@ class AcceleratorStager(Stager):
         """Give an event behind all copies issued so far."""
         return [(self.device, self._runtime.record())]
 
-    def pin(self, chunk: Chunk) -> None:
-        """Lock a chunk's memory; slow the first time, remembered after that."""
+    async def pin(self, chunk: Chunk) -> None:
+        """Lock a chunk's memory ahead of its first use."""
+        await self._issuer.run(self._pin, chunk)
+
+    def _pin(self, chunk: Chunk) -> None:
+        """Lock a chunk's memory, once; in the stager's own thread, whose device is set."""
+        self._runtime.enter()
         if not chunk.pinned:
             chunk.pinned = self._runtime.pin(chunk.address, len(chunk.view))
             if chunk.pinned:
                 self._pinned.append(chunk)
 
     def close(self) -> None:
-        """End the threads and unlock the chunks."""
-        self._issuer.close()
+        """Unlock the chunks and end the threads."""
         self._waiter.close()
+        self._issuer.executor.submit(self._unpin).result()
+        self._issuer.close()
+
+    def _unpin(self) -> None:
+        self._runtime.enter()
         for chunk in self._pinned:
             self._runtime.unpin(chunk.address)
             chunk.pinned = False
@@ -164,8 +173,7 @@ class AcceleratorStager(Stager):
     def _enqueue(
         self, pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout
     ) -> tuple[torch.Event, list[torch.Tensor]]:
-        self._runtime.enter()
-        self.pin(chunk)
+        self._pin(chunk)
         sources: list[torch.Tensor] = []
         with self._runtime.stream():
             self._runtime.wait_for(capture.events[self.device])

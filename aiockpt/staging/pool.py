@@ -5,13 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from typing import TYPE_CHECKING
-
 import anyio
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -135,27 +130,27 @@ class ChunkPool:
         except BaseException:
             self._permits.release()
             raise
-        self._leased += 1
-        return Lease(self, chunk)
+        return self._lease(chunk)
 
-    def missing(self, count: int) -> list[Callable[[], None]]:
-        """Make chunks until ``count`` exist, as far as the bound allows.
+    def fresh(self, count: int) -> list[Lease]:
+        """Make chunks until ``count`` exist, as far as the bound allows; to be touched, then released.
 
-        Returns:
-            A function for each new chunk that faults its memory in; they block, and may run in any thread.
+        They are leased, so that nobody gets one while it is being touched.
         """
-        fresh = [self._make() for _ in range(min(count, self.capacity) - self._made)]
-        self._free[:0] = fresh
-        return [chunk.touch for chunk in fresh]
-
-    def chunks(self) -> list[Chunk]:
-        """Give the chunks that are not leased."""
-        return list(self._free)
+        leases = []
+        while self._made < min(count, self.capacity) and self.available:
+            self._permits.acquire_nowait()
+            leases.append(self._lease(self._make()))
+        return leases
 
     def drop(self) -> None:
         """Let go of all memory that is not leased."""
         self._made -= len(self._free)
         self._free.clear()
+
+    def _lease(self, chunk: Chunk) -> Lease:
+        self._leased += 1
+        return Lease(self, chunk)
 
     def _make(self) -> Chunk:
         chunk = Chunk(self.chunk_bytes)

@@ -60,11 +60,14 @@ async def test_the_bound_grows_and_chunks_are_made_ahead() -> None:
     pool.allow(3)
     pool.allow(2)
     assert pool.capacity == 3
-    touches = pool.missing(10)
-    assert len(touches) == pool.made == 3
-    for touch in touches:
-        touch()
-    assert pool.missing(10) == []
+    fresh = pool.fresh(10)
+    assert len(fresh) == pool.made == pool.leased == 3
+    assert not pool.available  # nobody gets a chunk that is being touched, which zeroes it
+    assert pool.fresh(10) == []
+    for lease in fresh:
+        lease.chunk.touch()
+        lease.release()
+    assert pool.fresh(10) == []
     leases = [await pool.acquire() for _ in range(3)]
     assert pool.made == 3
     for lease in leases:
