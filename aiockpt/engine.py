@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CANCEL_GRACE_S = 30.0
+# The threads that compute give way to the caller's: half the lag of its loop, and staging as fast as before.
+_NICE = 10
 
 
 class Engine:
@@ -142,9 +144,9 @@ class Engine:
     async def _main(self) -> None:
         options = self.options
         self._stop = anyio.Event()
-        self._copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy")
+        self._copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy", nice=_NICE)
         self._io_workers = Workers(self.io_threads, "aiockpt-io")
-        self._seal_workers = Workers(min(self.io_threads, max(2, cores())), "aiockpt-seal")
+        self._seal_workers = Workers(min(self.io_threads, max(2, cores())), "aiockpt-seal", nice=_NICE)
         self._load_workers = Workers(self.io_threads, "aiockpt-load")
         capacity = 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)
         self._pool = ChunkPool(options.chunk, capacity)

@@ -7,6 +7,10 @@ done, so that a buffer which the thread uses can be given back right after the a
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -29,17 +33,26 @@ async def drained(awaitable: Awaitable[T]) -> T:
     raise AssertionError("a shielded scope lets nothing but the result and errors through")
 
 
+def _step_back(nice: int) -> None:
+    """Let this thread step back when others want the processor."""
+    if nice and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # not allowed here, and then not needed
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+
+
 class Workers:
     """A fixed number of threads that run blocking functions for an event loop.
 
     Args:
         count: the most threads that run at once; they start when first needed.
         name: what the threads are called, for debuggers and profilers.
+        nice: how far the threads step back when others want the processor, as in nice(1); on Linux.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
         self.count = count
-        self.executor = ThreadPoolExecutor(count, thread_name_prefix=name)
+        self.executor = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_step_back, initargs=(nice,))
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` in one of the threads; cancellation waits for it to end."""
