@@ -206,6 +206,16 @@ def test_a_place_where_nothing_can_be_made(tmp_path: Path) -> None:
             ckpt.save({"x": torch.ones(1)}, "/proc/nowhere/c")
 
 
+def test_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(aiockpt.AiockptError, match="s3://bucket/c is a URL"):
+            ckpt.submit({"x": torch.ones(1)}, "s3://bucket/c")
+        with pytest.raises(aiockpt.AiockptError, match="is a URL"):
+            ckpt.load("s3://bucket/c")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

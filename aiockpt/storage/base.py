@@ -94,7 +94,11 @@ class Storage(ABC):
 
     @abstractmethod
     def locate(self, path: str) -> str:
-        """Give the one name that a path has here, such as the absolute path. Does not block."""
+        """Give the one name that a path has here, such as the absolute path. Does not block.
+
+        Raises:
+            AiockptError: the path does not belong here.
+        """
 
     @abstractmethod
     def check(self, path: str, *, overwrite: bool) -> None:

@@ -63,6 +63,8 @@ class LocalStorage(Storage):
 
     def locate(self, path: str) -> str:
         """Give the absolute path."""
+        if "://" in path:
+            raise AiockptError(f"{path} is a URL; this version keeps checkpoints in directories, so give a path")
         return os.path.abspath(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:
