@@ -216,23 +216,27 @@ def test_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def mesh():
+    """A process group of one; it keeps file descriptors of its own until the process ends."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        state = {"layer": {"w": DTensor.from_local(torch.ones(4), mesh, [Shard(0)])}}
-        with aiockpt.SyncCheckpointer() as ckpt:
-            with pytest.raises(aiockpt.SaveError, match=r"layer\.w is a DTensor.*full_tensor"):
-                ckpt.submit(state, tmp_path / "c")
-            ckpt.save({"layer": {"w": torch.ones(4)}}, tmp_path / "c")
-            with pytest.raises(aiockpt.ShapeMismatchError, match=r"layer\.w is a DTensor"):
-                ckpt.load(tmp_path / "c", state)
-    finally:
-        dist.destroy_process_group()
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_sharded_tensors_are_refused(mesh, tmp_path: Path) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    state = {"layer": {"w": DTensor.from_local(torch.ones(4), mesh, [Shard(0)])}}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(aiockpt.SaveError, match=r"layer\.w is a DTensor.*full_tensor"):
+            ckpt.submit(state, tmp_path / "c")
+        ckpt.save({"layer": {"w": torch.ones(4)}}, tmp_path / "c")
+        with pytest.raises(aiockpt.ShapeMismatchError, match=r"layer\.w is a DTensor"):
+            ckpt.load(tmp_path / "c", state)
 
 
 _EXIT = """
