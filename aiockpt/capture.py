@@ -6,14 +6,16 @@ For the others a version counter is noted, which tells later whether they change
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from aiockpt.errors import SaveError
 from aiockpt.format.objects import encode_object, is_frozen
-from aiockpt.planning.source import Capture, Structure
+from aiockpt.planning.source import Capture, Structure, freed_message
 from aiockpt.planning.tree import StructureError, flatten
 from aiockpt.staging.pool import Mapping, copy_small
 
@@ -30,6 +32,22 @@ EAGER_BYTES = 16 << 20
 """... until this much has been copied."""
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def _count_fused_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Advance the version counters that a fused step leaves as they are, though it changes the tensors."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            states = (optimizer.state.get(parameter, {}) for parameter in group["params"])
+            tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+            tensors += group["params"]
+            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+@cache
+def watch_optimizers() -> None:
+    """Let the changes that fused optimizers make be seen, from now on; once for the process."""
+    register_optimizer_step_pre_hook(_count_fused_steps)
 
 
 def capture_state(state_dict: collections.abc.Mapping[Any, Any], memo: NameMemo | None = None) -> Capture:
@@ -116,11 +134,14 @@ def _copy_small(capture: Capture, devices: set[torch.device]) -> None:
         if tensor is None or tensor.layout is not torch.strided:
             continue
         nbytes = tensor.nbytes
+        if tensor.is_contiguous() and tensor.untyped_storage().nbytes() < nbytes:
+            raise SaveError(freed_message(capture.structure.names[leaf]))
         if not 0 < nbytes <= EAGER_TENSOR_BYTES or tensor.is_quantized:
             continue
         versions[leaf] = None
         if tensor.is_contiguous():
             chosen[only or tensor.device][leaf] = nbytes
+            capture.tensors[leaf] = tensor.detach()  # its form is taken now as well, not only its bytes
         else:
             # The copy keeps the strides that it will be stored with, and is nobody else's.
             capture.tensors[leaf] = tensor.clone()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from aiockpt.capture import capture_state
+from aiockpt.capture import capture_state, watch_optimizers
 from aiockpt.engine import Engine
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError
 from aiockpt.format.manifest import check_user_metadata
@@ -62,6 +62,7 @@ class _Checkpointer:
         options = EngineOptions(
             staging_bytes=staging_bytes, chunk_bytes=chunk_bytes, io_threads=io_threads, drain_timeout=drain_timeout
         )
+        watch_optimizers()
         self._engine = Engine(options)
         self._names: NameMemo = {}
         self._storage: Storage = LocalStorage(direct_io=direct_io, fsync=fsync)
@@ -156,8 +157,9 @@ class AsyncCheckpointer(_Checkpointer):
 
         Before it returns it has walked over the state, pickled the objects that could change, and copied small
         tensors (up to 64 KiB each, 16 MiB in all). Other tensors must stay as they are until `staged`; one
-        that is changed in place before is found out, and the save fails with `TornSnapshotError`. Changes
-        through ``tensor.data`` can't be seen.
+        that is changed in place before is found out, and the save fails with `TornSnapshotError`. Steps of
+        fused optimizers are seen as well. Changes through ``tensor.data``, NumPy views, custom kernels that
+        don't count, and replayed CUDA graphs can't be seen.
 
         Saves go one after the other, in the order of the calls.
 

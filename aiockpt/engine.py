@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
+import importlib
+import logging
 import os
 import sys
 import threading
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import Lease
 
+logger = logging.getLogger("aiockpt")
+
 T = TypeVar("T")
 
 _CANCEL_GRACE_S = 30.0
@@ -63,9 +66,11 @@ class Engine:
         self.options = options
         self.io_threads = options.io_threads or 4
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._idle = threading.Condition(self._lock)
         self._stuck = False
+        self._died: BaseException | None = None
+        self._pool_bytes = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._posting = threading.Lock()
@@ -93,6 +98,8 @@ class Engine:
         """Start the thread if needed; with the lock held."""
         if self._closed is not None:
             raise CheckpointerClosedError("this checkpointer is closed; make a new one")
+        if self._died is not None:
+            raise AiockptError(f"this checkpointer's thread has failed: {self._died!r}; make a new one") from self._died
         if self._pid != os.getpid():
             raise CheckpointerClosedError(
                 "this checkpointer was made in another process, before a fork; make a new one in this process"
@@ -120,7 +127,11 @@ class Engine:
 
     def _serve(self) -> None:
         # uvloop wakes faster from other threads; without it asyncio's own loop does.
-        use_uvloop = importlib.util.find_spec("uvloop") is not None
+        try:
+            importlib.import_module("uvloop")
+            use_uvloop = True
+        except Exception:  # missing, or broken: whatever its import raises
+            use_uvloop = False
         try:
             anyio.run(self._main, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
         except BaseException as exc:
@@ -130,6 +141,7 @@ class Engine:
     def _fail(self, cause: BaseException) -> None:
         """Tell everybody who waits that the engine's thread has died, which is a defect."""
         with self._idle:
+            self._died = cause
             jobs, self._jobs, calls = self._jobs, [], list(self._calls)
             self._idle.notify_all()
         for job in jobs:
@@ -138,6 +150,8 @@ class Engine:
             job.handle.staged._settle(None, error)
             job.handle.written._settle(None, error)
             job.cancelled._settle(False)
+            job.issued.set()
+            job.handle._wake()
         for call in calls:
             call.completion._settle(None, AiockptError(f"the engine has failed: {cause!r}"))
 
@@ -182,6 +196,7 @@ class Engine:
 
     def _reserve(self, nbytes: int) -> None:
         """Let the pool grow to the size of a state, up to half of the memory that is available."""
+        self._pool_bytes = nbytes
         if self.options.staging_bytes is None:
             chunk = self._pool.chunk_bytes
             # Each file may end in a chunk of its own.
@@ -218,13 +233,15 @@ class Engine:
             self._raise_unseen()
 
     def _raise_unseen(self) -> None:
-        done = [job for job in self._unseen if job.handle.written.done()]
-        self._unseen = [job for job in self._unseen if job not in done]
-        for job in done:
+        for job in list(self._unseen):
+            if not job.handle.written.done():
+                continue
             error = job.handle.written._error
-            # Who cancels a save knows that it is not written.
-            if error is not None and not job.handle.observed and not isinstance(error, SaveCancelledError):
-                job.handle.written.observed = True
+            # Who cancels a save knows that it is not written; who waits for it is about to be told.
+            if error is None or isinstance(error, SaveCancelledError) or job.handle.observed:
+                self._unseen.remove(job)
+            elif not job.handle.expected:
+                self._unseen.remove(job)
                 error.add_note(f"(this is the failure of the earlier save to {job.path}, which nobody awaited)")
                 raise error
 
@@ -250,12 +267,18 @@ class Engine:
         The first save writes its chunks back so early that it gets by with fewer than it may have; the next
         one, which finds memory that was touched, would otherwise have to fault in the rest.
         """
-        await self._touch(self._pool.fresh(self._pool.capacity), list(self._stagers.values()))
+        wanted = -(-self._pool_bytes // self._pool.chunk_bytes) + self.io_threads
+        try:
+            await self._touch(self._pool.fresh(wanted), list(self._stagers.values()), only_if_idle=True)
+        except (OSError, MemoryError, RuntimeError) as exc:
+            logger.warning("no more staging memory could be made ahead of the next save: %s", exc)
 
-    async def _touch(self, leases: list[Lease], stagers: Sequence[Stager]) -> None:
+    async def _touch(self, leases: list[Lease], stagers: Sequence[Stager], *, only_if_idle: bool = False) -> None:
         """Fault the memory of fresh chunks in, with all copy threads, and give the chunks to the pool."""
 
         async def touch(lease: Lease) -> None:
+            if only_if_idle and (self._jobs or self._closed):
+                return  # a save wants the threads, or nobody will want the memory
             await self._copy_workers.run(lease.chunk.touch)
             for stager in stagers:
                 await stager.pin(lease.chunk)
@@ -321,11 +344,14 @@ class Engine:
             self.raise_unseen()
         except BaseException as exc:  # delivered to who closes
             error = exc
-        if self._thread is not None and not self._stuck:
-            self._post(lambda: self._stop.set())
-            self._thread.join()
-        _live.discard(self)
-        closed._settle(None, error)
+        try:
+            if self._thread is not None and not self._stuck:
+                with contextlib.suppress(RuntimeError):  # the loop is closed already, for the thread has failed
+                    self._post(lambda: self._stop.set())
+                self._thread.join()
+        finally:
+            _live.discard(self)
+            closed._settle(None, error)
 
     def _drain(self) -> None:
         """Wait for all saves; cancel what is left when the time is over. Blocks.
@@ -333,7 +359,7 @@ class Engine:
         Raises:
             SaveCancelledError: the time was not enough.
         """
-        timeout = self.options.drain_timeout
+        timeout = min(self.options.drain_timeout, threading.TIMEOUT_MAX)
         with self._idle:
             if self._idle.wait_for(lambda: not self._jobs, timeout):
                 return
@@ -371,7 +397,9 @@ class Call(Generic[T]):
                 self._scope.cancel()
             try:
                 self.completion._settle(await self._function(workers))
-            except Exception as exc:  # delivered to who waits
+            except anyio.get_cancelled_exc_class():
+                raise
+            except BaseException as exc:  # delivered to who waits
                 self.completion._settle(None, exc)
         self.completion._settle(None, asyncio.CancelledError("cancelled"))
 

@@ -35,11 +35,17 @@ class Completion(Awaitable[T], Generic[T]):
         self._value: T | None = None
         self._error: BaseException | None = None
         self._wakers: list[Any] = []
+        self._waiting = 0
         self.observed = False
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else f"failed: {self._error!r}" if self._error else "done"
         return f"<{self._what}: {state}>"
+
+    @property
+    def expected(self) -> bool:
+        """Whether somebody waits for it, or is about to be given it."""
+        return self._waiting > 0
 
     def done(self) -> bool:
         """Tell whether the moment has come."""
@@ -56,18 +62,23 @@ class Completion(Awaitable[T], Generic[T]):
         Raises:
             TimeoutError: it has not come in time. The work goes on.
         """
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._done, timeout):
-                raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
+        self._block(timeout)
         return self._deliver()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Block until the moment comes; give its error, or None."""
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._done, timeout):
-                raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
+        self._block(timeout)
         self.observed = self.observed or self._error is not None
         return self._error
+
+    def _block(self, timeout: float | None) -> None:
+        with self._condition:
+            self._waiting += 1
+            try:
+                if not self._condition.wait_for(lambda: self._done, timeout):
+                    raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
+            finally:
+                self._waiting -= 1
 
     def __await__(self) -> Generator[Any, None, T]:
         yield from self.settled().__await__()
@@ -92,10 +103,12 @@ class Completion(Awaitable[T], Generic[T]):
             if self.done():
                 return
             self._wakers.append(wake)
+            self._waiting += 1
         try:
             await waiter
         finally:
             with self._condition:
+                self._waiting -= 1
                 if wake in self._wakers:
                     self._wakers.remove(wake)
 
@@ -228,6 +241,11 @@ class SaveHandle(Awaitable[SaveResult]):
     def observed(self) -> bool:
         """Whether somebody has been given this save's failure."""
         return self.staged.observed or self.written.observed
+
+    @property
+    def expected(self) -> bool:
+        """Whether somebody is about to be given this save's failure."""
+        return self.staged.expected or self.written.expected
 
     def cancel(self) -> Completion[bool]:
         """Call the save off; does not block, await the result to know that nothing is left of it.

@@ -306,6 +306,7 @@ def _is_image(target: torch.Tensor, item: ReadItem, parsed: TensorItem) -> bool:
     """Tell whether the payload, byte for byte, is what the memory of the target should be."""
     return (
         target.device.type == "cpu"
+        and type(target) is torch.Tensor
         and tuple(target.shape) == parsed.shape == _chunk_of(item)[1]
         and _is_dense_item(parsed)
         and all(a == b for a, b, n in zip(target.stride(), parsed.stride, parsed.shape, strict=True) if n > 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -67,10 +68,24 @@ def read_index(source: Source, path: str) -> tuple[Index, Manifest | None]:
         for place in places:
             _check_place(path, name, place, source.files)
         if isinstance(entry, TensorEntry):
+            if _overlap(entry):
+                raise CorruptCheckpointError(f"{path}: chunks of {name} overlap; its metadata is damaged")
             stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if stored != math.prod(entry.shape) or entry.nbytes > sum(place.length for place in places):
                 raise CorruptCheckpointError(f"{path} does not hold all of {name}; its metadata is damaged")
     return index, manifest
+
+
+def _overlap(entry: TensorEntry) -> bool:
+    """Tell whether two of the chunks hold the same element; for very many chunks it is not looked into."""
+    chunks = entry.chunks if len(entry.chunks) <= 256 else ()
+    return any(
+        all(
+            a < b + m and b < a + n
+            for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+        )
+        for one, other in combinations(chunks, 2)
+    )
 
 
 def _with_path(path: str, decode: Callable[[bytes], Any], data: bytes) -> Any:
@@ -116,7 +131,8 @@ class _Load:
                 keys[name], parts = name, [ReadItem(name, entry.place)]
                 stored[name] = (None, parts)
                 continue
-            key: object = tuple(chunk.place for chunk in entry.chunks) if entry.nbytes else name
+            places = tuple(chunk.place for chunk in entry.chunks)
+            key: object = (places, entry.dtype, entry.shape) if entry.nbytes else name
             keys[name] = key
             if key not in stored:
                 stored[key] = self._tensor_items(name, entry)
@@ -165,13 +181,18 @@ class _Load:
                 target, parts = self._tensor_items(name, entry)
                 items += parts
                 fresh.append((path, functools.partial(_value_of, target, parts)))
-        await self._reader.read(items)
-        for tensor in placed:
-            if not tensor.is_inference():
-                # Written behind autograd's back: let it notice.
-                torch.autograd.graph.increment_version(tensor)
+        # Written behind autograd's back: let it notice, and a save that is copying them, however this ends.
+        counted = [tensor for tensor in placed if not tensor.is_inference()]
+        torch.autograd.graph.increment_version(counted)
+        try:
+            await self._reader.read(items)
+        finally:
+            torch.autograd.graph.increment_version(counted)
         if fresh:
-            replace_leaves(state_dict, {path: self._relocated(make()) for path, make in fresh})
+            try:
+                replace_leaves(state_dict, {path: self._relocated(make()) for path, make in fresh})
+            except StructureError as exc:
+                raise LoadError(f"the tensors were loaded, but {exc}") from None
         return state_dict
 
     def _check_missing(self, names: Sequence[str]) -> None:
@@ -205,10 +226,14 @@ class _Load:
             )
         if leaf.is_meta:
             raise ShapeMismatchError(f"{name} is on the meta device in the target; give it memory first (to_empty)")
+        if any(step == 0 and size > 1 for step, size in zip(leaf.stride(), leaf.shape, strict=True)):
+            raise ShapeMismatchError(f"{name} is an expanded tensor in the target: its elements share memory; clone it")
         if tuple(leaf.shape) != entry.shape:
             raise ShapeMismatchError(
                 f"{name} has the shape {tuple(leaf.shape)} in the target but {entry.shape} in {self._path}"
             )
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.untyped_storage().nbytes() < _extent_bytes(leaf):
+            raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
         if leaf.dtype != entry.dtype:
             raise ShapeMismatchError(f"{name} is {leaf.dtype} in the target but {entry.dtype} in {self._path}")
 
@@ -216,7 +241,7 @@ class _Load:
         self, name: str, entry: TensorEntry, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor | None, list[ReadItem]]:
         if target is None and len(entry.chunks) != 1:
-            target = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            target = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
         return target, [
             ReadItem(name, chunk.place, entry, (chunk.offsets, chunk.sizes), target) for chunk in entry.chunks
         ]
@@ -235,6 +260,14 @@ class _Load:
             return value
         fresh = torch.empty(0, dtype=value.dtype, device=storage.device)
         return fresh.set_(storage, value.storage_offset(), value.shape, value.stride())
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Give how much of its storage a tensor reaches into."""
+    if not tensor.numel():
+        return 0
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.itemsize
 
 
 def _value_of(target: torch.Tensor | None, parts: Sequence[ReadItem]) -> Any:

@@ -26,7 +26,7 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
-        if self.drain_timeout < 0:
+        if not self.drain_timeout >= 0:
             raise ValueError(f"drain_timeout must not be negative, not {self.drain_timeout!r}")
 
     @property

@@ -383,21 +383,28 @@ class _Router:
             if len(self._by_device) == 1:
                 (stager,) = self._by_device.values()
                 return await stager.issue(pieces, chunk, self._capture, self._layout)
-            groups: dict[torch.device, list[Piece]] = defaultdict(list)
-            for piece in pieces:
-                spec = self._layout.specs[piece.leaf]
-                if spec is not None:
-                    groups[spec.device].append(piece)
-            return _All(
-                [
-                    await self._by_device[device].issue(group, chunk, self._capture, self._layout)
-                    for device, group in groups.items()
-                ]
-            )
+            return await self._issue_to_several(pieces, chunk)
         except (LayoutMismatchError, AiockptError):
             raise
         except Exception as exc:
             raise StageError(f"copying tensors into staging memory failed: {type(exc).__name__}: {exc}") from exc
+
+    async def _issue_to_several(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
+        groups: dict[torch.device, list[Piece]] = defaultdict(list)
+        for piece in pieces:
+            spec = self._layout.specs[piece.leaf]
+            if spec is not None:
+                groups[spec.device].append(piece)
+        issued = _All([])
+        try:
+            for device, group in groups.items():
+                stager = self._by_device[device]
+                issued.pending.append(await stager.issue(group, chunk, self._capture, self._layout))
+        except BaseException:
+            with anyio.CancelScope(shield=True):  # the chunk goes back: nothing may be on its way into it
+                await issued.wait()
+            raise
+        return issued
 
     def last_issued(self, job: SaveJob) -> None:
         self._files_left -= 1
@@ -409,8 +416,8 @@ class _All:
     """Several pending copies as one."""
 
     def __init__(self, pending: list[Pending]) -> None:
-        self._pending = pending
+        self.pending = pending
 
     async def wait(self) -> None:
-        for each in self._pending:
+        for each in self.pending:
             await each.wait()

@@ -56,8 +56,15 @@ class Workers:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` in one of the threads; cancellation waits for it to end."""
-        loop = asyncio.get_running_loop()
-        return await drained(loop.run_in_executor(self.executor, lambda: function(*args, **kwargs)))
+
+        def call() -> T:
+            try:
+                return function(*args, **kwargs)
+            except (KeyboardInterrupt, SystemExit, GeneratorExit) as exc:
+                # These would end the loop, and with it what belongs to others.
+                raise RuntimeError(f"{type(exc).__name__} was raised in a worker thread: {exc}") from exc
+
+        return await drained(asyncio.get_running_loop().run_in_executor(self.executor, call))
 
     def close(self) -> None:
         """Wait for the running functions and end the threads. Blocks; idempotent."""

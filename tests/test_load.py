@@ -352,3 +352,51 @@ async def test_a_cancelled_load_stops(tmp_path: Path) -> None:
         before = {name: tensor.clone() for name, tensor in target.items()}
         await ckpt.load(tmp_path / "c")
         assert_same(before, target)  # nothing went on in the background
+
+
+def test_targets_whose_elements_share_memory_are_refused(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"w": torch.ones(4, 5), "z": torch.ones(2)}, tmp_path / "c")
+    target = {"z": torch.zeros(2), "w": torch.zeros(1, 5).expand(4, 5)}
+    with pytest.raises(aiockpt.ShapeMismatchError, match="w is an expanded tensor"):
+        ckpt.load(tmp_path / "c", target)
+    assert not target["z"].any()
+
+
+def test_the_users_own_allow_list_stays(ckpt, tmp_path: Path) -> None:
+    torch.serialization.add_safe_globals([Custom])
+    try:
+        ckpt.save({"o": Custom(5)}, tmp_path / "c")
+        assert ckpt.load(tmp_path / "c", safe_globals=[Custom])["o"] == Custom(5)
+        assert Custom in torch.serialization.get_safe_globals()
+    finally:
+        torch.serialization.clear_safe_globals()
+
+
+def test_text_that_is_half_a_character(ckpt, tmp_path: Path) -> None:
+    half = os.fsdecode(b"\xff")
+    ckpt.save({half: {}, "t": half}, tmp_path / "c", metadata={"file": half, "name": "grün"})
+    assert ckpt.load(tmp_path / "c") == {half: {}, "t": half}
+
+
+def test_overlapping_chunks_are_corrupt(ckpt, tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(4), "b": torch.ones(4)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    with open(tmp_path / "c" / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    tensor = metadata.state_dict_metadata["a"]
+    tensor.size = torch.Size([8])
+    tensor.chunks.append(type(tensor.chunks[0])(torch.Size([0]), torch.Size([4])))
+    with open(tmp_path / "c" / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="chunks of a overlap"):
+        ckpt.load(tmp_path / "c")
+
+
+def test_map_location_may_raise_anything(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"a": torch.ones(4)}, tmp_path / "c")
+
+    def stop(storage, location):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.load(tmp_path / "c", map_location=stop)
+    assert_same({"a": torch.ones(4)}, ckpt.load(tmp_path / "c"))

@@ -325,3 +325,30 @@ def test_pool_smaller_than_the_state(staging_bytes: int, tmp_path: Path) -> None
         ckpt.save(state, tmp_path / "c")
         assert ckpt._engine._pool.capacity * ckpt._engine._pool.chunk_bytes <= staging_bytes
         assert_same(state, ckpt.load(tmp_path / "c"))
+
+
+def test_conjugated_and_negated_views_are_not_tied(tmp_path: Path) -> None:
+    x = torch.randn(400, 400, dtype=torch.complex64)
+    state = {"a": x[:, ::2], "b": x[:, ::2].conj(), "i": x.imag, "n": x.conj().imag}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        assert_same(state, ckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("checked_ahead", [True, False])
+def test_empty_and_tied_tensors_that_change_their_form(
+    checked_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not checked_ahead:
+        monkeypatch.setattr(planner, "CHECKED_AHEAD", 0)
+    w = torch.arange(50_000.0)
+    states = [
+        {"a": w, "b": w, "e": torch.empty(0), "c": torch.ones(1)},
+        {"a": w, "b": w[:5], "e": torch.empty(0), "c": torch.ones(1)},
+        {"a": w, "b": w.view(torch.int32), "e": torch.empty(0), "c": torch.ones(1)},
+        {"a": w, "b": w, "e": torch.ones(7), "c": torch.empty(0, 3)},
+    ]
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for number, state in enumerate(states):
+            ckpt.save(state, tmp_path / str(number))
+            assert_same(state, ckpt.load(tmp_path / str(number)))

@@ -503,3 +503,162 @@ def test_no_dependence_on_user_settings(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
         torch.set_default_dtype(torch.float32)
     assert_same(state, loaded)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adam"])
+async def test_steps_of_fused_optimizers_are_found_out(name: str, tmp_path: Path) -> None:
+    """They change tensors without counting it."""
+    layer = torch.nn.Linear(400, 400)
+    optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1, fused=True)
+    layer(torch.ones(400)).sum().backward()
+    optimizer.step()
+    storage = GatedStorage(LocalStorage(), ["write"])
+    async with small_pool() as ckpt:
+        state = {"a": torch.zeros(90_000), "m": layer.state_dict(), "o": optimizer.state_dict()}
+        save = ckpt.save(state, tmp_path / "c", storage=storage)
+        await storage.reached["write"]
+        optimizer.step()
+        storage.open("write")
+        with pytest.raises(aiockpt.TornSnapshotError, match=r"m\.weight"):
+            await save
+
+
+@pytest.mark.asyncio
+async def test_small_tensors_keep_the_form_they_had_at_the_call(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    state = {"t": torch.arange(15.0).reshape(3, 5), "r": torch.arange(6), "d": torch.ones(4)}
+    expected = clone(state)
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        first = ckpt.save({"x": torch.ones(1)}, tmp_path / "0", storage=storage)
+        save = ckpt.save(state, tmp_path / "c")
+        state["t"].t_()
+        state["r"].resize_(2)
+        state["d"].data = torch.zeros(7, dtype=torch.int32)
+        storage.open("commit")
+        await first
+        await save
+        assert_same(expected, await ckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.asyncio
+async def test_a_load_into_tensors_that_are_being_saved_is_found_out(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["write"])
+    async with small_pool() as ckpt:
+        await ckpt.save({"w": torch.ones(90_000)}, tmp_path / "old")
+        state = {"a": torch.zeros(90_000), "w": torch.zeros(90_000)}
+        save = ckpt.save(state, tmp_path / "c", storage=storage)
+        await storage.reached["write"]
+        await ckpt.load(tmp_path / "old", {"w": state["w"]})
+        storage.open("write")
+        with pytest.raises(aiockpt.TornSnapshotError, match="w changed"):
+            await save
+
+
+@pytest.mark.asyncio
+async def test_freed_memory_is_refused(tmp_path: Path) -> None:
+    small, large = torch.ones(10), torch.ones(90_000)
+    async with small_pool() as ckpt:
+        await ckpt.save({"w": large}, tmp_path / "good")
+        storage = GatedStorage(LocalStorage(), ["write"])
+        late = torch.ones(90_000)
+        save = ckpt.save({"a": torch.zeros(90_000), "late": late}, tmp_path / "c", storage=storage)
+        await storage.reached["write"]
+        late.untyped_storage().resize_(0)
+        storage.open("write")
+        with pytest.raises(aiockpt.SaveError, match="late was freed"):
+            await save
+        for name, tensor in (("small", small), ("large", large)):
+            tensor.untyped_storage().resize_(0)
+            with pytest.raises(aiockpt.SaveError, match=f"{name} was freed"):
+                ckpt.save({name: tensor}, tmp_path / "c")
+        with pytest.raises(aiockpt.ShapeMismatchError, match="w in the target was freed"):
+            await ckpt.load(tmp_path / "good", {"w": large})
+    assert [p.name for p in tmp_path.iterdir()] == ["good"]
+
+
+@pytest.mark.asyncio
+async def test_every_failure_is_told_once(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        handles = []
+        for number in range(2):
+            fault = FaultyStorage(LocalStorage(), "begin", OSError(5, f"fault {number}"))
+            handles.append(ckpt.save(large_state(), tmp_path / str(number), storage=fault))
+        for handle in handles:
+            async for _ in handle.progress():
+                pass
+        for number in range(2):
+            with pytest.raises(aiockpt.WriteError, match=f"fault {number}"):
+                ckpt.save({"x": 1}, tmp_path / "c")
+        await ckpt.save({"x": 1}, tmp_path / "c")
+
+
+@pytest.mark.asyncio
+async def test_a_failure_that_somebody_awaits_is_not_raised_elsewhere(tmp_path: Path) -> None:
+    """Though the held loop has not let them know yet."""
+    fault = FaultyStorage(LocalStorage(), "write", OSError(28, "No space left on device"))
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        save = ckpt.save(large_state(), tmp_path / "1", storage=fault)
+
+        async def watch() -> str:
+            with pytest.raises(aiockpt.WriteError):
+                await save
+            return "told"
+
+        watcher = asyncio.ensure_future(watch())
+        await asyncio.sleep(0)
+        with save.written._condition:  # hold the loop until the save has failed
+            assert save.written._condition.wait_for(save.written.done, 60)
+        await ckpt.save({"x": 1}, tmp_path / "2")
+        assert await watcher == "told"
+
+
+@pytest.mark.asyncio
+async def test_a_dead_engine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect, or a machine out of resources: nobody may wait for ever."""
+    from aiockpt.engine import Engine
+
+    async def die(self: Engine) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(Engine, "_main", die)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    ckpt = aiockpt.AsyncCheckpointer()
+    save = ckpt.save({"x": 1}, tmp_path / "c")
+    with pytest.raises(aiockpt.AiockptError, match="out of luck"):
+        await save
+    assert [event async for event in save.progress()] == []
+    with pytest.raises(aiockpt.AiockptError, match="out of luck"):
+        ckpt.save({"x": 1}, tmp_path / "d")
+    await ckpt.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_pool_that_can_not_grow_ahead_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aiockpt.staging.pool import ChunkPool
+
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=64 * CHUNK) as ckpt:
+        await ckpt.save(large_state(1), tmp_path / "1")
+
+        def fail(self: ChunkPool, count: int):
+            raise OSError(12, "Cannot allocate memory")
+
+        monkeypatch.setattr(ChunkPool, "fresh", fail)
+        await ckpt.save(large_state(2), tmp_path / "2")
+        await ckpt.save(large_state(3), tmp_path / "3")
+        assert_same(large_state(3), await ckpt.load(tmp_path / "3"))
+
+
+@pytest.mark.asyncio
+async def test_a_generous_pool_grows_only_to_what_a_state_needs(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4096 * CHUNK) as ckpt:
+        for number in range(3):
+            await ckpt.save({"x": torch.ones(3)}, tmp_path / str(number))
+        assert ckpt._engine._pool.made <= 1 + ckpt._engine.io_threads
+
+
+def test_odd_timeouts(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer(drain_timeout=float("inf")) as ckpt:
+        ckpt.save({"x": 1}, tmp_path / ("n" * 250))
+    with pytest.raises(ValueError, match="drain_timeout"):
+        aiockpt.SyncCheckpointer(drain_timeout=float("nan"))

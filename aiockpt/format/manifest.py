@@ -70,8 +70,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "files": {name: {"bytes": facts.nbytes, "crc32": f"{facts.crc:08x}"} for name, facts in manifest.files.items()},
         "containers": manifest.containers,
     }
-    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True)
-    body = text.removesuffix("\n}")
+    body = json.dumps(document, indent=2, ensure_ascii=False).removesuffix("\n}")
+    if any("\ud800" <= character <= "\udfff" for character in body):  # half a character, from a file name maybe
+        body = json.dumps(document, indent=2).removesuffix("\n}")
     return f'{body}{_SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
 
 
@@ -113,7 +114,10 @@ def check_user_metadata(metadata: object) -> dict[str, JsonValue]:
     """
     if not isinstance(metadata, dict):
         raise TypeError(f"metadata must be a dict of JSON-able values, not {type(metadata).__name__}")
-    return {key: _json_copy(value, str(key)) for key, value in metadata.items() if _is_text(key, "metadata")}
+    try:
+        return {key: _json_copy(value, str(key)) for key, value in metadata.items() if _is_text(key, "metadata")}
+    except RecursionError:
+        raise TypeError("metadata is nested too deeply, or holds itself") from None
 
 
 def _is_text(key: object, where: str) -> bool:

@@ -247,7 +247,7 @@ def _count(value: Any) -> int:
 
 def _obj_path(value: Any) -> ObjPath:
     path = tuple(value)
-    if not path or not all(type(part) in (str, int) for part in path):
+    if not path or not all(type(part) is str or (type(part) is int and part >= 0) for part in path):
         raise TypeError(f"{value!r} is no path in a state dict")
     return path
 

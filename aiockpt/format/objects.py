@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
-import sys
 import threading
 from collections import defaultdict, deque
 from datetime import date, datetime, time, timedelta, timezone
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,18 +25,6 @@ HARMLESS = (
     *(deque, defaultdict, date, datetime, time, timedelta, timezone),
 )
 """Types of the standard library whose construction runs no code of the pickle's choice."""
-
-
-@cache
-def harmless_globals() -> tuple[Any, ...]:
-    """Give what pickled objects may use without asking: plain data, numpy's arrays and scalars included."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return HARMLESS
-    multiarray = getattr(numpy, "_core", None) or numpy.core
-    arrays = (multiarray.multiarray._reconstruct, multiarray.multiarray.scalar, numpy.ndarray, numpy.dtype)
-    dtypes = {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
-    return (*HARMLESS, *arrays, *sorted(dtypes, key=str))
 
 
 def is_frozen(value: Any) -> bool:
@@ -85,7 +71,7 @@ def decode_object(
         raise CorruptCheckpointError(f"the object {name} is damaged: {damage}")
     try:
         # torch's allow-list is global to the process, so loads that extend it take turns.
-        with _allow_list, torch.serialization.safe_globals([*harmless_globals(), *safe_globals]):
+        with _allow_list, torch.serialization.safe_globals(_not_yet_allowed((*HARMLESS, *safe_globals))):
             return torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust)
     except pickle.UnpicklingError as exc:
         if trust:
@@ -93,6 +79,12 @@ def decode_object(
         raise UnsafeCheckpointError(_why_refused(name, str(exc))) from exc
     except Exception as exc:  # a damaged pickle raises nearly anything
         raise CorruptCheckpointError(f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}") from exc
+
+
+def _not_yet_allowed(wanted: Sequence[Any]) -> list[Any]:
+    """Leave out what the process allows already: torch takes away, in the end, whatever it was given."""
+    allowed = torch.serialization.get_safe_globals()
+    return [each for each in wanted if each not in allowed]
 
 
 def _why_refused(name: str, reason: str) -> str:

@@ -181,6 +181,8 @@ def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> Tensor
     payload = records.get(f"data/{view.storage.key}")
     if payload is None or payload.size < view.storage.nbytes:
         raise FramingError("the record of the tensor's bytes is missing or too short")
+    if len(view.shape) != len(view.stride):
+        raise FramingError("sizes and strides differ in number")
     at = data_offset(payload, fetch)
     last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))
     if min((*view.shape, *view.stride, view.offset), default=0) < 0 or at + payload.size > length:

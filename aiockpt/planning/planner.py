@@ -38,6 +38,8 @@ class TensorSpec(NamedTuple):
         saved_stride: the strides that it is stored with; they leave no gaps.
         is_raw: its memory is, byte for byte, what is stored.
         device: where it is.
+        is_conj: its values are lazily conjugated.
+        is_neg: its values are lazily negated.
     """
 
     shape: torch.Size
@@ -46,6 +48,8 @@ class TensorSpec(NamedTuple):
     saved_stride: tuple[int, ...]
     is_raw: bool
     device: torch.device
+    is_conj: bool = False
+    is_neg: bool = False
 
     def describes(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor still is what was planned for."""
@@ -54,7 +58,8 @@ class TensorSpec(NamedTuple):
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
             and tensor.device == self.device
-            and not (self.is_raw and (tensor.is_conj() or tensor.is_neg()))
+            and tensor.is_conj() is self.is_conj
+            and tensor.is_neg() is self.is_neg
         )
 
 
@@ -63,11 +68,12 @@ def describe(tensor: torch.Tensor) -> TensorSpec | None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     shape, dtype, stride, device = tensor.shape, tensor.dtype, tensor.stride(), tensor.device
-    if (tensor.is_contiguous() or is_dense(shape, stride)) and not (tensor.is_conj() or tensor.is_neg()):
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+    if (tensor.is_contiguous() or is_dense(shape, stride)) and not (conj or neg):
         return TensorSpec(shape, dtype, stride, stride, True, device)
     # The strides that Tensor.clone gives, which is what DCP stores a view with.
     blueprint = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return TensorSpec(shape, dtype, stride, torch.empty_like(blueprint).stride(), False, device)
+    return TensorSpec(shape, dtype, stride, torch.empty_like(blueprint).stride(), False, device, conj, neg)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -111,6 +117,12 @@ class Layout:
     def object_leaves(self) -> list[int]:
         """The leaves that are stored as objects."""
         return sorted(self.structure.objects | self.late_objects)
+
+    @cached_property
+    def never_staged(self) -> list[int]:
+        """The leaves that no piece is copied of, so that staging does not check them."""
+        empty = (slot.leaf for image in self.images for slot in image.slots if slot.framing.nbytes == 0)
+        return [*self.tied, *empty, *self.late_objects]
 
     @cached_property
     def tensor_bytes(self) -> int:
@@ -221,11 +233,13 @@ def _may_serve(layout: Layout, capture: Capture) -> bool:
     mine, theirs = layout.structure, capture.structure
     if mine.objects != theirs.objects or mine.names != theirs.names or mine.paths != theirs.paths:
         return False
-    if len(capture.tensors) <= CHECKED_AHEAD and not all(
-        tensor is None or spec is None or spec.describes(tensor)
-        for tensor, spec in zip(capture.tensors, layout.specs, strict=True)
-    ):
-        return False
+    ahead = range(len(capture.tensors)) if len(capture.tensors) <= CHECKED_AHEAD else layout.never_staged
+    for leaf in ahead:
+        tensor, spec = capture.tensors[leaf], layout.specs[leaf]
+        if tensor is None:
+            continue
+        if not spec.describes(tensor) if spec is not None else describe(tensor) is not None:
+            return False
     addresses = _addresses(capture)
     return len(set(addresses)) == layout.addresses and all(
         addresses[leaf] == addresses[first] for leaf, first in layout.tied.items()

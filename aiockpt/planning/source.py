@@ -21,6 +21,14 @@ class Structure:
     objects: frozenset[int]
 
 
+def freed_message(name: str) -> str:
+    """Say that a tensor has no memory to copy."""
+    return (
+        f"the memory of {name} was freed: its storage is smaller than the tensor. Save a state dict whose tensors "
+        "are materialised"
+    )
+
+
 @dataclass(slots=True)
 class Capture:
     """A state dict at the moment of `save()`.
@@ -58,7 +66,9 @@ class Capture:
         ]
 
     def release(self) -> None:
-        """Let go of the tensors."""
+        """Let go of the tensors and objects."""
+        self.values = {}
+        self.blobs = {}
         self.tensors = []
         self.versions = []
         self.eager.clear()

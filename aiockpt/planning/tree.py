@@ -295,6 +295,9 @@ def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath 
                 fresh[key] = part
     if isinstance(container, tuple):
         return tuple(fresh.get(i, value) for i, value in enumerate(container)) if fresh else container
+    if fresh and not isinstance(container, MutableMapping | list):
+        name = ".".join(map(str, path)) or "the state dict"
+        raise StructureError(f"{name} is a {type(container).__name__}, whose values can't be replaced")
     if isinstance(container, MutableMapping | list):
         for key, value in fresh.items():
             container[key] = value

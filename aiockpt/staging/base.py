@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from aiockpt.errors import StageError
 from aiockpt.planning.ranges import boxes
+from aiockpt.planning.source import freed_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,6 +73,17 @@ def check(leaf: int, capture: Capture, layout: Layout) -> tuple[torch.Tensor, Te
     if tensor is None or spec is None or not spec.describes(tensor):
         raise LayoutMismatchError(capture.structure.names[leaf])
     return tensor, spec
+
+
+def check_extent(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor's storage covers it, whatever its strides.
+
+    Raises:
+        StageError: it does not.
+    """
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.numel() and (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise StageError(freed_message(name))
 
 
 def restore(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

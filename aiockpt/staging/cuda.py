@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from aiockpt.errors import StageError
-from aiockpt.staging.base import LayoutMismatchError, Stager, check, copy_strided, restore
+from aiockpt.staging.base import LayoutMismatchError, Stager, check, check_extent, copy_strided, restore
 from aiockpt.threads import Workers
 
 if TYPE_CHECKING:
@@ -178,15 +178,20 @@ class AcceleratorStager(Stager):
         with self._runtime.stream():
             self._runtime.wait_for(capture.events[self.device])
             small: list[tuple[int, torch.Tensor]] = []
-            for piece in pieces:
-                source = self._bytes_of(piece, capture, layout)
-                sources.append(source)
-                if len(source) <= PACK_BYTES:
-                    small.append((piece.at, source))
-                    continue
+            try:
+                for piece in pieces:
+                    source = self._bytes_of(piece, capture, layout)
+                    sources.append(source)
+                    if len(source) <= PACK_BYTES:
+                        small.append((piece.at, source))
+                        continue
+                    self._copy_packed(small, chunk)
+                    chunk.tensor[piece.at : piece.at + len(source)].copy_(source, non_blocking=True)
                 self._copy_packed(small, chunk)
-                chunk.tensor[piece.at : piece.at + len(source)].copy_(source, non_blocking=True)
-            self._copy_packed(small, chunk)
+            except BaseException:
+                # The chunk goes back to the pool: nothing may be still on its way into it.
+                self._runtime.record().synchronize()
+                raise
             return self._runtime.record(), sources
 
     def _bytes_of(self, piece: Piece, capture: Capture, layout: Layout) -> torch.Tensor:
@@ -204,6 +209,7 @@ class AcceleratorStager(Stager):
             dense = torch.empty(stop - start, dtype=torch.uint8, device=tensor.device)
             copy_strided(piece, restore(raw, tensor), spec, dense)
             return dense
+        check_extent(capture.structure.names[leaf], tensor)
         if spec.is_raw:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
             return flat[start:stop]

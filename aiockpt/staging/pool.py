@@ -138,10 +138,16 @@ class ChunkPool:
 
         They are leased, so that nobody gets one while it is being touched.
         """
-        leases = []
-        while self._made < min(count, self.capacity) and self.available:
-            self._permits.acquire_nowait()
-            leases.append(self._lease(self._make()))
+        leases: list[Lease] = []
+        try:
+            while self._made < min(count, self.capacity) and self.available:
+                chunk = self._make()
+                self._permits.acquire_nowait()
+                leases.append(self._lease(chunk))
+        except BaseException:
+            for lease in leases:
+                lease.release()
+            raise
         return leases
 
     def drop(self) -> None:

@@ -69,7 +69,14 @@ class LocalStorage(Storage):
 
     def check(self, path: str, *, overwrite: bool) -> None:
         """Look whether the path is free, or holds what may be overwritten."""
-        path = self.locate(path)
+        try:
+            self._check(self.locate(path), overwrite=overwrite)
+        except OSError as exc:
+            if isinstance(exc, AiockptError):
+                raise
+            raise WriteError(f"can't look at {path}: {exc}") from exc
+
+    def _check(self, path: str, *, overwrite: bool) -> None:
         if not os.path.lexists(path):
             return
         if not overwrite:
@@ -88,10 +95,10 @@ class LocalStorage(Storage):
     async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
         """Make the hidden directory that the files go to."""
         path = self.locate(path)
-        self.check(path, overwrite=overwrite)
-        hidden = os.path.join(
-            os.path.dirname(path), f".{os.path.basename(path)}.aiockpt-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        )
+        await workers.run(self.check, path, overwrite=overwrite)
+        # Shortened, for a name may have 255 bytes at most.
+        name = os.fsdecode(os.fsencode(os.path.basename(path))[:180])
+        hidden = os.path.join(os.path.dirname(path), f".{name}.aiockpt-{os.getpid()}-{uuid.uuid4().hex[:12]}")
         try:
             await workers.run(_make_directories, hidden, self._fsync)
         except OSError as exc:
@@ -123,7 +130,11 @@ class _LocalTransaction(Transaction):
         return sink
 
     async def commit(self) -> None:
-        await self._workers.run(_publish, self._hidden, self._path, self._overwrite, self._storage._fsync)
+        try:
+            await self._workers.run(_publish, self._hidden, self._path, self._overwrite, self._storage._fsync)
+        except _NotTakenBackError as exc:
+            self._over = True  # what is in the hidden directory may be the only good checkpoint
+            raise CommitError(str(exc)) from exc.__cause__
         self._over = True
 
     async def abort(self) -> None:
@@ -233,6 +244,10 @@ class _LocalSink(FileSink):
                 logger.debug("closing the abandoned file %s: %s", self._path, exc)
 
 
+class _NotTakenBackError(Exception):
+    """A checkpoint was published, is not known to be durable, and could not be taken back."""
+
+
 def _make_directories(path: str, fsync: bool) -> None:
     """Make a directory with its parents, each durable in its own parent."""
     missing = []
@@ -274,8 +289,14 @@ def _publish(hidden: str, path: str, overwrite: bool, fsync: bool) -> None:
         try:
             if fsync:
                 _sync_directory(os.path.dirname(path))
-        except OSError:
-            rename_exchange(hidden, path) if replaced else os.rename(path, hidden)
+        except OSError as exc:
+            try:
+                rename_exchange(hidden, path) if replaced else os.rename(path, hidden)
+            except OSError as worse:
+                raise _NotTakenBackError(
+                    f"{path} was published but can't be made durable ({exc}), nor be taken back ({worse}); "
+                    f"{hidden} was left as it is"
+                ) from exc
             raise
     except AiockptError:
         raise
