@@ -21,7 +21,7 @@ from aiockpt.staging.pool import Mapping, copy_small
 
 if TYPE_CHECKING:
     import collections.abc
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from aiockpt.planning.tree import NameMemo
 
@@ -34,6 +34,13 @@ EAGER_BYTES = 16 << 20
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
+def count_change(tensors: Iterable[torch.Tensor]) -> None:
+    """Advance the version counters of tensors that are changed by other means than torch's operators."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
 def _count_fused_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Advance the version counters that a fused step leaves as they are, though it changes the tensors."""
     for group in optimizer.param_groups:
@@ -41,7 +48,7 @@ def _count_fused_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             states = (optimizer.state.get(parameter, {}) for parameter in group["params"])
             tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
             tensors += group["params"]
-            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+            count_change(tensors)
 
 
 @cache

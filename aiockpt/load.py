@@ -11,6 +11,7 @@ import anyio
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.capture import count_change
 from aiockpt.errors import CorruptCheckpointError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
 from aiockpt.format.metadata import METADATA_NAME, Index, ItemPlace, ObjectEntry, TensorEntry, decode_metadata
@@ -182,12 +183,11 @@ class _Load:
                 items += parts
                 fresh.append((path, functools.partial(_value_of, target, parts)))
         # Written behind autograd's back: let it notice, and a save that is copying them, however this ends.
-        counted = [tensor for tensor in placed if not tensor.is_inference()]
-        torch.autograd.graph.increment_version(counted)
+        count_change(placed)
         try:
             await self._reader.read(items)
         finally:
-            torch.autograd.graph.increment_version(counted)
+            count_change(placed)
         if fresh:
             try:
                 replace_leaves(state_dict, {path: self._relocated(make()) for path, make in fresh})
