@@ -579,11 +579,15 @@ async def test_freed_memory_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_every_failure_is_told_once(tmp_path: Path) -> None:
-    async with aiockpt.AsyncCheckpointer() as ckpt:
+    gate = GatedStorage(LocalStorage(), ["write"])
+    async with small_pool() as ckpt:
+        first = ckpt.save(large_state(), tmp_path / "first", storage=gate)  # holds up those behind it
         handles = []
         for number in range(2):
             fault = FaultyStorage(LocalStorage(), "begin", OSError(5, f"fault {number}"))
             handles.append(ckpt.save(large_state(), tmp_path / str(number), storage=fault))
+        gate.open("write")
+        await first
         for handle in handles:
             async for _ in handle.progress():
                 pass
