@@ -14,14 +14,15 @@ import torch
 from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.metadata import METADATA_NAME, ItemPlace, TensorEntry
+from aiockpt.format.metadata import METADATA_NAME
 from aiockpt.format.objects import decode_object
-from aiockpt.format.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, TensorItem, parse_tensor_item
+from aiockpt.format.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.ziparchive import FramingError
 from aiockpt.planning.planner import is_dense
 from aiockpt.staging.pool import Mapping as MappedMemory
 
 if TYPE_CHECKING:
+    from aiockpt.format.index import ItemPlace, TensorEntry, TensorItem
     from aiockpt.storage.base import Source
     from aiockpt.threads import Workers
 

@@ -20,7 +20,7 @@ ROWS = [
     {"checkpointer"},
     {"engine"},
     {"save", "load"},
-    {"job", "item_reader", "options"},
+    {"job", "item_reader", "index_reader", "options"},
     {"capture", "staging", "storage"},
     {"planning"},
     {"format"},

@@ -9,75 +9,20 @@ Source of the layout: ``torch/distributed/checkpoint/metadata.py`` and ``filesys
 from __future__ import annotations
 
 import io
-import math
 import pathlib
 import pickle
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from aiockpt.format.index import ChunkEntry, Entry, Index, ItemPlace, ObjectEntry, ObjPath, TensorEntry
 
 METADATA_NAME = ".metadata"
 DCP_VERSION = "1.0.0"
 
-ObjPath = tuple[str | int, ...]
-
 DCP_MODULE = "torch.distributed.checkpoint.metadata"
-
-
-@dataclass(frozen=True, slots=True)
-class ItemPlace:
-    """Where an item's bytes are: ``length`` bytes at ``offset`` of ``file``, a path relative to the checkpoint."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkEntry:
-    """One stored piece of a tensor: its place in the whole tensor, and its item."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    place: ItemPlace
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor of the checkpoint."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[ChunkEntry, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
-    """A pickled object of the checkpoint."""
-
-    place: ItemPlace
-
-
-Entry = TensorEntry | ObjectEntry
-
-
-@dataclass(frozen=True, slots=True)
-class Index:
-    """What a checkpoint holds: its entries by fully qualified name, and where each belongs in the state dict."""
-
-    entries: Mapping[str, Entry]
-    paths: Mapping[str, ObjPath]
 
 
 class _Record:

@@ -14,7 +14,8 @@ import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.format.metadata import DCP_MODULE, DCP_VERSION, Entry, ItemPlace, ObjPath, TensorEntry
+from aiockpt.format.index import Entry, ItemPlace, ObjPath, TensorEntry
+from aiockpt.format.metadata import DCP_MODULE, DCP_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.format.index import TensorItem
 from aiockpt.format.torchzip import CRC
 from aiockpt.format.ziparchive import FramingError, data_offset, read_directory
 
@@ -22,33 +23,6 @@ HEAD_BYTES = 2048
 """How much of an item's beginning holds the framing before the payload, with room to spare."""
 TAIL_BYTES = 2048
 """How much of an item's end holds the framing after the payload, with room to spare."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorItem:
-    """Where a tensor's bytes stand in its item, and how to see them as the tensor.
-
-    Attributes:
-        dtype: the dtype of the tensor.
-        shape: its sizes.
-        stride: its strides, in elements.
-        storage_offset: where the tensor starts in the payload, in elements.
-        payload_offset: where the payload starts in the item, in bytes.
-        nbytes: the length of the payload, in bytes.
-        crc: the payload's CRC-32, or None where the writer left CRCs out.
-        conj: the values are stored conjugated.
-        neg: the values are stored negated.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage_offset: int
-    payload_offset: int
-    nbytes: int
-    crc: int | None
-    conj: bool = False
-    neg: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from aiockpt.errors import SaveError
-from aiockpt.format.metadata import ChunkEntry, Entry, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.index import ChunkEntry, Entry, ItemPlace, ObjectEntry, TensorEntry
 from aiockpt.format.metadata_writer import MetadataHead, encode_metadata, finish_metadata
 from aiockpt.format.objects import encode_object
 from aiockpt.format.torchzip import Framing, tensor_framing

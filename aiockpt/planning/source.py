@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from aiockpt.format.index import ObjPath
     from aiockpt.format.manifest import JsonValue
-    from aiockpt.format.metadata import ObjPath
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
+    from aiockpt.format.index import ObjPath
     from aiockpt.format.manifest import JsonValue
-    from aiockpt.format.metadata import ObjPath
 
 NameMemo = dict["ObjPath", tuple[list[str], list[str], "list[ObjPath]"]]
 """For the path of a dict its keys, and the names and paths that they give."""

@@ -17,13 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
-from aiockpt.format.metadata import (
-    ChunkEntry,
-    ItemPlace,
-    ObjectEntry,
-    TensorEntry,
-    decode_metadata,
-)
+from aiockpt.format.index import ChunkEntry, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.metadata_writer import encode_metadata, finish_metadata, int_opcodes, text_opcodes
 
 

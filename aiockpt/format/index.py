@@ -1,0 +1,119 @@
+"""What a checkpoint holds, whatever format it is in: its tensors and objects, and where their bytes are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+ObjPath = tuple[str | int, ...]
+
+Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPlace:
+    """Where an item's bytes are: ``length`` bytes at ``offset`` of ``file``, a path relative to the checkpoint."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """Where a tensor's bytes stand in its item, and how to see them as the tensor.
+
+    Attributes:
+        dtype: the dtype of the tensor.
+        shape: its sizes.
+        stride: its strides, in elements.
+        storage_offset: where the tensor starts in the payload, in elements.
+        payload_offset: where the payload starts in the item, in bytes.
+        nbytes: the length of the payload, in bytes.
+        crc: the payload's CRC-32, or None where the writer left CRCs out.
+        conj: the values are stored conjugated.
+        neg: the values are stored negated.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    payload_offset: int
+    nbytes: int
+    crc: int | None
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEntry:
+    """One stored piece of a tensor.
+
+    Attributes:
+        offsets: where it begins in the whole tensor.
+        sizes: its sizes.
+        place: its item.
+        item: what stands in the item, where the index of the checkpoint says so; None: the item itself tells.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: ItemPlace
+    item: TensorItem | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor of the checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[ChunkEntry, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """A pickled object of the checkpoint, in an item of its own."""
+
+    place: ItemPlace
+
+
+@dataclass(frozen=True, slots=True)
+class InlineEntry:
+    """An object that is part of the index itself."""
+
+    value: Any
+
+
+Entry = TensorEntry | ObjectEntry | InlineEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a checkpoint holds.
+
+    Attributes:
+        entries: by fully qualified name, in the order of the state dict.
+        paths: for each name, where it belongs in the state dict.
+        containers: records of the containers that paths can't express; see `aiockpt.planning.tree`.
+        metadata: the user's own facts.
+        format: the format that the checkpoint is in.
+    """
+
+    entries: Mapping[str, Entry]
+    paths: Mapping[str, ObjPath]
+    containers: Sequence[Mapping[str, Any]] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    format: Format = "dcp"
