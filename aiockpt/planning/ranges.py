@@ -1,9 +1,14 @@
-"""Arithmetic of element ranges: which boxes of a tensor a run of its elements covers."""
+"""Arithmetic of element ranges: boxes, runs, and where chunks and wanted parts of a tensor meet."""
 
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +46,166 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         found.append(Box((slice(first, last),), (last - first) * row))
     found += [Box((last, *box.index), box.count) for box in boxes(shape[1:], 0, tail)]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Evenly spaced positions along one dimension: ``start``, ``start + step``, ...; ``count`` of them."""
+
+    start: int
+    count: int
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Where a stored chunk and a wanted part of a tensor meet.
+
+    Attributes:
+        chunk: for each dimension, what to take of the chunk.
+        target: for each dimension, which positions of the wanted part that fills.
+    """
+
+    chunk: tuple[Selection, ...]
+    target: tuple[slice, ...]
+
+
+def overlap(offsets: Sequence[int], sizes: Sequence[int], wanted: Sequence[Selection]) -> Overlap | None:
+    """Find what a chunk has of a wanted part of its tensor.
+
+    Args:
+        offsets: where the chunk begins in the tensor.
+        sizes: the sizes of the chunk.
+        wanted: for each dimension, the wanted positions in the tensor.
+
+    Returns:
+        None when they have nothing in common.
+    """
+    chunk: list[Selection] = []
+    target: list[slice] = []
+    for offset, size, want in zip(offsets, sizes, wanted, strict=True):
+        skipped = max(0, -(-(offset - want.start) // want.step))
+        first = want.start + skipped * want.step
+        count = min(want.count - skipped, -(-(offset + size - first) // want.step))
+        if count <= 0:
+            return None
+        chunk.append(Selection(first - offset, count, want.step))
+        target.append(slice(skipped, skipped + count))
+    return Overlap(tuple(chunk), tuple(target))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A strided view as a stream: its elements in the order in which they are stored, without those between.
+
+    Dimensions along which all positions are one element (stride 0) are not part of the stream.
+
+    Attributes:
+        order: the dimensions of the view that the stream runs over, the outermost first.
+        shape: the sizes of those dimensions.
+        outer: sizes and strides of the dimensions that are not within a run.
+        run: how many elements lie side by side.
+        offset: where the first element is.
+        count: how many elements there are.
+    """
+
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    outer: tuple[tuple[int, int], ...]
+    run: int
+    offset: int
+    count: int
+
+    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Give where the elements ``start`` to ``stop`` of the stream are stored: first element and count of each run.
+
+        Runs that touch are one.
+        """
+        found: list[tuple[int, int]] = []
+        sizes = [size for size, _ in self.outer]
+        number, skip = divmod(start, self.run)
+        position = list(_digits(number, sizes))
+        at = self.offset + sum(p * stride for p, (_, stride) in zip(position, self.outer, strict=True))
+        while start < stop:
+            count = min(self.run - skip, stop - start)
+            if found and found[-1][0] + found[-1][1] == at + skip:
+                found[-1] = (found[-1][0], found[-1][1] + count)
+            else:
+                found.append((at + skip, count))
+            start += count
+            skip = 0
+            for dim in range(len(position) - 1, -1, -1):
+                size, stride = self.outer[dim]
+                position[dim] += 1
+                at += stride
+                if position[dim] < size:
+                    break
+                at -= size * stride
+                position[dim] = 0
+        return found
+
+
+def _digits(number: int, sizes: Sequence[int]) -> Iterator[int]:
+    """Write a number in the mixed base of ``sizes``."""
+    weight = math.prod(sizes)
+    for size in sizes:
+        weight //= size
+        digit, number = divmod(number, weight)
+        yield digit
+
+
+def pack(shape: Sequence[int], stride: Sequence[int], offset: int) -> Packed:
+    """See a strided view, none of whose sizes is zero, as a stream in stored order."""
+    dims = [dim for dim, size in enumerate(shape) if size > 1 and stride[dim] != 0]
+    dims.sort(key=lambda dim: (-stride[dim], dim))
+    run = 1
+    inner = len(dims)
+    while inner and stride[dims[inner - 1]] == run:
+        inner -= 1
+        run *= shape[dims[inner]]
+    sizes = tuple(shape[dim] for dim in dims)
+    outer = tuple((shape[dim], stride[dim]) for dim in dims[:inner])
+    return Packed(tuple(dims), sizes, outer, run, offset, math.prod(sizes))
+
+
+def select(shape: Sequence[int], index: object) -> tuple[tuple[Selection, ...], tuple[int, ...]]:
+    """Translate an index as tensors take it: slices with positive steps, integers, an Ellipsis, or a tuple of these.
+
+    Returns:
+        What is selected along each dimension, and the shape of the result, from which integers have
+        taken their dimensions.
+
+    Raises:
+        IndexError: it is outside of the shape, or has too many parts.
+        TypeError: it is of another kind.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    dots = [number for number, part in enumerate(parts) if part is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index can have only one ellipsis ('...')")
+    at = dots[0] if dots else len(parts)
+    given = len(parts) - len(dots)
+    if given > len(shape):
+        raise IndexError(f"{given} indices are too many for the {len(shape)} dimensions of {tuple(shape)}")
+    parts[at : at + len(dots)] = [slice(None)] * (len(shape) - given)
+    selections: list[Selection] = []
+    result: list[int] = []
+    for dim, (size, part) in enumerate(zip(shape, parts, strict=True)):
+        if isinstance(part, slice):
+            if part.step is not None and operator.index(part.step) < 1:
+                raise IndexError(f"the step of a slice must be positive, not {part.step}")
+            chosen = range(size)[part]
+            selections.append(Selection(chosen.start, len(chosen), chosen.step))
+            result.append(len(chosen))
+            continue
+        selections.append(Selection(_position(part, dim, size), 1))
+    return tuple(selections), tuple(result)
+
+
+def _position(part: object, dim: int, size: int) -> int:
+    if isinstance(part, bool) or not hasattr(part, "__index__"):
+        raise TypeError(f"{type(part).__name__} can't index a stored tensor: use slices, integers, '...' and tuples")
+    number = operator.index(part)
+    if not -size <= number < size:
+        raise IndexError(f"index {number} is outside of dimension {dim}, which has the size {size}")
+    return number % size

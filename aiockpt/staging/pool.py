@@ -15,6 +15,11 @@ copy_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 """Copy memory (target, source, bytes) and keep the interpreter: for pieces so small that letting go costs more."""
 
 
+def private_mapping(nbytes: int) -> mmap.mmap:
+    """Map anonymous memory, private to the process: shared memory, Python's default, seldom gets huge pages."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class Mapping:
     """Anonymous memory that starts at a huge page's border, not touched yet.
 
@@ -27,10 +32,11 @@ class Mapping:
     __slots__ = ("address", "tensor", "view")
 
     def __init__(self, nbytes: int) -> None:
-        whole = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: small ones do
-                whole.madvise(mmap.MADV_HUGEPAGE)
+        whole = private_mapping(nbytes + HUGE_PAGE_BYTES)
+        # Huge pages, where the kernel has them; and no copies in children, which would be made while we write.
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+            with contextlib.suppress(OSError, AttributeError):
+                whole.madvise(getattr(mmap, advice))
         begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
         skip = -begin % HUGE_PAGE_BYTES
         self.address = begin + skip

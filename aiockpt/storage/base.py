@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+from aiockpt.errors import LoadError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import mmap
+    from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.threads import Workers
 
@@ -75,14 +78,43 @@ class Source(ABC):
         """The size in bytes of each file, by name relative to the checkpoint."""
 
     @abstractmethod
-    def read(self, name: str, offset: int, view: memoryview) -> None:
+    def read(
+        self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
+    ) -> None:
         """Fill ``view`` with the file's bytes from ``offset`` on. Blocks; may run in several threads at once.
+
+        Args:
+            name: the file.
+            offset: where to begin, in bytes.
+            view: where the bytes go.
+            seen: is given each part of ``view``, in order, when its bytes have just come.
 
         Raises:
             CorruptCheckpointError: the file ends before, or is missing.
             UnsafeCheckpointError: the name leads out of the checkpoint.
             LoadError: reading failed; the cause is chained.
         """
+
+    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
+        """Fill ``view`` with many runs of bytes, one behind the other; blocks, and raises as `read` does.
+
+        Args:
+            name: the file.
+            runs: offset and length of each, in bytes.
+            view: as long as all of them.
+        """
+        at = 0
+        for offset, length in runs:
+            self.read(name, offset, view[at : at + length])
+            at += length
+
+    def map(self, name: str) -> mmap.mmap:
+        """Map a file into memory, copy-on-write. Blocks for a moment.
+
+        Raises:
+            LoadError: it can't be mapped.
+        """
+        raise LoadError(f"{name} is not on a file system, so it can't be mapped; load it without mmap=True")
 
     @abstractmethod
     def close(self) -> None:

@@ -12,7 +12,6 @@ import fcntl
 import logging
 import os
 import shutil
-import threading
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +20,16 @@ import aiofiles
 from aiockpt.errors import (
     AiockptError,
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CommitError,
-    CorruptCheckpointError,
-    LoadError,
-    UnsafeCheckpointError,
     WriteError,
 )
 from aiockpt.format.metadata import METADATA_NAME
 from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+from aiockpt.storage.local_source import open_source
 from aiockpt.storage.syscalls import UnsupportedError, allocate, rename_exchange, rename_noreplace
 from aiockpt.threads import drained
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aiockpt.threads import Workers
 
 _BLOCK_BYTES = 4096
@@ -107,7 +101,7 @@ class LocalStorage(Storage):
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         """Look at a checkpoint's directory."""
-        return await workers.run(_open_source, self.locate(path))
+        return await workers.run(open_source, self.locate(path), direct_io=self._direct_io)
 
 
 class _LocalTransaction(Transaction):
@@ -319,94 +313,3 @@ def _remove_tree(path: str) -> None:
     except FileNotFoundError:
         if os.path.lexists(path):
             raise
-
-
-# --- reading -----------------------------------------------------------------------------------------
-
-
-def _open_source(path: str) -> Source:
-    try:
-        files = _sizes(path)
-    except (FileNotFoundError, NotADirectoryError) as exc:
-        raise CheckpointNotFoundError(
-            f"there is no checkpoint at {path}: {'it is no directory' if os.path.lexists(path) else 'no such path'}"
-        ) from exc
-    except OSError as exc:
-        raise LoadError(f"can't look into {path}: {exc}") from exc
-    if METADATA_NAME not in files:
-        if any(name.endswith(".distcp") for name in files):
-            raise CorruptCheckpointError(
-                f"{path} holds files of a checkpoint but no {METADATA_NAME}: its save was never finished. "
-                "Use an older checkpoint."
-            )
-        raise CheckpointNotFoundError(f"there is no checkpoint at {path}: the directory has no {METADATA_NAME}")
-    return _LocalSource(path, files)
-
-
-def _sizes(root: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    pending = [root]
-    while pending:
-        directory = pending.pop()
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(entry.path)
-                elif entry.is_file():
-                    sizes[os.path.relpath(entry.path, root)] = entry.stat().st_size
-    return sizes
-
-
-class _LocalSource(Source):
-    def __init__(self, path: str, files: dict[str, int]) -> None:
-        self._path = path
-        self._files = files
-        self._fds: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        return self._files
-
-    def read(self, name: str, offset: int, view: memoryview) -> None:
-        fd = self._open(name)
-        rest = view
-        try:
-            while rest:
-                count = os.preadv(fd, [rest], offset)
-                if count == 0:
-                    raise CorruptCheckpointError(
-                        f"{os.path.join(self._path, name)} ends at byte {offset}, {len(rest)} bytes too early: "
-                        "it was truncated. Use an older checkpoint."
-                    )
-                offset += count
-                rest = rest[count:]
-        except OSError as exc:
-            raise LoadError(f"can't read {os.path.join(self._path, name)} at offset {offset}: {exc}") from exc
-
-    def _open(self, name: str) -> int:
-        with self._lock:
-            fd = self._fds.get(name)
-            if fd is None:
-                fd = self._fds[name] = self._open_file(name)
-            return fd
-
-    def _open_file(self, name: str) -> int:
-        path = os.path.join(self._path, name)
-        inside = os.path.realpath(path).startswith(os.path.join(os.path.realpath(self._path), ""))
-        if os.path.isabs(name) or ".." in name.split(os.sep) or not inside:
-            raise UnsafeCheckpointError(
-                f"{self._path} refers to {name!r}, which is outside of its directory; it was not read"
-            )
-        try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as exc:
-            raise CorruptCheckpointError(f"{path} is missing; use an older checkpoint") from exc
-        except OSError as exc:
-            raise LoadError(f"can't open {path}: {exc}") from exc
-
-    def close(self) -> None:
-        with self._lock:
-            for fd in self._fds.values():
-                os.close(fd)
-            self._fds.clear()

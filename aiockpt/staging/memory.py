@@ -1,0 +1,113 @@
+"""Host memory for tensors that are loaded: page-aligned, in huge pages, and used again once it was let go of.
+
+Filling fresh memory costs more than reading the bytes from the page cache, for the system clears every page
+first. So the memory of tensors that have died is kept, marked with MADV_FREE: the next load of tensors of these
+sizes finds it without faults, and the system takes it back whenever it runs short; see madvise(2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+import weakref
+from collections import defaultdict, deque
+
+import torch
+
+from aiockpt.staging.pool import HUGE_PAGE_BYTES, private_mapping
+
+_PAGE_BYTES = 4096
+_FREE = getattr(mmap, "MADV_FREE", None)
+
+
+class _Block:
+    """A mapping whose bytes from ``skip`` on start at a huge page's border."""
+
+    __slots__ = ("nbytes", "skip", "whole")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
+        self.whole = private_mapping(nbytes + slack)
+        self.skip = -ctypes.addressof(ctypes.c_char.from_buffer(self.whole)) % HUGE_PAGE_BYTES if slack else 0
+        huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        # Whole huge pages only: one for the rest would take more memory than the tensor.
+        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError, ValueError):
+                self.whole.madvise(mmap.MADV_HUGEPAGE, self.skip, huge)
+
+
+class TensorMemory:
+    """Gives memory to new tensors, and keeps what comes back when they die. May be used from any thread.
+
+    Args:
+        limit_bytes: the most to keep.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._free: dict[int, list[_Block]] = defaultdict(list)
+        self._free_bytes = 0
+        # Tensors die anywhere, within `take` too: so this end takes no lock.
+        self._returned: deque[_Block] = deque()
+        self._closed = False
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much memory waits for its next use."""
+        with self._lock:
+            self._sort_in()
+            return self._free_bytes
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Give memory of undefined contents.
+
+        Args:
+            nbytes: how much, at least 1.
+
+        Returns:
+            A tensor of dtype uint8 and shape ``(nbytes,)`` that starts at a page's border.
+        """
+        size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        with self._lock:
+            self._sort_in()
+            block = self._free[size].pop() if self._free.get(size) else None
+            if block is not None:
+                self._free_bytes -= size
+        if block is None:
+            block = _Block(size)
+        owner = (ctypes.c_char * nbytes).from_buffer(block.whole, block.skip)
+        tensor = torch.frombuffer(owner, dtype=torch.uint8)
+        weakref.finalize(owner, _give_back, weakref.ref(self), block).atexit = False
+        return tensor
+
+    def close(self) -> None:
+        """Let go of everything that is kept, and keep nothing from now on. Idempotent."""
+        self._closed = True
+        with self._lock:
+            self._free.clear()
+            self._free_bytes = 0
+            self._returned.clear()
+
+    def _sort_in(self) -> None:
+        """Take over what came back; with the lock held."""
+        while self._returned:
+            block = self._returned.popleft()
+            if self._free_bytes + block.nbytes <= self.limit_bytes:
+                self._free[block.nbytes].append(block)
+                self._free_bytes += block.nbytes
+
+
+def _give_back(owner: weakref.ref[TensorMemory], block: _Block) -> None:
+    """Keep the memory of a tensor that has died; its contents don't matter any more."""
+    memory = owner()
+    if memory is None or memory._closed or _FREE is None:
+        return
+    try:
+        block.whole.madvise(_FREE, block.skip, block.nbytes)
+    except OSError:
+        return  # this kernel can't: the memory goes back to the system
+    memory._returned.append(block)
