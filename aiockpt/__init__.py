@@ -1,7 +1,8 @@
 """An asyncio-native checkpoint engine for PyTorch, in DCP's own file format."""
 
 from aiockpt._version import __version__
-from aiockpt.checkpointer import AsyncCheckpointer, SyncCheckpointer
+from aiockpt.checkpointer import AsyncCheckpointer, SyncCheckpointer, open
+from aiockpt.entry_info import ChunkInfo, ObjectInfo, TensorInfo
 from aiockpt.errors import (
     AiockptError,
     CheckpointerClosedError,
@@ -21,19 +22,25 @@ from aiockpt.errors import (
     WriteError,
 )
 from aiockpt.handle import Completion, ProgressEvent, SaveHandle, SaveResult
+from aiockpt.reader import CheckpointReader, SyncCheckpointReader
+from aiockpt.verify_report import Problem, VerifyReport
 
 __all__ = [
     "AiockptError",
     "AsyncCheckpointer",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointReader",
     "CheckpointerClosedError",
+    "ChunkInfo",
     "CommitError",
     "Completion",
     "CoordinationError",
     "CorruptCheckpointError",
     "LoadError",
     "MissingKeysError",
+    "ObjectInfo",
+    "Problem",
     "ProgressEvent",
     "SaveCancelledError",
     "SaveError",
@@ -41,9 +48,13 @@ __all__ = [
     "SaveResult",
     "ShapeMismatchError",
     "StageError",
+    "SyncCheckpointReader",
     "SyncCheckpointer",
+    "TensorInfo",
     "TornSnapshotError",
     "UnsafeCheckpointError",
+    "VerifyReport",
     "WriteError",
     "__version__",
+    "open",
 ]

@@ -189,3 +189,15 @@ def _record_event(device: torch.device) -> torch.Event:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream(device))
     return event
+
+
+def ready_events(state_dict: collections.abc.Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
+    """Record, for each accelerator that holds tensors of a state dict, where the caller's stream is now."""
+    if not torch.accelerator.is_available():
+        return {}
+    try:
+        leaves = flatten(state_dict).leaves
+    except StructureError:
+        return {}  # which is told when it is loaded into
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {device: _record_event(device) for device in devices if device.type not in ("cpu", "meta")}

@@ -9,25 +9,31 @@ from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from aiockpt.capture import capture_state, watch_optimizers
+from aiockpt.capture import capture_state, ready_events, watch_optimizers
 from aiockpt.engine import Engine
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError
 from aiockpt.format.manifest import check_user_metadata
-from aiockpt.item_reader import LoadOptions
 from aiockpt.job import SaveJob
 from aiockpt.load import load_checkpoint
 from aiockpt.options import EngineOptions
 from aiockpt.planning.planner import stored_bytes
+from aiockpt.planning.selection import check_patterns
+from aiockpt.reader import CheckpointReader, SyncCheckpointReader
+from aiockpt.reads import LoadOptions, check_options
 from aiockpt.storage.local import LocalStorage
+from aiockpt.verify import verify_checkpoint
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from aiockpt.engine import Call
+    import torch
+
+    from aiockpt.call import Call
     from aiockpt.handle import Completion, SaveHandle, SaveResult
-    from aiockpt.item_reader import MapLocation
     from aiockpt.planning.tree import NameMemo
+    from aiockpt.reads import MapLocation
     from aiockpt.storage.base import Storage
+    from aiockpt.verify_report import VerifyReport
 
 StateDict = Mapping[Any, Any]
 Path = str | os.PathLike[str]
@@ -106,11 +112,20 @@ class _Checkpointer:
     def _load(
         self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None
     ) -> Call[Any]:
-        storage = storage if storage is not None else self._storage
-        where = storage.locate(os.fspath(path))
+        check_options(options, into=state_dict is not None)
+        storage, where = self._located(path, storage)
+        ready = {} if state_dict is None else ready_events(state_dict)
         return self._engine.call(
-            lambda workers: load_checkpoint(storage, where, state_dict, options, workers), f"load {where}"
+            lambda tools: load_checkpoint(storage, where, state_dict, options, tools, ready), f"load {where}"
         )
+
+    def _verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
+        storage, where = self._located(path, storage)
+        return self._engine.call(lambda tools: verify_checkpoint(storage, where, tools.workers), f"verify {where}")
+
+    def _located(self, path: Path, storage: Storage | None) -> tuple[Storage, str]:
+        storage = storage if storage is not None else self._storage
+        return storage, storage.locate(os.fspath(path))
 
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
         nbytes, devices = stored_bytes(state_dict)
@@ -188,26 +203,36 @@ class AsyncCheckpointer(_Checkpointer):
         state_dict: StateDict | None = None,
         *,
         map_location: MapLocation | None = None,
+        keys: str | Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
         strict: bool = True,
         verify: bool = True,
+        mmap: bool = False,
         safe_globals: Sequence[Any] = (),
         trust: bool = False,
         storage: Storage | None = None,
     ) -> Any:
-        """Load a checkpoint, ours or one of ``torch.distributed.checkpoint``.
+        """Load a checkpoint: ours, one of ``torch.distributed.checkpoint``, of ``torch.save``, or of safetensors.
 
         When the waiting task is cancelled, the load stops, and the target is no longer touched once the
         cancellation comes through.
 
         Args:
-            path: the checkpoint's directory.
+            path: the checkpoint's directory, or a file of ``torch.save`` or safetensors.
             state_dict: what to load into. Its tensors are filled in place, whatever their device and strides;
                 its objects are replaced. Keys that only the checkpoint has are left out. None: give everything,
                 as a new state dict with the containers and key types that were saved. Tensors that were tied
                 share memory again; parameters come back as plain tensors.
             map_location: where new tensors go, as in ``torch.load``; None: host memory.
-            strict: refuse to load when the checkpoint lacks a key of ``state_dict``.
-            verify: check the CRC of everything that is read.
+            keys: load these alone: names, names of containers (all that is in them), and glob patterns such as
+                ``"model.*.weight"``, whose ``*`` matches dots as well.
+            dtype: cast floating-point tensors to this dtype, as ``nn.Module.to`` does.
+            strict: refuse to load when the checkpoint lacks a key of ``state_dict`` or of ``keys``.
+            verify: check the CRC of everything that is read, where it carries one.
+            mmap: give tensors that are backed by the files: nothing is read before it is used, so no CRC is
+                checked. Writing to one changes a private copy of the page, never the file. The files must stay
+                as they are as long as the tensors live (replacing or deleting the checkpoint is safe, writing
+                to its files is not). Not into a ``state_dict``, nor with ``dtype`` or ``map_location``.
             safe_globals: classes and functions that pickled objects may use, besides those torch allows.
             trust: unpickle objects without restriction, which runs whatever code they ask for.
             storage: where it is kept; None for the file system.
@@ -218,22 +243,70 @@ class AsyncCheckpointer(_Checkpointer):
         Raises:
             CheckpointNotFoundError: nothing is there.
             CorruptCheckpointError: it is unfinished, truncated or changed; the message names key and file.
-                Tensors of a target may have been filled by then.
+                Tensors of a target may have been filled by then: the error's ``placed`` and ``partly_placed``
+                name them. All that can be known without reading the tensors is looked at before.
             MissingKeysError: keys of ``state_dict`` are not in it; nothing was changed.
             ShapeMismatchError: a shape or dtype differs; nothing was changed.
-            UnsafeCheckpointError: an object needs something that was not allowed.
+            UnsafeCheckpointError: an object needs something that was not allowed; nothing was changed.
         """
         options = LoadOptions(
-            map_location=map_location, strict=strict, verify=verify, safe_globals=safe_globals, trust=trust
+            map_location=map_location,
+            keys=check_patterns(keys),
+            dtype=dtype,
+            strict=strict,
+            verify=verify,
+            mmap=mmap,
+            safe_globals=safe_globals,
+            trust=trust,
         )
-        call = self._load(path, state_dict, options, storage)
-        try:
-            return await call.completion
-        finally:
-            if not call.completion.done():
-                call.cancel()
-                with anyio.CancelScope(shield=True):
-                    await call.completion.settled()
+        return await self._load(path, state_dict, options, storage).wait()
+
+    def open(
+        self,
+        path: Path,
+        *,
+        verify: bool = True,
+        safe_globals: Sequence[Any] = (),
+        trust: bool = False,
+        storage: Storage | None = None,
+    ) -> CheckpointReader:
+        """Look into a checkpoint, and read what is wanted of it: ``async with ckpt.open(path) as reader:``.
+
+        Does not block; the checkpoint is opened on entering, or by awaiting the reader.
+
+        Args:
+            path: see `load`.
+            verify: check the CRC of every stored chunk that is read as a whole.
+            safe_globals: see `load`.
+            trust: see `load`.
+            storage: see `load`.
+
+        Returns:
+            A mapping of keys to what is stored, with methods to read it.
+        """
+        storage, where = self._located(path, storage)
+        return CheckpointReader(
+            self._engine, storage, where, LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
+        )
+
+    async def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
+        """Check all of a checkpoint: files, sizes, framing, CRCs, and what its metadata says of them.
+
+        Reads every byte once, in bounded memory, and finds every problem rather than the first. When the waiting
+        task is cancelled, it stops.
+
+        Args:
+            path: see `load`.
+            storage: see `load`.
+
+        Returns:
+            A report of all problems, with keys and files; ``report.ok`` if there are none.
+
+        Raises:
+            CheckpointNotFoundError: nothing is there.
+            LoadError: it can't be read at all.
+        """
+        return await self._verify(path, storage).wait()
 
     async def prewarm(self, state_dict: StateDict) -> None:
         """Make the staging memory for such a state, and fault it in, so that the first save is as fast as later ones.
@@ -318,22 +391,46 @@ class SyncCheckpointer(_Checkpointer):
         state_dict: StateDict | None = None,
         *,
         map_location: MapLocation | None = None,
+        keys: str | Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
         strict: bool = True,
         verify: bool = True,
+        mmap: bool = False,
         safe_globals: Sequence[Any] = (),
         trust: bool = False,
         storage: Storage | None = None,
     ) -> Any:
         """Load a checkpoint, blocking; see `AsyncCheckpointer.load`."""
         options = LoadOptions(
-            map_location=map_location, strict=strict, verify=verify, safe_globals=safe_globals, trust=trust
+            map_location=map_location,
+            keys=check_patterns(keys),
+            dtype=dtype,
+            strict=strict,
+            verify=verify,
+            mmap=mmap,
+            safe_globals=safe_globals,
+            trust=trust,
         )
-        call = self._load(path, state_dict, options, storage)
-        try:
-            return call.completion.result()
-        finally:
-            if not call.completion.done():  # interrupted, by Ctrl-C above all
-                call.cancel()
+        return self._load(path, state_dict, options, storage).result()
+
+    def open(
+        self,
+        path: Path,
+        *,
+        verify: bool = True,
+        safe_globals: Sequence[Any] = (),
+        trust: bool = False,
+        storage: Storage | None = None,
+    ) -> SyncCheckpointReader:
+        """Look into a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
+        storage, where = self._located(path, storage)
+        return SyncCheckpointReader(
+            self._engine, storage, where, LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
+        )
+
+    def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
+        """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
+        return self._verify(path, storage).result()
 
     def prewarm(self, state_dict: StateDict) -> None:
         """Make and fault in staging memory for such a state, blocking; see `AsyncCheckpointer.prewarm`."""
@@ -347,3 +444,36 @@ class SyncCheckpointer(_Checkpointer):
         finally:
             if closed.done():
                 self._engine.join()
+
+
+def open(path: Path, *, verify: bool = True, safe_globals: Sequence[Any] = (), trust: bool = False) -> CheckpointReader:
+    """Look into a checkpoint without a checkpointer: ``async with aiockpt.open(path) as reader:``.
+
+    See `AsyncCheckpointer.open`. The threads that read are the reader's own, and end with it.
+    """
+    return _LoneReader(AsyncCheckpointer(), path, LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust))
+
+
+class _LoneReader(CheckpointReader):
+    """A reader that closes its checkpointer as well."""
+
+    def __init__(self, checkpointer: AsyncCheckpointer, path: Path, options: LoadOptions) -> None:
+        storage, where = checkpointer._located(path, None)
+        super().__init__(checkpointer._engine, storage, where, options)
+        self._checkpointer = checkpointer
+
+    async def __aenter__(self) -> Self:
+        try:
+            return await super().__aenter__()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self._checkpointer.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        """Close the files, and end the threads. Idempotent; what was read stays."""
+        try:
+            await super().aclose()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._checkpointer.aclose()

@@ -13,19 +13,23 @@ import os
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import torch
 
+from aiockpt.call import Call
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveError
 from aiockpt.format.torchzip import tensor_framing
 from aiockpt.handle import Completion
+from aiockpt.item_reader import LoadTools
 from aiockpt.options import EngineOptions, available_memory_bytes, cores
 from aiockpt.planning.planner import Planner
 from aiockpt.save import SaveTools, run_save
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
+from aiockpt.staging.memory import TensorMemory
+from aiockpt.staging.placing import AcceleratorPlacer
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.threads import Workers
 
@@ -61,6 +65,8 @@ class Engine:
     _io_workers: Workers
     _seal_workers: Workers
     _load_workers: Workers
+    _load_tools: LoadTools
+    _memory: TensorMemory
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -82,6 +88,7 @@ class Engine:
         self._unseen: list[SaveJob] = []
         self._last: SaveJob | None = None
         self._stagers: dict[torch.device, Stager] = {}
+        self._placers: dict[torch.device, AcceleratorPlacer] = {}
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._thread else "idle"
@@ -173,6 +180,8 @@ class Engine:
             stager_for=self._stager_for,
             reserve=self._reserve,
         )
+        self._memory = TensorMemory(available_memory_bytes() // 2)
+        self._load_tools = LoadTools(self._load_workers, self._memory, self._pool, self._placer_for)
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
@@ -181,11 +190,14 @@ class Engine:
                 await self._copy_workers.run(tensor_framing, torch.float32, (1,), (1,))
                 await self._stop.wait()
         finally:
+            for placer in self._placers.values():
+                placer.close()
             for stager in self._stagers.values():
                 stager.close()
             for workers in (self._copy_workers, self._io_workers, self._seal_workers, self._load_workers):
                 workers.close()
             self._pool.drop()
+            self._memory.close()
 
     def _stager_for(self, device: torch.device) -> Stager:
         stager = self._stagers.get(device)
@@ -193,6 +205,17 @@ class Engine:
             stager = CpuStager(self._copy_workers) if device.type == "cpu" else AcceleratorStager(device)
             self._stagers[device] = stager
         return stager
+
+    def _placer_for(self, device: torch.device) -> AcceleratorPlacer:
+        placer = self._placers.get(device)
+        if placer is None:
+            stager = self._stager_for(device)
+            if not isinstance(stager, AcceleratorStager):
+                raise TypeError(f"{device} is no accelerator")
+            placer = self._placers[device] = AcceleratorPlacer(stager)
+            if self.options.staging_bytes is None:  # some to be read into while others are copied
+                self._pool.allow(2 * self.io_threads)
+        return placer
 
     def _reserve(self, nbytes: int) -> None:
         """Let the pool grow to the size of a state, up to half of the memory that is available."""
@@ -292,20 +315,20 @@ class Engine:
             for lease in leases:
                 lease.release()
 
-    def call(self, function: Callable[[Workers], Coroutine[Any, Any, T]], what: str) -> Call[T]:
-        """Run a coroutine function on the engine's loop, with the threads for reading."""
-        call = Call(function, what)
+    def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
+        """Run a coroutine function on the engine's loop, with the tools for reading."""
+        call = Call(lambda: function(self._load_tools), what)
         with self._lock:
             self._start()
             call.post = self._post
             self._calls.add(call)
-            self._post(lambda: self._tasks.start_soon(call.run, self._load_workers))
+            self._post(lambda: self._tasks.start_soon(call.run))
         return call
 
     def prewarm(self, nbytes: int, devices: set[torch.device]) -> Completion[None]:
         """Make staging memory for a state of this size, and fault it in with several threads."""
 
-        async def warm(_: Workers) -> None:
+        async def warm(_: LoadTools) -> None:
             self._reserve(nbytes)
             chunk = self._pool.chunk_bytes
             stagers = [self._stager_for(device) for device in devices]
@@ -374,44 +397,6 @@ class Engine:
         raise SaveCancelledError(
             f"the save of {paths} was not done after drain_timeout = {timeout} s and was cancelled; {outcome}"
         )
-
-
-class Call(Generic[T]):
-    """A coroutine function that runs on the engine's loop.
-
-    Attributes:
-        completion: its end.
-    """
-
-    def __init__(self, function: Callable[[Workers], Coroutine[Any, Any, T]], what: str) -> None:
-        self.completion: Completion[T] = Completion(what)
-        self.post: Callable[[Callable[[], None]], object] = lambda _: None
-        self._function = function
-        self._scope: anyio.CancelScope | None = None
-        self._cancel_asked = False
-
-    async def run(self, workers: Workers) -> None:
-        """Run it; never raises."""
-        with anyio.CancelScope() as self._scope:
-            if self._cancel_asked:
-                self._scope.cancel()
-            try:
-                self.completion._settle(await self._function(workers))
-            except anyio.get_cancelled_exc_class():
-                raise
-            except BaseException as exc:  # delivered to who waits
-                self.completion._settle(None, exc)
-        self.completion._settle(None, asyncio.CancelledError("cancelled"))
-
-    def cancel(self) -> None:
-        """Ask it to stop. From any thread; does not block."""
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and the call over
-            self.post(self._cancel)
-
-    def _cancel(self) -> None:
-        self._cancel_asked = True
-        if self._scope is not None:
-            self._scope.cancel()
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -55,7 +55,15 @@ class SaveCancelledError(SaveError):
 
 
 class LoadError(AiockptError):
-    """A load failed or was refused."""
+    """A load failed or was refused.
+
+    Attributes:
+        placed: keys of the target whose tensors had been filled when it failed.
+        partly_placed: keys of the target whose tensors hold some of what was to come, or bytes that are damaged.
+    """
+
+    placed: tuple[str, ...] = ()
+    partly_placed: tuple[str, ...] = ()
 
 
 class CheckpointNotFoundError(LoadError, FileNotFoundError):

@@ -1,93 +1,189 @@
-"""Opening a checkpoint: from its files to what it holds, checked."""
+"""Opening a checkpoint: from its files to what it holds, checked, whichever program wrote it."""
 
 from __future__ import annotations
 
-import math
-from itertools import combinations
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from isal.isal_zlib import crc32
 
-from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.index import Index, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from aiockpt.format.checks import check_index
+from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
 from aiockpt.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
 from aiockpt.format.metadata import METADATA_NAME, decode_metadata
+from aiockpt.format.safetensors import HEADER_PROBE_BYTES, decode_header, header_end, with_shared_names
+from aiockpt.format.safetensors_set import decode_shard_index, merge_shards
+from aiockpt.format.torchsave import read_torch_file
+from aiockpt.planning.tree import StructureError, flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Sequence
 
     from aiockpt.storage.base import Source
 
+_SHARD_INDEX = ".safetensors.index.json"
+_WRAPPED = "value"
 
-def read_index(source: Source, path: str) -> tuple[Index, Manifest | None]:
+
+def read_index(
+    source: Source, path: str, *, safe_globals: Sequence[Any] = (), trust: bool = False
+) -> tuple[Index, Manifest | None]:
     """Read and check what describes a checkpoint. Blocks.
 
+    Args:
+        source: its files.
+        path: where it is, for messages.
+        safe_globals: what objects may use that are part of a ``torch.save`` file's index.
+        trust: unpickle those without restriction.
+
     Raises:
+        CheckpointNotFoundError: the files are no checkpoint.
         CorruptCheckpointError: naming the file that is missing, cut short or damaged.
+        UnsafeCheckpointError: reading it would run code, or leave its directory.
     """
-    manifest = None
-    if MANIFEST_NAME in source.files:
-        manifest = _with_path(path, decode_manifest, _read_file(source, MANIFEST_NAME))
-        for name, facts in manifest.files.items():
-            size = source.files.get(name)
-            if size is None:
-                raise CorruptCheckpointError(f"{path} lacks its file {name}; use an older checkpoint")
-            if size != facts.nbytes:
-                raise CorruptCheckpointError(
-                    f"{path}/{name} has {size} bytes but was written with {facts.nbytes}: it was truncated or "
-                    "changed. Use an older checkpoint."
-                )
-    metadata = _read_file(source, METADATA_NAME)
-    facts_of = {} if manifest is None else manifest.files
-    if METADATA_NAME in facts_of and crc32(metadata) != facts_of[METADATA_NAME].crc:
+    files = source.files
+    if METADATA_NAME in files:
+        return _read_dcp(source, path)
+    try:
+        index = _read_other(source, path, safe_globals, trust)
+    except LoadError as exc:
+        raise _located(path, exc) from exc
+    check_index(path, index, files)
+    return index, read_manifest(source, path)
+
+
+def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
+    files = source.files
+    top = [name for name in files if os.sep not in name]
+    shard_indexes = [name for name in top if name.endswith(_SHARD_INDEX)]
+    if len(shard_indexes) == 1:
+        return _read_shards(source, shard_indexes[0])
+    tensors = [name for name in top if name.endswith(".safetensors")]
+    if len(tensors) == 1:
+        return with_shared_names(_read_safetensors(source, tensors[0]))
+    if len(files) == 1:
+        (name,) = files
+        if _bytes(source, name, 0, min(4, files[name])) == b"PK\3\4":
+            return _read_torch(source, name, safe_globals, trust)
+        if _bytes(source, name, min(8, files[name]), min(1, max(0, files[name] - 8))) == b"{":
+            return with_shared_names(_read_safetensors(source, name))
+    raise _not_a_checkpoint(path, files, tensors, shard_indexes)
+
+
+def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], indexes: list[str]) -> LoadError:
+    if any(name.endswith(".distcp") for name in files):
+        return CorruptCheckpointError(
+            f"it holds files of a checkpoint but no {METADATA_NAME}: its save was never finished. Use an older "
+            "checkpoint."
+        )
+    if os.path.basename(path) in files and len(files) == 1:
+        return CheckpointNotFoundError(
+            "there is no checkpoint: it is neither a torch.save file, nor a safetensors file, nor a directory"
+        )
+    if len(tensors) > 1 or len(indexes) > 1:
+        return LoadError(f"it holds several checkpoints: {', '.join(sorted(indexes or tensors)[:5])}; name one of them")
+    return CheckpointNotFoundError(f"there is no checkpoint: the directory has no {METADATA_NAME} and no safetensors")
+
+
+def _read_dcp(source: Source, path: str) -> tuple[Index, Manifest | None]:
+    manifest = read_manifest(source, path)
+    if manifest is not None:
+        _check_files(source, path, manifest)
+        if manifest.index is not None:
+            manifest.index.entries.check(source.files, path)  # type: ignore[attr-defined]
+            return manifest.index, manifest
+    metadata = _file(source, METADATA_NAME)
+    if manifest is not None and crc32(metadata) != manifest.files[METADATA_NAME].crc:
         raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
     index = _with_path(path, decode_metadata, metadata)
-    for name, entry in index.entries.items():
-        places = [entry.place] if isinstance(entry, ObjectEntry) else [c.place for c in getattr(entry, "chunks", ())]
-        for place in places:
-            _check_place(path, name, place, source.files)
-        if isinstance(entry, TensorEntry):
-            if _overlap(entry):
-                raise CorruptCheckpointError(f"{path}: chunks of {name} overlap; its metadata is damaged")
-            stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if stored != math.prod(entry.shape) or entry.nbytes > sum(place.length for place in places):
-                raise CorruptCheckpointError(f"{path} does not hold all of {name}; its metadata is damaged")
+    check_index(path, index, source.files)
+    if manifest is not None:
+        index = Index(index.entries, index.paths, manifest.containers, manifest.metadata, "aiockpt")
     return index, manifest
 
 
-def _overlap(entry: TensorEntry) -> bool:
-    """Tell whether two of the chunks hold the same element; for very many chunks it is not looked into."""
-    chunks = entry.chunks if len(entry.chunks) <= 256 else ()
-    return any(
-        all(
-            a < b + m and b < a + n
-            for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-        )
-        for one, other in combinations(chunks, 2)
-    )
+def read_manifest(source: Source, path: str) -> Manifest | None:
+    """Read the manifest of a checkpoint, if it has one. Blocks.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    if MANIFEST_NAME not in source.files:
+        return None
+    manifest: Manifest = _with_path(path, decode_manifest, _file(source, MANIFEST_NAME))
+    return manifest
+
+
+def _check_files(source: Source, path: str, manifest: Manifest) -> None:
+    for name, facts in manifest.files.items():
+        size = source.files.get(name)
+        if size is None:
+            raise CorruptCheckpointError(f"{path} lacks its file {name}; use an older checkpoint")
+        if size != facts.nbytes:
+            raise CorruptCheckpointError(
+                f"{path}/{name} has {size} bytes but was written with {facts.nbytes}: it was truncated or "
+                "changed. Use an older checkpoint."
+            )
+
+
+def _read_safetensors(source: Source, name: str) -> Index:
+    size = source.files[name]
+    head = _bytes(source, name, 0, min(size, HEADER_PROBE_BYTES))
+    end = header_end(name, head, size)
+    if end > len(head):
+        head += _bytes(source, name, len(head), end - len(head))
+    return decode_header(name, head, size)
+
+
+def _read_shards(source: Source, name: str) -> Index:
+    shards = decode_shard_index(name, _file(source, name))
+    headers = {}
+    for file in shards.files:
+        if file not in source.files:
+            raise CorruptCheckpointError(f"{name} names the file {file}, which is missing")
+        headers[file] = _read_safetensors(source, file)
+    return merge_shards(name, shards, headers)
+
+
+def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: bool) -> Index:
+    size = source.files[name]
+
+    def fetch(offset: int, length: int) -> bytes:
+        return _bytes(source, name, offset, max(0, min(length, size - offset)))
+
+    file = read_torch_file(name, size, fetch, safe_globals=safe_globals, trust=trust)
+    wrapped = None if isinstance(file.value, Mapping) else _WRAPPED
+    try:
+        flat = flatten(file.value if wrapped is None else {_WRAPPED: file.value})
+    except StructureError as exc:
+        raise LoadError(f"{name} can't be seen as a state dict: {exc}; read it with torch.load") from exc
+    entries: dict[str, Entry] = {}
+    paths: dict[str, ObjPath] = {}
+    for key, place, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
+        entries[key] = file.entry(leaf, key) if isinstance(leaf, torch.Tensor) else InlineEntry(leaf)
+        paths[key] = place
+    return Index(entries, paths, flat.containers, {}, "torch", wrapped)
 
 
 def _with_path(path: str, decode: Callable[[bytes], Any], data: bytes) -> Any:
     try:
         return decode(data)
     except LoadError as exc:
-        raise type(exc)(f"{path}: {exc}") from exc
+        raise _located(path, exc) from exc
 
 
-def _check_place(path: str, name: str, place: ItemPlace, files: Mapping[str, int]) -> None:
-    size = files.get(place.file)
-    if size is None:
-        if place.file.startswith(("/", "..")) or ".." in place.file.split("/"):
-            return  # refused where files are opened, as unsafe
-        raise CorruptCheckpointError(f"{path} lacks the file {place.file}, which holds {name}; use an older checkpoint")
-    if place.offset + place.length > size:
-        raise CorruptCheckpointError(
-            f"{path}/{place.file} ends at byte {size}, but {name} is at bytes {place.offset} to "
-            f"{place.offset + place.length}: it was truncated. Use an older checkpoint."
-        )
+def _located(path: str, error: LoadError) -> LoadError:
+    return type(error)(f"{path}: {error}")
 
 
-def _read_file(source: Source, name: str) -> bytes:
-    data = bytearray(source.files[name])
-    source.read(name, 0, memoryview(data))
+def _file(source: Source, name: str) -> bytes:
+    return _bytes(source, name, 0, source.files[name])
+
+
+def _bytes(source: Source, name: str, offset: int, size: int) -> bytes:
+    data = bytearray(size)
+    source.read(name, offset, memoryview(data))
     return bytes(data)

@@ -1,198 +1,309 @@
-"""The load pipeline: metadata, plan, read, verify, place."""
+"""The load pipeline: what is wanted, is it there and does it fit, read it, put the state dict together."""
 
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
 
 from aiockpt.capture import count_change
-from aiockpt.errors import CorruptCheckpointError, LoadError, MissingKeysError, ShapeMismatchError
-from aiockpt.format.index import Index, ObjectEntry, TensorEntry
+from aiockpt.errors import CorruptCheckpointError, LoadError, MissingKeysError
+from aiockpt.format.index import Index, InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.index_reader import read_index
-from aiockpt.item_reader import ItemReader, LoadOptions, ReadItem
+from aiockpt.item_reader import ItemReader, LoadTools
+from aiockpt.map_reader import MapReader
+from aiockpt.planning.selection import containers_within, matching
 from aiockpt.planning.tree import StructureError, flatten, replace_leaves, unflatten
+from aiockpt.reads import LoadOptions, ObjectRead, TensorRead, reads_of, view_of
+from aiockpt.targets import check_target, relocated, target_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from aiockpt.format.manifest import Manifest
+    from aiockpt.format.index import Entry
     from aiockpt.storage.base import Source, Storage
-    from aiockpt.threads import Workers
 
 
 async def load_checkpoint(
-    storage: Storage, path: str, state_dict: Mapping[Any, Any] | None, options: LoadOptions, workers: Workers
+    storage: Storage,
+    path: str,
+    state_dict: Mapping[Any, Any] | None,
+    options: LoadOptions,
+    tools: LoadTools,
+    ready: Mapping[torch.device, torch.Event],
 ) -> Any:
-    """Load a checkpoint; see `aiockpt.AsyncCheckpointer.load`."""
-    source = await storage.open(path, workers=workers)
+    """Load a checkpoint; see `aiockpt.AsyncCheckpointer.load`.
+
+    Args:
+        storage: where it is kept.
+        path: where it is there.
+        state_dict: what to load into.
+        options: how.
+        tools: what the engine lends.
+        ready: for each accelerator, the moment in the caller's stream from which on targets may be filled.
+    """
+    source = await storage.open(path, workers=tools.workers)
     try:
-        index, manifest = await workers.run(read_index, source, path)
-        load = _Load(source, path, index, options, workers)
+        index, _ = await tools.workers.run(
+            read_index, source, path, safe_globals=options.safe_globals, trust=options.trust
+        )
+        for device, event in ready.items():
+            await tools.placer_for(device).begin(event)
         if state_dict is None:
-            return await load.whole(manifest)
-        return await load.into(state_dict)
+            whole = WholeLoad(source, path, index, options, tools)
+            return await whole.run()
+        return await _TargetLoad(source, path, index, options, tools).run(state_dict)
     finally:
         with anyio.CancelScope(shield=True):
-            await workers.run(source.close)
+            await tools.workers.run(source.close)
 
 
-class _Load:
-    def __init__(self, source: Source, path: str, index: Index, options: LoadOptions, workers: Workers) -> None:
+def chosen(path: str, index: Index, options: LoadOptions) -> Mapping[str, Entry]:
+    """Give the entries that the options ask for.
+
+    Raises:
+        MissingKeysError: a key or pattern means nothing in this checkpoint.
+    """
+    if options.keys is None:
+        return index.entries
+    names, unmatched = matching(index.entries.keys(), options.keys)
+    if unmatched and options.strict:
+        raise MissingKeysError(
+            f"{path} holds nothing that is meant by {', '.join(map(repr, unmatched[:10]))}; see what it holds with "
+            "open(path), or pass strict=False",
+            unmatched,
+        )
+    return {name: index.entries[name] for name in index.entries if name in names}
+
+
+@dataclass(eq=False)
+class _Stored:
+    """Bytes that one or more keys see: read once, so that tied tensors share memory again."""
+
+    entry: TensorEntry
+    reads: list[TensorRead] = field(default_factory=list)
+    target: torch.Tensor | None = None
+    names: list[str] = field(default_factory=list)
+
+
+class WholeLoad:
+    """A load into a new state dict.
+
+    Args:
+        source: the files.
+        path: where they are, for messages.
+        index: what they hold.
+        options: how to load.
+        tools: what the engine lends.
+    """
+
+    def __init__(self, source: Source, path: str, index: Index, options: LoadOptions, tools: LoadTools) -> None:
+        self._source = source
         self._path = path
         self._index = index
         self._options = options
-        self._reader = ItemReader(source, path, options, workers)
+        self._tools = tools
+        self._reader = ItemReader(source, path, options, tools)
 
-    async def whole(self, manifest: Manifest | None) -> Any:
-        """Load everything into a new state dict."""
-        # Tied tensors have the same place in the files: they are read once, and share memory again.
-        stored: dict[object, tuple[torch.Tensor | None, list[ReadItem]]] = {}
-        keys: dict[str, object] = {}
-        for name, entry in self._index.entries.items():
-            if isinstance(entry, ObjectEntry):
-                keys[name], parts = name, [ReadItem(name, entry.place)]
-                stored[name] = (None, parts)
-                continue
-            places = tuple(chunk.place for chunk in entry.chunks)
-            key: object = (places, entry.dtype, entry.shape) if entry.nbytes else name
-            keys[name] = key
-            if key not in stored:
-                stored[key] = self._tensor_items(name, entry)
-        await self._reader.read([item for _, parts in stored.values() for item in parts])
-        read = {key: self._relocated(_value_of(target, parts)) for key, (target, parts) in stored.items()}
-        values = {name: read[key] for name, key in keys.items()}
-        given: set[object] = set()
-        for name, key in keys.items():
-            if key in given:
-                values[name] = values[name].detach()
-            given.add(key)
-        paths = self._index.paths
-        try:
-            return unflatten(
-                [paths[name] for name in paths],
-                [values[name] for name in paths],
-                manifest.containers if manifest is not None else (),
+    async def run(self) -> Any:
+        """Load; give the state dict."""
+        values = await self.values(chosen(self._path, self._index, self._options))
+        return self._nested(values)
+
+    async def values(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
+        """Load tensors and objects into memory of their own; give them by name."""
+        objects = [ObjectRead(name, e.place) for name, e in entries.items() if isinstance(e, ObjectEntry)]
+        values: dict[str, Any] = {n: e.value for n, e in entries.items() if isinstance(e, InlineEntry)}
+        tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorEntry)}
+        device = target_device(self._options.map_location)
+        await self._reader.read_objects(objects)
+        values |= {read.name: read.value for read in objects}
+        if device.type == "meta":
+            return values | {
+                n: torch.empty(e.shape, dtype=cast(e.dtype, self._options), device=device) for n, e in tensors.items()
+            }
+        if self._options.mmap:
+            values |= await self._tools.workers.run(MapReader(self._source, self._path).tensors, tensors)
+            return values
+        stored = self._stored(tensors, device)
+        await self._make_targets(stored, device)
+        await self._reader.read([read for each in stored for read in each.reads])
+        for each in stored:
+            values |= self._seen(each, tensors)
+        return values
+
+    def _stored(self, tensors: Mapping[str, TensorEntry], device: torch.device) -> list[_Stored]:
+        found: dict[object, _Stored] = {}
+        for name, entry in tensors.items():
+            first = entry.chunks[0] if len(entry.chunks) == 1 else None
+            as_stored = first is not None and device.type == "cpu" and cast(entry.dtype, self._options) is entry.dtype
+            each = found.get(key := _bytes_key(name, entry, as_stored=as_stored))
+            if each is None:
+                each = found[key] = _Stored(entry)
+                if as_stored and first is not None:
+                    each.reads = [TensorRead(name, entry.dtype, first)]
+            each.names.append(name)
+        return list(found.values())
+
+    async def _make_targets(self, stored: Sequence[_Stored], device: torch.device) -> None:
+        """Make the tensors that are not read into memory as they are stored."""
+        wanted = [each for each in stored if not each.reads]
+        forms = [(each.entry.shape, cast(each.entry.dtype, self._options)) for each in wanted]
+        for each in wanted:
+            self._check_expanded(each)
+        if device.type == "cpu":
+            made = [new_tensor(self._tools, shape, dtype) for shape, dtype in forms]
+        else:
+            made = await self._tools.placer_for(device).new(forms)
+        for each, target in zip(wanted, made, strict=True):
+            each.target = target
+            each.reads = reads_of(each.names[0], each.entry, target)
+
+    def _check_expanded(self, each: _Stored) -> None:
+        stored = sum(chunk.place.length for chunk in each.entry.chunks)
+        if each.entry.nbytes > stored:
+            raise LoadError(
+                f"{each.names[0]} has {each.entry.nbytes} bytes but {stored} are stored, for its elements share "
+                "memory; load it without dtype= and to host memory"
             )
+
+    def _seen(self, each: _Stored, tensors: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        """Give the tensors of all keys that see the same bytes."""
+        where = self._options.map_location
+        # A device is callable too: it may decorate a function.
+        move = where if callable(where) and not isinstance(where, torch.device) else None
+        if each.target is not None:
+            target = relocated(each.target, move) if move else each.target
+            return {name: target if i == 0 else target.detach() for i, name in enumerate(each.names)}
+        (read,) = each.reads
+        if read.memory is None or read.item is None:
+            raise RuntimeError(f"{read.name} was not read")
+        memory = relocated(read.memory, move) if move else read.memory
+        shared = len(each.names) > 1
+        return {name: view_of(memory, tensors[name].chunks[0].item or read.item, lazily=shared) for name in each.names}
+
+    def _nested(self, values: Mapping[str, Any]) -> Any:
+        """Put the state dict together."""
+        index = self._index
+        names = [name for name in index.paths if name in values]
+        containers: Any = index.containers
+        if len(names) < len(index.paths):
+            containers = containers_within(containers, list(index.paths), list(index.paths.values()), values.keys())
+        try:
+            nested = unflatten([index.paths[n] for n in names], [values[n] for n in names], containers)
         except (StructureError, KeyError, TypeError, ValueError) as exc:
             raise CorruptCheckpointError(f"{self._path}: the structure of the state dict is damaged: {exc}") from exc
+        return nested if index.wrapped is None else nested[index.wrapped]
 
-    async def into(self, state_dict: Mapping[Any, Any]) -> Any:
-        """Load into the tensors of a state dict."""
-        objects = {name for name, entry in self._index.entries.items() if isinstance(entry, ObjectEntry)}
+
+def cast(dtype: torch.dtype, options: LoadOptions) -> torch.dtype:
+    """Give the dtype that a stored tensor is loaded as: floating-point ones are cast, as ``nn.Module.to`` does."""
+    wanted = options.dtype
+    return dtype if wanted is None or not dtype.is_floating_point else wanted
+
+
+def new_tensor(tools: LoadTools, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Make a host tensor to be filled."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < 1 << 20:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return tools.memory.take(nbytes).view(dtype).view(shape)
+
+
+def _bytes_key(name: str, entry: TensorEntry, *, as_stored: bool) -> object:
+    """Give what two keys have in common if they are to share memory."""
+    if not entry.nbytes:
+        return name
+    item = entry.chunks[0].item
+    if as_stored and item is not None:
+        return entry.chunks[0].place
+    form = None if item is None else (item.stride, item.storage_offset)
+    return tuple(chunk.place for chunk in entry.chunks), entry.dtype, entry.shape, form
+
+
+class _TargetLoad(WholeLoad):
+    """A load into the tensors of a state dict."""
+
+    async def run(self, state_dict: Mapping[Any, Any]) -> Any:  # type: ignore[override]
+        """Load; give ``state_dict``."""
+        entries = self._index.entries
+        objects = {name for name, entry in entries.items() if isinstance(entry, ObjectEntry | InlineEntry)}
         try:
             flat = flatten(state_dict, whole=objects)
         except StructureError as exc:
             raise LoadError(f"can't load into this state dict: {exc}") from None
-        self._check_missing(flat.names)
-        items: list[ReadItem] = []
-        fresh: list[tuple[Any, Callable[[], Any]]] = []
-        placed: list[torch.Tensor] = []
-        for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
-            entry = self._index.entries.get(name)
-            if entry is None:
-                continue
-            self._check_target(name, entry, leaf)
-            if isinstance(entry, ObjectEntry):
-                item = ReadItem(name, entry.place)
-                items.append(item)
-                fresh.append((path, functools.partial(getattr, item, "value")))
-            elif isinstance(leaf, torch.Tensor):
-                items += self._tensor_items(name, entry, leaf.detach())[1]
-                placed.append(leaf)
-            else:
-                target, parts = self._tensor_items(name, entry)
-                items += parts
-                fresh.append((path, functools.partial(_value_of, target, parts)))
-        # Written behind autograd's back: let it notice, and a save that is copying them, however this ends.
-        count_change(placed)
+        wanted = flat.names
+        if self._options.keys is not None:
+            names, unmatched = matching(set(flat.names), self._options.keys)
+            self._check_missing(unmatched)
+            wanted = [name for name in flat.names if name in names]
+        self._check_missing([name for name in wanted if name not in entries])
+        reads, fresh, filled = self._plan(flat.names, flat.paths, flat.leaves, set(wanted))
         try:
-            await self._reader.read(items)
+            replace_leaves(state_dict, dict.fromkeys(fresh.values()), check=True)
+        except StructureError as exc:
+            raise LoadError(f"can't load into this state dict: {exc}; nothing was changed") from None
+        # Everything that can be wrong is looked at before the first byte is placed.
+        values = await self.values({name: entries[name] for name in fresh})
+        await self._reader.prepare(reads)
+        # Written behind autograd's back: let it notice, and a save that is copying them, however this ends.
+        count_change(filled)
+        try:
+            await self._reader.read(reads)
+        except LoadError as exc:
+            _say_what_was_placed(exc, reads)
+            raise
         finally:
-            count_change(placed)
-        if fresh:
-            try:
-                replace_leaves(state_dict, {path: self._relocated(make()) for path, make in fresh})
-            except StructureError as exc:
-                raise LoadError(f"the tensors were loaded, but {exc}") from None
+            count_change(filled)
+        replace_leaves(state_dict, {path: values[name] for name, path in fresh.items()})
         return state_dict
 
-    def _check_missing(self, names: Sequence[str]) -> None:
-        missing = tuple(name for name in names if name not in self._index.entries)
+    def _plan(
+        self, names: Sequence[str], paths: Sequence[Any], leaves: Sequence[Any], wanted: set[str]
+    ) -> tuple[list[TensorRead], dict[str, Any], list[torch.Tensor]]:
+        """Give the reads into tensors, the paths of what is made anew, and the tensors that are filled."""
+        reads: list[TensorRead] = []
+        fresh: dict[str, Any] = {}
+        filled: list[torch.Tensor] = []
+        for name, path, leaf in zip(names, paths, leaves, strict=True):
+            entry = self._index.entries.get(name) if name in wanted else None
+            if entry is None:
+                continue
+            check_target(self._path, name, entry, leaf, functools.partial(cast, options=self._options))
+            if isinstance(entry, TensorEntry) and isinstance(leaf, torch.Tensor):
+                reads += reads_of(name, entry, leaf.detach(), fills=True)
+                filled.append(leaf)
+            else:
+                fresh[name] = path
+        return reads, fresh, filled
+
+    def _check_missing(self, missing: Sequence[str]) -> None:
         if missing and self._options.strict:
             shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
             raise MissingKeysError(
                 f"{self._path} lacks {len(missing)} of the keys asked for: {shown}. Pass strict=False to leave "
                 "them as they are.",
-                missing,
+                tuple(missing),
             )
 
-    def _check_target(self, name: str, entry: TensorEntry | ObjectEntry, leaf: Any) -> None:
-        if not isinstance(leaf, torch.Tensor):
-            return
-        if isinstance(entry, ObjectEntry):
-            if (
-                type(leaf) in (torch.Tensor, torch.nn.Parameter)
-                and leaf.layout is torch.strided
-                and not leaf.is_quantized
-            ):
-                raise ShapeMismatchError(f"{name} is a tensor in the target but an object in {self._path}")
-            return
-        if type(leaf).__module__.startswith("torch.distributed"):
-            raise ShapeMismatchError(
-                f"{name} is a {type(leaf).__name__} in the target; this version loads into the state of one process"
-            )
-        if leaf.layout is not torch.strided:
-            raise ShapeMismatchError(
-                f"{name} has the layout {leaf.layout} in the target but is strided in {self._path}"
-            )
-        if leaf.is_meta:
-            raise ShapeMismatchError(f"{name} is on the meta device in the target; give it memory first (to_empty)")
-        if any(step == 0 and size > 1 for step, size in zip(leaf.stride(), leaf.shape, strict=True)):
-            raise ShapeMismatchError(f"{name} is an expanded tensor in the target: its elements share memory; clone it")
-        if tuple(leaf.shape) != entry.shape:
-            raise ShapeMismatchError(
-                f"{name} has the shape {tuple(leaf.shape)} in the target but {entry.shape} in {self._path}"
-            )
-        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.untyped_storage().nbytes() < _extent_bytes(leaf):
-            raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
-        if leaf.dtype != entry.dtype:
-            raise ShapeMismatchError(f"{name} is {leaf.dtype} in the target but {entry.dtype} in {self._path}")
 
-    def _tensor_items(
-        self, name: str, entry: TensorEntry, target: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, list[ReadItem]]:
-        if target is None and len(entry.chunks) != 1:
-            target = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
-        return target, [
-            ReadItem(name, chunk.place, entry, (chunk.offsets, chunk.sizes), target) for chunk in entry.chunks
-        ]
-
-    def _relocated(self, value: Any) -> Any:
-        """Move a tensor as ``torch.load`` does for its map_location."""
-        where = self._options.map_location
-        if where is None or type(value) is not torch.Tensor:
-            return value
-        if isinstance(where, dict):
-            where = where.get("cpu", "cpu")
-        if isinstance(where, str | torch.device):
-            return value.to(where)
-        storage = where(value.untyped_storage(), "cpu")
-        if storage is None:
-            return value
-        fresh = torch.empty(0, dtype=value.dtype, device=storage.device)
-        return fresh.set_(storage, value.storage_offset(), value.shape, value.stride())
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Give how much of its storage a tensor reaches into."""
-    if not tensor.numel():
-        return 0
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * tensor.itemsize
-
-
-def _value_of(target: torch.Tensor | None, parts: Sequence[ReadItem]) -> Any:
-    return parts[0].value if target is None else target
+def _say_what_was_placed(error: LoadError, reads: Sequence[TensorRead]) -> None:
+    """Add to an error which tensors of the caller's hold what by now."""
+    begun: dict[str, bool] = {}
+    for read in reads:
+        if read.fills:
+            begun[read.name] = begun.get(read.name, False) or read.begun
+    unfinished = {read.name for read in reads if read.fills and read.pending}
+    error.placed = tuple(name for name in begun if name not in unfinished)
+    error.partly_placed = tuple(name for name in begun if name in unfinished and begun[name])
+    told = [
+        f"{len(names)} {how} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+        for names, how in ((error.placed, "had been filled"), (error.partly_placed, "hold a part of it"))
+        if names
+    ]
+    said = "; ".join(told) if told else "no tensor was changed"
+    error.args = (f"{error.args[0]} Of the {len(begun)} tensors to fill, {said}.", *error.args[1:])

@@ -19,12 +19,14 @@ ROWS = [
     {"__init__", "__main__", "cli", "testing"},
     {"checkpointer"},
     {"engine"},
-    {"save", "load"},
-    {"job", "item_reader", "index_reader", "options"},
+    {"save", "load", "partial_load", "reader", "verify"},
+    {"job", "item_verifier", "item_reader", "item_batch", "tensor_stream", "map_reader", "index_reader", "options"},
+    {"reads", "targets", "entry_info"},
     {"capture", "staging", "storage"},
     {"planning"},
     {"format"},
-    {"handle"},
+    {"call"},
+    {"handle", "verify_report"},
     {"threads", "errors", "_version"},
 ]
 LEVEL = {name: number for number, row in enumerate(ROWS) for name in row}

@@ -173,7 +173,7 @@ def test_nothing_there(ckpt, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "__0_0.distcp").write_text("x")
-    for name, message in (("none", "no such path"), ("file", "no directory"), ("folder", r"has no \.metadata")):
+    for name, message in (("none", "no such path"), ("file", "neither a torch.save file, nor"), ("folder", r"has no \.metadata")):
         with pytest.raises(aiockpt.CheckpointNotFoundError, match=message):
             ckpt.load(tmp_path / name)
     with pytest.raises(aiockpt.CorruptCheckpointError, match="its save was never finished"):

@@ -110,6 +110,7 @@ class Index:
         containers: records of the containers that paths can't express; see `aiockpt.planning.tree`.
         metadata: the user's own facts.
         format: the format that the checkpoint is in.
+        wrapped: the one key of the state dict that stands for the whole of what was saved, which was no dict.
     """
 
     entries: Mapping[str, Entry]
@@ -117,3 +118,4 @@ class Index:
     containers: Sequence[Mapping[str, Any]] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     format: Format = "dcp"
+    wrapped: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -168,12 +168,22 @@ def pack(shape: Sequence[int], stride: Sequence[int], offset: int) -> Packed:
     return Packed(tuple(dims), sizes, outer, run, offset, math.prod(sizes))
 
 
-def select(shape: Sequence[int], index: object) -> tuple[tuple[Selection, ...], tuple[int, ...]]:
-    """Translate an index as tensors take it: slices with positive steps, integers, an Ellipsis, or a tuple of these.
+class Selected(NamedTuple):
+    """What an index means for a tensor of a certain shape.
 
-    Returns:
-        What is selected along each dimension, and the shape of the result, from which integers have
-        taken their dimensions.
+    Attributes:
+        selections: what is selected along each dimension.
+        shape: the shape of the result, without the dimensions that integers have taken away.
+        taken: those dimensions.
+    """
+
+    selections: tuple[Selection, ...]
+    shape: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+def select(shape: Sequence[int], index: object) -> Selected:
+    """Translate an index as tensors take it: slices with positive steps, integers, an Ellipsis, or a tuple of these.
 
     Raises:
         IndexError: it is outside of the shape, or has too many parts.
@@ -190,6 +200,7 @@ def select(shape: Sequence[int], index: object) -> tuple[tuple[Selection, ...], 
     parts[at : at + len(dots)] = [slice(None)] * (len(shape) - given)
     selections: list[Selection] = []
     result: list[int] = []
+    taken: list[int] = []
     for dim, (size, part) in enumerate(zip(shape, parts, strict=True)):
         if isinstance(part, slice):
             if part.step is not None and operator.index(part.step) < 1:
@@ -199,7 +210,8 @@ def select(shape: Sequence[int], index: object) -> tuple[tuple[Selection, ...], 
             result.append(len(chosen))
             continue
         selections.append(Selection(_position(part, dim, size), 1))
-    return tuple(selections), tuple(result)
+        taken.append(dim)
+    return Selected(tuple(selections), tuple(result), tuple(taken))
 
 
 def _position(part: object, dim: int, size: int) -> int:

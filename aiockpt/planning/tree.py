@@ -270,7 +270,7 @@ def _typed(container: Any, record: Mapping[str, Any]) -> Any:
     return ordered
 
 
-def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath = ()) -> Any:
+def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath = (), *, check: bool = False) -> Any:
     """Put values in their places of a state dict.
 
     Dicts and lists are changed in place; a tuple is made anew, and put in its place.
@@ -279,9 +279,13 @@ def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath 
         container: the state dict, or a part of it.
         values: what to put at which path, as `flatten` gives them.
         path: where ``container`` is.
+        check: change nothing, only look whether it could be done.
 
     Returns:
         ``container``, or the tuple that takes its place.
+
+    Raises:
+        StructureError: a value is in a mapping that can't be changed.
     """
     parts = container.items() if isinstance(container, Mapping) else enumerate(container)
     fresh: dict[Any, Any] = {}
@@ -290,7 +294,7 @@ def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath 
         if here in values:
             fresh[key] = values[here]
         elif isinstance(value, Mapping) or type(value) in (list, tuple):
-            part = replace_leaves(value, values, here)
+            part = replace_leaves(value, values, here, check=check)
             if part is not value:
                 fresh[key] = part
     if isinstance(container, tuple):
@@ -298,7 +302,7 @@ def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath 
     if fresh and not isinstance(container, MutableMapping | list):
         name = ".".join(map(str, path)) or "the state dict"
         raise StructureError(f"{name} is a {type(container).__name__}, whose values can't be replaced")
-    if isinstance(container, MutableMapping | list):
+    if isinstance(container, MutableMapping | list) and not check:
         for key, value in fresh.items():
             container[key] = value
     return container

@@ -93,7 +93,8 @@ def restore(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(copy) if tensor.is_neg() else copy
 
 
-_RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""By size in bytes, dtypes that are copied bit by bit."""
 
 
 def copy_strided(piece: Piece, tensor: torch.Tensor, spec: TensorSpec, target: torch.Tensor) -> None:
@@ -109,7 +110,7 @@ def copy_strided(piece: Piece, tensor: torch.Tensor, spec: TensorSpec, target: t
     order = sorted(range(tensor.dim()), key=lambda d: (-spec.saved_stride[d], d))
     source = tensor.detach().permute(order)
     if not (tensor.is_conj() or tensor.is_neg()):
-        source = source.view(_RAW_DTYPES[tensor.dtype.itemsize])
+        source = source.view(RAW_DTYPES[tensor.dtype.itemsize])
     flat = target.view(source.dtype)
     size = tensor.dtype.itemsize
     at = 0

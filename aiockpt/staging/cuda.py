@@ -45,6 +45,9 @@ class Runtime(Protocol):
     def record(self) -> torch.Event:
         """Record an event in the staging stream."""
 
+    def record_current(self) -> torch.Event:
+        """Record an event in this thread's current stream, the device's default one."""
+
     def pin(self, address: int, nbytes: int) -> bool:
         """Lock host memory so that the device copies to it directly; False where that can't be done."""
 
@@ -84,6 +87,12 @@ class TorchRuntime:
         event.record(self._stream)
         return event
 
+    def record_current(self) -> torch.Event:
+        """Record an event in this thread's current stream, the device's default one."""
+        event = torch.Event(self._device)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
     def pin(self, address: int, nbytes: int) -> bool:
         """Register the memory with the CUDA driver: for all devices, at its own size."""
         if not self._is_cuda:
@@ -104,8 +113,8 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-class _Copies:
-    """Copies in the staging stream, with the event behind them."""
+class Copies:
+    """Copies in a stream of ours, with the event behind them."""
 
     def __init__(self, event: torch.Event, workers: Workers, sources: list[torch.Tensor]) -> None:
         self._event = event
@@ -117,7 +126,7 @@ class _Copies:
         try:
             await self._workers.run(self._event.synchronize)
         except RuntimeError as exc:
-            raise StageError(f"copying from the device failed: {exc}") from exc
+            raise StageError(f"copying from or to the device failed: {exc}") from exc
         self._sources.clear()
 
 
@@ -139,7 +148,7 @@ class AcceleratorStager(Stager):
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout) -> Pending:
         """Enqueue the copies of ``pieces`` into ``chunk``; see `Stager.issue`."""
         event, sources = await self._issuer.run(self._enqueue, pieces, chunk, capture, layout)
-        return _Copies(event, self._waiter, sources)
+        return Copies(event, self._waiter, sources)
 
     def fence(self) -> Sequence[tuple[torch.device, torch.Event]]:
         """Give an event behind all copies issued so far."""

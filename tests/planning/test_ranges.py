@@ -43,17 +43,19 @@ def indexed(draw):
 def test_select_is_what_tensors_do(case) -> None:
     shape, index = case
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
-    selections, result = select(shape, index)
+    selections, result, dropped = select(shape, index)
     taken = tensor
     for dim, part in enumerate(selections):
         taken = taken.index_select(dim, part.start + part.step * torch.arange(part.count))
     assert torch.equal(taken.reshape(result), tensor[index])
+    assert [taken.shape[dim] for dim in dropped] == [1] * len(dropped)
+    assert [size for dim, size in enumerate(taken.shape) if dim not in dropped] == list(result)
 
 
 def test_ellipsis_in_the_middle() -> None:
-    assert select((2, 3, 4), (0, ..., 1)) == ((Selection(0, 1), Selection(0, 3), Selection(1, 1)), (3,))
-    assert select((2, 3), ...) == ((Selection(0, 2), Selection(0, 3)), (2, 3))
-    assert select((), ()) == ((), ())
+    assert select((2, 3, 4), (0, ..., 1)) == ((Selection(0, 1), Selection(0, 3), Selection(1, 1)), (3,), (0, 2))
+    assert select((2, 3), ...) == ((Selection(0, 2), Selection(0, 3)), (2, 3), ())
+    assert select((), ()) == ((), (), ())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,194 @@
+"""Reading parts of an open checkpoint."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+from aiockpt.capture import count_change
+from aiockpt.errors import MissingKeysError
+from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.index_reader import read_index
+from aiockpt.item_reader import ItemReader
+from aiockpt.load import WholeLoad, cast, new_tensor
+from aiockpt.planning.ranges import Selection, select
+from aiockpt.planning.selection import check_patterns, matching
+from aiockpt.reads import TensorRead, reads_of
+from aiockpt.targets import check_target, target_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from aiockpt.item_reader import LoadTools
+    from aiockpt.reads import LoadOptions
+    from aiockpt.storage.base import Source, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is wanted of one key.
+
+    Attributes:
+        name: the key.
+        entry: what is stored.
+        selections: for each dimension of a tensor, what is wanted; None: all of it.
+        shape: the shape of the result.
+        taken: the dimensions that are not part of it.
+        out: what to fill.
+    """
+
+    name: str
+    entry: Entry
+    selections: tuple[Selection, ...] | None = None
+    shape: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
+    out: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the result, of an object those that are stored."""
+        if isinstance(self.entry, ObjectEntry):
+            return self.entry.place.length
+        if isinstance(self.entry, InlineEntry):
+            return 0
+        return math.prod(self.shape) * self.entry.dtype.itemsize
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """Where it begins: file and offset."""
+        if isinstance(self.entry, InlineEntry):
+            return "", 0
+        chunks: Sequence[ChunkEntry] = self.entry.chunks if isinstance(self.entry, TensorEntry) else ()
+        place = self.entry.place if isinstance(self.entry, ObjectEntry) else chunks[0].place if chunks else None
+        return ("", 0) if place is None else (place.file, place.offset)
+
+
+@dataclass(eq=False)
+class OpenCheckpoint:
+    """A checkpoint whose index is read.
+
+    Attributes:
+        source: its files.
+        path: where they are.
+        index: what they hold.
+        known: what stands in items that were looked into.
+    """
+
+    source: Source
+    path: str
+    index: Index
+    known: dict[ItemPlace, TensorItem] = field(default_factory=dict)
+
+    def names(self, keys: object) -> list[str]:
+        """Give the keys that are meant by names, names of containers and patterns, in their order.
+
+        Raises:
+            MissingKeysError: one of them means nothing.
+        """
+        patterns = check_patterns(keys)
+        if patterns is None:
+            return list(self.index.entries)
+        found: dict[str, None] = {}
+        for pattern in patterns:
+            names, unmatched = matching(self.index.entries.keys(), [pattern])
+            if unmatched:
+                raise MissingKeysError(f"{self.path} holds nothing that is meant by {pattern!r}", unmatched)
+            found |= dict.fromkeys(names if len(names) < 2 else [n for n in self.index.entries if n in names])
+        return list(found)
+
+    def want(self, name: str, index: object, out: torch.Tensor | None = None) -> Wanted:
+        """Check a request.
+
+        Raises:
+            KeyError: there is no such key.
+            TypeError: an object can't be indexed, or a tensor not so.
+            IndexError: the index does not fit.
+            ShapeMismatchError: ``out`` does not.
+        """
+        entry = self.index.entries.get(name)
+        if entry is None:
+            raise KeyError(f"{self.path} has no {name!r}; keys() gives all that it has")
+        if not isinstance(entry, TensorEntry):
+            if index is not None or out is not None:
+                raise TypeError(f"{name} is an object, not a tensor: it is read as a whole")
+            return Wanted(name, entry)
+        if index is None:
+            return Wanted(name, entry, None, entry.shape, (), out)
+        selections, shape, taken = select(entry.shape, index)
+        return Wanted(name, entry, selections, shape, taken, out)
+
+
+async def index_of(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> OpenCheckpoint:
+    """Open a checkpoint: read its index."""
+    source = await storage.open(path, workers=tools.workers)
+    try:
+        index, _ = await tools.workers.run(
+            read_index, source, path, safe_globals=options.safe_globals, trust=options.trust
+        )
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await tools.workers.run(source.close)
+        raise
+    return OpenCheckpoint(source, path, index)
+
+
+async def read_wanted(
+    opened: OpenCheckpoint, wanted: Sequence[Wanted], options: LoadOptions, tools: LoadTools
+) -> dict[str, Any]:
+    """Read parts of an open checkpoint; give them by key."""
+    load = WholeLoad(opened.source, opened.path, opened.index, options, tools)
+    whole = {w.name: w.entry for w in wanted if w.selections is None and w.out is None}
+    parts = [w for w in wanted if w.name not in whole]
+    targets = await _targets(opened.path, parts, options, tools)
+    values = await load.values(whole) if whole else {}
+    reads: list[TensorRead] = []
+    for each in parts:
+        if isinstance(each.entry, TensorEntry):
+            reads += reads_of(each.name, each.entry, _unsqueezed(each, targets[each.name]), each.selections)
+    for read in reads:
+        read.item = opened.known.get(read.chunk.place)
+    filled = [each.out for each in parts if each.out is not None]
+    count_change(filled)
+    try:
+        await ItemReader(opened.source, opened.path, options, tools).read(reads)
+    finally:
+        count_change(filled)
+    opened.known |= {read.chunk.place: read.item for read in reads if read.item is not None}
+    values |= {each.name: targets[each.name] if each.out is None else each.out for each in parts}
+    return {each.name: values[each.name] for each in wanted}
+
+
+async def _targets(
+    path: str, parts: Sequence[Wanted], options: LoadOptions, tools: LoadTools
+) -> dict[str, torch.Tensor]:
+    """Give what the parts go to: what the caller gave, if it fits, else new tensors."""
+    device = target_device(options.map_location)
+    targets: dict[str, torch.Tensor] = {}
+    made: list[Wanted] = []
+    for each in parts:
+        if not isinstance(each.entry, TensorEntry):
+            continue
+        if each.out is None:
+            made.append(each)
+            continue
+        form = TensorEntry(each.entry.dtype, each.shape, each.entry.chunks)
+        check_target(path, each.name, form, each.out, lambda dtype: cast(dtype, options))
+        targets[each.name] = each.out.detach()
+    forms = [(w.shape, cast(w.entry.dtype, options)) for w in made if isinstance(w.entry, TensorEntry)]
+    if device.type == "cpu":
+        new = [new_tensor(tools, shape, dtype) for shape, dtype in forms]
+    else:
+        new = await tools.placer_for(device).new(forms)
+    return targets | {each.name: tensor for each, tensor in zip(made, new, strict=True)}
+
+
+def _unsqueezed(wanted: Wanted, target: torch.Tensor) -> torch.Tensor:
+    """Give the target with a dimension of one for each that an integer took away."""
+    for dim in wanted.taken:
+        target = target.unsqueeze(dim)
+    return target

@@ -1,0 +1,326 @@
+"""Looking into a checkpoint, and reading what is wanted of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+
+import anyio
+
+from aiockpt.entry_info import ObjectInfo, TensorInfo, describe, html_table, text_table
+from aiockpt.errors import LoadError
+from aiockpt.partial_load import Wanted, index_of, read_wanted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Generator, Sequence
+    from types import TracebackType
+
+    import torch
+
+    from aiockpt.call import Call
+    from aiockpt.format.index import Index
+    from aiockpt.item_reader import LoadTools
+    from aiockpt.partial_load import OpenCheckpoint
+    from aiockpt.reads import LoadOptions
+    from aiockpt.storage.base import Storage
+
+T = TypeVar("T")
+
+Order = Literal["file", "keys"]
+
+STREAM_BYTES = 256 << 20
+"""How much `CheckpointReader.stream` reads ahead."""
+_GROUP_BYTES = 32 << 20  # read at once by a stream
+
+
+class Caller(Protocol):
+    """What runs the reading: the engine."""
+
+    def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
+        """Run a coroutine function."""
+
+
+class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
+    """What both readers share: the index, which is a mapping of keys to what is stored."""
+
+    def __init__(self, caller: Caller, storage: Storage, path: str, options: LoadOptions) -> None:
+        self.path = path
+        self._caller = caller
+        self._storage = storage
+        self._options = options
+        self._open: OpenCheckpoint | None = None
+
+    @property
+    def _opened(self) -> OpenCheckpoint:
+        if self._open is None:
+            raise LoadError(f"the reader of {self.path} is not open: use it within its `with` block")
+        return self._open
+
+    @property
+    def _index(self) -> Index:
+        return self._opened.index
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The facts that were given to `save`, or stand in the header of a safetensors file."""
+        return self._index.metadata
+
+    @property
+    def format(self) -> str:
+        """What the checkpoint is: "aiockpt", "dcp" (of ``torch.distributed.checkpoint``), "torch" or "safetensors"."""
+        return self._index.format
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors; one that is stored once under several keys counts for each."""
+        return sum(info.nbytes for info in self.values() if isinstance(info, TensorInfo))
+
+    def __getitem__(self, key: str) -> TensorInfo | ObjectInfo:
+        entry = self._index.entries.get(key)
+        if entry is None:
+            raise KeyError(f"{self.path} has no {key!r}; keys() gives all that it has")
+        return describe(key, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index.entries)
+
+    def __len__(self) -> int:
+        return len(self._index.entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._index.entries
+
+    def __repr__(self) -> str:
+        if self._open is None:
+            return f"<{type(self).__name__} of {self.path}, not open>"
+        return text_table(type(self).__name__, self.path, self.format, self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{self!r}</pre>" if self._open is None else html_table(self.path, self.format, self)
+
+    def _begin_open(self) -> Call[OpenCheckpoint]:
+        async def open_it(tools: LoadTools) -> OpenCheckpoint:
+            return await index_of(self._storage, self.path, self._options, tools)
+
+        return self._caller.call(open_it, f"open {self.path}")
+
+    def _begin_read(self, wanted: Sequence[Wanted], **changes: Any) -> Call[dict[str, Any]]:
+        opened = self._opened
+        options = dataclasses.replace(self._options, **{k: v for k, v in changes.items() if v is not None})
+        return self._caller.call(
+            lambda tools: read_wanted(opened, wanted, options, tools), f"read {len(wanted)} keys of {self.path}"
+        )
+
+    def _begin_close(self) -> Call[None] | None:
+        opened, self._open = self._open, None
+        if opened is None:
+            return None
+
+        async def close(tools: LoadTools) -> None:
+            await tools.workers.run(opened.source.close)
+
+        return self._caller.call(close, f"close {self.path}")
+
+    def _wanted(self, keys: Any) -> list[Wanted]:
+        """Make requests of keys, patterns, or a mapping of keys to indices."""
+        if isinstance(keys, Mapping):
+            return [self._opened.want(key, index) for key, index in keys.items()]
+        return [self._opened.want(key, None) for key in self._opened.names(keys)]
+
+    def _groups(self, keys: Any, order: Order) -> list[tuple[list[Wanted], int]]:
+        """Cut what a stream gives into groups that are read together, with their bytes."""
+        if order not in ("file", "keys"):
+            raise ValueError(f"order must be 'file' or 'keys', not {order!r}")
+        wanted = self._wanted(keys)
+        if order == "file":
+            wanted.sort(key=lambda each: each.position)
+        groups: list[tuple[list[Wanted], int]] = []
+        for each in wanted:
+            if groups and groups[-1][1] + each.nbytes <= _GROUP_BYTES:
+                groups[-1] = ([*groups[-1][0], each], groups[-1][1] + each.nbytes)
+            else:
+                groups.append(([each], each.nbytes))
+        return groups
+
+
+class CheckpointReader(_Reader):
+    """A checkpoint that is open: a mapping of its keys to what is stored, and ways to read that.
+
+    ::
+
+        async with ckpt.open("runs/a/step-100") as reader:
+            print(reader)                                                   # what is in it
+            rows = await reader.read("model.embed.weight", slice(0, 128))   # these rows, and only their bytes
+            async for key, tensor in reader.stream():                       # everything, in bounded memory
+                ...
+
+    Made by `aiockpt.AsyncCheckpointer.open` and `aiockpt.open`. For all that reading raises see
+    `aiockpt.AsyncCheckpointer.load`. May be used by several tasks at once.
+    """
+
+    async def __aenter__(self) -> Self:
+        self._open = await self._begin_open().wait()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Open it, for cells of a notebook; `aclose` it in the end."""
+        return self.__aenter__().__await__()
+
+    async def read(
+        self,
+        key: str,
+        index: object = None,
+        *,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> Any:
+        """Read a tensor, a part of one, or an object.
+
+        Args:
+            key: which.
+            index: of a tensor, what is wanted: slices with positive steps, integers, ``...``, or a tuple of
+                these, as tensors take them. Only the bytes of that part are read. None: all.
+            out: a tensor of the resulting shape and dtype to fill, on any device and of any strides.
+            device: where a new tensor goes; None: host memory.
+            dtype: what floating-point values are cast to.
+            verify: check the CRC of every stored chunk that is read as a whole; None: as this reader was opened.
+
+        Returns:
+            The tensor, ``out``, or the object.
+
+        Raises:
+            KeyError: there is no such key.
+            IndexError: the index does not fit the shape.
+            TypeError: the index is of another kind, or is given for an object.
+        """
+        wanted = [self._opened.want(key, index, out)]
+        values = await self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).wait()
+        return values[key]
+
+    async def read_many(
+        self,
+        keys: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read several tensors and objects at once, which is faster than one after the other.
+
+        Args:
+            keys: names, names of containers and glob patterns; or a mapping of names to indices as `read` takes
+                them; None: everything.
+            device: see `read`.
+            dtype: see `read`.
+            verify: see `read`.
+
+        Returns:
+            The values by key.
+        """
+        return await self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).wait()
+
+    async def stream(
+        self,
+        keys: Any = None,
+        *,
+        order: Order = "file",
+        buffer_bytes: int = STREAM_BYTES,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> AsyncIterator[tuple[str, Any]]:
+        """Give one key after the other with its value, reading ahead in bounded memory.
+
+        What has been read and not been taken yet, and what is being read, is ``buffer_bytes`` at most, or one
+        tensor, if it is larger. Nothing more is read until the loop's body asks for the next.
+
+        Args:
+            keys: see `read_many`.
+            order: "file": as they are stored, which is fastest; "keys": as ``keys`` gives them.
+            buffer_bytes: how much to read ahead, in bytes.
+            device: see `read`.
+            dtype: see `read`.
+            verify: see `read`.
+
+        Yields:
+            Key and value.
+        """
+        groups = deque(self._groups(keys, order))
+        ahead: deque[tuple[Call[dict[str, Any]], list[Wanted], int]] = deque()
+        try:
+            while groups or ahead:
+                while groups and (not ahead or sum(n for _, _, n in ahead) + groups[0][1] <= buffer_bytes):
+                    wanted, nbytes = groups.popleft()
+                    call = self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify)
+                    ahead.append((call, wanted, nbytes))
+                call, wanted, _ = ahead[0]
+                values = await call.wait()
+                for each in wanted:
+                    yield each.name, values.pop(each.name)
+                ahead.popleft()
+        finally:
+            for call, _, _ in ahead:
+                call.cancel()
+            with anyio.CancelScope(shield=True):
+                for call, _, _ in ahead:
+                    await call.completion.settled()
+
+    async def aclose(self) -> None:
+        """Close the files. Idempotent; what was read stays."""
+        call = self._begin_close()
+        if call is not None:
+            with anyio.CancelScope(shield=True):
+                await call.wait()
+
+
+class SyncCheckpointReader(_Reader):
+    """A checkpoint that is open, for plain programs; see `CheckpointReader`. Every method blocks."""
+
+    def __enter__(self) -> Self:
+        self._open = self._begin_open().result()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(
+        self,
+        key: str,
+        index: object = None,
+        *,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> Any:
+        """Read a tensor, a part of one, or an object; see `CheckpointReader.read`."""
+        wanted = [self._opened.want(key, index, out)]
+        return self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).result()[key]
+
+    def read_many(
+        self,
+        keys: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read several tensors and objects at once; see `CheckpointReader.read_many`."""
+        return self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).result()
+
+    def close(self) -> None:
+        """Close the files. Idempotent; what was read stays."""
+        call = self._begin_close()
+        if call is not None:
+            call.result()

@@ -1,0 +1,170 @@
+"""What is to be read: objects, and parts of stored tensors, each with where it goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiockpt.planning.planner import is_dense
+from aiockpt.planning.ranges import Selection, overlap
+
+if TYPE_CHECKING:
+    from aiockpt.format.index import ChunkEntry, ItemPlace, TensorEntry, TensorItem
+
+MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load; see `aiockpt.AsyncCheckpointer.load`."""
+
+    map_location: MapLocation | None = None
+    keys: Sequence[str] | None = None
+    dtype: torch.dtype | None = None
+    strict: bool = True
+    verify: bool = True
+    mmap: bool = False
+    safe_globals: Sequence[Any] = ()
+    trust: bool = False
+
+
+def check_options(options: LoadOptions, *, into: bool) -> None:
+    """Check that options go together.
+
+    Args:
+        options: how to load.
+        into: whether there is a target.
+
+    Raises:
+        TypeError: one is of the wrong kind.
+        ValueError: two contradict each other.
+    """
+    dtype, where = options.dtype, options.map_location
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, to which such tensors are cast, not {dtype!r}")
+    if where is not None and not callable(where) and not isinstance(where, str | torch.device | dict):
+        raise TypeError(f"map_location must be a device, its name, a dict or a function, not {where!r}")
+    if options.mmap and (into or dtype is not None or where is not None):
+        raise ValueError(
+            "mmap=True gives tensors of the files as they are: not into a state dict, nor with dtype= or map_location="
+        )
+
+
+@dataclass(eq=False, slots=True)
+class ObjectRead:
+    """An object to read.
+
+    Attributes:
+        name: its key.
+        place: where its bytes are.
+        value: what was read.
+    """
+
+    name: str
+    place: ItemPlace
+    value: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class TensorRead:
+    """A part of a tensor to read, from one stored chunk of it.
+
+    Attributes:
+        name: the key.
+        dtype: the dtype that it is stored in.
+        chunk: the stored chunk.
+        selections: for each dimension, what is wanted of the chunk; None: all of it.
+        target: what it goes to: a tensor of the shape of the selections, of any device, dtype and strides.
+            None: memory of its own, which is made for it.
+        fills: the target is the caller's, who is to be told what has come to it.
+        item: what stands in the item, as soon as it is known.
+        memory: without a target: the payload, dtype uint8.
+        pending: how many steps are left.
+        begun: whether something has come to the target.
+    """
+
+    name: str
+    dtype: torch.dtype
+    chunk: ChunkEntry
+    selections: tuple[Selection, ...] | None = None
+    target: torch.Tensor | None = None
+    fills: bool = False
+    item: TensorItem | None = None
+    memory: torch.Tensor | None = None
+    pending: int = 1
+    begun: bool = False
+
+    def view(self, *, lazily: bool = False) -> torch.Tensor:
+        """See the payload as the tensor that it stores.
+
+        Args:
+            lazily: leave the memory as it is, for others see it as well, where values are stored conjugated or
+                negated.
+        """
+        item = self.item
+        if item is None or self.memory is None:
+            raise RuntimeError(f"{self.name} was not read into memory of its own")
+        return view_of(self.memory, item, lazily=lazily)
+
+
+def view_of(memory: torch.Tensor, item: TensorItem, *, lazily: bool) -> torch.Tensor:
+    """See a payload as a tensor; see `TensorRead.view`."""
+    tensor = seen_as(memory, item)
+    if item.conj:
+        tensor = tensor.conj() if lazily else tensor.conj_physical_()
+    if item.neg:
+        tensor = torch._neg_view(tensor) if lazily else tensor.neg_()
+    return tensor
+
+
+def seen_as(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
+    """See a payload, dtype uint8, as the values that it stores, conjugated and negated as they may be."""
+    rest = len(memory) % item.dtype.itemsize
+    values = (memory[:-rest] if rest else memory).view(item.dtype)
+    return values.as_strided(item.shape, item.stride, item.storage_offset)
+
+
+def is_plain(item: TensorItem) -> bool:
+    """Tell whether a payload is exactly the memory of its tensor."""
+    return (
+        item.storage_offset == 0
+        and item.nbytes == math.prod(item.shape) * item.dtype.itemsize
+        and is_dense(item.shape, item.stride)
+        and not (item.conj or item.neg)
+    )
+
+
+def reads_of(
+    name: str,
+    entry: TensorEntry,
+    target: torch.Tensor,
+    wanted: Sequence[Selection] | None = None,
+    *,
+    fills: bool = False,
+) -> list[TensorRead]:
+    """Plan how a tensor, or a part of it, comes into a target: one read for each stored chunk that has some of it.
+
+    Args:
+        name: the key.
+        entry: the tensor as it is stored.
+        target: where it goes, of the shape of what is wanted.
+        wanted: for each dimension of the tensor, what is wanted; None: all.
+        fills: see `TensorRead`.
+    """
+    if 0 in target.shape:
+        return []
+    if wanted is None and len(entry.chunks) == 1:
+        return [TensorRead(name, entry.dtype, entry.chunks[0], None, target, fills)]
+    chosen = [Selection(0, size) for size in entry.shape] if wanted is None else wanted
+    found: list[TensorRead] = []
+    for chunk in entry.chunks:
+        common = overlap(chunk.offsets, chunk.sizes, chosen)
+        if common is not None:
+            whole = all(s == Selection(0, n) for s, n in zip(common.chunk, chunk.sizes, strict=True))
+            region = target[common.target] if target.dim() else target
+            found.append(TensorRead(name, entry.dtype, chunk, None if whole else common.chunk, region, fills))
+    return found

@@ -1,0 +1,94 @@
+"""What tensors are loaded into: does it fit, and where do new ones go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiockpt.errors import ShapeMismatchError
+from aiockpt.format.index import TensorEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiockpt.format.index import Entry
+    from aiockpt.reads import MapLocation
+
+_CPU = torch.device("cpu")
+
+
+def target_device(where: MapLocation | None) -> torch.device:
+    """Give the device that new tensors are made on; a function that moves storages gets them in host memory."""
+    if isinstance(where, dict):
+        where = where.get("cpu", "cpu")
+    if not isinstance(where, str | torch.device):
+        return _CPU
+    device = torch.device(where)
+    if device.type not in ("cpu", "meta") and ":" not in str(device):
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device
+
+
+def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], Any]) -> torch.Tensor:
+    """Move a tensor as ``torch.load`` does with a function for its map_location."""
+    storage = move(tensor.untyped_storage(), "cpu")
+    if storage is None:
+        return tensor
+    fresh = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    return fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def check_target(path: str, name: str, entry: Entry, leaf: Any, cast: Callable[[torch.dtype], torch.dtype]) -> None:
+    """Check that an entry can be loaded into a leaf of the target.
+
+    Args:
+        path: the checkpoint, for messages.
+        name: the key.
+        entry: what is stored.
+        leaf: what the target has there.
+        cast: gives the dtype that a stored dtype is loaded as.
+
+    Raises:
+        ShapeMismatchError: it does not fit.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return
+    if not isinstance(entry, TensorEntry):
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_quantized:
+            raise ShapeMismatchError(f"{name} is a tensor in the target but an object in {path}")
+        return
+    if type(leaf).__module__.startswith("torch.distributed"):
+        raise ShapeMismatchError(
+            f"{name} is a {type(leaf).__name__} in the target; this version loads into the state of one process"
+        )
+    if leaf.layout is not torch.strided:
+        raise ShapeMismatchError(f"{name} has the layout {leaf.layout} in the target but is strided in {path}")
+    if leaf.is_meta:
+        raise ShapeMismatchError(f"{name} is on the meta device in the target; give it memory first (to_empty)")
+    if any(step == 0 and size > 1 for step, size in zip(leaf.stride(), leaf.shape, strict=True)):
+        raise ShapeMismatchError(f"{name} is an expanded tensor in the target: its elements share memory; clone it")
+    if tuple(leaf.shape) != entry.shape:
+        raise ShapeMismatchError(f"{name} has the shape {tuple(leaf.shape)} in the target but {entry.shape} in {path}")
+    if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.untyped_storage().nbytes() < _extent_bytes(leaf):
+        raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
+    _check_dtype(path, name, entry.dtype, leaf.dtype, cast)
+
+
+def _check_dtype(
+    path: str, name: str, stored: torch.dtype, wanted: torch.dtype, cast: Callable[[torch.dtype], torch.dtype]
+) -> None:
+    loaded = cast(stored)
+    if wanted == loaded:
+        return
+    became = "" if loaded is stored else f", loaded as {loaded}"
+    advice = f"; pass dtype={wanted} to cast" if stored.is_floating_point and wanted.is_floating_point else ""
+    raise ShapeMismatchError(f"{name} is {wanted} in the target but {stored} in {path}{became}{advice}")
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Give how much of its storage a tensor reaches into."""
+    if not tensor.numel():
+        return 0
+    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(last + 1) * tensor.itemsize
