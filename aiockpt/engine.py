@@ -190,14 +190,15 @@ class Engine:
                 await self._copy_workers.run(tensor_framing, torch.float32, (1,), (1,))
                 await self._stop.wait()
         finally:
-            for placer in self._placers.values():
-                placer.close()
-            for stager in self._stagers.values():
-                stager.close()
-            for workers in (self._copy_workers, self._io_workers, self._seal_workers, self._load_workers):
-                workers.close()
-            self._pool.drop()
-            self._memory.close()
+            with contextlib.ExitStack() as stack:  # all are closed, whatever one of them raises
+                stack.callback(self._memory.close)
+                stack.callback(self._pool.drop)
+                for workers in (self._copy_workers, self._io_workers, self._seal_workers, self._load_workers):
+                    stack.callback(workers.close)
+                for stager in self._stagers.values():
+                    stack.callback(stager.close)
+                for placer in self._placers.values():
+                    stack.callback(placer.close)
 
     def _stager_for(self, device: torch.device) -> Stager:
         stager = self._stagers.get(device)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from aiockpt.format.index import ItemPlace, TensorItem
-    from aiockpt.reads import LoadOptions, ObjectRead, TensorRead
+    from aiockpt.load_options import LoadOptions
+    from aiockpt.reads import ObjectRead, TensorRead
     from aiockpt.staging.memory import TensorMemory
     from aiockpt.staging.placing import AcceleratorPlacer, Placement
     from aiockpt.staging.pool import Chunk, ChunkPool
@@ -74,9 +75,18 @@ class ItemReader:
         path: where it is, for messages.
         options: how to load.
         tools: what the engine lends.
+        known: what stands in items that were looked into before; is added to.
     """
 
-    def __init__(self, source: Source, path: str, options: LoadOptions, tools: LoadTools) -> None:
+    def __init__(
+        self,
+        source: Source,
+        path: str,
+        options: LoadOptions,
+        tools: LoadTools,
+        known: dict[ItemPlace, TensorItem] | None = None,
+    ) -> None:
+        self._known = {} if known is None else known
         self._source = source
         self._path = path
         self._options = options
@@ -90,7 +100,11 @@ class ItemReader:
 
     async def prepare(self, reads: Sequence[TensorRead]) -> None:
         """Read the framing of those items that are not read as a whole, so that what is wrong there shows early."""
-        unknown = [read for read in reads if self._is_large(read) and read.item is None and read.chunk.item is None]
+        unknown: list[TensorRead] = []
+        for read in reads:
+            read.item = read.item or read.chunk.item or self._known.get(read.chunk.place)
+            if read.item is None and self._is_large(read):
+                unknown.append(read)
         await self._each([functools.partial(self._hop, self._find_payload, read) for read in unknown])
 
     async def read(self, reads: Sequence[TensorRead]) -> None:
@@ -117,12 +131,11 @@ class ItemReader:
                 if id(read) not in chosen:
                     jobs += await self._stream_jobs(read, run, most)
         await self._each(jobs)
+        self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
     async def _stream_jobs(
         self, read: TensorRead, run: Callable[..., Awaitable[None]], most: int
     ) -> list[Callable[[], Awaitable[None]]]:
-        if read.item is None:
-            read.item = read.chunk.item
         if read.item is None:
             await self._hop(self._find_payload, read)
         item = read.item

@@ -15,16 +15,17 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, MissingKeysError
 from aiockpt.format.index import Index, InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.index_reader import read_index
 from aiockpt.item_reader import ItemReader, LoadTools
+from aiockpt.load_options import LoadOptions, target_device
 from aiockpt.map_reader import MapReader
 from aiockpt.planning.selection import containers_within, matching
 from aiockpt.planning.tree import StructureError, flatten, replace_leaves, unflatten
-from aiockpt.reads import LoadOptions, ObjectRead, TensorRead, reads_of, view_of
-from aiockpt.targets import check_target, relocated, target_device
+from aiockpt.reads import ObjectRead, TensorRead, reads_of, view_of
+from aiockpt.targets import check_target, relocated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.format.index import Entry
+    from aiockpt.format.index import Entry, ItemPlace, TensorItem
     from aiockpt.storage.base import Source, Storage
 
 
@@ -99,15 +100,24 @@ class WholeLoad:
         index: what they hold.
         options: how to load.
         tools: what the engine lends.
+        known: what stands in items that were looked into before; is added to.
     """
 
-    def __init__(self, source: Source, path: str, index: Index, options: LoadOptions, tools: LoadTools) -> None:
+    def __init__(
+        self,
+        source: Source,
+        path: str,
+        index: Index,
+        options: LoadOptions,
+        tools: LoadTools,
+        known: dict[ItemPlace, TensorItem] | None = None,
+    ) -> None:
         self._source = source
         self._path = path
         self._index = index
         self._options = options
         self._tools = tools
-        self._reader = ItemReader(source, path, options, tools)
+        self._reader = ItemReader(source, path, options, tools, known)
 
     async def run(self) -> Any:
         """Load; give the state dict."""

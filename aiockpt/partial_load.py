@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import torch
 
 from aiockpt.capture import count_change
 from aiockpt.errors import MissingKeysError
@@ -14,18 +15,17 @@ from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemPlac
 from aiockpt.index_reader import read_index
 from aiockpt.item_reader import ItemReader
 from aiockpt.load import WholeLoad, cast, new_tensor
+from aiockpt.load_options import target_device
 from aiockpt.planning.ranges import Selection, select
 from aiockpt.planning.selection import check_patterns, matching
 from aiockpt.reads import TensorRead, reads_of
-from aiockpt.targets import check_target, target_device
+from aiockpt.targets import check_target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from aiockpt.item_reader import LoadTools
-    from aiockpt.reads import LoadOptions
+    from aiockpt.load_options import LoadOptions
     from aiockpt.storage.base import Source, Storage
 
 
@@ -141,7 +141,7 @@ async def read_wanted(
     opened: OpenCheckpoint, wanted: Sequence[Wanted], options: LoadOptions, tools: LoadTools
 ) -> dict[str, Any]:
     """Read parts of an open checkpoint; give them by key."""
-    load = WholeLoad(opened.source, opened.path, opened.index, options, tools)
+    load = WholeLoad(opened.source, opened.path, opened.index, options, tools, opened.known)
     whole = {w.name: w.entry for w in wanted if w.selections is None and w.out is None}
     parts = [w for w in wanted if w.name not in whole]
     targets = await _targets(opened.path, parts, options, tools)
@@ -149,16 +149,14 @@ async def read_wanted(
     reads: list[TensorRead] = []
     for each in parts:
         if isinstance(each.entry, TensorEntry):
-            reads += reads_of(each.name, each.entry, _unsqueezed(each, targets[each.name]), each.selections)
-    for read in reads:
-        read.item = opened.known.get(read.chunk.place)
+            target = _unsqueezed(each, targets[each.name])
+            reads += [] if target.is_meta else reads_of(each.name, each.entry, target, each.selections)
     filled = [each.out for each in parts if each.out is not None]
     count_change(filled)
     try:
-        await ItemReader(opened.source, opened.path, options, tools).read(reads)
+        await ItemReader(opened.source, opened.path, options, tools, opened.known).read(reads)
     finally:
         count_change(filled)
-    opened.known |= {read.chunk.place: read.item for read in reads if read.item is not None}
     values |= {each.name: targets[each.name] if each.out is None else each.out for each in parts}
     return {each.name: values[each.name] for each in wanted}
 
@@ -182,6 +180,8 @@ async def _targets(
     forms = [(w.shape, cast(w.entry.dtype, options)) for w in made if isinstance(w.entry, TensorEntry)]
     if device.type == "cpu":
         new = [new_tensor(tools, shape, dtype) for shape, dtype in forms]
+    elif device.type == "meta":
+        new = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
     else:
         new = await tools.placer_for(device).new(forms)
     return targets | {each.name: tensor for each, tensor in zip(made, new, strict=True)}

@@ -11,6 +11,7 @@ import anyio
 
 from aiockpt.entry_info import ObjectInfo, TensorInfo, describe, html_table, text_table
 from aiockpt.errors import LoadError
+from aiockpt.load_options import check_options
 from aiockpt.partial_load import Wanted, index_of, read_wanted
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from aiockpt.call import Call
     from aiockpt.format.index import Index
     from aiockpt.item_reader import LoadTools
+    from aiockpt.load_options import LoadOptions
     from aiockpt.partial_load import OpenCheckpoint
-    from aiockpt.reads import LoadOptions
     from aiockpt.storage.base import Storage
 
 T = TypeVar("T")
@@ -109,6 +110,7 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     def _begin_read(self, wanted: Sequence[Wanted], **changes: Any) -> Call[dict[str, Any]]:
         opened = self._opened
         options = dataclasses.replace(self._options, **{k: v for k, v in changes.items() if v is not None})
+        check_options(options, into=False)
         return self._caller.call(
             lambda tools: read_wanted(opened, wanted, options, tools), f"read {len(wanted)} keys of {self.path}"
         )
@@ -143,6 +145,51 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
             else:
                 groups.append(([each], each.nbytes))
         return groups
+
+
+class _Ahead:
+    """What a stream has begun to read: as many groups as fit into its buffer, or one."""
+
+    def __init__(self, reader: _Reader, groups: list[tuple[list[Wanted], int]], buffer_bytes: int, **how: Any) -> None:
+        self._reader = reader
+        self._waiting = deque(groups)
+        self._begun: deque[tuple[Call[dict[str, Any]], list[Wanted], int]] = deque()
+        self._buffer_bytes = buffer_bytes
+        self._how = how
+
+    def start(self) -> bool:
+        """Begin to read what fits; tell whether anything is left to be given."""
+        while self._waiting:
+            wanted, nbytes = self._waiting[0]
+            if self._begun and sum(size for _, _, size in self._begun) + nbytes > self._buffer_bytes:
+                break
+            self._waiting.popleft()
+            self._begun.append((self._reader._begin_read(wanted, **self._how), wanted, nbytes))
+        return bool(self._begun)
+
+    @property
+    def first(self) -> Call[dict[str, Any]]:
+        """The call whose group is given next."""
+        return self._begun[0][0]
+
+    @property
+    def names(self) -> list[str]:
+        """The keys of that group."""
+        return [wanted.name for wanted in self._begun[0][1]]
+
+    @property
+    def calls(self) -> list[Call[dict[str, Any]]]:
+        """All calls that have begun."""
+        return [call for call, _, _ in self._begun]
+
+    def drop_first(self) -> None:
+        """Let go of a group that was given."""
+        self._begun.popleft()
+
+    def cancel(self) -> None:
+        """Stop reading ahead."""
+        for call in self.calls:
+            call.cancel()
 
 
 class CheckpointReader(_Reader):
@@ -254,24 +301,17 @@ class CheckpointReader(_Reader):
         Yields:
             Key and value.
         """
-        groups = deque(self._groups(keys, order))
-        ahead: deque[tuple[Call[dict[str, Any]], list[Wanted], int]] = deque()
+        ahead = _Ahead(self, self._groups(keys, order), buffer_bytes, map_location=device, dtype=dtype, verify=verify)
         try:
-            while groups or ahead:
-                while groups and (not ahead or sum(n for _, _, n in ahead) + groups[0][1] <= buffer_bytes):
-                    wanted, nbytes = groups.popleft()
-                    call = self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify)
-                    ahead.append((call, wanted, nbytes))
-                call, wanted, _ = ahead[0]
-                values = await call.wait()
-                for each in wanted:
-                    yield each.name, values.pop(each.name)
-                ahead.popleft()
+            while ahead.start():
+                values = await ahead.first.wait()
+                for name in ahead.names:
+                    yield name, values.pop(name)
+                ahead.drop_first()
         finally:
-            for call, _, _ in ahead:
-                call.cancel()
+            ahead.cancel()
             with anyio.CancelScope(shield=True):
-                for call, _, _ in ahead:
+                for call in ahead.calls:
                     await call.completion.settled()
 
     async def aclose(self) -> None:
@@ -318,6 +358,29 @@ class SyncCheckpointReader(_Reader):
     ) -> dict[str, Any]:
         """Read several tensors and objects at once; see `CheckpointReader.read_many`."""
         return self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).result()
+
+    def stream(
+        self,
+        keys: Any = None,
+        *,
+        order: Order = "file",
+        buffer_bytes: int = STREAM_BYTES,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> Iterator[tuple[str, Any]]:
+        """Give one key after the other with its value, in bounded memory; see `CheckpointReader.stream`."""
+        ahead = _Ahead(self, self._groups(keys, order), buffer_bytes, map_location=device, dtype=dtype, verify=verify)
+        try:
+            while ahead.start():
+                values = ahead.first.result()
+                for name in ahead.names:
+                    yield name, values.pop(name)
+                ahead.drop_first()
+        finally:
+            ahead.cancel()
+            for call in ahead.calls:
+                call.completion.exception()
 
     def close(self) -> None:
         """Close the files. Idempotent; what was read stays."""

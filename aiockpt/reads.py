@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,45 +12,9 @@ from aiockpt.planning.planner import is_dense
 from aiockpt.planning.ranges import Selection, overlap
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from aiockpt.format.index import ChunkEntry, ItemPlace, TensorEntry, TensorItem
-
-MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How to load; see `aiockpt.AsyncCheckpointer.load`."""
-
-    map_location: MapLocation | None = None
-    keys: Sequence[str] | None = None
-    dtype: torch.dtype | None = None
-    strict: bool = True
-    verify: bool = True
-    mmap: bool = False
-    safe_globals: Sequence[Any] = ()
-    trust: bool = False
-
-
-def check_options(options: LoadOptions, *, into: bool) -> None:
-    """Check that options go together.
-
-    Args:
-        options: how to load.
-        into: whether there is a target.
-
-    Raises:
-        TypeError: one is of the wrong kind.
-        ValueError: two contradict each other.
-    """
-    dtype, where = options.dtype, options.map_location
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"dtype must be a floating-point torch.dtype, to which such tensors are cast, not {dtype!r}")
-    if where is not None and not callable(where) and not isinstance(where, str | torch.device | dict):
-        raise TypeError(f"map_location must be a device, its name, a dict or a function, not {where!r}")
-    if options.mmap and (into or dtype is not None or where is not None):
-        raise ValueError(
-            "mmap=True gives tensors of the files as they are: not into a state dict, nor with dtype= or map_location="
-        )
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""What tensors are loaded into: does it fit, and where do new ones go."""
+"""What tensors are loaded into: does it fit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiockpt.format.index import Entry
-    from aiockpt.reads import MapLocation
-
-_CPU = torch.device("cpu")
-
-
-def target_device(where: MapLocation | None) -> torch.device:
-    """Give the device that new tensors are made on; a function that moves storages gets them in host memory."""
-    if isinstance(where, dict):
-        where = where.get("cpu", "cpu")
-    if not isinstance(where, str | torch.device):
-        return _CPU
-    device = torch.device(where)
-    if device.type not in ("cpu", "meta") and ":" not in str(device):
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    return device
 
 
 def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], Any]) -> torch.Tensor:

@@ -73,15 +73,17 @@ def containers_within(
         kept: the names that are kept.
     """
     before = [0]
-    around: set[tuple[object, ...]] = set()
+    around: set[tuple[object, ...]] = set()  # containers of what is kept
+    cut: set[tuple[object, ...]] = set()  # containers of what is left out
     for name, path in zip(names, paths, strict=True):
         before.append(before[-1] + (name in kept))
-        if name in kept:
-            around.update(path[:depth] for depth in range(len(path)))
+        (around if name in kept else cut).update(path[:depth] for depth in range(len(path)))
+    whole = around - cut
     found: list[dict[str, object]] = []
     for record in containers:
         path = tuple(record["path"])  # type: ignore[arg-type]
         at = min(int(record["at"]), len(names))  # type: ignore[call-overload]
-        if path in around:
+        # An empty one has no leaves to be known by: it belongs to what is kept as a whole around it.
+        if path in around or any(path[:depth] in whole for depth in range(len(path))):
             found.append({**record, "at": before[at]})
     return found

@@ -45,6 +45,11 @@ class Transaction(ABC):
     async def create(self, name: str, nbytes: int) -> FileSink:
         """Start a file of ``nbytes`` bytes.
 
+        Args:
+            name: its path relative to the checkpoint. The empty name is the checkpoint itself, which then is
+                this one file instead of a directory; no other file is created beside it.
+            nbytes: its size.
+
         Raises:
             WriteError: with the cause chained.
         """

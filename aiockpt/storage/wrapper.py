@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 from aiockpt.storage.base import FileSink, Source, Storage, Transaction
 
 if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Mapping, Sequence
+
     from aiockpt.threads import Workers
 
 
 class WrapperStorage(Storage):
     """Passes everything on to ``inner``.
 
-    Override `before`, which is awaited before each step of a save, or any method.
+    Override `before`, which is awaited before each step of a save, `before_read`, or any method.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -21,6 +24,9 @@ class WrapperStorage(Storage):
 
     async def before(self, step: str, name: str) -> None:
         """Come before a step: "begin", "create", "write", "finish", "commit" or "abort", of a file or path."""
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        """Come before each read from a file, in the thread that reads."""
 
     def locate(self, path: str) -> str:
         """See `Storage.locate`."""
@@ -37,7 +43,7 @@ class WrapperStorage(Storage):
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         """See `Storage.open`."""
-        return await self.inner.open(path, workers=workers)
+        return _WrapperSource(self, await self.inner.open(path, workers=workers))
 
 
 class _WrapperTransaction(Transaction):
@@ -74,3 +80,30 @@ class _WrapperSink(FileSink):
     async def finish(self) -> None:
         await self._storage.before("finish", self._name)
         await self._inner.finish()
+
+
+class _WrapperSource(Source):
+    def __init__(self, storage: WrapperStorage, inner: Source) -> None:
+        self._storage = storage
+        self._inner = inner
+
+    @property
+    def files(self) -> Mapping[str, int]:
+        return self._inner.files
+
+    def read(
+        self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
+    ) -> None:
+        self._storage.before_read(name, offset, len(view))
+        self._inner.read(name, offset, view, seen)
+
+    def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
+        for offset, length in runs:
+            self._storage.before_read(name, offset, length)
+        self._inner.read_runs(name, runs, view)
+
+    def map(self, name: str) -> mmap.mmap:
+        return self._inner.map(name)
+
+    def close(self) -> None:
+        self._inner.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from aiockpt.errors import CommitError, WriteError
+from aiockpt.errors import CommitError, LoadError, WriteError
 from aiockpt.handle import Completion
 from aiockpt.storage.wrapper import WrapperStorage
 
@@ -51,7 +52,7 @@ class FaultyStorage(WrapperStorage):
 
     Args:
         inner: where things really go.
-        step: which step fails; see `WrapperStorage.before`.
+        step: which step fails; see `WrapperStorage.before`, or "read".
         error: what the file system says.
         nth: which occurrence of the step fails, counted from 1.
         times: how many occurrences fail, from there on.
@@ -63,6 +64,15 @@ class FaultyStorage(WrapperStorage):
         self._error = error
         self._range = range(nth, nth + times)
         self.seen: Counter[str] = Counter()
+        self._counting = threading.Lock()
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        """Raise the error, if this is the step and the occurrence."""
+        with self._counting:
+            self.seen["read"] += 1
+            fails = self._step == "read" and self.seen["read"] in self._range
+        if fails:
+            raise LoadError(f"can't read {name} at offset {offset}: {self._error}") from self._error
 
     async def before(self, step: str, name: str) -> None:
         """Raise the error, if this is the step and the occurrence."""

@@ -1,0 +1,25 @@
+"""A storage that counts what is read."""
+
+from __future__ import annotations
+
+import threading
+
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
+
+
+class CountingStorage(WrapperStorage):
+    """Records every read: file, offset, bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalStorage())
+        self.reads: list[tuple[str, int, int]] = []
+        self._lock = threading.Lock()
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        with self._lock:
+            self.reads.append((name, offset, nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for _, _, nbytes in self.reads)

@@ -1,0 +1,133 @@
+"""Reading local files: from the page cache, past it, and through buffers."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from isal.isal_zlib import crc32
+
+import aiockpt
+from aiockpt.storage.local_source import LocalSource, open_source
+from tests.states import random_tensor
+
+SIZE = 20 * (1 << 20) + 12_345
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return random_tensor(torch.uint8, (SIZE,), 3).numpy().tobytes()
+
+
+@pytest.fixture(params=["cached", "cold", "half cached", "no direct I/O", "no way to know"])
+def source(request, tmp_path: Path, data: bytes):
+    path = tmp_path / "f"
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if request.param == "cached":
+        path.read_bytes()
+    elif request.param == "half cached":
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        for offset in range(0, SIZE, 3 << 20):
+            os.pread(fd, 1_100_000, offset)
+    os.close(fd)
+    opened = open_source(str(tmp_path), direct_io=request.param != "no direct I/O")
+    assert isinstance(opened, LocalSource)
+    if request.param == "no way to know":
+        opened._file("f").nowait = 0
+    yield opened
+    opened.close()
+    opened.close()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 64, 512, 4000])
+def test_any_range_to_any_address(source: LocalSource, data: bytes, shift: int) -> None:
+    assert source.files == {"f": SIZE}
+    memory = mmap.mmap(-1, SIZE + 8192)
+    view = memoryview(memory)
+    for offset, nbytes in (
+        (0, SIZE),
+        (1, SIZE - 1),
+        (4096, 9 << 20),
+        (4096 + 704, (9 << 20) + 3),
+        (SIZE - 5, 5),
+        (5_000_000, 0),
+        (7_000_001, 300_000),
+        (SIZE - 300_001, 300_001),
+    ):
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0x5A, len(memory))
+        target = view[shift : shift + nbytes]
+        crc = 0
+        total = 0
+
+        def seen(part: memoryview) -> None:
+            nonlocal crc, total
+            crc = crc32(part, crc)
+            total += len(part)
+
+        source.read("f", offset, target, seen)
+        assert target == data[offset : offset + nbytes], (offset, nbytes)
+        assert (crc, total) == (crc32(data[offset : offset + nbytes]), nbytes)
+        assert set(view[:shift]) <= {0x5A}
+        assert set(view[shift + nbytes : shift + nbytes + 4096]) <= {0x5A}
+        del target
+    view.release()
+
+
+def test_runs(source: LocalSource, data: bytes) -> None:
+    runs = [(at, 1 + at % 700) for at in range(0, SIZE - 800, 49_999)] + [(100, 400_000), (SIZE - 1, 1)]
+    buffer = bytearray(sum(length for _, length in runs))
+    source.read_runs("f", runs, memoryview(buffer))
+    assert bytes(buffer) == b"".join(data[at : at + length] for at, length in runs)
+
+
+def test_the_end_of_the_file(source: LocalSource) -> None:
+    for offset, nbytes in ((SIZE - 10, 11), (SIZE, 1), (SIZE + 5000, 400_000), (0, SIZE + 1)):
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"f ends at byte \d+, \d+ bytes too early"):
+            source.read("f", offset, memoryview(bytearray(nbytes)))
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="too early"):
+        source.read_runs("f", [(0, 5), (SIZE - 1, 2)], memoryview(bytearray(7)))
+
+
+def test_maps_are_copies_on_write(source: LocalSource, data: bytes, tmp_path: Path) -> None:
+    mapped = source.map("f")
+    assert mapped[5_000_000:5_000_100] == data[5_000_000:5_000_100]
+    mapped[0] = data[0] ^ 1
+    assert (tmp_path / "f").read_bytes() == data
+    mapped.close()
+
+
+def test_links_of_the_hub_cache_are_followed_and_no_others(tmp_path: Path) -> None:
+    home = tmp_path / "models--x" / "snapshots" / "abc"
+    home.mkdir(parents=True)
+    (tmp_path / "models--x" / "blobs").mkdir()
+    (tmp_path / "models--x" / "blobs" / "1234").write_bytes(b"hello")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (home / "good").symlink_to("../../blobs/1234")
+    (home / "bad").symlink_to("../../../secret")
+    source = open_source(str(home), direct_io=True)
+    buffer = bytearray(5)
+    source.read("good", 0, memoryview(buffer))
+    assert buffer == b"hello"
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match="'bad', which is outside"):
+        source.read("bad", 0, memoryview(buffer))
+    source.close()
+
+
+def test_one_file_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "f").write_bytes(b"hello")
+    (tmp_path / "link").symlink_to("real/f")
+    source = open_source(str(tmp_path / "link"), direct_io=True)
+    buffer = bytearray(5)
+    source.read("link", 0, memoryview(buffer))
+    assert (buffer, source.files) == (b"hello", {"link": 5})
+    with pytest.raises(aiockpt.UnsafeCheckpointError):
+        source.read("../x", 0, memoryview(buffer))
+    source.close()

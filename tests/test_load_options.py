@@ -1,0 +1,288 @@
+"""What a load takes, casts, maps and refuses, and what it says when it fails half way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import FaultyStorage
+from tests.counting import CountingStorage
+from tests.states import assert_same, large_state, random_tensor, training_state
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def ckpt():
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        yield checkpointer
+
+
+# --- keys ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_keys_by_name_container_and_pattern(stock: bool, ckpt, tmp_path: Path) -> None:
+    state = {
+        "model": {"a.weight": torch.ones(3), "a.bias": torch.zeros(2), "b.weight": torch.arange(4)},
+        "optim": {"state": {"0": {"step": torch.tensor(7.0)}}, "lr": 0.1},
+        "model_step": 5,
+    }
+    if stock:
+        dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    else:
+        ckpt.save(state, tmp_path / "c")
+    load = lambda keys, **more: ckpt.load(tmp_path / "c", keys=keys, **more)  # noqa: E731
+    assert_same({"model": state["model"]}, load("model"))
+    assert_same({"optim": {"lr": 0.1}, "model_step": 5}, load(["model_step", "optim.lr"]))
+    weights = {"a.weight": torch.ones(3), "b.weight": torch.arange(4)}
+    assert_same({"model": weights}, load("*.weight"))
+    assert_same({"model": {"a.bias": torch.zeros(2)}}, load(["model.?.bias"]))
+    assert_same({"model": weights, "model_step": 5}, load(["model.[ab].w*", "*_step"]))
+    with pytest.raises(aiockpt.MissingKeysError, match=r"nothing that is meant by 'x\.\*', 'optim\.mom'") as caught:
+        load(["model", "x.*", "optim.mom"])
+    assert caught.value.keys == ("x.*", "optim.mom")
+    assert_same({"model": state["model"]}, load(["model", "x.*"], strict=False))
+    assert_same({}, load([]))
+    with pytest.raises(TypeError, match="keys must be names and patterns"):
+        load([5])
+
+
+def test_a_key_with_magic_characters_means_itself(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"a[0]": 1, "a0": 2, "b*": 3, "b*x": 4}, tmp_path / "c")
+    assert ckpt.load(tmp_path / "c", keys="a[0]") == {"a[0]": 1}
+    assert ckpt.load(tmp_path / "c", keys=["b*"]) == {"b*": 3}
+    assert ckpt.load(tmp_path / "c", keys=["b?x"]) == {"b*x": 4}
+
+
+def test_containers_of_the_keys_keep_their_types(ckpt, tmp_path: Path) -> None:
+    state = {
+        "x": OrderedDict(a={1: torch.ones(1), 2: {}}, b=(torch.zeros(2), "t")),
+        "y": {3: torch.ones(2), "z": {}},
+        "last": OrderedDict(),
+    }
+    ckpt.save(state, tmp_path / "c")
+    assert_same({"x": state["x"]}, ckpt.load(tmp_path / "c", keys="x"))
+    assert_same({"y": {3: torch.ones(2), "z": {}}}, ckpt.load(tmp_path / "c", keys="y"))
+    assert_same({"x": OrderedDict(b=(torch.zeros(2), "t"))}, ckpt.load(tmp_path / "c", keys="x.b"))
+
+
+def test_keys_only_read_their_bytes(ckpt, tmp_path: Path) -> None:
+    ckpt.save(large_state(6, kib=2048), tmp_path / "c")
+    storage = CountingStorage()
+    loaded = ckpt.load(tmp_path / "c", keys=["w3"], storage=storage)
+    assert_same({"w3": large_state(6, kib=2048)["w3"]}, loaded)
+    assert sum(n for name, _, n in storage.reads if name.endswith(".distcp")) <= 1.01 * (2048 << 10)
+
+
+def test_keys_of_a_target(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"m": {"a": torch.ones(3), "b": torch.ones(2)}, "n": 4}, tmp_path / "c")
+    target = {"m": {"a": torch.zeros(3), "b": torch.zeros(2)}, "n": 0, "only mine": torch.zeros(1)}
+    ckpt.load(tmp_path / "c", target, keys=["m.a", "n"])
+    assert_same({"m": {"a": torch.ones(3), "b": torch.zeros(2)}, "n": 4, "only mine": torch.zeros(1)}, target)
+    with pytest.raises(aiockpt.MissingKeysError, match="lacks 1 of the keys asked for: only mine"):
+        ckpt.load(tmp_path / "c", target, keys=["only mine"])
+
+
+# --- dtype --------------------------------------------------------------------------------------------
+
+
+def test_dtype_casts_floating_point_only(ckpt, tmp_path: Path) -> None:
+    state = {
+        "large": torch.randn(700, 900),
+        "moved": torch.randn(900, 700).t(),
+        "small": torch.randn(5),
+        "half": torch.randn(3).half(),
+        "ints": torch.arange(400_000),
+        "flags": torch.tensor([True, False]),
+        "z": torch.randn(3, dtype=torch.complex64),
+        "o": [1.5],
+    }
+    ckpt.save(state, tmp_path / "c")
+    loaded = ckpt.load(tmp_path / "c", dtype=torch.bfloat16)
+    expected = {k: v.bfloat16() if k in ("large", "moved", "small", "half") else v for k, v in state.items()}
+    assert_same(expected, loaded)
+    target = {"large": torch.zeros(900, 700, dtype=torch.float64).t(), "small": torch.zeros(5, dtype=torch.float64)}
+    ckpt.load(tmp_path / "c", target, dtype=torch.float64)
+    assert torch.equal(target["large"], state["large"].double())
+    assert torch.equal(target["small"], state["small"].double())
+    with pytest.raises(aiockpt.ShapeMismatchError, match=r"large is torch\.float64.*pass dtype=torch\.float64 to cast"):
+        ckpt.load(tmp_path / "c", target)
+    with pytest.raises(aiockpt.ShapeMismatchError, match=r"loaded as torch\.float16"):
+        ckpt.load(tmp_path / "c", target, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, "float32", 5])
+def test_dtype_must_be_a_floating_point_dtype(dtype, ckpt, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="dtype must be a floating-point"):
+        ckpt.load(tmp_path / "c", dtype=dtype)
+
+
+def test_tied_tensors_stay_tied_when_cast(ckpt, tmp_path: Path) -> None:
+    weight = torch.randn(50, 40)
+    ckpt.save({"a": weight, "b": weight}, tmp_path / "c")
+    loaded = ckpt.load(tmp_path / "c", dtype=torch.float16)
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+    assert_same({"a": weight.half(), "b": weight.half()}, loaded)
+
+
+# --- mmap ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", ["ours", "stock", "torch"])
+def test_mapped_tensors_are_copies_on_write(writer: str, ckpt, tmp_path: Path) -> None:
+    state = {"model": dict(training_state()["model"]), "step": 2}
+    state |= large_state(3) | {"t": random_tensor(torch.float64, (300, 500), 4).t()}
+    path = tmp_path / "c"
+    if writer == "ours":
+        ckpt.save(state, path)
+    elif writer == "stock":
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        torch.save(state, path)
+    before = {file: file.read_bytes() for file in ([path] if path.is_file() else path.iterdir())}
+    storage = CountingStorage()
+    loaded = ckpt.load(path, mmap=True, storage=storage)
+    assert_same(state, loaded)
+    assert not any(nbytes > 1 << 19 for _, _, nbytes in storage.reads)
+    loaded["w1"][7] = -1
+    loaded["t"].zero_()
+    assert {file: file.read_bytes() for file in before} == before
+    assert_same(state["w1"], ckpt.load(path, mmap=True)["w1"])
+    assert loaded["w1"][7] == -1
+
+
+def test_a_mapped_checkpoint_may_be_replaced(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"w": torch.full((500_000,), 1.0)}, tmp_path / "c")
+    mapped = ckpt.load(tmp_path / "c", mmap=True)
+    ckpt.save({"w": torch.full((500_000,), 2.0)}, tmp_path / "c", overwrite=True)
+    assert mapped["w"].eq(1).all()
+    assert ckpt.load(tmp_path / "c", mmap=True)["w"].eq(2).all()
+
+
+def test_mmap_goes_with_nothing_that_copies(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"w": torch.ones(3)}, tmp_path / "c")
+    for more in ({"dtype": torch.float16}, {"map_location": "meta"}):
+        with pytest.raises(ValueError, match="mmap=True gives tensors of the files as they are"):
+            ckpt.load(tmp_path / "c", mmap=True, **more)
+    with pytest.raises(ValueError, match="not into a state dict"):
+        ckpt.load(tmp_path / "c", {"w": torch.zeros(3)}, mmap=True)
+
+
+@pytest.mark.parametrize("where", ["cuda:77", "xpu", torch.device("cuda:99")])
+def test_devices_that_are_not_here(where, ckpt, tmp_path: Path) -> None:
+    ckpt.save({"w": torch.ones(3)}, tmp_path / "c")
+    with pytest.raises(ValueError, match="tensors can't be put on"):
+        ckpt.load(tmp_path / "c", map_location=where)
+    with ckpt.open(tmp_path / "c") as reader, pytest.raises(ValueError, match="tensors can't be put on"):
+        reader.read("w", device=where)
+    with pytest.raises(TypeError, match="map_location must be"):
+        ckpt.load(tmp_path / "c", map_location=5)
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+def _damage(path: Path, reader: aiockpt.SyncCheckpointReader, key: str) -> None:
+    chunk = reader[key].chunks[0]
+    with open(path / chunk.file, "r+b") as file:
+        file.seek(chunk.offset + chunk.nbytes // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_a_failed_load_says_what_it_placed(stock: bool, tmp_path: Path) -> None:
+    """One thread reads in order, so it is known what comes before the damage."""
+    state = large_state(6, kib=2048) | {"small": torch.arange(5), "note": "new"}
+    path = tmp_path / "c"
+    with aiockpt.SyncCheckpointer(io_threads=1) as ckpt:
+        if stock:
+            dcp.save(state, checkpoint_id=path, no_dist=True)
+        else:
+            ckpt.save(state, path)
+        with ckpt.open(path) as reader:
+            _damage(path, reader, "w2")
+        target = {name: torch.zeros_like(tensor) for name, tensor in large_state(6, kib=2048).items()}
+        target |= {"small": torch.zeros(5, dtype=torch.int64), "note": "old"}
+        with pytest.raises(aiockpt.CorruptCheckpointError, match="the bytes of w2") as caught:
+            ckpt.load(path, target)
+    error = caught.value
+    assert error.partly_placed == ("w2",)
+    assert "small" in error.placed
+    assert "1 hold a part of it (w2)" in str(error)
+    assert f"{len(error.placed)} had been filled" in str(error)
+    for name in error.placed:
+        assert torch.equal(target[name], state[name])
+    untouched = {f"w{i}" for i in range(6)} - {*error.placed, "w2"}
+    assert untouched == {"w3", "w4", "w5"}
+    assert all(not target[name].any() for name in untouched)
+    assert target["note"] == "old"
+
+
+def test_what_can_be_known_before_is_looked_at_before(ckpt, tmp_path: Path) -> None:
+    """Damaged objects and damaged framing leave every tensor of the target as it is."""
+    state = large_state(3, kib=2048) | {"small": torch.arange(5), "o": {"k": [1, 2]}}
+    for broken in ("o.k", "w1"):
+        path = tmp_path / broken
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+        with ckpt.open(path) as reader:
+            info = reader[broken]
+            file, offset = (info.file, info.offset) if broken == "o.k" else (info.file, info.chunks[0].offset)
+        with open(path / file, "r+b") as opened:
+            opened.seek(offset + 60)
+            opened.write(b"\xff" * 400)
+        target = {name: torch.zeros_like(tensor) for name, tensor in large_state(3, kib=2048).items()}
+        target |= {"small": torch.zeros(5, dtype=torch.int64), "o": {"k": None}}
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=broken):
+            ckpt.load(path, target)
+        assert not any(target[name].any() for name in ("w0", "w1", "w2", "small"))
+        assert target["o"] == {"k": None}
+
+
+def test_read_errors_of_the_disk(ckpt, tmp_path: Path) -> None:
+    state = large_state(4, kib=2048)
+    ckpt.save(state, tmp_path / "c")
+    for nth in range(1, 6):
+        storage = FaultyStorage(LocalStorage(), "read", OSError(5, "Input/output error"), nth=nth)
+        with pytest.raises(aiockpt.LoadError, match="Input/output error") as caught:
+            ckpt.load(tmp_path / "c", storage=storage)
+        assert isinstance(caught.value.__cause__, OSError)
+    assert_same(state, ckpt.load(tmp_path / "c"))
+
+
+# --- cancellation -------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("moment", range(1, 14, 2))
+async def test_cancelled_at_any_read_nothing_goes_on(moment: int, tmp_path: Path) -> None:
+    state = large_state(12, kib=2048)
+    loop = asyncio.get_running_loop()
+
+    class Telling(CountingStorage):
+        def before_read(self, name: str, offset: int, nbytes: int) -> None:
+            super().before_read(name, offset, nbytes)
+            if len(self.reads) == moment:
+                loop.call_soon_threadsafe(task.cancel)
+
+    storage = Telling()
+    async with aiockpt.AsyncCheckpointer(io_threads=2) as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        task = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        reads, before = len(storage.reads), {name: tensor.clone() for name, tensor in target.items()}
+        assert_same(state, await ckpt.load(tmp_path / "c"))
+        assert len(storage.reads) == reads
+        assert_same(before, target)

@@ -1,0 +1,212 @@
+"""Open checkpoints: what they show, and streams."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from tests.counting import CountingStorage
+from tests.states import assert_same, large_state, random_tensor, training_state
+
+pytestmark = pytest.mark.asyncio
+
+
+def _overwrite(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+async def _saved(ckpt: aiockpt.AsyncCheckpointer, path: Path, **more):
+    state = {
+        "model": {"w": random_tensor(torch.float32, (300, 400), 1), "n": torch.tensor(3)},
+        "big": torch.arange(3_000_000),
+        "opt": {"lr": 0.1, "betas": [0.9, 0.99]},
+    }
+    await ckpt.save(state, path, **more)
+    return state
+
+
+async def test_what_an_open_checkpoint_shows(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await _saved(ckpt, tmp_path / "c", metadata={"step": 3, "note": "<b>"})
+        reader = ckpt.open(tmp_path / "c")
+        assert repr(reader) == f"<CheckpointReader of {tmp_path}/c, not open>"
+        async with reader:
+            assert list(reader.keys()) == ["model.w", "model.n", "big", "opt.lr", "opt.betas"]
+            assert (len(reader), "big" in reader, "bag" in reader) == (5, True, False)
+            assert reader.metadata == {"step": 3, "note": "<b>"}
+            assert reader.format == "aiockpt"
+            info = reader["model.w"]
+            assert isinstance(info, aiockpt.TensorInfo)
+            assert (info.key, info.dtype, info.shape, info.nbytes) == ("model.w", torch.float32, (300, 400), 480_000)
+            (chunk,) = info.chunks
+            assert (chunk.offsets, chunk.sizes, chunk.file) == ((0, 0), (300, 400), info.file)
+            stored = (tmp_path / "c" / chunk.file).read_bytes()[chunk.offset : chunk.offset + chunk.nbytes]
+            assert random_tensor(torch.float32, (300, 400), 1).numpy().tobytes() in stored
+            other = reader["opt.lr"]
+            assert isinstance(other, aiockpt.ObjectInfo)
+            assert other.nbytes > 0
+            assert reader.nbytes == 480_000 + 8 + 24_000_000
+            with pytest.raises(KeyError, match="has no 'bag'; keys"):
+                reader["bag"]
+
+
+async def test_it_shows_itself_in_terminals_and_notebooks(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await _saved(ckpt, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c") as reader:
+            lines = repr(reader).splitlines()
+            assert lines[0] == f"<CheckpointReader {tmp_path}/c (aiockpt): 3 tensors, 23.3 MiB; 2 objects"
+            assert lines[1].split() == ["model.w", "float32", "300x400", "468.8", "KiB", reader["model.w"].file]
+            assert lines[2].split()[:4] == ["model.n", "int64", "scalar", "8"]
+            assert lines[4].split()[:2] == ["opt.lr", "object"]
+            shown = reader._repr_html_()
+            assert shown.count("<tr>") == 6
+            assert "<td>300x400</td>" in shown
+        await ckpt.save({f"<{i}>": torch.ones(1) for i in range(50)}, tmp_path / "many")
+        async with ckpt.open(tmp_path / "many") as reader:
+            assert repr(reader).endswith("... and 30 more>")
+            assert "&lt;7&gt;" in reader._repr_html_()
+            assert "<7>" not in reader._repr_html_()
+
+
+async def test_reading_one_and_many(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        state = await _saved(ckpt, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c") as reader:
+            assert_same(state["model"]["w"], await reader.read("model.w"))
+            assert await reader.read("opt.betas") == [0.9, 0.99]
+            assert (await reader.read("big", -1)).item() == 2_999_999
+            many = await reader.read_many(["opt.*", "model"])
+            assert_same(
+                {"opt.lr": 0.1, "opt.betas": [0.9, 0.99], "model.w": state["model"]["w"], "model.n": torch.tensor(3)},
+                many,
+            )
+            everything = await reader.read_many()
+            assert list(everything) == list(reader)
+            assert (await reader.read("model.w", device="meta")).is_meta
+            results = await asyncio.gather(*(reader.read("big", slice(i, i + 5)) for i in range(0, 2_000_000, 100_000)))
+            assert [int(part[0]) for part in results] == list(range(0, 2_000_000, 100_000))
+
+
+async def test_without_a_checkpointer(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        state = await _saved(ckpt, tmp_path / "c")
+    async with aiockpt.open(tmp_path / "c") as reader:
+        assert_same(state["big"], await reader.read("big"))
+    reader = await aiockpt.open(tmp_path / "c")
+    assert_same(state["big"][:4], await reader.read("big", slice(4)))
+    await reader.aclose()
+    await reader.aclose()
+    with pytest.raises(aiockpt.LoadError, match="is not open"):
+        await reader.read("big")
+    with pytest.raises(aiockpt.CheckpointNotFoundError):
+        async with aiockpt.open(tmp_path / "none"):
+            pass
+
+
+async def test_a_stream_gives_everything_once(tmp_path: Path) -> None:
+    state = large_state(9, kib=5000) | {f"s{i}": torch.full((i,), i) for i in range(30)} | {"o": "text"}
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c") as reader:
+            for order in ("file", "keys"):
+                seen = [pair async for pair in reader.stream(order=order)]
+                assert_same(dict(sorted(state.items())), dict(sorted(seen)))
+                assert len(seen) == len(state)
+                if order == "keys":
+                    assert [key for key, _ in seen] == list(state)
+                else:
+                    places = [
+                        (info.file, info.offset if isinstance(info, aiockpt.ObjectInfo) else info.chunks[0].offset)
+                        for info in (reader[key] for key, _ in seen)
+                    ]
+                    assert places == sorted(places)
+            picked = [key async for key, _ in reader.stream(["w3", "s?", "o"], order="keys")]
+            assert picked == ["w3", *(f"s{i}" for i in range(10)), "o"]
+            parts = {key: value async for key, value in reader.stream({"w2": slice(5), "w0": (slice(1, 3),)})}
+            assert_same({"w0": state["w0"][1:3], "w2": state["w2"][:5]}, dict(sorted(parts.items())))
+            with pytest.raises(ValueError, match="order must be 'file' or 'keys'"):
+                await anext(reader.stream(order="size"))
+
+
+async def test_a_stream_reads_no_further_ahead_than_allowed(tmp_path: Path) -> None:
+    state = large_state(12, kib=8192)
+    storage = CountingStorage()
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c", storage=storage) as reader:
+            opened = storage.nbytes
+            stream = reader.stream(buffer_bytes=64 << 20)
+            taken = 0
+            async for _, tensor in stream:
+                taken += tensor.nbytes
+                # Whatever was asked for and not taken yet is within the bound, with the group that is being given.
+                assert storage.nbytes - opened <= taken + (64 << 20) + (8 << 20)
+            assert taken == 12 * (8 << 20)
+            # Each larger than the buffer: one at a time.
+            storage.reads.clear()
+            async for _, tensor in reader.stream({f"w{i}": None for i in range(12)}, buffer_bytes=1, order="keys"):
+                assert storage.nbytes <= 12 * (8 << 20)
+                assert tensor.nbytes == 8 << 20
+
+
+async def test_a_stream_that_is_left_reads_no_more(tmp_path: Path) -> None:
+    state = large_state(12, kib=8192)
+    storage = CountingStorage()
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c", storage=storage) as reader:
+            stream = reader.stream(buffer_bytes=40 << 20)
+            await anext(stream)
+            await stream.aclose()
+            reads = len(storage.reads)
+            assert_same(state["w0"], await reader.read("w0"))
+            assert len(storage.reads) <= reads + 1
+            task = asyncio.ensure_future(anext(reader.stream()))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_a_damaged_tensor_ends_a_stream(tmp_path: Path) -> None:
+    state = large_state(6, kib=8192)
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c") as reader:
+            chunk = reader["w4"].chunks[0]
+            _overwrite(tmp_path / "c" / chunk.file, chunk.offset + 4_000_000, b"\x7f\x3c")
+            with pytest.raises(aiockpt.CorruptCheckpointError, match="the bytes of w4"):
+                async for _ in reader.stream():
+                    pass
+            assert len([key async for key, _ in reader.stream(verify=False)]) == 6
+
+
+async def test_the_whole_state_of_a_run_through_a_reader(tmp_path: Path) -> None:
+    state = training_state()
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c") as reader:
+            values = await reader.read_many(["model", "step"])
+            assert_same(dict(state["model"]), {k.removeprefix("model."): v for k, v in values.items() if k != "step"})
+            assert values["step"] == 2
+
+
+async def test_plain_programs(tmp_path: Path) -> None:
+    def work() -> None:
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save({"w": torch.arange(10).view(5, 2), "o": 5}, tmp_path / "c")
+            with ckpt.open(tmp_path / "c") as reader:
+                assert reader.read("w", (slice(1, 3), 0)).tolist() == [2, 4]
+                assert_same({"w": torch.arange(10).view(5, 2), "o": 5}, reader.read_many())
+                assert dict(reader.stream(["o"])) == {"o": 5}
+                assert "SyncCheckpointReader" in repr(reader)
+            reader.close()
+
+    await asyncio.to_thread(work)
