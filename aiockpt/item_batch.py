@@ -99,6 +99,12 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
     target = read.target
     read.item = item
     if target is None:
+        if not (read.shared or item.storage_offset or item.conj or item.neg):
+            made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
+            if made.nbytes == item.nbytes and (made.is_contiguous() or is_dense(item.shape, item.stride)):
+                copy_small(made.data_ptr(), address, item.nbytes)
+                read.made = made
+                return None
         read.memory = torch.empty(item.nbytes, dtype=torch.uint8, device="cpu")
         copy_small(read.memory.data_ptr(), address, item.nbytes)
         return None

@@ -14,12 +14,12 @@ from aiockpt.errors import MissingKeysError
 from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.index_reader import read_index
 from aiockpt.item_reader import ItemReader
-from aiockpt.load import WholeLoad, cast, new_tensor
 from aiockpt.load_options import target_device
 from aiockpt.planning.ranges import Selection, select
 from aiockpt.planning.selection import check_patterns, matching
 from aiockpt.reads import TensorRead, reads_of
-from aiockpt.targets import check_target
+from aiockpt.targets import cast, check_target
+from aiockpt.whole_load import WholeLoad, new_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -175,9 +175,9 @@ async def _targets(
             made.append(each)
             continue
         form = TensorEntry(each.entry.dtype, each.shape, each.entry.chunks)
-        check_target(path, each.name, form, each.out, lambda dtype: cast(dtype, options))
+        check_target(path, each.name, form, each.out, options.dtype)
         targets[each.name] = each.out.detach()
-    forms = [(w.shape, cast(w.entry.dtype, options)) for w in made if isinstance(w.entry, TensorEntry)]
+    forms = [(w.shape, cast(w.entry.dtype, options.dtype)) for w in made if isinstance(w.entry, TensorEntry)]
     if device.type == "cpu":
         new = [new_tensor(tools, shape, dtype) for shape, dtype in forms]
     elif device.type == "meta":

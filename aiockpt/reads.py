@@ -45,7 +45,9 @@ class TensorRead:
             None: memory of its own, which is made for it.
         fills: the target is the caller's, who is to be told what has come to it.
         item: what stands in the item, as soon as it is known.
+        shared: without a target: several tensors are to see the same memory.
         memory: without a target: the payload, dtype uint8.
+        made: without a target: the tensor itself, where it was small and nobody else sees its memory.
         pending: how many steps are left.
         begun: whether something has come to the target.
     """
@@ -57,25 +59,21 @@ class TensorRead:
     target: torch.Tensor | None = None
     fills: bool = False
     item: TensorItem | None = None
+    shared: bool = False
     memory: torch.Tensor | None = None
+    made: torch.Tensor | None = None
     pending: int = 1
     begun: bool = False
 
-    def view(self, *, lazily: bool = False) -> torch.Tensor:
-        """See the payload as the tensor that it stores.
-
-        Args:
-            lazily: leave the memory as it is, for others see it as well, where values are stored conjugated or
-                negated.
-        """
-        item = self.item
-        if item is None or self.memory is None:
-            raise RuntimeError(f"{self.name} was not read into memory of its own")
-        return view_of(self.memory, item, lazily=lazily)
-
 
 def view_of(memory: torch.Tensor, item: TensorItem, *, lazily: bool) -> torch.Tensor:
-    """See a payload as a tensor; see `TensorRead.view`."""
+    """See a payload as the tensor that it stores.
+
+    Args:
+        memory: the payload, dtype uint8.
+        item: what it stores.
+        lazily: leave the memory as it is, for others see it as well, where values are stored conjugated or negated.
+    """
     tensor = seen_as(memory, item)
     if item.conj:
         tensor = tensor.conj() if lazily else tensor.conj_physical_()

@@ -24,7 +24,7 @@ def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], 
     return fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def check_target(path: str, name: str, entry: Entry, leaf: Any, cast: Callable[[torch.dtype], torch.dtype]) -> None:
+def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> None:
     """Check that an entry can be loaded into a leaf of the target.
 
     Args:
@@ -32,12 +32,12 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, cast: Callable[[
         name: the key.
         entry: what is stored.
         leaf: what the target has there.
-        cast: gives the dtype that a stored dtype is loaded as.
+        dtype: what floating-point values are cast to.
 
     Raises:
         ShapeMismatchError: it does not fit.
     """
-    if not isinstance(leaf, torch.Tensor):
+    if _fits_plainly(entry, leaf, dtype) or not isinstance(leaf, torch.Tensor):
         return
     if not isinstance(entry, TensorEntry):
         if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_quantized:
@@ -57,13 +57,30 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, cast: Callable[[
         raise ShapeMismatchError(f"{name} has the shape {tuple(leaf.shape)} in the target but {entry.shape} in {path}")
     if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.untyped_storage().nbytes() < _extent_bytes(leaf):
         raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
-    _check_dtype(path, name, entry.dtype, leaf.dtype, cast)
+    _check_dtype(path, name, entry.dtype, leaf.dtype, dtype)
 
 
-def _check_dtype(
-    path: str, name: str, stored: torch.dtype, wanted: torch.dtype, cast: Callable[[torch.dtype], torch.dtype]
-) -> None:
-    loaded = cast(stored)
+def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
+    """Tell, in a short time, of most tensors that they fit."""
+    return (
+        isinstance(entry, TensorEntry)
+        and type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        and leaf.dtype is cast(entry.dtype, dtype)
+        and leaf.shape == entry.shape
+        and leaf.layout is torch.strided
+        and leaf.is_contiguous()
+        and not leaf.is_meta
+        and leaf.untyped_storage().nbytes() >= (leaf.storage_offset() + leaf.numel()) * leaf.itemsize
+    )
+
+
+def cast(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    """Give the dtype that a stored dtype is loaded as: floating-point ones are cast, as ``nn.Module.to`` does."""
+    return dtype if dtype is not None and stored.is_floating_point else stored
+
+
+def _check_dtype(path: str, name: str, stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -> None:
+    loaded = cast(stored, dtype)
     if wanted == loaded:
         return
     became = "" if loaded is stored else f", loaded as {loaded}"

@@ -91,7 +91,7 @@ async def test_every_kind_of_piece_arrives(chunk_bytes: int) -> None:
     stager = AcceleratorStager(CPU, runtime)
     pool = ChunkPool(chunk_bytes, 1)
     (image,) = plan.layout.images
-    sealer = Sealer(image, plan.head)
+    sealer = Sealer(image, plan.heads[0])
     file = b""
     try:
         for start in range(0, image.nbytes, chunk_bytes):
