@@ -13,13 +13,13 @@ from aiockpt.capture import capture_state, ready_events, watch_optimizers
 from aiockpt.engine import Engine
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError
 from aiockpt.format.manifest import check_user_metadata
-from aiockpt.job import SaveJob
+from aiockpt.job import SaveJob, choose_form
 from aiockpt.load import load_checkpoint
+from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.options import EngineOptions
 from aiockpt.planning.planner import stored_bytes
 from aiockpt.planning.selection import check_patterns
 from aiockpt.reader import CheckpointReader, SyncCheckpointReader
-from aiockpt.reads import LoadOptions, check_options
 from aiockpt.storage.local import LocalStorage
 from aiockpt.verify import verify_checkpoint
 
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from aiockpt.call import Call
     from aiockpt.handle import Completion, SaveHandle, SaveResult
+    from aiockpt.job import SaveFormat
+    from aiockpt.load_options import MapLocation
     from aiockpt.planning.tree import NameMemo
-    from aiockpt.reads import MapLocation
     from aiockpt.storage.base import Storage
     from aiockpt.verify_report import VerifyReport
 
@@ -83,6 +84,8 @@ class _Checkpointer:
         *,
         overwrite: bool,
         metadata: Mapping[str, Any] | None,
+        format: SaveFormat,
+        shard_bytes: int | None,
         storage: Storage | None,
     ) -> SaveHandle:
         started = time.perf_counter()
@@ -96,7 +99,10 @@ class _Checkpointer:
             facts = check_user_metadata({} if metadata is None else metadata)
         except TypeError as exc:
             raise SaveError(str(exc)) from None
+        form = choose_form(format, where, facts, shard_bytes)
         capture = capture_state(state_dict, self._names)
+        if form is not None:
+            form.admit(capture)
         job = SaveJob(
             path=where,
             storage=storage,
@@ -104,6 +110,7 @@ class _Checkpointer:
             metadata=facts,
             capture=capture,
             started=started,
+            form=form,
         )
         self._engine.submit(job)
         job.captured_s = time.perf_counter() - started
@@ -166,6 +173,8 @@ class AsyncCheckpointer(_Checkpointer):
         *,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        format: SaveFormat = "dcp",
+        shard_bytes: int | None = None,
         storage: Storage | None = None,
     ) -> SaveHandle:
         """Start to save a state dict. A plain function: it holds the caller for the capture only.
@@ -181,21 +190,39 @@ class AsyncCheckpointer(_Checkpointer):
         Args:
             state_dict: nested dicts, lists and tuples with str or int keys, of tensors of any dtype and strides
                 and of picklable objects. Mappings of other types come back as dicts.
-            path: a directory that doesn't exist yet; its parents are made.
+            path: a directory that doesn't exist yet; its parents are made. With ``format="safetensors"`` a path that
+                ends with ``.safetensors`` is one file.
             overwrite: replace a checkpoint at this path, atomically.
-            metadata: JSON-able facts, kept as text in `.aiockpt.json`.
+            metadata: JSON-able facts, kept as text in `.aiockpt.json`, and for safetensors in the header of each
+                file as well, where what is not text becomes JSON.
+            format: "dcp" for what ``torch.distributed.checkpoint`` reads. "safetensors" for what
+                ``safetensors`` and ``transformers`` read: plain tensors only, under dotted names and stored row by
+                row; a tied tensor is stored under its first name, and the header's metadata gives that name
+                for each other one. A directory gets ``model.safetensors``, or a set of files with
+                ``model.safetensors.index.json``, and `.aiockpt.json` with their CRCs.
+            shard_bytes: for a safetensors directory, how many bytes of tensors a file holds at most, but for a
+                tensor that is larger. None: 5 GB.
             storage: where to keep it; None for the file system.
 
         Returns:
             A handle with the futures ``staged`` and ``written``.
 
         Raises:
+            ValueError: the format is not known, or ``shard_bytes`` is no number of bytes or is of no use here.
             SaveError: something can't be saved; the message names the key.
             CheckpointExistsError: the path is taken.
             CheckpointerClosedError: the checkpointer is closed.
             AiockptError: the failure of an earlier save that nobody awaited.
         """
-        return self._submit(state_dict, path, overwrite=overwrite, metadata=metadata, storage=storage)
+        return self._submit(
+            state_dict,
+            path,
+            overwrite=overwrite,
+            metadata=metadata,
+            format=format,
+            shard_bytes=shard_bytes,
+            storage=storage,
+        )
 
     async def load(
         self,
@@ -363,10 +390,20 @@ class SyncCheckpointer(_Checkpointer):
         *,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        format: SaveFormat = "dcp",
+        shard_bytes: int | None = None,
         storage: Storage | None = None,
     ) -> SaveResult:
         """Save a state dict and block until it is durable; see `AsyncCheckpointer.save`."""
-        handle = self.submit(state_dict, path, overwrite=overwrite, metadata=metadata, storage=storage)
+        handle = self.submit(
+            state_dict,
+            path,
+            overwrite=overwrite,
+            metadata=metadata,
+            format=format,
+            shard_bytes=shard_bytes,
+            storage=storage,
+        )
         return handle.written.result()
 
     def submit(
@@ -376,6 +413,8 @@ class SyncCheckpointer(_Checkpointer):
         *,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        format: SaveFormat = "dcp",
+        shard_bytes: int | None = None,
         storage: Storage | None = None,
     ) -> SaveHandle:
         """Start to save; see `AsyncCheckpointer.save`.
@@ -383,7 +422,15 @@ class SyncCheckpointer(_Checkpointer):
         Returns:
             The handle; ``stage, write = submit(...)`` gives its two futures, each with ``result(timeout)``.
         """
-        return self._submit(state_dict, path, overwrite=overwrite, metadata=metadata, storage=storage)
+        return self._submit(
+            state_dict,
+            path,
+            overwrite=overwrite,
+            metadata=metadata,
+            format=format,
+            shard_bytes=shard_bytes,
+            storage=storage,
+        )
 
     def load(
         self,

@@ -5,26 +5,51 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 import torch
 
 from aiockpt.errors import TornSnapshotError
+from aiockpt.format.safetensors_writer import SUFFIX
 from aiockpt.handle import Completion, SaveHandle
+from aiockpt.planning.safetensors_plan import SafetensorsForm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from aiockpt.format.manifest import JsonValue
+    from aiockpt.planning.plans import SaveForm
     from aiockpt.planning.source import Capture
     from aiockpt.staging.base import Stager
     from aiockpt.storage.base import Storage
+
+SaveFormat = Literal["dcp", "safetensors"]
+
+
+def choose_form(
+    name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], shard_bytes: int | None
+) -> SafetensorsForm | None:
+    """Make what a plan in another format than DCP's needs; None for that.
+
+    Raises:
+        ValueError: a format that is not known, or ``shard_bytes`` where it means nothing.
+        SaveError: the metadata can't be stored in this format.
+    """
+    if name == "safetensors":
+        return SafetensorsForm(metadata, single_file=path.endswith(SUFFIX), shard_bytes=shard_bytes)
+    if name != "dcp":
+        raise ValueError(f"format is {name!r}; it must be 'dcp' or 'safetensors'")
+    if shard_bytes is not None:
+        raise ValueError("shard_bytes is for format='safetensors'; the dcp format has io_threads files")
+    return None
 
 
 @dataclass
 class SaveJob:
     """One save: what is to be saved, and what is known of its course.
+
+    ``form`` is the format to save in; None for DCP's.
 
     Implements `aiockpt.handle.Control`. ``cancel`` and ``fence`` may be called from any thread.
     """
@@ -35,6 +60,7 @@ class SaveJob:
     metadata: dict[str, JsonValue]
     capture: Capture
     started: float
+    form: SaveForm | None = None
     captured_s: float = 0.0
     handle: SaveHandle = field(init=False)
     post: Callable[[Callable[[], None]], object] = lambda _: None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -16,8 +16,7 @@ ObjPath = tuple[str | int, ...]
 Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
 
 
-@dataclass(frozen=True, slots=True)
-class ItemPlace:
+class ItemPlace(NamedTuple):
     """Where an item's bytes are: ``length`` bytes at ``offset`` of ``file``, a path relative to the checkpoint."""
 
     file: str
@@ -25,8 +24,7 @@ class ItemPlace:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class TensorItem:
+class TensorItem(NamedTuple):
     """Where a tensor's bytes stand in its item, and how to see them as the tensor.
 
     Attributes:
@@ -52,8 +50,7 @@ class TensorItem:
     neg: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkEntry:
+class ChunkEntry(NamedTuple):
     """One stored piece of a tensor.
 
     Attributes:
@@ -69,8 +66,7 @@ class ChunkEntry:
     item: TensorItem | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor of the checkpoint."""
 
     dtype: torch.dtype
@@ -83,8 +79,7 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
+class ObjectEntry(NamedTuple):
     """A pickled object of the checkpoint, in an item of its own."""
 
     place: ItemPlace

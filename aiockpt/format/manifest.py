@@ -1,7 +1,8 @@
 """The manifest, `.aiockpt.json`: what `.metadata` has no room for, in plain text.
 
-It holds the user's own facts, sizes and CRCs of the files, totals and times, and the containers that DCP's
-metadata can't tell apart. A checkpoint without it is a plain DCP checkpoint and loads all the same.
+It holds the user's own facts, sizes and CRCs of the files, totals and times, the containers that DCP's
+metadata can't tell apart, and an index of the items, so that opening a checkpoint needs no unpickling. A checkpoint
+without it is a plain DCP checkpoint and loads all the same.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.manifest_index import decode_index
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from aiockpt.format.index import Index
 
 MANIFEST_NAME = ".aiockpt.json"
 FORMAT_VERSION = 1
@@ -46,6 +50,7 @@ class Manifest:
         totals: counts and bytes.
         times_s: durations in seconds.
         containers: those containers of the state dict that `.metadata` can't describe.
+        index: what the checkpoint holds, as far as it was read from the manifest.
     """
 
     writer: str
@@ -55,10 +60,16 @@ class Manifest:
     totals: Mapping[str, int] = field(default_factory=dict)
     times_s: Mapping[str, float] = field(default_factory=dict)
     containers: list[dict[str, JsonValue]] = field(default_factory=list)
+    index: Index | None = None
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """Write a manifest as JSON text that ends with its own CRC-32."""
+def encode_manifest(manifest: Manifest, index: str | None = None) -> bytes:
+    """Write a manifest as JSON text that ends with its own CRC-32.
+
+    Args:
+        manifest: what to write, but for its index.
+        index: the text of the index, see `aiockpt.format.manifest_index`; None to leave it out.
+    """
     document = {
         "format": "aiockpt",
         "format_version": FORMAT_VERSION,
@@ -73,6 +84,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     body = json.dumps(document, indent=2, ensure_ascii=False).removesuffix("\n}")
     if any("\ud800" <= character <= "\udfff" for character in body):  # half a character, from a file name maybe
         body = json.dumps(document, indent=2).removesuffix("\n}")
+    if index is not None:
+        body += f',\n  "index": {index}'
     return f'{body}{_SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
 
 
@@ -83,10 +96,9 @@ def decode_manifest(data: bytes) -> Manifest:
         CorruptCheckpointError: it is damaged, was edited, or is of a later format than this program knows.
     """
     try:
-        text = data.decode()
-        body, _, seal = text.rpartition(_SEAL)
-        document = json.loads(text)
-        if int(seal[:8], 16) != crc32(body.encode()):
+        body, _, seal = data.rpartition(_SEAL.encode())
+        document = json.loads(data.decode())
+        if int(seal[:8], 16) != crc32(body):
             raise ValueError("its text does not match its CRC")
         if document["format_version"] > FORMAT_VERSION:
             raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
@@ -98,8 +110,9 @@ def decode_manifest(data: bytes) -> Manifest:
             totals=document["totals"],
             times_s=document["times_s"],
             containers=document["containers"],
+            index=decode_index(document) if "index" in document else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as exc:
         raise CorruptCheckpointError(
             f"{MANIFEST_NAME} is damaged or was edited ({exc}); restore it, or remove it to read the "
             "checkpoint as a plain DCP one"

@@ -51,11 +51,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """The plan of one file: ``head_bytes`` for objects, then tensor items.
+    """The plan of one file: ``head_bytes`` for what it begins with, then tensor items.
 
     Attributes:
         name: the file's name.
-        head_bytes: room at the beginning, filled with the objects' bytes and zeros.
+        head_bytes: room at the beginning, for the objects or the header; zeros follow what is given for it.
         slots: the tensor items, by offset.
         nbytes: the size of the file.
     """
@@ -102,6 +102,18 @@ def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) ->
     return FileImage(name, head_bytes, slots, position, ends)
 
 
+def pack(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> FileImage:
+    """Lay items out without any gaps; for the arguments see `lay_out`."""
+    slots: list[Slot] = []
+    position = head_bytes
+    for leaf, framing in items:
+        begin = position + len(framing.prefix)
+        slots.append(Slot(leaf, position, framing, begin, begin + framing.nbytes))
+        position += framing.length
+    ends = [slot.payload_end + len(slot.framing.suffix) for slot in slots]
+    return FileImage(name, head_bytes, slots, position, ends)
+
+
 class Sealer:
     """Completes the chunks of one file image, in order, once their payload is there.
 
@@ -110,14 +122,20 @@ class Sealer:
 
     Args:
         image: the file.
-        head: the bytes of the objects, at most ``image.head_bytes``.
+        head: what the file begins with, at most ``image.head_bytes``.
+
+    Attributes:
+        crcs: the CRC-32 of the payload of each slot that is complete.
+        file_crc: the CRC-32 of the file so far.
     """
 
     def __init__(self, image: FileImage, head: bytes) -> None:
         self._image = image
         self._head = head
+        self._done = 0
         self._next = 0
         self._payload_crc = 0
+        self.crcs: list[int] = []
         self.file_crc = 0
 
     def seal(self, chunk: memoryview, start: int, stop: int) -> None:
@@ -133,13 +151,14 @@ class Sealer:
             end = ends[self._next]
             filled = self._zero(chunk, filled, slot.offset - start)
             if slot.offset >= start and end <= stop and slot.framing.nbytes < _SEPARATE_CRC_BYTES:
-                filled = _seal_whole(chunk, start, slot)
+                filled = _seal_whole(chunk, start, slot, self.crcs)
                 self._next += 1
                 continue
             filled = self._seal_slot(chunk, start, stop, slot, filled)
             if end > stop:
                 break
             self._next += 1
+            self.crcs.append(self._payload_crc)
             self._payload_crc = 0
         self._zero(chunk, filled, stop - start)
         self._cover(chunk, stop - start)
@@ -194,15 +213,15 @@ class Sealer:
         return low
 
 
-def _seal_whole(chunk: memoryview, start: int, slot: Slot) -> int:
-    """Complete a small item that lies within a chunk; give the place of its end."""
+def _seal_whole(chunk: memoryview, start: int, slot: Slot, crcs: list[int]) -> int:
+    """Complete a small item that lies within a chunk, and note its CRC; give the place of its end."""
     _, offset, framing, begin, end = slot
     end -= start
     after = end + len(framing.suffix)
     chunk[offset - start : begin - start] = framing.prefix
     chunk[end:after] = framing.suffix
-    if framing.crc_at:
-        crc = crc32(chunk[begin - start : end])
-        for at in framing.crc_at:
-            _CRC.pack_into(chunk, end + at, crc)
+    crc = crc32(chunk[begin - start : end])
+    for at in framing.crc_at:
+        _CRC.pack_into(chunk, end + at, crc)
+    crcs.append(crc)
     return after

@@ -123,6 +123,7 @@ class Copies:
         self._sources = sources
 
     async def wait(self) -> None:
+        """Return when they are done; a thread sleeps until then."""
         try:
             await self._workers.run(self._event.synchronize)
         except RuntimeError as exc:

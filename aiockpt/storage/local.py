@@ -2,7 +2,7 @@
 
 The files go to a hidden directory beside the final one; each is synced, then the directory, then it is
 renamed to its final name, then the parent directory is synced. So the final name shows a complete and
-durable checkpoint or nothing.
+durable checkpoint or nothing. A checkpoint that is one file is written there as well, and renamed alone.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import aiofiles
 
-from aiockpt.errors import (
-    AiockptError,
-    CheckpointExistsError,
-    CommitError,
-    WriteError,
-)
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.errors import AiockptError, CommitError, WriteError
 from aiockpt.storage.base import FileSink, Source, Storage, Transaction
 from aiockpt.storage.local_source import open_source
-from aiockpt.storage.syscalls import UnsupportedError, allocate, rename_exchange, rename_noreplace
+from aiockpt.storage.publish import NotTakenBackError, check_free, make_directories, publish, remove
+from aiockpt.storage.syscalls import allocate
 from aiockpt.threads import drained
 
 if TYPE_CHECKING:
@@ -40,7 +34,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class LocalStorage(Storage):
-    """Keeps each checkpoint in a directory.
+    """Keeps each checkpoint in a directory, or in one file.
 
     Args:
         direct_io: write large files past the page cache, where the file system allows it.
@@ -64,27 +58,11 @@ class LocalStorage(Storage):
     def check(self, path: str, *, overwrite: bool) -> None:
         """Look whether the path is free, or holds what may be overwritten."""
         try:
-            self._check(self.locate(path), overwrite=overwrite)
+            check_free(self.locate(path), overwrite=overwrite)
         except OSError as exc:
             if isinstance(exc, AiockptError):
                 raise
             raise WriteError(f"can't look at {path}: {exc}") from exc
-
-    def _check(self, path: str, *, overwrite: bool) -> None:
-        if not os.path.lexists(path):
-            return
-        if not overwrite:
-            raise CheckpointExistsError(
-                f"{path} exists already; save under another name, or pass overwrite=True to replace it"
-            )
-        if os.path.islink(path) or not os.path.isdir(path):
-            raise CheckpointExistsError(f"{path} is not a directory; overwrite=True replaces checkpoints only")
-        entries = os.listdir(path)
-        if entries and METADATA_NAME not in entries:
-            raise CheckpointExistsError(
-                f"{path} is a directory that holds other things than a checkpoint; overwrite=True would "
-                "delete them. Save under another name."
-            )
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
         """Make the hidden directory that the files go to."""
@@ -94,7 +72,7 @@ class LocalStorage(Storage):
         name = os.fsdecode(os.fsencode(os.path.basename(path))[:180])
         hidden = os.path.join(os.path.dirname(path), f".{name}.aiockpt-{os.getpid()}-{uuid.uuid4().hex[:12]}")
         try:
-            await workers.run(_make_directories, hidden, self._fsync)
+            await workers.run(make_directories, hidden, self._fsync)
         except OSError as exc:
             raise WriteError(f"can't make the directory for {path}: {exc}") from exc
         return _LocalTransaction(self, path, hidden, overwrite=overwrite, workers=workers)
@@ -111,13 +89,16 @@ class _LocalTransaction(Transaction):
         self._hidden = hidden
         self._overwrite = overwrite
         self._workers = workers
+        self._single = ""
         self._sinks: list[_LocalSink] = []
         self._over = False
 
     async def create(self, name: str, nbytes: int) -> FileSink:
         direct = self._storage._direct_io and nbytes >= _DIRECT_MIN_BYTES and _O_DIRECT != 0
-        path = os.path.join(self._hidden, name)
-        final = os.path.join(self._path, name)
+        if not name:
+            self._single = os.path.basename(self._path)
+        path = os.path.join(self._hidden, name or self._single)
+        final = os.path.join(self._path, name) if name else self._path
         sink = _LocalSink(path, final, nbytes, fsync=self._storage._fsync, workers=self._workers)
         self._sinks.append(sink)
         await sink.open(direct=direct)
@@ -125,8 +106,15 @@ class _LocalTransaction(Transaction):
 
     async def commit(self) -> None:
         try:
-            await self._workers.run(_publish, self._hidden, self._path, self._overwrite, self._storage._fsync)
-        except _NotTakenBackError as exc:
+            await self._workers.run(
+                publish,
+                self._hidden,
+                self._path,
+                self._single,
+                overwrite=self._overwrite,
+                fsync=self._storage._fsync,
+            )
+        except NotTakenBackError as exc:
             self._over = True  # what is in the hidden directory may be the only good checkpoint
             raise CommitError(str(exc)) from exc.__cause__
         self._over = True
@@ -138,7 +126,7 @@ class _LocalTransaction(Transaction):
         for sink in self._sinks:
             await sink.close()
         try:
-            await self._workers.run(_remove_tree, self._hidden)
+            await self._workers.run(remove, self._hidden)
         except OSError as exc:
             raise WriteError(
                 f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand"
@@ -236,80 +224,3 @@ class _LocalSink(FileSink):
                 await drained(self._file.close())
             except OSError as exc:
                 logger.debug("closing the abandoned file %s: %s", self._path, exc)
-
-
-class _NotTakenBackError(Exception):
-    """A checkpoint was published, is not known to be durable, and could not be taken back."""
-
-
-def _make_directories(path: str, fsync: bool) -> None:
-    """Make a directory with its parents, each durable in its own parent."""
-    missing = []
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for directory in reversed(missing):
-        try:
-            os.mkdir(directory)
-        except FileExistsError:
-            if not os.path.isdir(directory):
-                raise
-        if fsync and directory != missing[0]:
-            _sync_directory(os.path.dirname(directory))
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _publish(hidden: str, path: str, overwrite: bool, fsync: bool) -> None:
-    """Give the finished directory its final name, durably. Blocks."""
-    try:
-        if fsync:
-            _sync_directory(hidden)
-        replaced = False
-        try:
-            rename_noreplace(hidden, path)
-        except FileExistsError as exc:
-            if not overwrite:
-                raise CheckpointExistsError(f"{path} has appeared during the save; it was left as it is") from exc
-            LocalStorage().check(path, overwrite=True)
-            rename_exchange(hidden, path)
-            replaced = True
-        try:
-            if fsync:
-                _sync_directory(os.path.dirname(path))
-        except OSError as exc:
-            try:
-                rename_exchange(hidden, path) if replaced else os.rename(path, hidden)
-            except OSError as worse:
-                raise _NotTakenBackError(
-                    f"{path} was published but can't be made durable ({exc}), nor be taken back ({worse}); "
-                    f"{hidden} was left as it is"
-                ) from exc
-            raise
-    except AiockptError:
-        raise
-    except UnsupportedError as exc:
-        raise CommitError(
-            f"the file system of {path} can't replace a checkpoint atomically ({exc}); save under another name"
-        ) from exc
-    except OSError as exc:
-        raise CommitError(f"can't publish {path}: {exc}") from exc
-    if replaced:
-        try:
-            _remove_tree(hidden)
-        except OSError as exc:
-            logger.warning("%s was replaced; what it held before could not be removed from %s: %s", path, hidden, exc)
-
-
-def _remove_tree(path: str) -> None:
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        if os.path.lexists(path):
-            raise

@@ -41,10 +41,15 @@ def rename_noreplace(source: str, target: str) -> None:
     try:
         _call("renameat2", _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_NOREPLACE))
     except UnsupportedError:
-        # rename(2) refuses to replace a directory that holds anything, so a checkpoint is safe all the same.
+        # rename(2) refuses to replace a directory that holds anything, so a checkpoint is safe all the same;
+        # it would replace a file.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
-        os.rename(source, target)
+        if os.path.isdir(source):
+            os.rename(source, target)
+        else:
+            os.link(source, target)  # fails if something has come to the target meanwhile
+            os.unlink(source)
 
 
 def rename_exchange(one: str, other: str) -> None:

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt.format.torchzip import tensor_framing
-from aiockpt.planning.buckets import MIN_BUCKET_BYTES, assign_buckets, bucket_count
-from aiockpt.planning.layout import Sealer, align_up, lay_out
-from aiockpt.planning.planner import describe
+from aiockpt.format.torchzip import Framing, tensor_framing
+from aiockpt.planning.buckets import MIN_BUCKET_BYTES, assign_buckets, bucket_count, split_in_order
+from aiockpt.planning.layout import Sealer, align_up, lay_out, pack
 from aiockpt.planning.ranges import boxes
+from aiockpt.planning.specs import describe, describe_contiguous
 from aiockpt.planning.tree import StructureError, flatten, unflatten
 
 
@@ -84,6 +84,46 @@ def test_an_image_is_the_same_however_it_is_cut(sizes: list[int], head: bytes, b
         written += bytes(chunk[: stop - start])
     assert written == bytes(expected)
     assert sealer.file_crc == zlib.crc32(expected)
+    assert sealer.crcs == [zlib.crc32(payload) for payload in payloads]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 3000), st.sampled_from([1 << 20, (1 << 20) + 1])), max_size=6),
+    head=st.binary(min_size=8, max_size=9000),
+    blocks=st.integers(1, 40),
+)
+def test_a_packed_image_has_no_gaps_however_it_is_cut(sizes: list[int], head: bytes, blocks: int) -> None:
+    image = pack("f", len(head), [(i, Framing(b"", b"", (), n)) for i, n in enumerate(sizes)])
+    payloads = [(bytes(range(i, 251)) * (n // 200 + 1))[:n] for i, n in enumerate(sizes)]
+    expected = head + b"".join(payloads)
+    assert image.nbytes == len(expected)
+    step = blocks * 4096
+    sealer = Sealer(image, head)
+    written = b""
+    for start in range(0, image.nbytes, step):
+        stop = min(start + step, image.nbytes)
+        chunk = memoryview(bytearray(b"\xaa" * step))
+        for leaf, low, high, at in image.pieces(start, stop):
+            chunk[at : at + high - low] = payloads[leaf][low:high]
+        sealer.seal(chunk, start, stop)
+        assert not any(chunk[stop - start : align_up(stop - start, 4096)])
+        written += bytes(chunk[: stop - start])
+    assert written == expected
+    assert sealer.file_crc == zlib.crc32(expected)
+
+
+@given(sizes=st.lists(st.integers(0, 100), max_size=50), most=st.one_of(st.none(), st.integers(1, 300)))
+def test_files_are_filled_in_order(sizes: list[int], most: int | None) -> None:
+    files = split_in_order(dict(enumerate(sizes)), most)
+    assert [item for file in files for item in file] == list(range(len(sizes)))
+    if most is None:
+        assert len(files) == 1
+        return
+    filled = [sum(sizes[i] for i in file) for file in files]
+    assert all(total <= most or len(file) == 1 for total, file in zip(filled, files, strict=True))
+    # None could have taken the first item of the next.
+    assert all(total + sizes[after[0]] > most for total, after in zip(filled, files[1:], strict=False))
 
 
 def test_pieces_of_a_tensor_over_four_gib() -> None:
@@ -120,8 +160,35 @@ def test_how_a_tensor_is_stored_is_how_clone_lays_it_out(
     assert not spec.describes(torch.zeros(9))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "raw"),
+    [
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4).t(), False),
+        (torch.zeros(3, 4)[1:], True),
+        (torch.zeros(3, 4)[:, 1:], False),
+        (torch.zeros(1, 4).expand(5, 4), False),
+        (torch.zeros(2, 3, 4).permute(2, 0, 1), False),
+        (torch.zeros(2, 1, 4, 5).to(memory_format=torch.channels_last), True),
+        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), False),
+        (torch.zeros(2, dtype=torch.complex64).conj(), False),
+        (torch.zeros(3, 0).t(), True),
+        (torch.zeros(()), True),
+    ],
+)
+def test_row_by_row(tensor: torch.Tensor, raw: bool) -> None:
+    spec = describe_contiguous(tensor)
+    assert spec is not None
+    assert spec.is_raw is raw
+    stored = torch.empty_strided(spec.shape, spec.saved_stride, dtype=spec.dtype)
+    assert stored.is_contiguous()
+    assert spec.describes(tensor)
+    assert not spec.describes(torch.zeros(9))
+
+
 def test_sparse_and_quantized_are_not_plain() -> None:
     assert describe(torch.eye(2).to_sparse()) is None
+    assert describe_contiguous(torch.eye(2).to_sparse()) is None
 
 
 def test_names_and_paths_are_those_of_dcp() -> None:

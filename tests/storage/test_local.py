@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.staging.pool import Mapping
-from aiockpt.storage import local, syscalls
+from aiockpt.storage import local, publish, syscalls
 from aiockpt.storage.local import LocalStorage
 from aiockpt.threads import Workers
 
@@ -135,7 +136,7 @@ async def test_short_writes_and_other_errors(workers, data, tmp_path: Path) -> N
 
 async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    real_sync, real_rename = os.fsync, local.rename_noreplace
+    real_sync, real_rename = os.fsync, publish.rename_noreplace
 
     def name_of(fd: int) -> str:
         return os.readlink(f"/proc/self/fd/{fd}").replace(str(tmp_path), "")
@@ -149,7 +150,7 @@ async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monk
         real_rename(source, target)
 
     monkeypatch.setattr(local.os, "fsync", sync)
-    monkeypatch.setattr(local, "rename_noreplace", rename)
+    monkeypatch.setattr(publish, "rename_noreplace", rename)
     await _write(LocalStorage(), tmp_path / "a" / "c", data.view, 5000, workers)
     assert calls == ["sync ", "sync /a/.c/f", "sync /a/.c", "rename", "sync /a"]
     calls.clear()
@@ -160,14 +161,14 @@ async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monk
 async def test_a_commit_that_can_not_be_made_durable_is_taken_back(
     workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = local._sync_directory
+    real = publish.sync_directory
 
     def fail(path: str) -> None:
         if path == str(tmp_path):
             raise OSError(errno.EIO, "Input/output error")
         real(path)
 
-    monkeypatch.setattr(local, "_sync_directory", fail)
+    monkeypatch.setattr(publish, "sync_directory", fail)
     with pytest.raises(CommitError, match="can't publish"):
         await _write(LocalStorage(), tmp_path / "c", data.view, 5000, workers)
     assert list(tmp_path.iterdir()) == []
@@ -177,7 +178,7 @@ async def test_a_file_system_without_exchange(workers, tmp_path: Path, monkeypat
     def unsupported(*_args) -> None:
         raise syscalls.UnsupportedError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(local, "rename_exchange", unsupported)
+    monkeypatch.setattr(publish, "rename_exchange", unsupported)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / ".metadata").write_text("old")
     transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=True, workers=workers)
@@ -218,3 +219,106 @@ async def test_a_path_taken_meanwhile(workers, tmp_path: Path) -> None:
         await transaction.commit()
     await transaction.abort()
     assert (tmp_path / "c").read_text() == "mine"
+
+
+async def _write_single(storage: LocalStorage, path: Path, data: memoryview, workers: Workers, *, overwrite: bool):
+    transaction = await storage.begin(str(path), overwrite=overwrite, workers=workers)
+    try:
+        sink = await transaction.create("", 5000)
+        await sink.write(data[:8192])
+        await sink.finish()
+        await transaction.commit()
+    except BaseException:
+        await transaction.abort()
+        raise
+
+
+async def test_a_checkpoint_that_is_one_file(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    real_sync, real_rename = os.fsync, publish.rename_noreplace
+
+    def sync(fd: int) -> None:
+        where = os.readlink(f"/proc/self/fd/{fd}").replace(str(tmp_path), "")
+        calls.append("sync " + re.sub(r"\.aiockpt-[^/]*", "", where))
+        real_sync(fd)
+
+    def rename(source: str, target: str) -> None:
+        calls.append("rename")
+        real_rename(source, target)
+
+    path = tmp_path / "a" / "m.safetensors"
+    monkeypatch.setattr(local.os, "fsync", sync)
+    monkeypatch.setattr(publish, "rename_noreplace", rename)
+    await _write_single(LocalStorage(), path, data.view, workers, overwrite=False)
+    assert path.read_bytes() == bytes(data.view[:5000])
+    assert [p.name for p in path.parent.iterdir()] == ["m.safetensors"]
+    assert calls == ["sync ", "sync /a/.m.safetensors/m.safetensors", "rename", "sync /a"]
+    with pytest.raises(CheckpointExistsError, match="exists already"):
+        await _write_single(LocalStorage(), path, data.view, workers, overwrite=False)
+    await _write_single(LocalStorage(), path, data.view[4096:], workers, overwrite=True)
+    assert path.read_bytes() == bytes(data.view[4096 : 4096 + 5000])
+    assert [p.name for p in path.parent.iterdir()] == ["m.safetensors"]
+
+
+@pytest.mark.parametrize("before", ["nothing", "a file", "a directory"])
+async def test_a_file_that_can_not_be_made_durable_is_taken_back(
+    before: str, workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m.safetensors"
+    if before == "a file":
+        path.write_text("old")
+    elif before == "a directory":
+        path.mkdir()
+        (path / ".metadata").write_text("old")
+
+    def fail(_path: str) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(publish, "sync_directory", fail)
+    with pytest.raises(CommitError, match=r"can't publish .*m\.safetensors: .*Input/output error"):
+        await _write_single(LocalStorage(), path, data.view, workers, overwrite=True)
+    if before == "nothing":
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+        assert (path if before == "a file" else path / ".metadata").read_text() == "old"
+
+
+async def test_a_file_is_replaced_without_exchange(
+    workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_args) -> None:
+        raise syscalls.UnsupportedError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(publish, "rename_exchange", unsupported)
+    path = tmp_path / "m.safetensors"
+    path.write_text("old")
+    await _write_single(LocalStorage(), path, data.view, workers, overwrite=True)
+    assert path.read_bytes() == bytes(data.view[:5000])
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+    def fail(_path: str) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(publish, "sync_directory", fail)
+    with pytest.raises(CommitError, match="was replaced but can't be made durable"):
+        await _write_single(LocalStorage(), path, data.view[4096:], workers, overwrite=True)
+    assert path.read_bytes() == bytes(data.view[4096 : 4096 + 5000])
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+@pytest.mark.parametrize("names", [["x.txt"], [".aiockpt.json"], ["a.safetensors", "config.json"], [".hidden"]])
+async def test_other_directories_are_not_overwritten(names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    for name in names:
+        (tmp_path / "c" / name).write_text("mine")
+    with pytest.raises(CheckpointExistsError, match="holds other things than a checkpoint"):
+        LocalStorage().check(str(tmp_path / "c"), overwrite=True)
+
+
+@pytest.mark.parametrize("names", [[], [".metadata", "x"], ["model.safetensors"], ["a.safetensors", ".aiockpt.json"]])
+async def test_checkpoints_and_empty_directories_may_be_overwritten(names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    for name in names:
+        (tmp_path / "c" / name).write_text("old")
+    LocalStorage().check(str(tmp_path / "c"), overwrite=True)

@@ -1,0 +1,204 @@
+"""Entries as columns: an index of many tensors, without an object for each until it is asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import ItemsView, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.index import ChunkEntry, Entry, ItemPlace, ObjectEntry, ObjPath, TensorEntry, TensorItem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+
+class Form(NamedTuple):
+    """What tensor items that differ in their payload alone have in common.
+
+    Attributes:
+        dtype: the dtype of the tensor.
+        shape: its sizes.
+        stride: the strides that it is stored with, in elements.
+        item_bytes: the length of the item.
+        payload_offset: where the payload starts in the item, in bytes.
+        nbytes: the length of the payload.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    item_bytes: int
+    payload_offset: int
+    nbytes: int
+
+    def fits(self) -> bool:
+        """Tell whether the tensor lies within its payload, and that within the item."""
+        if len(self.shape) != len(self.stride) or self.payload_offset + self.nbytes > self.item_bytes:
+            return False
+        last = 0 if 0 in self.shape else sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
+        size = self.dtype.itemsize
+        return self.nbytes == math.prod(self.shape) * size and last * size <= self.nbytes
+
+
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
+class IndexedEntries(Mapping[str, Entry]):
+    """The entries of an index by name, made on access; and the columns that they are made from.
+
+    A row is the position of a name in ``names``.
+
+    Attributes:
+        names: the name of each leaf, in the order of the state dict.
+        numbers: the row of each name.
+        files: the names of the files.
+        forms: the distinct forms of tensor items.
+        form_of: for each row its position in ``forms``; -1 for objects.
+        file_of: for each row its position in ``files``.
+        offset_of: for each row where its item starts in the file, in bytes.
+        length_of: for each row the length of its item, in bytes.
+        crc_of: for each row the CRC-32 of its payload; of no meaning for objects.
+    """
+
+    names: Sequence[str]
+    numbers: Mapping[str, int]
+    files: Sequence[str]
+    forms: Sequence[Form]
+    form_of: NDArray[np.int64]
+    file_of: NDArray[np.int64]
+    offset_of: NDArray[np.int64]
+    length_of: NDArray[np.int64]
+    crc_of: NDArray[np.int64]
+
+    def __repr__(self) -> str:
+        return f"<IndexedEntries of {len(self.names)} leaves in {len(self.files)} files>"
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.numbers
+
+    def __getitem__(self, name: str) -> Entry:
+        row = self.numbers[name]
+        place = ItemPlace(self.files[self.file_of[row]], int(self.offset_of[row]), int(self.length_of[row]))
+        number = int(self.form_of[row])
+        if number < 0:
+            return ObjectEntry(place)
+        dtype, shape, stride, _, payload_offset, nbytes = self.forms[number]
+        item = TensorItem(dtype, shape, stride, 0, payload_offset, nbytes, int(self.crc_of[row]))
+        return TensorEntry(dtype, shape, (ChunkEntry((0,) * len(shape), shape, place, item),))
+
+    def items(self) -> ItemsView[str, Entry]:
+        """Give all entries with their names, several times as fast as one by one."""
+        return dict(zip(self.names, self._all(), strict=True)).items()
+
+    def _all(self) -> Iterator[Entry]:
+        files, forms = self.files, self.forms
+        starts = [(0,) * len(form.shape) for form in forms]
+        columns = (self.form_of, self.file_of, self.offset_of, self.length_of, self.crc_of)
+        for number, file, offset, length, crc in zip(*(column.tolist() for column in columns), strict=True):
+            place = ItemPlace(files[file], offset, length)
+            if number < 0:
+                yield ObjectEntry(place)
+                continue
+            dtype, shape, stride, _, payload_offset, nbytes = forms[number]
+            item = TensorItem(dtype, shape, stride, 0, payload_offset, nbytes, crc)
+            yield TensorEntry(dtype, shape, (ChunkEntry(starts[number], shape, place, item),))
+
+    def check(self, files: Mapping[str, int], path: str) -> None:
+        """Check that every item lies within its file, and that none lies partly on another.
+
+        Tied tensors have one item.
+
+        Args:
+            files: the size in bytes of each file.
+            path: where the checkpoint is, for messages.
+
+        Raises:
+            CorruptCheckpointError: naming key, file and offset.
+        """
+        sizes = np.array([files.get(file, -1) for file in self.files], dtype=np.int64)[self.file_of]
+        beyond = np.flatnonzero(self.offset_of + self.length_of > sizes)
+        if len(beyond):
+            self._refuse(path, int(beyond[0]), int(sizes[beyond[0]]))
+        order = np.lexsort((self.crc_of, self.form_of, self.length_of, self.offset_of, self.file_of))
+        columns = [
+            column[order] for column in (self.crc_of, self.form_of, self.length_of, self.offset_of, self.file_of)
+        ]
+        length, offset, file = columns[2:]
+        differ = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        on_another = np.flatnonzero(differ & (file[1:] == file[:-1]) & (offset[1:] < (offset + length)[:-1]))
+        if len(on_another):
+            first, second = order[on_another[0] : on_another[0] + 2].tolist()
+            raise CorruptCheckpointError(
+                f"{path}/{self.files[self.file_of[first]]}: the item of {self.names[second]} at offset "
+                f"{self.offset_of[second]} lies partly on that of {self.names[first]}, {self.length_of[first]} bytes "
+                f"at offset {self.offset_of[first]}: the index is damaged. Use an older checkpoint."
+            )
+
+    def _refuse(self, path: str, row: int, size: int) -> None:
+        file, name = self.files[self.file_of[row]], self.names[row]
+        if size < 0:
+            raise CorruptCheckpointError(f"{path} lacks the file {file}, which holds {name}; use an older checkpoint")
+        begin = int(self.offset_of[row])
+        raise CorruptCheckpointError(
+            f"{path}/{file} ends at byte {size}, but {name} is at bytes {begin} to {begin + int(self.length_of[row])}: "
+            "it was truncated. Use an older checkpoint."
+        )
+
+
+class IndexedPaths(Mapping[str, ObjPath]):
+    """The path in the state dict of each name, made on access.
+
+    Args:
+        names: the name of each leaf, in the order of the state dict.
+        numbers: the row of each name.
+        parents: the distinct paths of the containers that hold leaves.
+        heads: for each parent what the names of its leaves start with.
+        parent_of: for each row its parent.
+        sequences: the parents whose leaves are at positions of a list.
+    """
+
+    __slots__ = ("_heads", "_names", "_numbers", "_parent_of", "_parents", "_sequences")
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        numbers: Mapping[str, int],
+        parents: Sequence[ObjPath],
+        heads: Sequence[str],
+        parent_of: Sequence[int],
+        sequences: frozenset[int],
+    ) -> None:
+        self._names = names
+        self._numbers = numbers
+        self._parents = parents
+        self._heads = heads
+        self._parent_of = parent_of
+        self._sequences = sequences
+
+    def __repr__(self) -> str:
+        return f"<IndexedPaths of {len(self._names)} leaves>"
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._numbers
+
+    def __getitem__(self, name: str) -> ObjPath:
+        parent = self._parent_of[self._numbers[name]]
+        last = name[len(self._heads[parent]) :]
+        return (*self._parents[parent], int(last) if parent in self._sequences else last)

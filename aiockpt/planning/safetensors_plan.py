@@ -1,0 +1,224 @@
+"""Plans in the safetensors format: one file, or a directory with a file or a set of files and its index."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from aiockpt.errors import SaveError
+from aiockpt.format.safetensors_writer import (
+    INDEX_NAME,
+    MAX_HEADER_BYTES,
+    METADATA_KEY,
+    Stored,
+    describe_tensors,
+    encode_header,
+    encode_shard_index,
+    file_order,
+    has_name,
+    shard_name,
+)
+from aiockpt.format.torchzip import Framing
+from aiockpt.planning.buckets import split_in_order
+from aiockpt.planning.layout import pack
+from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
+from aiockpt.planning.specs import TensorSpec, describe_contiguous
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aiockpt.format.manifest import JsonValue
+    from aiockpt.planning.source import Capture
+
+SHARD_BYTES = 5_000_000_000
+"""How large the files of a set may be by default: what the ecosystem's own writers choose."""
+
+_FRAMEWORK = {"format": "pt"}
+
+
+@dataclass
+class SafetensorsLayout(Layout):
+    """The layout of safetensors files.
+
+    Attributes:
+        shard_bytes: the limit that the tensors were spread by; None for a single file.
+        described: for each file what its header says of its tensors.
+        aliases: for each file the names that are tied to one of its tensors, with that one's name.
+    """
+
+    shard_bytes: int | None
+    described: Sequence[str]
+    aliases: Sequence[Mapping[str, str]]
+
+    @cached_property
+    def documents(self) -> dict[str, bytes]:
+        """The index of a set of files."""
+        if len(self.images) == 1:
+            return {}
+        names = self.structure.names
+        shards = {image.name: [names[slot.leaf] for slot in image.slots] for image in self.images}
+        return {INDEX_NAME: encode_shard_index(shards, self.tensor_bytes)}
+
+
+@dataclass(frozen=True)
+class SafetensorsPlan(SavePlan):
+    """A layout together with the headers of one save."""
+
+    layout: SafetensorsLayout
+
+    @property
+    def is_single_file(self) -> bool:
+        """Whether the checkpoint is one file, with nothing beside it."""
+        return self.layout.shard_bytes is None
+
+    def documents(self) -> dict[str, bytes]:
+        """Encode the index of a set of files."""
+        return self.layout.documents
+
+
+class SafetensorsForm(SaveForm):
+    """The safetensors format.
+
+    Args:
+        metadata: the user's own facts; what is not text is written as JSON.
+        single_file: whether the checkpoint is one file rather than a directory.
+        shard_bytes: how many bytes of tensors to put into one file of a directory; None for `SHARD_BYTES`.
+
+    Raises:
+        ValueError: ``shard_bytes`` is no positive number, or given for a single file.
+        SaveError: the metadata can't be stored in this format.
+    """
+
+    name = "safetensors"
+
+    def __init__(self, metadata: Mapping[str, JsonValue], *, single_file: bool, shard_bytes: int | None) -> None:
+        if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
+            raise ValueError(f"shard_bytes is {shard_bytes!r}; it must be a positive number of bytes, or None")
+        if single_file and shard_bytes is not None:
+            raise ValueError("shard_bytes is for a directory of files, but the path names one safetensors file")
+        self._shard_bytes = None if single_file else shard_bytes or SHARD_BYTES
+        self._facts = {key: value if isinstance(value, str) else _as_json(value) for key, value in metadata.items()}
+        if self._facts.get("format", "pt") != "pt":
+            raise SaveError(
+                "metadata['format'] names the framework in a safetensors file, which readers check: it must be "
+                "'pt'; use another key"
+            )
+        for key, value in self._facts.items():
+            _check_text(f"metadata[{key!r}]", key + value)
+
+    def admit(self, capture: Capture) -> None:
+        """Refuse what the format can't hold; drop the containers, of which it keeps dotted names alone.
+
+        Raises:
+            SaveError: naming the key.
+        """
+        names = capture.structure.names
+        if capture.structure.objects:
+            name = names[min(capture.structure.objects)]
+            raise SaveError(
+                f"{name} is not a plain tensor, and a safetensors file holds nothing else: leave it out and give it "
+                "as metadata=, or save with format='dcp'"
+            )
+        forms = {(t.dtype, t.layout, t.dim() > 0) for t in capture.tensors if t is not None}
+        unfit = {form for form in forms if form[1] is not torch.strided or not has_name(form[0], form[2])}
+        if unfit or METADATA_KEY in names:
+            self._refuse(capture, unfit)
+        capture.containers = []
+
+    @staticmethod
+    def _refuse(capture: Capture, unfit: set[tuple[torch.dtype, torch.layout, bool]]) -> None:
+        for name, tensor in zip(capture.structure.names, capture.tensors, strict=True):
+            if name == METADATA_KEY:
+                raise SaveError(f"{name} is reserved in a safetensors file; rename the tensor")
+            if tensor is not None and (tensor.dtype, tensor.layout, tensor.dim() > 0) in unfit:
+                kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
+                raise SaveError(
+                    f"{name} is a tensor of {tensor.dim()} dimensions and of {kind}, which safetensors has no name "
+                    "for; convert it, or save with format='dcp'"
+                )
+
+    def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
+        """Describe a tensor; it is stored row by row."""
+        return describe_contiguous(tensor)
+
+    def lay_out(self, survey: Survey, capture: Capture) -> SafetensorsPlan:
+        """Fill one file after the other, in the order of the state dict."""
+        names = survey.structure.names
+        tensors = {
+            leaf: Stored(names[leaf], spec.dtype, tuple(spec.shape))
+            for leaf, spec in enumerate(survey.specs)
+            if spec is not None and leaf not in survey.tied
+        }
+        sizes = {leaf: math.prod(shape) * dtype.itemsize for leaf, (_, dtype, shape) in tensors.items()}
+        shards = split_in_order(sizes, self._shard_bytes)
+        described: list[str] = []
+        aliases: list[dict[str, str]] = [{} for _ in shards]
+        home: dict[int, dict[str, str]] = {}
+        for shard, alias in zip(shards, aliases, strict=True):
+            shard.sort(key=lambda leaf: file_order(tensors[leaf]))
+            ends = accumulate(sizes[leaf] for leaf in shard)
+            described.append(describe_tensors([tensors[leaf] for leaf in shard], ends))
+            home |= dict.fromkeys(shard, alias)
+        for leaf, first in survey.tied.items():
+            home[first][names[leaf]] = names[first]
+        heads = self._heads(described, aliases, [0] * len(shards))
+        images = [
+            pack(shard_name(number, len(shards)), len(head), [(leaf, _framing(sizes[leaf])) for leaf in shard])
+            for number, (shard, head) in enumerate(zip(shards, heads, strict=True))
+        ]
+        return SafetensorsPlan(SafetensorsLayout(survey, images, self._shard_bytes, described, aliases), heads)
+
+    def fill(self, layout: Layout, capture: Capture) -> SafetensorsPlan | None:
+        """Put headers with this save's facts into the room that the layout has for them."""
+        if not isinstance(layout, SafetensorsLayout) or layout.shard_bytes != self._shard_bytes:
+            return None
+        rooms = [image.head_bytes for image in layout.images]
+        heads = self._heads(layout.described, layout.aliases, rooms)
+        fits = all(len(head) == room for head, room in zip(heads, rooms, strict=True))
+        return SafetensorsPlan(layout, heads) if fits else None
+
+    def _heads(
+        self, described: Sequence[str], aliases: Sequence[Mapping[str, str]], rooms: Sequence[int]
+    ) -> list[bytes]:
+        heads = []
+        for text, tied, room in zip(described, aliases, rooms, strict=True):
+            both = tied.keys() & (self._facts.keys() | _FRAMEWORK.keys())
+            if both:
+                raise SaveError(
+                    f"{min(both)} is both a tied tensor, which a safetensors file records in its metadata, and a key "
+                    "of metadata=; rename the latter"
+                )
+            try:
+                head = encode_header({**_FRAMEWORK, **self._facts, **tied}, text, room)
+            except UnicodeEncodeError as exc:
+                raise SaveError(f"the name of a tensor is no text that a safetensors file can hold: {exc}") from exc
+            if len(head) > MAX_HEADER_BYTES:
+                raise SaveError(
+                    f"a safetensors file would get a header of {len(head)} bytes, of which readers take "
+                    f"{MAX_HEADER_BYTES}: save fewer tensors to a file (shard_bytes=) or with format='dcp'"
+                )
+            heads.append(head)
+        return heads
+
+
+def _as_json(value: JsonValue) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _check_text(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise SaveError(f"{what} is no text that a safetensors file can hold: {exc}") from exc
+
+
+@lru_cache(maxsize=16_384)
+def _framing(nbytes: int) -> Framing:
+    """Give the framing of bare bytes."""
+    return Framing(b"", b"", (), nbytes)

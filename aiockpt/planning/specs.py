@@ -1,0 +1,84 @@
+"""What a plan assumes of a tensor, and how it is stored."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class TensorSpec(NamedTuple):
+    """What a plan assumes of a tensor; staging checks it.
+
+    Attributes:
+        shape: its sizes.
+        dtype: its dtype.
+        stride: its strides in elements.
+        saved_stride: the strides that it is stored with; they leave no gaps.
+        is_raw: its memory is, byte for byte, what is stored.
+        device: where it is.
+        is_conj: its values are lazily conjugated.
+        is_neg: its values are lazily negated.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    saved_stride: tuple[int, ...]
+    is_raw: bool
+    device: torch.device
+    is_conj: bool = False
+    is_neg: bool = False
+
+    def describes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor still is what was planned for."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.stride() == self.stride
+            and tensor.device == self.device
+            and tensor.is_conj() is self.is_conj
+            and tensor.is_neg() is self.is_neg
+        )
+
+
+def describe(tensor: torch.Tensor) -> TensorSpec | None:
+    """Describe a tensor, or give None if it is not plain: sparse, quantized, or of another layout."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    shape, dtype, stride, device = tensor.shape, tensor.dtype, tensor.stride(), tensor.device
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+    if (tensor.is_contiguous() or is_dense(shape, stride)) and not (conj or neg):
+        return TensorSpec(shape, dtype, stride, stride, True, device)
+    # The strides that Tensor.clone gives, which is what DCP stores a view with.
+    blueprint = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return TensorSpec(shape, dtype, stride, torch.empty_like(blueprint).stride(), False, device, conj, neg)
+
+
+def describe_contiguous(tensor: torch.Tensor) -> TensorSpec | None:
+    """Describe a tensor that is stored row by row, whatever its strides; None as `describe`."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    shape, stride = tensor.shape, tensor.stride()
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+    if tensor.is_contiguous() and not (conj or neg):
+        return TensorSpec(shape, tensor.dtype, stride, stride, True, tensor.device)
+    saved = tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1] if shape else ()
+    return TensorSpec(shape, tensor.dtype, stride, saved, False, tensor.device, conj, neg)
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Tell whether strides reach every element of a storage once, in some order of the dimensions."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True

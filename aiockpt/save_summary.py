@@ -1,0 +1,78 @@
+"""What is said of a save once its bytes are written: the manifest in the checkpoint, and the result for the caller."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import torch
+
+from aiockpt._version import __version__
+from aiockpt.format.manifest import FileFacts, Manifest, encode_manifest
+from aiockpt.handle import SaveResult
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aiockpt.job import SaveJob
+    from aiockpt.planning.plans import SavePlan
+
+
+def manifest_of(
+    job: SaveJob,
+    plan: SavePlan,
+    files: Mapping[str, FileFacts],
+    crcs: Sequence[Sequence[int]],
+    times_s: Mapping[str, float],
+) -> bytes:
+    """Encode the manifest. Takes long the first time for many tensors.
+
+    Args:
+        job: the save.
+        plan: its plan.
+        files: every other file of the checkpoint.
+        crcs: for each image the CRC-32 of each slot's payload.
+        times_s: durations in seconds.
+    """
+    tensors, objects = _counts(plan)
+    images = {image.name: files[image.name] for image in plan.layout.images}  # in order
+    manifest = Manifest(
+        writer=f"aiockpt {__version__} (torch {torch.__version__})",
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        metadata=job.metadata,
+        files={**images, **files},
+        totals={
+            "tensors": tensors,
+            "objects": objects,
+            "tensor_bytes": plan.layout.tensor_bytes,
+            "file_bytes": plan.layout.nbytes,
+        },
+        times_s=times_s,
+        containers=job.capture.containers,
+    )
+    return encode_manifest(manifest, plan.index(crcs))
+
+
+def result_of(job: SaveJob, plan: SavePlan, files: Mapping[str, FileFacts], times_s: Mapping[str, float]) -> SaveResult:
+    """Sum up a save that has been committed."""
+    tensors, objects = _counts(plan)
+    sizes = {name: facts.nbytes for name, facts in files.items()}
+    if plan.is_single_file:
+        sizes = {job.path.rpartition("/")[2]: plan.layout.nbytes}
+    return SaveResult(
+        path=job.path,
+        nbytes=plan.layout.nbytes,
+        tensor_bytes=plan.layout.tensor_bytes,
+        tensors=tensors,
+        objects=objects,
+        files=sizes,
+        captured_s=times_s["captured"],
+        planned_s=times_s["planned"],
+        staged_s=times_s["staged"],
+        written_s=job.handle._elapsed(),
+    )
+
+
+def _counts(plan: SavePlan) -> tuple[int, int]:
+    objects = len(plan.layout.survey.object_leaves)
+    return len(plan.layout.specs) - objects, objects

@@ -1,0 +1,85 @@
+"""Chunks that overlap, and files that are cut for reading."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiockpt.planning.coverage import Extent, cut_segments, group_segments, overlapping, part_overlaps
+
+chunk = st.tuples(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.tuples(st.integers(0, 3), st.integers(0, 3)))
+
+
+def cells(one: tuple[tuple[int, ...], tuple[int, ...]]) -> set[tuple[int, ...]]:
+    offsets, sizes = one
+    return set(itertools.product(*(range(o, o + n) for o, n in zip(offsets, sizes, strict=True))))
+
+
+@given(st.lists(chunk, max_size=7))
+def test_overlapping_is_what_brute_force_finds(chunks) -> None:
+    found = overlapping(chunks)
+    for number, other in found:
+        assert other < number
+        assert cells(chunks[number]) & cells(chunks[other])
+    distinct = len(set().union(*map(cells, chunks)))
+    assert bool(found) == (sum(len(cells(one)) for one in chunks) > distinct)
+
+
+def test_overlapping_scalars() -> None:
+    assert overlapping([((), ())]) == []
+    assert overlapping([((), ()), ((), ()), ((), ())]) == [(1, 0), (2, 0)]
+
+
+def test_a_large_grid_has_no_overlap() -> None:
+    grid = [((i * 7, j * 3), (7, 3)) for i in range(60) for j in range(60)]
+    assert overlapping(grid) == []
+    assert overlapping([*grid, ((8, 4), (1, 1))]) == [(3600, 61)]
+
+
+extents = st.lists(
+    st.tuples(st.integers(0, 200), st.integers(0, 60), st.booleans()).map(
+        lambda t: Extent(t[0], t[0] + t[1], object(), t[2])
+    ),
+    max_size=12,
+)
+
+
+@given(extents)
+def test_parted_extents(wanted) -> None:
+    clear, others = part_overlaps(wanted)
+    assert len(clear) + len(others) == len(wanted)
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(clear))
+    assert all(extent.start < beside.stop for extent, beside in others)
+    assert {id(beside) for _, beside in others} <= set(map(id, clear))
+
+
+@given(extents, st.booleans(), st.integers(1, 80), st.integers(1, 100))
+def test_segments_cover_everything_once(wanted, whole: bool, step_bytes: int, range_bytes: int) -> None:
+    clear, _ = part_overlaps([extent for extent in wanted if extent.stop > extent.start])
+    end = max((extent.stop for extent in clear), default=0)
+    nbytes = end + 9 if whole else None
+    segments = list(cut_segments(clear, nbytes, step_bytes=step_bytes, range_bytes=range_bytes))
+    assert all(one.stop <= other.start for one, other in itertools.pairwise(segments))
+    if whole:
+        assert segments[0].start == 0
+        assert segments[-1].stop == end + 9
+        assert all(one.stop == other.start for one, other in itertools.pairwise(segments))
+    seen: dict[int, int] = {}
+    for segment in segments:
+        alone = len(segment.extents) == 1 and segment.extents[0].start == segment.start
+        most = range_bytes if not segment.extents or segment.extents[0].streamed else step_bytes
+        assert 0 < segment.stop - segment.start <= most or alone
+        for extent in segment.extents:
+            low, high = max(segment.start, extent.start), min(segment.stop, extent.stop)
+            assert low < high
+            assert extent.streamed or (low, high) == (extent.start, extent.stop)
+            if extent.streamed:
+                assert (low, high) == (segment.start, segment.stop)
+            seen[id(extent)] = seen.get(id(extent), 0) + high - low
+    assert seen == {id(extent): extent.stop - extent.start for extent in clear}
+    groups = list(group_segments(iter(segments), range_bytes))
+    assert [segment for group in groups for segment in group] == segments
+    for group in groups:
+        assert len(group) == 1 or sum(segment.stop - segment.start for segment in group) <= range_bytes
