@@ -16,7 +16,7 @@ from aiockpt.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
 from aiockpt.format.metadata import METADATA_NAME, decode_metadata
 from aiockpt.format.safetensors import HEADER_PROBE_BYTES, decode_header, header_end, with_shared_names
 from aiockpt.format.safetensors_set import decode_shard_index, merge_shards
-from aiockpt.format.torchsave import read_torch_file
+from aiockpt.format.torchsave import holds_tensors, read_torch_file
 from aiockpt.planning.tree import StructureError, flatten
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _SHARD_INDEX = ".safetensors.index.json"
 _WRAPPED = "value"
+_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number that files of torch < 1.6 begin with, pickled
 
 
 def read_index(
@@ -60,15 +61,16 @@ def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: b
     top = [name for name in files if os.sep not in name]
     shard_indexes = [name for name in top if name.endswith(_SHARD_INDEX)]
     if len(shard_indexes) == 1:
-        return _read_shards(source, shard_indexes[0])
+        return with_shared_names(_read_shards(source, shard_indexes[0]))
     tensors = [name for name in top if name.endswith(".safetensors")]
     if len(tensors) == 1:
         return with_shared_names(_read_safetensors(source, tensors[0]))
     if len(files) == 1:
         (name,) = files
-        if _bytes(source, name, 0, min(4, files[name])) == b"PK\3\4":
+        begin = _bytes(source, name, 0, min(64, files[name]))
+        if begin[:4] == b"PK\3\4" or _LEGACY in begin:
             return _read_torch(source, name, safe_globals, trust)
-        if _bytes(source, name, min(8, files[name]), min(1, max(0, files[name] - 8))) == b"{":
+        if begin[8:9] == b"{":
             return with_shared_names(_read_safetensors(source, name))
     raise _not_a_checkpoint(path, files, tensors, shard_indexes)
 
@@ -163,6 +165,8 @@ def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: b
     entries: dict[str, Entry] = {}
     paths: dict[str, ObjPath] = {}
     for key, place, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) and holds_tensors(leaf):
+            raise LoadError(f"{name}: {key} is an object with tensors inside; read it with torch.load")
         entries[key] = file.entry(leaf, key) if isinstance(leaf, torch.Tensor) else InlineEntry(leaf)
         paths[key] = place
     return Index(entries, paths, flat.containers, {}, "torch", wrapped)

@@ -1,0 +1,38 @@
+"""The garbage collector, while a great many objects are made of which none is garbage."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_RARELY = 50_000_001
+
+_lock = threading.Lock()
+_users = 0
+_before = gc.get_threshold()
+
+
+@contextmanager
+def few_collections() -> Iterator[None]:
+    """Let the collector look rarely, for this process and until the last thread has left.
+
+    It is not switched off, which is others' to do: what they switch or set meanwhile stays so.
+    """
+    global _users, _before
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _before = gc.get_threshold()
+            gc.set_threshold(_RARELY, *_before[1:])
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users and gc.get_threshold()[0] == _RARELY:
+                gc.set_threshold(*_before)

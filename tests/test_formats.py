@@ -1,0 +1,236 @@
+"""The same load, open and verify for files of torch.save and of safetensors."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import aiockpt
+from tests.states import assert_same, large_state, random_tensor, training_state
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture
+def ckpt():
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        yield checkpointer
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    return large_state(3, kib=3000) | {
+        "layer.0.w": random_tensor(torch.bfloat16, (50, 70), 3),
+        "layer.0.b": torch.arange(7, dtype=torch.uint8),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 5),
+    }
+
+
+# --- torch.save ---------------------------------------------------------------------------------------
+
+
+def test_a_training_state_of_torch_save(ckpt, tmp_path: Path) -> None:
+    state = training_state() | large_state(2, kib=3000) | {"t": random_tensor(torch.float32, (900, 500), 2).t()}
+    torch.save(state, tmp_path / "s.pt")
+    loaded = ckpt.load(tmp_path / "s.pt")
+    assert_same(state, loaded)
+    assert_same(torch.load(tmp_path / "s.pt"), loaded)
+    target = training_state(seed=3)
+    ckpt.load(tmp_path / "s.pt", target)
+    assert_same({key: state[key] for key in target}, target)
+    assert_same({"model": state["model"]}, ckpt.load(tmp_path / "s.pt", keys="model"))
+    with ckpt.open(tmp_path / "s.pt") as reader:
+        assert reader.format == "torch"
+        assert torch.equal(reader.read("t", (slice(3, 9), 5)).view(torch.int32), state["t"][3:9, 5].view(torch.int32))
+        assert reader.read("step") == 2
+    assert ckpt.verify(tmp_path / "s.pt").ok
+
+
+def test_tensors_of_one_storage_share_it_again(ckpt, tmp_path: Path) -> None:
+    base = torch.arange(600_000, dtype=torch.float32)
+    small = torch.arange(12.0)
+    state = {
+        "base": base,
+        "tail": base[500_000:],
+        "even": base[::2],
+        "small": small.view(3, 4),
+        "row": small.view(3, 4)[1],
+        "wide": small[:1].expand(1000),
+        "z": torch.complex(small, -small),
+    }
+    state["conj"] = state["z"].conj()
+    torch.save(state, tmp_path / "s.pt")
+    loaded = ckpt.load(tmp_path / "s.pt")
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+    loaded["base"][500_000] = -1
+    loaded["row"][0] = 77
+    assert (loaded["tail"][0], loaded["even"][250_000], loaded["small"][1, 0]) == (-1, -1, 77)
+    assert loaded["wide"].stride() == (0,)
+    assert loaded["conj"].data_ptr() == loaded["z"].data_ptr()
+    cast = ckpt.load(tmp_path / "s.pt", keys=["even", "small"], dtype=torch.float64)
+    assert_same({"even": base[::2].double(), "small": small.view(3, 4).double()}, cast)
+    with pytest.raises(aiockpt.LoadError, match="its elements share memory"):
+        ckpt.load(tmp_path / "s.pt", keys=["wide"], dtype=torch.float64)
+    target = {"wide": torch.zeros(1000), "even": torch.zeros(300_000)}
+    ckpt.load(tmp_path / "s.pt", target)
+    assert_same({"wide": torch.zeros(1000), "even": base[::2]}, target)
+
+
+@pytest.mark.parametrize("value", [torch.arange(5), [torch.ones(2), {"a": 1}], (1, torch.zeros(3)), "text", 7])
+def test_files_that_hold_no_dict(value, ckpt, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "v.pt")
+    assert_same(value, ckpt.load(tmp_path / "v.pt"))
+
+
+class Custom:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom)
+
+
+def test_objects_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:
+    torch.save({"o": Custom(), "w": torch.ones(2)}, tmp_path / "o.pt")
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match="Custom"):
+        ckpt.load(tmp_path / "o.pt")
+    for options in ({"safe_globals": [Custom]}, {"trust": True}):
+        assert_same({"o": Custom(), "w": torch.ones(2)}, ckpt.load(tmp_path / "o.pt", **options))
+        with ckpt.open(tmp_path / "o.pt", **options) as reader:
+            assert reader.read("o") == Custom()
+
+
+def test_damage_in_files_of_torch_save(ckpt, tmp_path: Path) -> None:
+    torch.save(large_state(3), tmp_path / "s.pt")
+    data = (tmp_path / "s.pt").read_bytes()
+    at = data.index(large_state(3)["w1"].numpy().tobytes()[:4000]) + 1234
+    (tmp_path / "bad.pt").write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="the bytes of w1"):
+        ckpt.load(tmp_path / "bad.pt")
+    report = ckpt.verify(tmp_path / "bad.pt")
+    assert not report.ok
+    for length in (0, 3, 100, len(data) // 2, len(data) - 1):
+        (tmp_path / "short.pt").write_bytes(data[:length])
+        with pytest.raises(aiockpt.LoadError, match=r"short\.pt"):
+            ckpt.load(tmp_path / "short.pt")
+    legacy = io.BytesIO()
+    torch.save(large_state(1), legacy, _use_new_zipfile_serialization=False)
+    (tmp_path / "old.pt").write_bytes(legacy.getvalue())
+    with pytest.raises(aiockpt.LoadError, match=r"torch\.load"):
+        ckpt.load(tmp_path / "old.pt")
+
+
+# --- safetensors --------------------------------------------------------------------------------------
+
+
+def test_a_safetensors_file(ckpt, tmp_path: Path) -> None:
+    state = _weights()
+    safetensors.torch.save_file(state, tmp_path / "m.safetensors", metadata={"format": "pt", "step": "3"})
+    loaded = ckpt.load(tmp_path / "m.safetensors")
+    assert_same(dict(sorted(state.items())), dict(sorted(loaded.items())))
+    assert_same(dict(sorted(state.items())), dict(sorted(ckpt.load(tmp_path / "m.safetensors", mmap=True).items())))
+    nested = {"layer": [{"w": torch.zeros(50, 70, dtype=torch.bfloat16), "b": torch.zeros(7, dtype=torch.uint8)}]}
+    ckpt.load(tmp_path / "m.safetensors", nested)
+    assert_same({"layer": [{"w": state["layer.0.w"], "b": state["layer.0.b"]}]}, nested)
+    with ckpt.open(tmp_path / "m.safetensors") as reader:
+        assert reader.format == "safetensors"
+        assert reader.metadata == {"format": "pt", "step": "3"}
+        assert reader.read("w1", slice(5, 9)).tolist() == state["w1"][5:9].tolist()
+    report = ckpt.verify(tmp_path / "m.safetensors")
+    assert report.ok
+    assert report.unverifiable == len([tensor for tensor in state.values() if tensor.numel()])
+
+
+def test_a_set_of_safetensors_files(ckpt, tmp_path: Path) -> None:
+    state = _weights()
+    home = tmp_path / "model"
+    home.mkdir()
+    names = sorted(state)
+    shards = {"model-00001-of-00002.safetensors": names[:3], "model-00002-of-00002.safetensors": names[3:]}
+    for file, keys in shards.items():
+        safetensors.torch.save_file({key: state[key] for key in keys}, home / file, metadata={"format": "pt"})
+    weight_map = {key: file for file, keys in shards.items() for key in keys}
+    index = home / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 5}, "weight_map": weight_map}))
+    (home / "config.json").write_text("{}")
+    assert_same({key: state[key] for key in names}, ckpt.load(home))
+    with ckpt.open(home) as reader:
+        assert reader["w2"].file == weight_map["w2"]
+        assert reader.metadata["total_size"] == 5
+        assert torch.equal(reader.read("w2", slice(-3, None)), state["w2"][-3:])
+    (home / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"model-00002-of-00002\.safetensors, which is missing"):
+        ckpt.load(home)
+    index.write_text(json.dumps({"weight_map": {"w1": "../secret.safetensors"}}))
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match="secret"):
+        ckpt.load(home)
+
+
+def test_a_directory_with_one_safetensors_file(ckpt, tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.arange(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert_same({"w": torch.arange(4)}, ckpt.load(tmp_path))
+    safetensors.torch.save_file({"v": torch.arange(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(aiockpt.LoadError, match=r"several checkpoints: model\.safetensors, other\.safetensors; name"):
+        ckpt.load(tmp_path)
+    assert_same({"v": torch.arange(3)}, ckpt.load(tmp_path / "other.safetensors"))
+
+
+def test_tied_names_of_safetensors(ckpt, tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Linear(9, 9)
+            self.b = torch.nn.Linear(9, 9)
+            self.b.weight = self.a.weight
+
+    model = Tied()
+    safetensors.torch.save_model(model, str(tmp_path / "m.safetensors"))
+    loaded = ckpt.load(tmp_path / "m.safetensors")
+    assert sorted(loaded) == sorted(model.state_dict())
+    assert loaded["a.weight"].data_ptr() == loaded["b.weight"].data_ptr()
+    assert torch.equal(loaded["a.weight"], model.a.weight)
+
+
+def test_tied_names_of_a_set(ckpt, tmp_path: Path) -> None:
+    weight = torch.randn(300, 400)
+    state = {"a": weight, "b": torch.randn(300, 300), "c": weight, "d": torch.randn(200, 500)}
+    ckpt.save(state, tmp_path / "m", format="safetensors", shard_bytes=600_000)
+    assert (tmp_path / "m" / "model.safetensors.index.json").exists()
+    loaded = ckpt.load(tmp_path / "m")
+    assert_same(state, {key: loaded[key] for key in state})
+    assert loaded["a"].data_ptr() == loaded["c"].data_ptr()
+    assert ckpt.verify(tmp_path / "m").ok
+
+
+def test_truncated_safetensors(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"w": torch.arange(500), "v": torch.ones(3)}, path)
+    data = path.read_bytes()
+    for length in (*range(0, 200, 9), len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(aiockpt.LoadError, match=r"m\.safetensors"):
+            ckpt.load(path)
+
+
+def test_what_is_no_checkpoint(ckpt, tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(os.urandom(500))
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"neither a torch\.save file"):
+        ckpt.load(tmp_path / "x.bin")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_text("x")
+    (tmp_path / "d" / "b.txt").write_text("x")
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"has no \.metadata and no safetensors"):
+        ckpt.load(tmp_path / "d")
+
+
+def test_module_metadata_of_torch_save(ckpt, tmp_path: Path) -> None:
+    state = torch.nn.BatchNorm1d(4).state_dict()
+    torch.save(state, tmp_path / "m.pt")
+    loaded = ckpt.load(tmp_path / "m.pt")
+    assert isinstance(loaded, OrderedDict)
+    torch.nn.BatchNorm1d(4).load_state_dict(loaded)
