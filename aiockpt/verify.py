@@ -1,0 +1,243 @@
+"""Verifying a checkpoint: everything that can be checked about it, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+from isal.isal_zlib import crc32
+
+from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from aiockpt.format.checks import check_index
+from aiockpt.format.garbage import few_collections
+from aiockpt.format.index import Index, TensorEntry
+from aiockpt.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
+from aiockpt.format.metadata import METADATA_NAME, decode_metadata
+from aiockpt.index_reader import read_index
+from aiockpt.item_verifier import ItemVerifier
+from aiockpt.planning.inventory import Inventory
+from aiockpt.planning.tree import StructureError, unflatten
+from aiockpt.verify_report import Findings, VerifyReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiockpt.format.index import Entry
+    from aiockpt.format.manifest import FileFacts
+    from aiockpt.storage.base import Source, Storage
+    from aiockpt.threads import Workers
+    from aiockpt.verify_report import ProblemKind
+
+T = TypeVar("T")
+
+_SHOWN_KEYS = 100
+
+
+async def verify_checkpoint(storage: Storage, path: str, workers: Workers) -> VerifyReport:
+    """Check everything about a checkpoint; see `aiockpt.AsyncCheckpointer.verify`.
+
+    Reads every file once, in all threads, a few MiB in each. Changes nothing. Cancelling stops it, and returns
+    when its threads are done.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        LoadError: the file system fails to read what describes the checkpoint.
+    """
+    started = time.perf_counter()
+    source = await storage.open(path, workers=workers)
+    try:
+        findings = Findings()
+        reading = _Reading(source, path, findings)
+        inventory = await workers.run(reading.take_inventory)
+        verifier = ItemVerifier(source, workers, findings)
+        await verifier.verify(list(inventory.files.values()))
+        return VerifyReport(
+            path=path,
+            format=reading.format,
+            problems=await workers.run(findings.ordered),
+            files=len(inventory.files) + reading.described_files,
+            items=inventory.entries,
+            checked_bytes=verifier.read_bytes + reading.described_bytes,
+            unverifiable=len(verifier.without_crc),
+            unverifiable_keys=tuple(sorted(verifier.without_crc)[:_SHOWN_KEYS]),
+            elapsed_s=time.perf_counter() - started,
+        )
+    finally:
+        with anyio.CancelScope(shield=True):
+            await workers.run(source.close)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Reads what describes a checkpoint, as far as it can be read. Blocks.
+
+    Attributes:
+        source: its files.
+        path: where it is.
+        findings: takes the problems.
+        format: the format of the checkpoint.
+        described_files: how many files describe it.
+        described_bytes: how many bytes they have.
+    """
+
+    source: Source
+    path: str
+    findings: Findings
+    format: str = "unknown"
+    described_files: int = 0
+    described_bytes: int = 0
+    _trouble: LoadError | None = None
+
+    def take_inventory(self) -> Inventory:
+        """Find out what there should be."""
+        with few_collections():
+            return self._take_inventory()
+
+    def _take_inventory(self) -> Inventory:
+        files = self.source.files
+        manifest = self._read_manifest()
+        facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
+        described = {name: size for name, size in files.items() if name not in (METADATA_NAME, MANIFEST_NAME)}
+        inventory = Inventory(described, facts, self.findings)
+        by_dcp = METADATA_NAME in files or (manifest is not None and METADATA_NAME in manifest.files)
+        if by_dcp or any(name.endswith(".distcp") for name in files):
+            self._add_dcp(inventory, manifest)
+        else:
+            self._add_other(inventory)
+        return inventory
+
+    def _add_dcp(self, inventory: Inventory, manifest: Manifest | None) -> None:
+        """Add what metadata in the format of DCP says, or the manifest."""
+        self.format = "dcp" if MANIFEST_NAME not in self.source.files else "aiockpt"
+        index, given = self._read_metadata(manifest)
+        if index is not None:
+            inventory.add(index, given)
+            self._check_structure(index if given is None else given, manifest)
+            self._check_index(index)
+        if index is not None or manifest is not None:
+            inventory.find_unreferenced()
+        elif self._trouble is not None:
+            raise self._trouble
+
+    def _add_other(self, inventory: Inventory) -> None:
+        """Add what the index of a checkpoint in another format says."""
+        names = [name for name in self.source.files if name != MANIFEST_NAME]
+        try:
+            index, _ = read_index(self.source, self.path)
+        except CheckpointNotFoundError:
+            raise
+        except LoadError as exc:
+            damaged = isinstance(exc, CorruptCheckpointError)
+            is_archive = len(names) == 1 and self._read_head(names[0]) == b"PK\3\4"
+            if not damaged and not is_archive:
+                raise
+            name = names[0] if len(names) == 1 else ""
+            self.findings.add("metadata", name, str(exc), severity="error" if damaged else "warning")
+            if is_archive:  # its records can be checked, whatever they are
+                self.format = "torch"
+                inventory.add_archive(name)
+            return
+        self.format = index.format
+        self._check_structure(index)
+        inventory.add(index, None)
+
+    def _read_head(self, name: str) -> bytes:
+        data = bytearray(min(4, self.source.files[name]))
+        self.source.read(name, 0, memoryview(data))
+        return bytes(data)
+
+    def _check_index(self, index: Index) -> None:
+        """Make sure that what loading would refuse is told."""
+        if any(problem.severity == "error" for problem in self.findings.problems):
+            return
+        try:
+            check_index(self.path, index, self.source.files)
+        except LoadError as exc:
+            self.findings.add("metadata", METADATA_NAME, str(exc))
+
+    def _read_manifest(self) -> Manifest | None:
+        if MANIFEST_NAME not in self.source.files:
+            return None
+        data = self._read_file(MANIFEST_NAME)
+        return None if data is None else self._decoded(MANIFEST_NAME, "manifest", decode_manifest, data)
+
+    def _read_metadata(self, manifest: Manifest | None) -> tuple[Index | None, Index | None]:
+        """Read `.metadata`.
+
+        Returns:
+            The index to go by, and that of the manifest, if it has one.
+        """
+        given = None if manifest is None else manifest.index
+        data = None
+        if METADATA_NAME not in self.source.files:
+            message = "the checkpoint does not have it: its save was never finished, or it was removed"
+            self.findings.add("missing file", METADATA_NAME, message)
+        else:
+            data = self._read_file(METADATA_NAME)
+        if data is None:
+            return given, given
+        facts = None if manifest is None else manifest.files.get(METADATA_NAME)
+        sound = facts is None or self._is_sound(data, facts)
+        index = self._decoded(METADATA_NAME, "metadata", decode_metadata, data)
+        if index is None or given is None:
+            return index or given, given
+        self._compare(index, given)
+        return (index if sound else given), given
+
+    def _is_sound(self, data: bytes, facts: FileFacts) -> bool:
+        if len(data) != facts.nbytes:
+            message = f"it has {len(data)} bytes but was written with {facts.nbytes}: it was truncated or changed"
+            self.findings.add("size", METADATA_NAME, message)
+        elif crc32(data) != facts.crc:
+            message = f"its {len(data)} bytes have the CRC-32 {crc32(data):08x} instead of {facts.crc:08x}"
+            self.findings.add("file crc", METADATA_NAME, message)
+        else:
+            return True
+        return False
+
+    def _read_file(self, name: str) -> bytes | None:
+        data = bytearray(self.source.files[name])
+        try:
+            self.source.read(name, 0, memoryview(data))
+        except LoadError as exc:
+            self.findings.add("unreadable", name, str(exc))
+            self._trouble = exc
+            return None
+        self.described_files += 1
+        self.described_bytes += len(data)
+        return bytes(data)
+
+    def _decoded(self, name: str, kind: ProblemKind, decode: Callable[[bytes], T], data: bytes) -> T | None:
+        try:
+            return decode(data)
+        except LoadError as exc:
+            self.findings.add(kind, name, str(exc))
+            return None
+
+    def _compare(self, index: Index, given: Index) -> None:
+        """Look for keys of which manifest and metadata say different things."""
+        for key in dict.fromkeys((*index.entries, *given.entries)):
+            one, other = index.entries.get(key), given.entries.get(key)
+            if one is None or other is None:
+                who = (METADATA_NAME, MANIFEST_NAME) if other is None else (MANIFEST_NAME, METADATA_NAME)
+                self.findings.add("disagreement", METADATA_NAME, f"{who[0]} has the key, {who[1]} has not", key=key)
+            elif _facts_of(one) != _facts_of(other):
+                message = f"it says {_facts_of(one)}, but {MANIFEST_NAME} says {_facts_of(other)}"
+                self.findings.add("disagreement", METADATA_NAME, message, key=key)
+
+    def _check_structure(self, index: Index, manifest: Manifest | None = None) -> None:
+        containers = index.containers if manifest is None else manifest.containers
+        try:
+            unflatten(index.paths.values(), [0] * len(index.paths), containers)
+        except (StructureError, KeyError, TypeError, ValueError) as exc:
+            name = METADATA_NAME if manifest is None else MANIFEST_NAME
+            self.findings.add("structure", name, f"the keys do not make up a state dict: {exc}")
+
+
+def _facts_of(entry: Entry) -> tuple[object, ...]:
+    """Give what metadata and manifest both say of an entry."""
+    if isinstance(entry, TensorEntry):
+        return entry.dtype, entry.shape, *((chunk.offsets, chunk.sizes, chunk.place) for chunk in entry.chunks)
+    return ("object", getattr(entry, "place", None))
