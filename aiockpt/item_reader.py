@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
+import anyio.lowlevel
 import torch
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
@@ -169,6 +170,7 @@ class ItemReader:
 
         async def work() -> None:
             for job in pending:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # a hop to a thread is never left half way
                 await job()
 
         try:

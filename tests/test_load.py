@@ -173,7 +173,11 @@ def test_nothing_there(ckpt, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "__0_0.distcp").write_text("x")
-    for name, message in (("none", "no such path"), ("file", "neither a torch.save file, nor"), ("folder", r"has no \.metadata")):
+    for name, message in (
+        ("none", "no such path"),
+        ("file", "neither a torch.save file, nor"),
+        ("folder", r"has no \.metadata"),
+    ):
         with pytest.raises(aiockpt.CheckpointNotFoundError, match=message):
             ckpt.load(tmp_path / name)
     with pytest.raises(aiockpt.CorruptCheckpointError, match="its save was never finished"):
@@ -387,7 +391,7 @@ def test_overlapping_chunks_are_corrupt(ckpt, tmp_path: Path) -> None:
     tensor.chunks.append(type(tensor.chunks[0])(torch.Size([0]), torch.Size([4])))
     with open(tmp_path / "c" / ".metadata", "wb") as file:
         pickle.dump(metadata, file)
-    with pytest.raises(aiockpt.CorruptCheckpointError, match="chunks of a overlap|two chunks at"):
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"chunks of a overlap|two chunks at"):
         ckpt.load(tmp_path / "c")
 
 
