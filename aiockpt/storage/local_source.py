@@ -1,9 +1,9 @@
 """Reading checkpoints of a local or mounted file system: from the page cache where it has the bytes, else past it.
 
 Bytes that are in the page cache are copied straight to where they belong. Bytes that aren't are read with
-O_DIRECT, in large aligned pieces: into place where the address allows it, else through a buffer of the thread.
-Which is which is found out by reading with RWF_NOWAIT, which fails at once where it would have to wait for the
-disk; see preadv2(2).
+O_DIRECT, in large aligned pieces: into place where address and kernel allow it, else through a buffer of the thread.
+Which is which cachestat(2) tells. (A read with RWF_NOWAIT tells as well, but one that is refused makes the kernel
+read ahead what was asked for, so that the disk reads it twice: where it has to do, it asks for one page.)
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import ctypes
 import errno
 import mmap
 import os
+import platform
+import re
 import threading
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.storage.base import Source
+from aiockpt.storage.syscalls import UnsupportedError, cached_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +31,7 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _STEP_BYTES = 1 << 20  # copied from the page cache at a time, so that who looks at it next finds it in the processor's
 _DIRECT_BYTES = 8 << 20  # read past the page cache at a time
 _DIRECT_MIN_BYTES = 256 << 10
+_FORK_SAFE = (6, 3)  # from this Linux on, memory that a direct read goes to stays this process's when it forks
 _WINDOW = 64  # short reads that are announced to the kernel together
 
 
@@ -65,6 +69,12 @@ def _sizes(root: str) -> dict[str, int]:
     return sizes
 
 
+def _reads_in_place() -> bool:
+    """Tell whether direct reads may go to private memory: a fork meanwhile could lose them; see open(2)."""
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    return found is not None and tuple(map(int, found.groups())) >= _FORK_SAFE
+
+
 class _File:
     """An open file: a descriptor for the page cache, and one past it where the file system has that."""
 
@@ -72,10 +82,29 @@ class _File:
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.direct_fd = -1
-        self.nowait = _NOWAIT
+        self.tells = True
         if direct_io and _O_DIRECT:
             with contextlib.suppress(OSError):  # this file system has no direct I/O: its page cache does
                 self.direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+        if self.direct_fd >= 0 and hasattr(os, "posix_fadvise"):  # only small parts come through the cache
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def is_cached(self, offset: int, nbytes: int) -> bool | None:
+        """Tell whether the page cache has a range: True, False for none of it, None for some."""
+        if self.tells:
+            try:
+                found = cached_pages(self.fd, offset, nbytes)
+            except UnsupportedError:
+                self.tells = False
+            else:
+                pages = (offset + nbytes - 1) // _BLOCK_BYTES - offset // _BLOCK_BYTES + 1
+                return True if found >= pages else None if found else False
+        try:
+            return os.preadv(self.fd, [bytearray(1)], offset, _NOWAIT) > 0 if _NOWAIT else True
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # no way to find out: then the page cache for everything
 
     def close(self) -> None:
         os.close(self.fd)
@@ -98,6 +127,7 @@ class LocalSource(Source):
         self._sizes = files
         self._direct_io = direct_io
         self._is_file = is_file
+        self._in_place = _reads_in_place()
         self._open: dict[str, _File] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -112,11 +142,16 @@ class LocalSource(Source):
     ) -> None:
         """Fill ``view``; see `Source.read`."""
         file = self._file(name)
+        cached_bytes = 0  # how much of what comes next the page cache has
         try:
             while view:
-                count = self._read_cached(file, offset, view[:_STEP_BYTES])
-                if count == 0:
-                    count = self._read_from_disk(file, offset, view[:_DIRECT_BYTES])
+                if not cached_bytes:
+                    cached_bytes, wanted = self._look(file, offset, len(view))
+                if cached_bytes:
+                    count = os.preadv(file.fd, [view[: min(cached_bytes, _STEP_BYTES)]], offset)
+                    cached_bytes -= count
+                else:
+                    count = self._read_from_disk(file, offset, view[:wanted])
                 if count == 0:
                     raise CorruptCheckpointError(
                         f"{file.path} ends at byte {offset}, {len(view)} bytes too early: it was truncated. "
@@ -136,7 +171,7 @@ class LocalSource(Source):
         at = 0
         for first in range(0, len(runs), _WINDOW):
             window = runs[first : first + _WINDOW]
-            if len(window) > 1 and not self._is_cached(file, *window[0]):
+            if len(window) > 1 and file.is_cached(*window[0]) is not True:
                 for offset, length in window:
                     os.posix_fadvise(file.fd, offset, length, os.POSIX_FADV_WILLNEED)
             for offset, length in window:
@@ -194,26 +229,27 @@ class LocalSource(Source):
     # --- one step ---------------------------------------------------------------------------------
 
     @staticmethod
-    def _read_cached(file: _File, offset: int, view: memoryview) -> int:
-        """Read what the page cache has; 0 where it has nothing and direct I/O is possible."""
-        if file.direct_fd < 0 or not file.nowait:
-            return os.preadv(file.fd, [view], offset)
-        try:
-            return os.preadv(file.fd, [view], offset, file.nowait)
-        except BlockingIOError:
-            return 0
-        except OSError as exc:
-            if exc.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-                raise
-            file.nowait = 0  # no way to find out: then the page cache for everything
-            return os.preadv(file.fd, [view], offset)
+    def _look(file: _File, offset: int, nbytes: int) -> tuple[int, int]:
+        """Tell how many of the next bytes the page cache has; if none, how many to read past it."""
+        if file.direct_fd < 0:
+            return nbytes, 0
+        window = min(nbytes, _DIRECT_BYTES)
+        if nbytes < _DIRECT_MIN_BYTES or (cached := file.is_cached(offset, window)):
+            return window, 0
+        if cached is None:  # some: look at it step by step
+            at = 0
+            while at < window and file.is_cached(offset + at, min(_STEP_BYTES, window - at)) is not True:
+                at += _STEP_BYTES
+            return (min(_STEP_BYTES, window), 0) if at == 0 else (0, min(at, window))
+        return 0, window
 
     def _read_from_disk(self, file: _File, offset: int, view: memoryview) -> int:
         """Read some of what is not in the page cache: at least a byte, unless the file has ended."""
         if file.direct_fd < 0 or len(view) < _DIRECT_MIN_BYTES:
             return os.preadv(file.fd, [view], offset)
         try:
-            if (ctypes.addressof(ctypes.c_char.from_buffer(view)) - offset) % _BLOCK_BYTES == 0:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            if self._in_place and (address - offset) % _BLOCK_BYTES == 0:
                 skip = -offset % _BLOCK_BYTES
                 if skip:
                     return os.preadv(file.fd, [view[:skip]], offset)
@@ -237,15 +273,6 @@ class LocalSource(Source):
             target = ctypes.addressof(ctypes.c_char.from_buffer(view))
             ctypes.memmove(target, ctypes.addressof(ctypes.c_char.from_buffer(buffer, skip)), count)
         return count
-
-    @staticmethod
-    def _is_cached(file: _File, offset: int, length: int) -> bool:
-        if not file.nowait:
-            return False
-        try:
-            return os.preadv(file.fd, [bytearray(min(length, _BLOCK_BYTES))], offset, file.nowait) > 0
-        except OSError:
-            return False
 
     @staticmethod
     def _read_buffered(file: _File, offset: int, view: memoryview) -> None:

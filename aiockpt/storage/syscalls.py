@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from typing import Any
 
+_CACHESTAT = 451
 _AT_FDCWD = -100
 _NOREPLACE = 1
 _EXCHANGE = 2
@@ -72,3 +73,18 @@ def allocate(fd: int, nbytes: int) -> None:
         _call("fallocate", fd, keep_size, ctypes.c_longlong(0), ctypes.c_longlong(nbytes))
     except UnsupportedError:
         return
+
+
+def cached_pages(fd: int, offset: int, nbytes: int) -> int:
+    """Count the pages of a range of a file that are in the page cache, without any I/O; see cachestat(2).
+
+    Raises:
+        UnsupportedError: the kernel is older than Linux 6.5, or doesn't tell who may not write to the file.
+    """
+    if sys.platform != "linux":
+        raise UnsupportedError(errno.ENOSYS, "cachestat is not available here")
+    counts = (ctypes.c_uint64 * 5)()
+    span = (ctypes.c_uint64 * 2)(offset, nbytes)
+    if _libc().syscall(ctypes.c_long(_CACHESTAT), ctypes.c_uint(fd), span, counts, ctypes.c_uint(0)) != 0:
+        raise UnsupportedError(ctypes.get_errno(), "cachestat is not available here")
+    return int(counts[0])

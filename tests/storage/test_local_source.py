@@ -13,6 +13,7 @@ from isal.isal_zlib import crc32
 
 import aiockpt
 from aiockpt.storage.local_source import LocalSource, open_source
+from aiockpt.storage.syscalls import UnsupportedError, cached_pages
 from tests.states import random_tensor
 
 SIZE = 20 * (1 << 20) + 12_345
@@ -23,7 +24,7 @@ def data() -> bytes:
     return random_tensor(torch.uint8, (SIZE,), 3).numpy().tobytes()
 
 
-@pytest.fixture(params=["cached", "cold", "half cached", "no direct I/O", "no way to know"])
+@pytest.fixture(params=["cached", "cold", "half cached", "no direct I/O", "no way to know", "probed", "an old kernel"])
 def source(request, tmp_path: Path, data: bytes):
     path = tmp_path / "f"
     path.write_bytes(data)
@@ -39,8 +40,12 @@ def source(request, tmp_path: Path, data: bytes):
     os.close(fd)
     opened = open_source(str(tmp_path), direct_io=request.param != "no direct I/O")
     assert isinstance(opened, LocalSource)
+    if request.param == "probed":
+        opened._file("f").tells = False
     if request.param == "no way to know":
-        opened._file("f").nowait = 0
+        opened._file("f").is_cached = lambda offset, nbytes: True
+    if request.param == "an old kernel":
+        opened._in_place = False
     yield opened
     opened.close()
     opened.close()
@@ -85,6 +90,26 @@ def test_runs(source: LocalSource, data: bytes) -> None:
     buffer = bytearray(sum(length for _, length in runs))
     source.read_runs("f", runs, memoryview(buffer))
     assert bytes(buffer) == b"".join(data[at : at + length] for at, length in runs)
+
+
+def test_nothing_is_read_twice(tmp_path: Path, data: bytes) -> None:
+    """What is read past the page cache does not come into it as well."""
+    path = tmp_path / "f"
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        if cached_pages(fd, 0, SIZE):
+            pytest.skip("this file system keeps its pages in memory")
+        source = open_source(str(tmp_path), direct_io=True)
+        source.read("f", 4096, memoryview(bytearray(10 << 20)))
+        source.close()
+        assert cached_pages(fd, 0, SIZE) <= 2
+    except UnsupportedError:
+        pytest.skip("this kernel does not tell what is cached")
+    finally:
+        os.close(fd)
 
 
 def test_the_end_of_the_file(source: LocalSource) -> None:
