@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,8 @@ from benchmarks.machine import Others
 MODULES = {
     "save": "benchmarks.save",
     "load": "benchmarks.load",
+    "slice": "benchmarks.slice",
+    "open": "benchmarks.open",
     "stage": "benchmarks.stage",
     "small": "benchmarks.small",
     "blocked-loop": "benchmarks.blocked_loop",
@@ -30,12 +32,13 @@ MODULES = {
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gib": {"type": float, "default": 2.0, "help": "the size of the state, in GiB (2)"},
-    "tensors": {"type": int, "default": 168, "help": "in how many tensors (168)"},
-    "count": {"type": int, "default": 100_000, "help": "how many small tensors (100000)"},
-    "nbytes": {"type": int, "default": 1024, "help": "the size of each small tensor, in bytes (1024)"},
+    "gib": {"type": float, "default": 2.0, "help": "the size of the state, in GiB"},
+    "tensors": {"type": int, "default": 168, "help": "in how many tensors"},
+    "count": {"type": int, "default": 100_000, "help": "how many small tensors"},
+    "nbytes": {"type": int, "default": 1024, "help": "the size of each small tensor, in bytes"},
     "rounds": {"type": int, "help": "how often each runs, after a first time that doesn't count"},
     "only": {"help": "who takes part: parts of names, separated by commas"},
+    "load": {"action": "store_true", "help": "let everybody load the whole as well"},
     "hold": {"choices": ("sleep", "torch", "python"), "help": "what holds the loop (sleep and torch, one by one)"},
 }
 
@@ -50,8 +53,9 @@ def parser() -> argparse.ArgumentParser:
     names = root.add_subparsers(dest="name", required=True, metavar="NAME")
     modules = {name: importlib.import_module(path) for name, path in MODULES.items()}
     for name, module in modules.items():
-        _add_options(names.add_parser(name, help=_first_line(module).replace("%", "%%")), module.OPTIONS)
-    known = [option for option in OPTIONS if any(option in module.OPTIONS for module in modules.values())]
+        command = names.add_parser(name, help=_first_line(module).replace("%", "%%"))
+        _add_options(command, {option: _with_default(OPTIONS[option], module, option) for option in module.OPTIONS})
+    known = {option: {**OPTIONS[option], "default": None} for option in OPTIONS}
     _add_options(names.add_parser("all", help="Every benchmark, each in a process of its own."), known)
     return root
 
@@ -60,9 +64,16 @@ def _first_line(module: ModuleType) -> str:
     return (module.__doc__ or "").splitlines()[0]
 
 
-def _add_options(command: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    for name in names:
-        command.add_argument(f"--{name}", **OPTIONS[name])
+def _with_default(option: Mapping[str, Any], module: ModuleType, name: str) -> dict[str, Any]:
+    """Give an option as a benchmark has it; its default shows in the help."""
+    default = getattr(module, "DEFAULTS", {}).get(name, option.get("default"))
+    shown = "" if default is None else " (%(default)s)"
+    return {**option, **({} if default is None else {"default": default}), "help": option["help"] + shown}
+
+
+def _add_options(command: argparse.ArgumentParser, options: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, option in options.items():
+        command.add_argument(f"--{name}", **option)
     command.add_argument(
         "--dir", type=Path, help="where to write: a directory on the disk to measure (the system's for temporary files)"
     )
@@ -88,7 +99,8 @@ def run_all(options: argparse.Namespace) -> int:
         file = default_json(name)
         file.unlink(missing_ok=True)
         known = (*importlib.import_module(path).OPTIONS, "dir")
-        given = [f"--{key}={value}" for key in known if (value := getattr(options, key)) is not None]
+        values = {key: getattr(options, key) for key in known}
+        given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in values.items() if value]
         failed |= subprocess.run(
             [sys.executable, "-m", "benchmarks", name, f"--json={file}", *given], check=False
         ).returncode

@@ -1,23 +1,35 @@
-"""A large state, loaded by everybody: from the disk, and from the page cache."""
+"""A large state, loaded by everybody: from the disk, and from the page cache.
+
+The first load of each doesn't count but shows: its memory is fresh. Where later ones find memory that was used
+before, they are faster; what a load costs that can't, say the rows of a new process and of fresh memory.
+"""
 
 from __future__ import annotations
 
-import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint as dcp
-
-import aiockpt
 from benchmarks import machine, raw
 from benchmarks.bars import Bar, compare, one, shortest, those
-from benchmarks.loaders import Aiockpt, Loader, dcp_load, limits, safetensors_load, torch_load, torch_map
-from benchmarks.measure import Lag, PeakMemory, Runs, Sample, close, interleave
-from benchmarks.report import Report, Table, duration, median_time, most_mib, of_limit, speed, spread
+from benchmarks.checkpoints import make
+from benchmarks.loaders import (
+    READ,
+    WRITTEN,
+    Aiockpt,
+    Loader,
+    dcp_load,
+    limits,
+    safetensors_load,
+    torch_load,
+    torch_map,
+)
+from benchmarks.measure import Runs, Sample, close, interleave
+from benchmarks.new_process import NewProcess
+from benchmarks.report import Report, Table, duration, median_time, most_mib, number, of_limit, speed, spread
 from benchmarks.selection import chosen
-from benchmarks.states import State, empty_like, same_bits, size_of, transformer_state
+from benchmarks.states import State, empty_like, read_pages, size_of, transformer_state, write_pages
+from benchmarks.streamers import TorchCheckpointing, fastsafetensors_load, runai_load
 
 OPTIONS = ("gib", "tensors", "rounds", "only")
 ROUNDS = 5
@@ -27,40 +39,35 @@ _MAPPED = "safetensors mmap, read"
 _OWN = ("safetensors mmap, written", "safetensors pread")
 
 
-def save_by_aiockpt(state: State, path: Path) -> None:
-    """Save as this package does."""
-    with aiockpt.SyncCheckpointer() as checkpointer:
-        checkpointer.save(state, path)
-
-
-def save_by_safetensors(state: State, path: Path) -> None:
-    """Save as one file of safetensors."""
-    from safetensors.torch import save_file
-
-    save_file(state, path)
-
-
-WRITERS: dict[str, Callable[[State, Path], object]] = {
-    "raw": lambda state, path: raw.write_direct(path, raw.Arena(64 << 20), size_of(state), threads=1),
-    "aiockpt": save_by_aiockpt,
-    "dcp": lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True),
-    "state.pt": torch.save,
-    "state.safetensors": save_by_safetensors,
-}
-"""How the file or directory of each name is made, when somebody first needs it."""
+def ours(directory: Path, target: State) -> list[Loader]:
+    """Give the ways in which this package loads."""
+    own, stock = directory / "aiockpt", directory / "dcp"
+    return [
+        Aiockpt(own, name="aiockpt, new tensors"),
+        Aiockpt(own, target, name="aiockpt, into a target"),
+        Aiockpt(own, name="aiockpt, new tensors, no CRC", note="verify=False", verify=False),
+        NewProcess(own),
+        Aiockpt(own, name="aiockpt mmap, read", note=READ, use=read_pages, mmap=True),
+        Aiockpt(own, name="aiockpt mmap, written", note=WRITTEN, use=write_pages, mmap=True),
+        Aiockpt(stock, target, name="aiockpt, dcp.save's files"),
+        Aiockpt(directory / "state.safetensors", name="aiockpt, a file of safetensors", note="has no CRC"),
+        Aiockpt(directory / "state.pt", name="aiockpt, a file of torch.save"),
+    ]
 
 
 def loaders(directory: Path, arena: raw.Arena, target: State, *, cold: bool) -> list[Loader]:
     """Give everybody who can load."""
     return [
         *limits(directory / "raw", arena, direct=cold),
-        Aiockpt(directory / "aiockpt"),
-        Aiockpt(directory / "aiockpt", target),
-        Aiockpt(directory / "dcp", target, label="aiockpt, dcp.save's files"),
+        *ours(directory, target),
         dcp_load(directory / "dcp", target),
         torch_load(directory / "state.pt"),
         *torch_map(directory / "state.pt"),
         *safetensors_load(directory / "state.safetensors"),
+        runai_load(directory / "state.safetensors"),
+        fastsafetensors_load(directory / "state.safetensors", direct=cold),
+        TorchCheckpointing(directory / "torch_checkpointing", direct=cold),
+        TorchCheckpointing(directory / "torch_checkpointing", target, direct=cold),
     ]
 
 
@@ -77,22 +84,18 @@ async def measure(
     async def load_once(loader: Loader, number: int) -> Sample:
         nonlocal means
         machine.settle()
-        if not loader.path.exists():
-            WRITERS[loader.path.name](state, loader.path)
+        make(state, loader.path)
         if number < 0 and loader.into_target:
             for tensor in target.values():
                 tensor.zero_()
+        await loader.prepare()
         means = machine.drop_from_cache(loader.files())
         if not cold:
             machine.bring_into_cache(loader.files())
-        with PeakMemory() as memory:
-            async with Lag() as lag:
-                started = time.perf_counter()
-                loaded = await loader.load()
-                took = time.perf_counter() - started
-        if number < 0 and loaded is not None and not same_bits(loaded, state):
+        loaded, sample = await loader.measured()
+        if number < 0 and not loader.matches(loaded, state):
             raise ValueError("what was loaded differs from what was saved")
-        return {"loaded_s": took, "extra_bytes": memory.extra_bytes, **lag.sample()}
+        return sample
 
     runs = await interleave(taking_part, rounds, load_once)
     for loader, run in zip(taking_part, runs, strict=True):
@@ -115,6 +118,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         found += cold_bars(runs) if cold else cached_bars(runs)
         if cold:
             remarks.append(f"cold: files taken out of the page cache by {means}")
+    remarks.append("first: the load that doesn't count, into memory that nobody had used before")
     return Report("load", vars(options), machine.facts(directory), tables, found, remarks)
 
 
@@ -125,8 +129,9 @@ def columns(nbytes: int, limit_s: float) -> dict:
         "GiB/s": speed("loaded_s", nbytes),
         "of limit": of_limit("loaded_s", limit_s),
         "first": lambda run: duration(run.first["loaded_s"]),
+        "from the disk": lambda run: f"{number(run.median('disk_bytes') / nbytes)} x",
         "extra memory, MiB": most_mib("extra_bytes"),
-        "longest stall": lambda run: "-" if "raw" in run.name or "fresh" in run.name else median_time("stall_s")(run),
+        "longest stall": lambda run: "-" if run.name.startswith(("raw", "fresh")) else median_time("stall_s")(run),
     }
 
 
@@ -139,18 +144,48 @@ def cold_bars(runs: Sequence[Runs]) -> list[Bar]:
         compare("cold, aiockpt into a target : raw O_DIRECT read, speed", limits, target, what, 0.95),
         compare("cold, aiockpt : dcp.load, both into a target, speed", stock, target, what, 2.5),
         compare("cold, aiockpt : best safetensors with memory of its own, speed", those(runs, *_OWN), new, what, 1),
-        compare("cold, aiockpt : safetensors mapped, speed", those(runs, _MAPPED), new, what),
+        *shown("cold", runs),
     ]
 
 
 def cached_bars(runs: Sequence[Runs]) -> list[Bar]:
     """Hold loads from the page cache against the project's own figures."""
     new, target, what = one(runs, "aiockpt, new tensors"), one(runs, "aiockpt, into a target"), "loaded_s"
-    fresh, touched, stock = those(runs, "fresh"), those(runs, "raw"), those(runs, "dcp.load")
+    touched, stock = those(runs, "raw"), those(runs, "dcp.load")
     return [
         compare("cached, aiockpt : dcp.load, both into a target, speed", stock, target, what, 5),
         compare("cached, aiockpt : best safetensors with memory of its own, speed", those(runs, *_OWN), new, what, 2),
-        compare("cached, aiockpt : safetensors mapped, speed", those(runs, _MAPPED), new, what),
-        compare("cached, aiockpt into new tensors : raw read into fresh memory, speed", fresh, new, what),
         compare("cached, aiockpt into a target : raw read into touched memory, speed", touched, target, what),
+        *shown("cached", runs),
+    ]
+
+
+def shown(kind: str, runs: Sequence[Runs]) -> list[Bar]:
+    """Compare what no bar is for."""
+    new, process, what = one(runs, "aiockpt, new tensors"), one(runs, NewProcess.name), "loaded_s"
+    fresh, own = those(runs, "fresh"), those(runs, *_OWN)
+    streamers = ("Run:ai streamer", "fastsafetensors", "torch_checkpointing, new tensors")
+    return [
+        compare(f"{kind}, aiockpt into new tensors : raw read into fresh memory, speed", fresh, new, what),
+        compare(f"{kind}, aiockpt in a new process : raw read into fresh memory, speed", fresh, process, what),
+        compare(f"{kind}, aiockpt in a new process : best safetensors, memory of its own, speed", own, process, what),
+        compare(
+            f"{kind}, aiockpt mapped : safetensors mapped, both read, speed",
+            those(runs, _MAPPED),
+            one(runs, "aiockpt mmap, read"),
+            what,
+        ),
+        compare(
+            f"{kind}, aiockpt with a file of safetensors : best safetensors, memory of its own, speed",
+            own,
+            one(runs, "aiockpt, a file of safetensors"),
+            what,
+        ),
+        compare(
+            f"{kind}, aiockpt with a file of torch.save : torch.load, speed",
+            [one(runs, "torch.load")],
+            one(runs, "aiockpt, a file of torch.save"),
+            what,
+        ),
+        *(compare(f"{kind}, aiockpt : {name}, speed", [one(runs, name)], new, what) for name in streamers),
     ]

@@ -1,4 +1,4 @@
-"""Who loads: aiockpt, its peers, and the limits."""
+"""Who loads: aiockpt, torch and safetensors, and the limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import torch.distributed.checkpoint as dcp
 import aiockpt
 from benchmarks import raw
 from benchmarks.machine import files_under
-from benchmarks.states import State, read_pages, write_pages
+from benchmarks.measure import Sample, timed
+from benchmarks.states import State, read_pages, same_bits, write_pages
+
+READ = "maps the page cache; a byte of each page read"
+WRITTEN = "maps; a byte of each page written, so memory of its own"
 
 
 class Loader(ABC):
@@ -35,9 +39,20 @@ class Loader(ABC):
         """Give the files that are read."""
         return files_under(self.path)
 
+    async def prepare(self) -> None:
+        """Do what belongs to no measurement, before each."""
+
     @abstractmethod
     async def load(self) -> State | None:
         """Load once; None when what comes is only bytes."""
+
+    async def measured(self) -> tuple[State | None, Sample]:
+        """Load once, and measure it."""
+        return await timed(self.load, "loaded_s")
+
+    def matches(self, loaded: State | None, state: State) -> bool:
+        """Tell whether what was loaded last is what was saved."""
+        return loaded is None or same_bits(loaded, state)
 
     async def close(self) -> None:
         """End what lives from load to load."""
@@ -58,19 +73,36 @@ class Blocking(Loader):
 
 
 class Aiockpt(Loader):
-    """This package."""
+    """This package.
 
-    note = "CRC verified"
+    Args:
+        path: what to load.
+        target: what to load into; None for new tensors.
+        name: how it is called in tables.
+        note: said of it there.
+        use: done with what was loaded, as a part of loading.
+        options: of ``load``.
+    """
 
-    def __init__(self, path: Path, target: State | None = None, *, label: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        target: State | None = None,
+        *,
+        name: str,
+        note: str = "CRC verified",
+        use: Callable[[State], None] = lambda _: None,
+        **options: Any,
+    ) -> None:
         super().__init__(path)
-        self.name = label or ("aiockpt, new tensors" if target is None else "aiockpt, into a target")
+        self.name, self.note = name, note
         self.into_target = target is not None
-        self._target = target
+        self._target, self._use, self._options = target, use, options
         self._checkpointer = aiockpt.AsyncCheckpointer()
 
     async def load(self) -> State:
-        loaded: Any = await self._checkpointer.load(self.path, self._target)
+        loaded: Any = await self._checkpointer.load(self.path, self._target, **self._options)
+        self._use(loaded)
         return loaded
 
     async def close(self) -> None:
@@ -92,12 +124,10 @@ def limits(path: Path, touched: raw.Arena, *, direct: bool) -> list[Loader]:
 
     def into_fresh(files: Path) -> None:
         file = files / raw.FIRST_FILE
-        raw.read_into(file, raw.Arena(file.stat().st_size, touched=False), 2, direct=False)
+        raw.read_into(file, raw.Arena(file.stat().st_size, touched=False), 2, direct=direct)
 
-    if direct:
-        return [into_touched(threads) for threads in (1, 2, 4)]
     fresh = Blocking(f"fresh memory, {how}, 2 threads", path, into_fresh, "huge pages where there are any")
-    return [into_touched(1), into_touched(2), fresh]
+    return [*(into_touched(threads) for threads in ((1, 2, 4) if direct else (1, 2))), fresh]
 
 
 def dcp_load(path: Path, target: State) -> Loader:
@@ -127,10 +157,8 @@ def mapped(name: str, path: Path, load: Callable[[Path], State]) -> list[Loader]
         return load_and_use
 
     return [
-        Blocking(f"{name}, read", path, and_use(read_pages), "maps the page cache; a byte of each page read"),
-        Blocking(
-            f"{name}, written", path, and_use(write_pages), "maps; a byte of each page written, so memory of its own"
-        ),
+        Blocking(f"{name}, read", path, and_use(read_pages), READ),
+        Blocking(f"{name}, written", path, and_use(write_pages), WRITTEN),
     ]
 
 

@@ -16,8 +16,17 @@ from typing import Self
 import psutil
 import torch
 
-_PACKAGES = ("aiockpt", "torch", "safetensors", "torch_checkpointing", "uvloop", "numpy")
-_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+_PACKAGES = (
+    "aiockpt",
+    "torch",
+    "safetensors",
+    "torch_checkpointing",
+    "runai-model-streamer",
+    "fastsafetensors",
+    "uvloop",
+    "numpy",
+)
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -124,7 +133,7 @@ def drop_from_cache(paths: Iterable[Path]) -> str:
         finally:
             os.close(fd)
     try:
-        _DROP_CACHES.write_text("1")
+        DROP_CACHES.write_text("1")
     except OSError:
         return "posix_fadvise"
     return "posix_fadvise and drop_caches"

@@ -15,6 +15,8 @@ from typing import Protocol, Self, TypeVar
 Sample = dict[str, float]
 """What was measured in one run; times in seconds, sizes in bytes."""
 
+Result = TypeVar("Result")
+
 _PROC = Path("/proc/self")
 
 
@@ -92,6 +94,49 @@ def _status_bytes(field_name: str) -> float:
         return math.nan
     lines = (_PROC / "status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field_name}:"))
+
+
+class Transfers:
+    """The bytes that this process reads, with all of its threads.
+
+    Attributes:
+        asked_bytes: by read calls, whether they came from the page cache or from the disk; mapped pages are not seen.
+        disk_bytes: from the disk: whole pages, also mapped ones, and what was read ahead.
+    """
+
+    asked_bytes = disk_bytes = math.nan
+
+    def __enter__(self) -> Self:
+        self._before = _transferred()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        now = _transferred()
+        self.asked_bytes = now["rchar"] - self._before["rchar"]
+        self.disk_bytes = now["read_bytes"] - self._before["read_bytes"]
+
+
+def _transferred() -> dict[str, float]:
+    file = _PROC / "io"
+    if not file.exists():
+        return {"rchar": math.nan, "read_bytes": math.nan}
+    return {name: int(value) for name, value in (line.split(": ") for line in file.read_text().splitlines())}
+
+
+async def timed(work: Callable[[], Awaitable[Result]], what: str) -> tuple[Result, Sample]:
+    """Let something run once under a ticking loop, with its memory and what it reads watched.
+
+    Returns:
+        What it gave, and a sample with the time it took as ``what``.
+    """
+    with PeakMemory() as memory:
+        async with Lag() as lag:
+            with Transfers() as transfers:
+                started = time.perf_counter()
+                result = await work()
+                took = time.perf_counter() - started
+    read = {"asked_bytes": transfers.asked_bytes, "disk_bytes": transfers.disk_bytes}
+    return result, {what: took, "extra_bytes": memory.extra_bytes, **read, **lag.sample()}
 
 
 class Named(Protocol):

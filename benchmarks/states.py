@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from isal.isal_zlib import crc32
 
 State = dict[str, torch.Tensor]
 
@@ -62,6 +63,11 @@ def same_bits(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor
     return left.keys() == right.keys() and all(
         torch.equal(tensor.view(torch.int32), right[name].view(torch.int32)) for name, tensor in left.items()
     )
+
+
+def checksums(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Give the CRC-32 of every tensor: to compare what another process has."""
+    return {name: crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in state.items()}
 
 
 def read_pages(state: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,175 @@
+"""Opening what holds very many tensors: until its keys are there, and one entry was looked at.
+
+The stock checkpoint is planned and described by DCP itself, over data files of ours: to save that many tensors
+takes DCP long, and what is opened here is the same. ``--load`` lets everybody load the whole as well, cached.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from benchmarks import load, machine
+from benchmarks.bars import Bar, compare, one
+from benchmarks.checkpoints import make
+from benchmarks.loaders import Aiockpt as AiockptLoader
+from benchmarks.loaders import Loader, dcp_load, safetensors_load, torch_load
+from benchmarks.measure import Runs, Sample, close, interleave, timed
+from benchmarks.openers import METADATA, Aiockpt, Opener, make_plain, make_stock, read_metadata, safe_open, torch_map
+from benchmarks.report import Report, Table, duration, median_time, most_mib, number, spread
+from benchmarks.selection import chosen
+from benchmarks.states import State, empty_like, size_of, small_state
+
+OPTIONS = ("count", "nbytes", "rounds", "only", "load")
+ROUNDS = 3
+LOAD_ROUNDS = 1  # it takes some of them minutes
+
+_OURS, _STOCK = "aiockpt, own checkpoint", "dcp read_metadata"
+
+
+def make_all(state: State, directory: Path) -> None:
+    """Make everything there is to open."""
+    for name in ("aiockpt", "state.pt", "state.safetensors"):
+        make(state, directory / name)
+    make_plain(directory / "aiockpt", directory / "plain")
+    make_stock(directory / "aiockpt", directory / "stock", state)
+
+
+def openers(directory: Path) -> list[Opener]:
+    """Give everybody who can open."""
+    own, plain, stock = (directory / name for name in ("aiockpt", "plain", "stock"))
+    return [
+        Aiockpt(own, _OURS),
+        Aiockpt(plain, "aiockpt, own without a manifest", "its .metadata"),
+        Aiockpt(stock, "aiockpt, stock checkpoint", "DCP's .metadata"),
+        read_metadata(stock, _STOCK, "unpickles DCP's .metadata"),
+        read_metadata(plain, "dcp read_metadata, our .metadata", "unpickles ours"),
+        safe_open(directory / "state.safetensors"),
+        torch_map(directory / "state.pt"),
+    ]
+
+
+async def measure(taking_part: Sequence[Opener], state: State, rounds: int, *, cold: bool) -> tuple[list[Runs], str]:
+    """Let everybody open in rounds.
+
+    Returns:
+        All runs, and how files were taken out of the page cache.
+    """
+    key = list(state)[len(state) // 2]
+    expected = len(state), tuple(state[key].shape)
+    means = ""
+
+    async def open_once(opener: Opener, _number: int) -> Sample:
+        nonlocal means
+        machine.settle()
+        means = machine.drop_from_cache(opener.files())
+        if not cold:
+            machine.bring_into_cache(opener.files())
+        async with AsyncExitStack() as stack:
+            found, sample = await timed(functools.partial(opener.open, key, stack), "opened_s")
+        if found != expected:
+            raise ValueError(f"found {found[0]} keys and the shape {found[1]}; saved were {expected}")
+        return sample
+
+    return await interleave(taking_part, rounds, open_once), means
+
+
+async def run(options: Namespace, directory: Path) -> Report:
+    """Measure, and judge."""
+    state = small_state(options.count, options.nbytes)
+    make_all(state, directory)
+    taking_part, rounds = chosen(openers(directory), options.only), options.rounds or ROUNDS
+    report = Report("open", vars(options), machine.facts(directory), [], [])
+    for cold in (True, False):
+        kind = "cold" if cold else "cached"
+        runs, means = await measure(taking_part, state, rounds, cold=cold)
+        title = f"open, {kind}: {len(state)} tensors of {options.nbytes} bytes, medians of {rounds} rounds"
+        report.tables.append(Table(title, columns(), runs))
+        report.bars += bars(kind, runs)
+    report.remarks = [f"cold: files taken out of the page cache by {means}", sizes(directory)]
+    for opener, last in zip(taking_part, runs, strict=True):
+        await close(opener, last)
+    if options.load:
+        await load_all(report, state, directory, options)
+    return report
+
+
+def columns() -> dict:
+    """Give what the tables of opening show."""
+    return {
+        "opened (min..max)": spread("opened_s"),
+        "first": lambda run: duration(run.first["opened_s"]),
+        "asked for, MiB": lambda run: number(run.median("asked_bytes") / 2**20),
+        "from the disk, MiB": lambda run: number(run.median("disk_bytes") / 2**20),
+        "extra memory, MiB": most_mib("extra_bytes"),
+        "longest stall": median_time("stall_s"),
+    }
+
+
+def sizes(directory: Path) -> str:
+    """Say how large what describes the tensors is."""
+    files = [directory / name / METADATA for name in ("aiockpt", "stock")]
+    files += [file for file in sorted((directory / "aiockpt").glob(".*")) if file.name != METADATA]
+    return "MiB: " + ", ".join(
+        f"{file.relative_to(directory)} {number(file.stat().st_size / 2**20, digits=1)}" for file in files
+    )
+
+
+def bars(kind: str, runs: Sequence[Runs]) -> list[Bar]:
+    """Hold the figures against the project's own."""
+    ours, stock, what = one(runs, _OURS), one(runs, _STOCK), "opened_s"
+    rest = [run for run in runs if run.name.startswith(("safetensors", "torch"))]
+    return [
+        compare(f"{kind}, aiockpt : unpickling DCP's .metadata, speed", [stock], ours, what, 3),
+        compare(
+            f"{kind}, aiockpt with the stock checkpoint : unpickling the same .metadata, speed",
+            [stock],
+            one(runs, "aiockpt, stock checkpoint"),
+            what,
+        ),
+        *(compare(f"{kind}, aiockpt : {run.name}, speed", [run], ours, what) for run in rest),
+    ]
+
+
+def loaders(directory: Path, target: State) -> list[Loader]:
+    """Give those who load the whole."""
+    mapped_and_read, _, read = safetensors_load(directory / "state.safetensors")
+    return [
+        AiockptLoader(directory / "aiockpt", name="aiockpt, new tensors"),
+        AiockptLoader(directory / "aiockpt", target, name="aiockpt, into a target"),
+        AiockptLoader(directory / "stock", target, name="aiockpt, stock checkpoint", note="into a target"),
+        dcp_load(directory / "stock", target),
+        torch_load(directory / "state.pt"),
+        mapped_and_read,
+        read,
+    ]
+
+
+async def load_all(report: Report, state: State, directory: Path, options: Namespace) -> None:
+    """Let everybody load the whole, and add that to the report."""
+    target = empty_like(state)
+    rounds = options.rounds or LOAD_ROUNDS
+    taking_part = chosen(loaders(directory, target), options.only)
+    runs, _ = await load.measure(taking_part, state, target, rounds, cold=False)
+    title = f"open, loading the whole, cached: {size_of(state) / 2**20:.0f} MiB, medians of {rounds} rounds"
+    shown = {
+        "loaded (min..max)": spread("loaded_s"),
+        "first": lambda run: duration(run.first["loaded_s"]),
+        "extra memory, MiB": most_mib("extra_bytes"),
+        "longest stall": median_time("stall_s"),
+    }
+    report.tables.append(Table(title, shown, runs))
+    new, target_runs, what = one(runs, "aiockpt, new tensors"), one(runs, "aiockpt, into a target"), "loaded_s"
+    report.bars += [
+        compare(
+            "loading, aiockpt : dcp.load, both into a target, speed",
+            [one(runs, "dcp.load, into a target")],
+            target_runs,
+            what,
+        ),
+        compare("loading, aiockpt : torch.load, speed", [one(runs, "torch.load")], new, what),
+        compare("loading, aiockpt : safetensors, speed", [one(runs, "safetensors pread")], new, what),
+    ]

@@ -1,0 +1,134 @@
+"""Who opens what holds very many tensors: aiockpt and its peers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+import aiockpt
+from benchmarks.machine import files_under
+from benchmarks.states import State
+
+MANIFEST = ".aiockpt.json"
+METADATA = ".metadata"
+
+
+def make_plain(checkpoint: Path, path: Path) -> None:
+    """Make what is left of a checkpoint of ours for those who only know DCP: the same files, but no manifest."""
+    path.mkdir()
+    for file in files_under(checkpoint):
+        if file.name != MANIFEST:
+            os.link(file, path / file.name)
+
+
+def make_stock(checkpoint: Path, path: Path, state: State) -> None:
+    """Make the checkpoint that ``dcp.save`` leaves, in little time: planned and described by DCP, over our files."""
+    make_plain(checkpoint, path)
+    described = pickle.loads((path / METADATA).read_bytes())
+    (path / METADATA).unlink()
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, None, True)
+    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+    results = [
+        WriteResult(item.index, state[item.index.fqn].nbytes, described.storage_data[item.index])
+        for item in plans[0].items
+    ]
+    dcp.FileSystemWriter(path).finish(metadata, [results])
+
+
+class Opener(ABC):
+    """Opens what was saved to a path."""
+
+    name: str
+    note: str = ""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def files(self) -> list[Path]:
+        """Give the files that may be read."""
+        return files_under(self.path)
+
+    @abstractmethod
+    async def open(self, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
+        """Open it, to be closed by the stack; give the number of keys, and the shape of the tensor of this key."""
+
+    async def close(self) -> None:
+        """End what lives from round to round."""
+
+
+class Aiockpt(Opener):
+    """This package."""
+
+    def __init__(self, path: Path, name: str, note: str = "") -> None:
+        super().__init__(path)
+        self.name, self.note = name, note
+        self._checkpointer = aiockpt.AsyncCheckpointer()
+
+    async def open(self, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
+        reader = await stack.enter_async_context(self._checkpointer.open(self.path))
+        return len(reader.keys()), tuple(reader[key].shape)
+
+    async def close(self) -> None:
+        await self._checkpointer.aclose()
+
+
+class Blocking(Opener):
+    """A function that opens, and returns when keys can be looked at."""
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        look: Callable[[Path, str, AsyncExitStack], tuple[int, tuple[int, ...]]],
+        note: str = "",
+    ) -> None:
+        super().__init__(path)
+        self.name, self.note = name, note
+        self._look = look
+
+    async def open(self, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
+        return self._look(self.path, key, stack)
+
+
+def read_metadata(path: Path, name: str, note: str = "") -> Opener:
+    """Make the contender ``FileSystemReader.read_metadata``, which unpickles ``.metadata``."""
+
+    def look(directory: Path, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+        stack.callback(lambda: metadata.state_dict_metadata.clear())
+        return len(metadata.state_dict_metadata), tuple(metadata.state_dict_metadata[key].size)
+
+    return Blocking(name, path, look, note)
+
+
+def torch_map(path: Path) -> Opener:
+    """Make the contender ``torch.load(mmap=True)``."""
+
+    def look(file: Path, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
+        state = torch.load(file, mmap=True)
+        stack.callback(state.clear)
+        return len(state), tuple(state[key].shape)
+
+    return Blocking("torch.load mmap", path, look)
+
+
+def safe_open(path: Path) -> Opener:
+    """Make the contender ``safetensors.safe_open``."""
+
+    def look(file: Path, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
+        from safetensors import safe_open
+
+        opened = stack.enter_context(safe_open(file, "pt"))
+        return len(opened.keys()), tuple(opened.get_slice(key).get_shape())
+
+    return Blocking("safetensors safe_open", path, look)

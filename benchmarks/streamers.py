@@ -1,0 +1,61 @@
+"""Who else loads: packages made for it. They are optional; who is not installed has a row that says so.
+
+Run:ai Model Streamer and fastsafetensors are made for GPUs, but work without one; both read files of safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from benchmarks.checkpoints import torch_checkpointing_items, torch_checkpointing_manager
+from benchmarks.loaders import Blocking, Loader
+from benchmarks.states import State
+
+
+def runai_load(path: Path) -> Loader:
+    """Make the contender Run:ai Model Streamer, which gives every tensor memory that is the caller's."""
+
+    def load(file: Path) -> State:
+        from runai_model_streamer import SafetensorsStreamer
+
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(str(file))
+            return dict(streamer.get_tensors())
+
+    return Blocking("Run:ai streamer", path, load, "reads past the page cache")
+
+
+def fastsafetensors_load(path: Path, *, direct: bool) -> Loader:
+    """Make the contender fastsafetensors, without GPUDirect Storage."""
+
+    def load(file: Path) -> State:
+        from fastsafetensors import fastsafe_open
+
+        os.environ["FASTSAFETENSORS_ODIRECT"] = str(int(direct))  # its default would pass the page cache by
+        with fastsafe_open([str(file)], device="cpu", nogds=True) as opened:
+            names = opened.keys()
+            return {name: opened.get_tensor(name) for name in names}
+
+    return Blocking("fastsafetensors", path, load, f"nogds, {'direct' if direct else 'buffered'} I/O")
+
+
+class TorchCheckpointing(Loader):
+    """``torch_checkpointing``, a file after the other."""
+
+    def __init__(self, path: Path, target: State | None = None, *, direct: bool) -> None:
+        super().__init__(path)
+        self.name = f"torch_checkpointing, {'new tensors' if target is None else 'into a target'}"
+        self.note = f"{'direct' if direct else 'buffered'} I/O"
+        self.into_target = target is not None
+        self._target, self._direct = target, direct
+
+    async def load(self) -> State:
+        manager = torch_checkpointing_manager(direct=self._direct)
+        try:
+            names = sorted(file.name.removesuffix("_0.pt") for file in self.path.glob("*.pt"))
+            items = dict.fromkeys(names) if self._target is None else torch_checkpointing_items(self._target)
+            loaded = manager.load(self.path, items, strict=True)
+        finally:
+            manager.close()
+        return {name: tensor for part in loaded.values() for name, tensor in part.items()}

@@ -1,0 +1,266 @@
+"""Every benchmark runs at small size, and its report has its rows and bars; what it measured is not judged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import benchmarks.__main__ as command
+from benchmarks import checkpoints, load, machine, openers, slice, slicers
+from benchmarks import open as opening
+from benchmarks.loaders import Aiockpt, Loader
+from benchmarks.measure import Transfers
+from benchmarks.new_process import NewProcess
+from benchmarks.states import State, checksums, empty_like, random_tensor, same_bits, small_state
+
+ROOT = Path(command.__file__).parents[1]
+SMALL = ("--gib=0.004", "--tensors=8", "--rounds=1")
+# Everybody but the new process, which has a test of its own.
+LOADERS = "raw,fresh,new tensors,target,mmap,file,dcp,torch,safetensors,Run:ai"
+ARGUMENTS = {
+    "save": (*SMALL, "--only=raw,aiockpt,dcp.save,torch.save"),
+    "load": (*SMALL, f"--only={LOADERS}"),
+    "slice": SMALL,
+    "open": ("--count=300", "--rounds=1", "--load"),
+    "stage": SMALL,
+    "small": ("--count=300", "--rounds=1"),
+    "blocked-loop": (*SMALL, "--hold=sleep"),
+    "lag": SMALL,
+}
+OPTIONAL = ("safetensors", "Run:ai", "fastsafetensors", "torch_checkpointing", "aiockpt, a file of safetensors")
+
+RUN_ALL = """
+import gc, os, sys, traceback
+from pathlib import Path
+from benchmarks import machine
+from benchmarks.__main__ import main, parser
+machine.DROP_CACHES = Path(os.devnull)
+parser()  # imports what there is, so that the many collections need not look at it
+gc.freeze()
+failed = 0
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["benchmarks", *line.split("\\t")]
+    try:
+        failed |= main()
+    except BaseException:
+        traceback.print_exc()
+        failed = 1
+sys.exit(failed)
+"""
+
+
+@pytest.fixture(autouse=True)
+def page_cache_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the page cache to whoever else is on the machine; the files themselves are taken out of it all the same."""
+    monkeypatch.setattr(machine, "DROP_CACHES", Path(os.devnull))
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Run all of them in one process, as their command line does."""
+    directory = tmp_path_factory.mktemp("benchmarks")
+    files = {name: directory / f"{name}.json" for name in ARGUMENTS}
+    lines = [
+        "\t".join((name, *given, f"--dir={directory}", f"--json={files[name]}")) for name, given in ARGUMENTS.items()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL], input="\n".join(lines), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    left = [path.name for path in directory.iterdir() if path not in files.values()]
+    assert not left, f"temporary files left: {left}"
+    return {name: json.loads(file.read_text()) for name, file in files.items()}
+
+
+def rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [run for table in report["tables"] for run in table["runs"]]
+
+
+def test_every_benchmark_is_run_here() -> None:
+    assert set(ARGUMENTS) == set(command.MODULES)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_row_was_measured(name: str, reports: dict[str, dict[str, Any]]) -> None:
+    for run in rows(reports[name]):
+        if run["error"] is not None and run["name"].startswith(OPTIONAL):
+            assert "No module named" in run["error"], run["name"]
+            continue
+        assert run["error"] is None, f"{run['name']}: {run['error']}"
+        assert len(run["samples"]) == 1
+        assert all(value is None or value >= 0 for value in run["samples"][0].values())
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_bar_was_measured(name: str, reports: dict[str, dict[str, Any]]) -> None:
+    judged = [bar for bar in reports[name]["bars"] if bar["bound"] is not None]
+    assert judged
+    missing = [bar["text"] for bar in judged if bar["measured"] is None]
+    peers = ("dcp.async_save", "safetensors")  # left out above; may not be installed
+    assert not [text for text in missing if not any(peer in text for peer in peers)]
+
+
+def test_the_report_of_load(reports: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    cold, cached = (table["runs"] for table in reports["load"]["tables"])
+    everybody = load.loaders(tmp_path, None, {}, cold=True)
+    assert [run["name"] for run in cold] == [each.name for each in everybody if each.name != NewProcess.name]
+    assert len(cached) == len(cold) - 1, "one of the raw rows is for the disk only"
+    bounds = [bar["bound"] for bar in reports["load"]["bars"] if bar["bound"] is not None]
+    assert bounds == [0.95, 0.95, 2.5, 1, 5, 2]
+
+
+def test_the_report_of_slice_counts_bytes(reports: dict[str, dict[str, Any]]) -> None:
+    tables = reports["slice"]["tables"]
+    assert [table["title"].partition(":")[0] for table in tables] == [f"slice, {part}" for part in slice.parts(64, 64)]
+    judged = [bar for bar in reports["slice"]["bars"] if bar["bound"] is not None]
+    assert len(judged) == 2 * len(tables)
+    assert {(bar["bound"], bar["at_most"]) for bar in judged} == {(1.1, True)}
+    whole = 8 * 64 * 4096 * 4
+    for table, (part, columns) in zip(tables, slice.parts(64, 4096).values(), strict=True):
+        own = 8 * (part.stop - part.start) * (columns.stop - columns.start) * 4
+        asked = {run["name"]: run["samples"][0].get("asked_bytes") for run in table["runs"]}
+        assert own <= asked["raw, each run of bytes"] <= own + (64 << 10)
+        assert asked["dcp.load, a plan of the part"] >= whole
+        assert asked["torch.load mmap, part cloned"] is None, "what is mapped can't be counted so"
+
+
+def test_the_report_of_open(reports: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    cold, cached, loaded = (table["runs"] for table in reports["open"]["tables"])
+    names = [each.name for each in opening.openers(tmp_path)]
+    assert [run["name"] for run in cold] == [run["name"] for run in cached] == names
+    assert [run["name"] for run in loaded] == [each.name for each in opening.loaders(tmp_path, {})]
+    assert [bar["bound"] for bar in reports["open"]["bars"] if bar["bound"] is not None] == [3, 3]
+
+
+# --- what they are made of -----------------------------------------------------------------------------
+
+
+def state_of(*shapes: tuple[int, ...]) -> State:
+    return {f"layer.{number}": random_tensor(*shape) for number, shape in enumerate(shapes)}
+
+
+class Swapped(Loader):
+    """Gives two tensors the wrong way round."""
+
+    name = "swapped"
+
+    def __init__(self, path: Path, state: State) -> None:
+        super().__init__(path)
+        self._state = state
+
+    async def load(self) -> State:
+        return dict(zip(self._state, reversed(self._state.values()), strict=True))
+
+
+def test_a_loader_that_gives_something_else_is_found_out(tmp_path: Path) -> None:
+    state = state_of((3, 5), (3, 5))
+    right = Aiockpt(tmp_path / "aiockpt", name="right")
+    runs, _ = asyncio.run(load.measure([Swapped(tmp_path / "raw", state), right], state, {}, 1, cold=False))
+    assert [run.error for run in runs] == ["ValueError: what was loaded differs from what was saved", None]
+
+
+class Shifted(slicers.RawRead):
+    """Gives the rows before those asked for."""
+
+    async def read(self, index: slicers.Index) -> State:
+        part, columns = index
+        return {
+            name: tensor[type(part)(part.start - 1, part.stop - 1), columns] for name, tensor in self._state.items()
+        }
+
+
+def test_a_slicer_that_gives_other_rows_is_found_out(tmp_path: Path) -> None:
+    state = slice.wide_state(0, 2)
+    index = slice.parts(64, 4096)["rows in the middle"]
+    shifted, right = Shifted(tmp_path / "raw", state, None, span=False), slicers.DcpLoad(tmp_path / "dcp", state)
+    with pytest.warns(UserWarning, match="single process"):
+        runs, _ = asyncio.run(slice.measure([shifted, right], state, index, 1))
+    assert [run.error for run in runs] == ["ValueError: what was read differs from what was saved", None]
+
+
+def test_a_new_process_loads_and_tells_what(tmp_path: Path) -> None:
+    state, other = state_of((300, 7), (2,)), state_of((300, 7), (2,))
+    checkpoints.make(state, tmp_path / "aiockpt")
+    loader = NewProcess(tmp_path / "aiockpt")
+
+    async def load_once() -> dict[str, float]:
+        await loader.prepare()
+        return (await loader.measured())[1]
+
+    sample = asyncio.run(load_once())
+    assert {"loaded_s", "extra_bytes", "stall_s"} <= sample.keys()
+    assert loader.matches(None, state)
+    assert not loader.matches(None, other)
+
+
+def test_checksums_are_of_the_bits() -> None:
+    state = {"x": torch.tensor([[1.0, 2.0], [float("nan"), -0.0]]), "y": torch.ones(0)}
+    assert checksums(state) == checksums({name: tensor.clone() for name, tensor in state.items()})
+    assert checksums(state)["x"] != checksums({"x": state["x"].t()})["x"]
+    assert checksums(state)["x"] != checksums({"x": state["x"].abs()})["x"]
+
+
+@pytest.mark.parametrize("part", slice.parts(64, 4096))
+def test_runs_are_the_bytes_of_the_part(part: str) -> None:
+    tensor = slice.wide_state(0, 1)["layers.0.weight"]
+    index = slice.parts(64, 4096)[part]
+    content = b"before" + tensor.numpy().tobytes()
+    found = b"".join(content[at : at + n] for at, n in slicers.runs_of(tensor, index, len("before")))
+    assert found == tensor[index].contiguous().numpy().tobytes()
+
+
+def test_transfers_counts_what_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    with Transfers() as transfers:
+        file.read_bytes()
+    assert 1 << 20 <= transfers.asked_bytes <= (1 << 20) + (64 << 10)
+
+
+def test_the_stock_checkpoint_is_what_dcp_writes(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    state = small_state(20, 24)
+    target = empty_like(state)
+    checkpoints.make(state, tmp_path / "aiockpt")
+    openers.make_stock(tmp_path / "aiockpt", tmp_path / "stock", state)
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(target, checkpoint_id=tmp_path / "stock", no_dist=True)
+    assert same_bits(target, state)
+    with pytest.warns(UserWarning, match="single process"):
+        checkpoints.make(state, tmp_path / "dcp")
+    made, real = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("stock", "dcp"))
+    assert made.state_dict_metadata == real.state_dict_metadata
+    assert made.planner_data == real.planner_data
+    assert made.storage_data.keys() == real.storage_data.keys()
+
+
+def test_options_of_all_reach_who_knows_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, list[str]] = {}
+
+    def run(arguments: list[str], *, check: bool) -> Namespace:
+        given[arguments[3]] = arguments[5:]
+        return Namespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    options = command.parser().parse_args(["all", "--gib=0.5", "--load", "--rounds=2", f"--json={tmp_path / 'all'}"])
+    assert command.run_all(options) == 0
+    assert list(given) == list(command.MODULES)
+    assert given["open"] == ["--rounds=2", "--load"]
+    assert given["slice"] == given["save"] == ["--gib=0.5", "--rounds=2"]
+
+
+def test_defaults_are_those_of_each_benchmark() -> None:
+    parse = command.parser().parse_args
+    assert (parse(["slice"]).gib, parse(["slice"]).tensors) == (0.5, 8)
+    assert (parse(["load"]).gib, parse(["load"]).tensors) == (2.0, 168)
+    assert (parse(["open"]).count, parse(["open"]).load) == (100_000, False)
