@@ -60,7 +60,8 @@ class _Checkpointer:
                 at most half of the memory that is available. A larger state streams through it: written as
                 fast, but `staged` comes later.
             chunk_bytes: the size of one piece of staging memory and of one write, in bytes. None: 16 MiB.
-            io_threads: how many threads write (and read), and into how many files a large state goes. None: 4.
+            io_threads: how many threads write, and into how many files a large state goes; twice as many read.
+                None: 4.
             direct_io: write past the page cache where the file system allows it.
             fsync: make every file and directory durable before `written`. Without it a crash of the machine
                 can lose a checkpoint that was announced.

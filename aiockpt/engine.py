@@ -168,7 +168,8 @@ class Engine:
         self._copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy", nice=_NICE)
         self._io_workers = Workers(self.io_threads, "aiockpt-io")
         self._seal_workers = Workers(min(self.io_threads, max(2, cores())), "aiockpt-seal", nice=_NICE)
-        self._load_workers = Workers(self.io_threads, "aiockpt-load")
+        # Twice as many as write, for each also checks and places what it has read, while the disk waits.
+        self._load_workers = Workers(2 * self.io_threads, "aiockpt-load")
         capacity = 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)
         self._pool = ChunkPool(options.chunk, capacity)
         self._tools = SaveTools(

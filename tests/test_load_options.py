@@ -202,7 +202,7 @@ def _damage(path: Path, reader: aiockpt.SyncCheckpointReader, key: str) -> None:
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_a_failed_load_says_what_it_placed(stock: bool, tmp_path: Path) -> None:
-    """One thread reads in order, so it is known what comes before the damage."""
+    """Two threads read in order, so something comes before the damage, and something does not come any more."""
     state = large_state(6, kib=2048) | {"small": torch.arange(5), "note": "new"}
     path = tmp_path / "c"
     with aiockpt.SyncCheckpointer(io_threads=1) as ckpt:
@@ -217,14 +217,14 @@ def test_a_failed_load_says_what_it_placed(stock: bool, tmp_path: Path) -> None:
         with pytest.raises(aiockpt.CorruptCheckpointError, match="the bytes of w2") as caught:
             ckpt.load(path, target)
     error = caught.value
-    assert error.partly_placed == ("w2",)
+    assert "w2" in error.partly_placed
     assert "small" in error.placed
-    assert "1 hold a part of it (w2)" in str(error)
+    assert f"{len(error.partly_placed)} hold a part of it" in str(error)
     assert f"{len(error.placed)} had been filled" in str(error)
     for name in error.placed:
         assert torch.equal(target[name], state[name])
-    untouched = {f"w{i}" for i in range(6)} - {*error.placed, "w2"}
-    assert untouched == {"w3", "w4", "w5"}
+    untouched = {f"w{i}" for i in range(6)} - {*error.placed, *error.partly_placed}
+    assert "w5" in untouched
     assert all(not target[name].any() for name in untouched)
     assert target["note"] == "old"
 

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _BLOCK_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _STEP_BYTES = 1 << 20  # copied from the page cache at a time, so that who looks at it next finds it in the processor's
-_DIRECT_BYTES = 8 << 20  # read past the page cache at a time
+_DIRECT_BYTES = 4 << 20  # read past the page cache at a time
 _DIRECT_MIN_BYTES = 256 << 10
 _FORK_SAFE = (6, 3)  # from this Linux on, memory that a direct read goes to stays this process's when it forks
 _WINDOW = 64  # short reads that are announced to the kernel together
@@ -73,6 +74,16 @@ def _reads_in_place() -> bool:
     """Tell whether direct reads may go to private memory: a fork meanwhile could lose them; see open(2)."""
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     return found is not None and tuple(map(int, found.groups())) >= _FORK_SAFE
+
+
+def _buffer(nbytes: int) -> memoryview:
+    """Map memory that the disk may write to, in huge pages if there are any; children don't get it."""
+    whole = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with contextlib.suppress(OSError, AttributeError):
+            whole.madvise(getattr(mmap, advice))
+    skip = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % _HUGE_PAGE_BYTES
+    return memoryview(whole)[skip : skip + nbytes]
 
 
 class _File:
@@ -264,7 +275,7 @@ class LocalSource(Source):
     def _read_through_buffer(self, file: _File, offset: int, view: memoryview) -> int:
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None:
-            buffer = self._local.buffer = memoryview(mmap.mmap(-1, _DIRECT_BYTES + 2 * _BLOCK_BYTES))
+            buffer = self._local.buffer = _buffer(_DIRECT_BYTES + 2 * _BLOCK_BYTES)
         skip = offset % _BLOCK_BYTES
         wanted = -(-(skip + len(view)) // _BLOCK_BYTES) * _BLOCK_BYTES
         count = os.preadv(file.direct_fd, [buffer[:wanted]], offset - skip)
