@@ -12,6 +12,7 @@ from isal.isal_zlib import crc32
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
+from aiockpt.format.indexed_entries import IndexedEntries
 from aiockpt.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
 from aiockpt.format.metadata import METADATA_NAME, decode_metadata
 from aiockpt.format.safetensors import HEADER_PROBE_BYTES, decode_header, header_end, with_shared_names
@@ -94,8 +95,8 @@ def _read_dcp(source: Source, path: str) -> tuple[Index, Manifest | None]:
     manifest = read_manifest(source, path)
     if manifest is not None:
         _check_files(source, path, manifest)
-        if manifest.index is not None:
-            manifest.index.entries.check(source.files, path)  # type: ignore[attr-defined]
+        if manifest.index is not None and isinstance(manifest.index.entries, IndexedEntries):
+            manifest.index.entries.check(source.files, path)
             return manifest.index, manifest
     metadata = _file(source, METADATA_NAME)
     if manifest is not None and crc32(metadata) != manifest.files[METADATA_NAME].crc:
