@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiockpt.errors import CorruptCheckpointError, SaveError, UnsafeCheckpointError
-from aiockpt.format.ziparchive import verify_archive
+from aiockpt.format.pickle_guard import check_object_pickle
+from aiockpt.format.pickle_machine import PickleError
+from aiockpt.format.ziparchive import FramingError, read_archive
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _allow_list = threading.Lock()
@@ -66,19 +68,38 @@ def decode_object(
         UnsafeCheckpointError: the pickle needs something that was not allowed.
         CorruptCheckpointError: the bytes are not those that were written.
     """
-    damage = verify_archive(blob)
-    if damage is not None:
-        raise CorruptCheckpointError(f"the object {name} is damaged: {damage}")
+    try:
+        records = read_archive(blob)
+    except FramingError as exc:
+        raise CorruptCheckpointError(f"the object {name} is damaged: {exc}") from exc
     try:
         # torch's allow-list is global to the process, so loads that extend it take turns.
         with _allow_list, torch.serialization.safe_globals(_not_yet_allowed((*HARMLESS, *safe_globals))):
+            if not trust:
+                _check_pickle(records)
             return torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust)
+    except PickleError as exc:
+        raise UnsafeCheckpointError(
+            f"the object {name} was not unpickled: {exc}. It is damaged or was made to harm; if you trust the "
+            "checkpoint, pass trust=True."
+        ) from exc
     except pickle.UnpicklingError as exc:
         if trust:
             raise CorruptCheckpointError(f"the object {name} can't be unpickled: {exc}") from exc
         raise UnsafeCheckpointError(_why_refused(name, str(exc))) from exc
     except Exception as exc:  # a damaged pickle raises nearly anything
         raise CorruptCheckpointError(f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}") from exc
+
+
+def _check_pickle(records: Mapping[str, memoryview]) -> None:
+    """Check that the pickle asks for nothing that its bytes can't justify, with torch's allow-list as it is now."""
+    inner = {name.partition("/")[2]: data for name, data in records.items()}
+    if "data.pkl" not in inner:
+        raise PickleError("it has no data.pkl")
+    storages = {name.removeprefix("data/"): len(data) for name, data in inner.items() if name.startswith("data/")}
+    listed = [each if isinstance(each, tuple) else (each, "") for each in torch.serialization.get_safe_globals()]
+    allowed = {name or f"{each.__module__}.{each.__qualname__}" for each, name in listed}
+    check_object_pickle(bytes(inner["data.pkl"]), storages, allowed)
 
 
 def _not_yet_allowed(wanted: Sequence[Any]) -> list[Any]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.format.checks import MAX_DIMS, view_fits
 from aiockpt.format.index import TensorItem
+from aiockpt.format.pickles import DTYPES, Function, PickleError, read_pickle
 from aiockpt.format.torchzip import CRC
-from aiockpt.format.ziparchive import FramingError, data_offset, read_directory
+from aiockpt.format.ziparchive import FramingError, Record, data_offset, read_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +22,8 @@ HEAD_BYTES = 2048
 """How much of an item's beginning holds the framing before the payload, with room to spare."""
 TAIL_BYTES = 2048
 """How much of an item's end holds the framing after the payload, with room to spare."""
+_SHORT_BYTES = 2048
+_MOST_PICKLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,22 @@ class _View:
     flags: frozenset[str]
 
 
+def _sizes(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or len(value) > MAX_DIMS:
+        raise FramingError("data.pkl has sizes or strides that are none")
+    return tuple(map(_number, value))
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise FramingError("data.pkl has a number that is out of range, or none at all")
+    return value
+
+
 def _rebuild_v2(
     storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, metadata: Any = None
 ) -> _View:
-    return _rebuild_v3(storage, offset, shape, stride, _grad, _hooks, storage.dtype, metadata)
+    return _rebuild_v3(storage, offset, shape, stride, _grad, _hooks, getattr(storage, "dtype", None), metadata)
 
 
 def _rebuild_v3(
@@ -60,27 +73,33 @@ def _rebuild_v3(
     dtype: Any,
     metadata: Any = None,
 ) -> _View:
-    flags = frozenset(key for key, value in (metadata or {}).items() if value)
-    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
+    if type(storage) is not _Storage or not isinstance(dtype, torch.dtype):
         raise FramingError("data.pkl does not describe a tensor")
-    return _View(storage, int(offset), tuple(map(int, shape)), tuple(map(int, stride)), dtype, flags)
+    if metadata is not None and (type(metadata) is not dict or len(metadata) > len(_FLAGS)):
+        raise FramingError("data.pkl describes a tensor with more than its values")
+    flags = frozenset(name for name in _FLAGS if metadata and metadata.get(name))
+    return _View(storage, _number(offset), _sizes(shape), _sizes(stride), dtype, flags)
 
 
 def _rebuild_parameter(data: Any, _grad: Any, _hooks: Any, _state: Any = None) -> _View:
-    if not isinstance(data, _View):
+    if type(data) is not _View:
         raise FramingError("data.pkl does not describe a tensor")
     return data
 
 
-_REBUILD: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-    ("collections", "OrderedDict"): OrderedDict,
+def _no_hooks() -> dict[str, Any]:
+    return {}
+
+
+_FLAGS = ("conj", "neg")
+_MOST = 2**63 - 1
+_FUNCTIONS = {
+    ("torch._utils", "_rebuild_tensor_v2"): Function(_rebuild_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Function(_rebuild_v3),
+    ("torch._utils", "_rebuild_parameter"): Function(_rebuild_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): Function(_rebuild_parameter),
+    ("collections", "OrderedDict"): Function(_no_hooks),
 }
-
-
 _STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -97,38 +116,53 @@ _STORAGE_DTYPES = {
 }
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads data.pkl without making any object but sizes and names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _REBUILD:
-            return _REBUILD[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module == "torch" and name in _STORAGE_DTYPES:
-            return _STORAGE_DTYPES[name]
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return torch.uint8
-        raise FramingError(f"data.pkl names {module}.{name}, which no plain tensor needs")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, _location, numel = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise FramingError("data.pkl refers to something other than a storage")
-        return _Storage(str(key), dtype, int(numel) * dtype.itemsize)
+def _find_global(module: str, name: str) -> Any:
+    known = _FUNCTIONS.get((module, name))
+    if known is not None:
+        return known
+    if module == "torch" and (name in DTYPES or name in _STORAGE_DTYPES):
+        return DTYPES.get(name) or _STORAGE_DTYPES[name]
+    if (module, name) == ("torch.storage", "UntypedStorage"):
+        return torch.uint8
+    raise FramingError(f"data.pkl names {module[:200]}.{name[:200]}, which no plain tensor needs")
 
 
-@lru_cache(maxsize=16_384)
+def _persistent_load(pid: Any) -> _Storage:
+    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+        raise FramingError("data.pkl refers to something other than a storage")
+    _, dtype, key, _, numel = pid
+    if not isinstance(dtype, torch.dtype) or type(key) is not str:
+        raise FramingError("data.pkl refers to a storage without a dtype or a name")
+    return _Storage(key, dtype, _number(numel) * dtype.itemsize)
+
+
 def _read_view(data_pkl: bytes) -> _View:
     try:
-        view = _TensorUnpickler(io.BytesIO(data_pkl)).load()
-    except FramingError:
-        raise
-    except Exception as exc:  # unpickling damaged bytes raises nearly anything
+        view = read_pickle(data_pkl, _find_global, _persistent_load)
+    except PickleError as exc:
         raise FramingError(f"data.pkl is damaged: {exc}") from exc
     if not isinstance(view, _View):
         raise FramingError("data.pkl does not describe one plain tensor")
     return view
+
+
+_read_short_view = lru_cache(maxsize=16_384)(_read_view)
+
+
+def _described(records: dict[str, Record], length: int, fetch: Callable[[int, int], bytes]) -> tuple[_View, bool]:
+    """Read what data.pkl says, and tell whether the item carries CRCs."""
+    if "data.pkl" not in records:
+        raise FramingError("the item has no data.pkl")
+    pkl = records["data.pkl"]
+    if pkl.size > min(length, _MOST_PICKLE_BYTES):
+        raise FramingError(f"data.pkl has {pkl.size} bytes, too many for one tensor")
+    data_pkl = bytes(fetch(data_offset(pkl, fetch), pkl.size))
+    checked = bool(pkl.crc)
+    if checked and crc32(data_pkl) != pkl.crc:
+        raise FramingError("data.pkl does not match its CRC")
+    if "byteorder" in records and fetch(data_offset(records["byteorder"], fetch), 6) != b"little":
+        raise FramingError("big-endian tensors can't be read here")
+    return (_read_short_view if len(data_pkl) <= _SHORT_BYTES else _read_view)(data_pkl), checked
 
 
 def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> TensorItem:
@@ -142,26 +176,14 @@ def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> Tensor
         FramingError: the item is not the ``torch.save`` file of one plain strided tensor.
     """
     records = {r.name.partition("/")[2]: r for r in read_directory(length, fetch)}
-    if "data.pkl" not in records:
-        raise FramingError("the item has no data.pkl")
-    pkl = records["data.pkl"]
-    data_pkl = bytes(fetch(data_offset(pkl, fetch), pkl.size))
-    checked = bool(pkl.crc)
-    if checked and crc32(data_pkl) != pkl.crc:
-        raise FramingError("data.pkl does not match its CRC")
-    if "byteorder" in records and fetch(data_offset(records["byteorder"], fetch), 6) != b"little":
-        raise FramingError("big-endian tensors can't be read here")
-    view = _read_view(data_pkl)
+    view, checked = _described(records, length, fetch)
     payload = records.get(f"data/{view.storage.key}")
     if payload is None or payload.size < view.storage.nbytes:
         raise FramingError("the record of the tensor's bytes is missing or too short")
-    if len(view.shape) != len(view.stride):
-        raise FramingError("sizes and strides differ in number")
     at = data_offset(payload, fetch)
-    last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.stride, strict=True))
-    if min((*view.shape, *view.stride, view.offset), default=0) < 0 or at + payload.size > length:
+    if at + payload.size > length:
         raise FramingError("the tensor lies outside its item")
-    if 0 not in view.shape and (last + 1) * view.dtype.itemsize > payload.size:
+    if not view_fits(view.offset, view.shape, view.stride, view.dtype.itemsize, payload.size):
         raise FramingError("the tensor is larger than its bytes")
     return TensorItem(
         dtype=view.dtype,
@@ -198,7 +220,7 @@ class ItemParser:
             template, crc_at = known
             if template.crc is None:
                 return template
-            return replace(template, crc=CRC.unpack_from(item, crc_at)[0])
+            return template._replace(crc=CRC.unpack_from(item, crc_at)[0])
 
         def fetch(offset: int, size: int) -> bytes:
             return bytes(item[offset : offset + size])

@@ -18,6 +18,7 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
+_DIRECTORY = 0x10  # among the external attributes
 _LOCATOR64 = struct.Struct("<4sIQI")
 
 
@@ -51,9 +52,12 @@ def read_directory(length: int, fetch: Callable[[int, int], bytes]) -> list[Reco
             count, size, offset = end64[7], end64[8], end64[9]
         if not 0 <= offset <= offset + size <= length:
             raise FramingError("the zip directory lies outside the item")
-        return _entries(fetch(offset, size), offset, count)
-    except (struct.error, UnicodeDecodeError, IndexError) as exc:
+        records = _entries(fetch(offset, size), offset, count)
+    except (struct.error, UnicodeDecodeError, IndexError, StopIteration) as exc:
         raise FramingError(f"the zip directory is damaged: {exc}") from exc
+    if len({record.name for record in records}) != len(records):
+        raise FramingError("two records of the zip directory have the same name")
+    return records
 
 
 def _entries(directory: bytes, offset: int, count: int) -> list[Record]:
@@ -69,6 +73,8 @@ def _entries(directory: bytes, offset: int, count: int) -> list[Record]:
         size, header = _zip64_sizes(extra, size, entry[8], header)
         if method != 0:
             raise FramingError("a compressed record, which torch.save never writes")
+        if entry[15] & _DIRECTORY:  # torch.load would leave its memory as it finds it
+            raise FramingError("a record that is marked as a directory")
         name = directory[name_at:extra_at].decode()
         records.append(Record(name, header, size, crc, offset + at + 16))
         at = extra_at + entry[11] + entry[12]
@@ -99,25 +105,41 @@ def data_offset(record: Record, fetch: Callable[[int, int], bytes]) -> int:
 
 
 def verify_archive(blob: bytes) -> str | None:
-    """Check the CRC of every record of a whole ``torch.save`` file.
-
-    Returns:
-        None when all is well, or when the file carries no CRCs; else what is wrong.
-    """
-
-    def fetch(offset: int, size: int) -> bytes:
-        return blob[offset : offset + size]
-
-    if blob[:4] != b"PK\3\4":
-        return None  # the format of torch < 1.6, which has no CRCs
+    """Check a whole ``torch.save`` file as `read_archive` does; give what is wrong, or None."""
     try:
-        records = read_directory(len(blob), fetch)
-        if all(record.crc == 0 for record in records):
-            return None
-        for record in records:
-            at = data_offset(record, fetch)
-            if crc32(fetch(at, record.size)) != record.crc:
-                return f"record {record.name} does not match its CRC"
+        read_archive(blob)
     except FramingError as exc:
         return str(exc)
     return None
+
+
+def read_archive(blob: bytes) -> dict[str, memoryview]:
+    """Read a whole ``torch.save`` file, whose records lie in it apart from each other and match their CRCs.
+
+    Where the file carries no CRCs, none are compared.
+
+    Returns:
+        the bytes of each record, by name.
+
+    Raises:
+        FramingError: saying what is wrong.
+    """
+    view = memoryview(blob)
+
+    def fetch(offset: int, size: int) -> bytes:
+        return bytes(view[offset : offset + size])
+
+    if blob[:4] != b"PK\3\4":
+        raise FramingError("it is not a zip file, as torch.save writes them since version 1.6")
+    records = sorted(read_directory(len(blob), fetch), key=lambda record: record.header_offset)
+    checked = any(record.crc for record in records)
+    found, end = {}, 0
+    for record in records:
+        at = data_offset(record, fetch)
+        if record.header_offset < end or at + record.size > len(blob):
+            raise FramingError(f"record {record.name} lies outside the file, or over another record")
+        end = at + record.size
+        found[record.name] = view[at:end]
+        if checked and crc32(found[record.name]) != record.crc:
+            raise FramingError(f"record {record.name} does not match its CRC")
+    return found

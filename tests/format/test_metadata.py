@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import threading
 from pathlib import PurePosixPath
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -17,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
+from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import ChunkEntry, ItemPlace, ObjectEntry, TensorEntry
 from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.metadata_writer import encode_metadata, finish_metadata, int_opcodes, text_opcodes
@@ -70,7 +74,7 @@ def test_torch_reads_what_we_write() -> None:
 
 def test_we_read_what_we_write_and_what_torch_pickles() -> None:
     data = finish_metadata(encode_metadata(ENTRIES, PATHS), OBJECTS)
-    for blob in (data, pickle.dumps(pickle.loads(data)), pickle.dumps(pickle.loads(data), protocol=2)):
+    for blob in (data, *(pickle.dumps(pickle.loads(data), protocol) for protocol in range(6))):
         index = decode_metadata(blob)
         assert dict(index.paths) == PATHS
         expected = dict(ENTRIES) | {name: ObjectEntry(place) for name, place in OBJECTS}
@@ -128,6 +132,109 @@ def test_nonsense_is_corrupt(change) -> None:
     change(metadata)
     with pytest.raises(CorruptCheckpointError, match="is damaged"):
         decode_metadata(pickle.dumps(metadata))
+
+
+ODD = [5, 1.5, ["a"], ("a",), {"a": 1}, torch.int8, True, 2**64, (-1,), (2**63,), (0,) * 65]
+
+
+@pytest.mark.parametrize("where", ["fqn", "offset"])
+@pytest.mark.parametrize("value", ODD)
+def test_odd_fields_of_places_are_corrupt(where: str, value: object) -> None:
+    metadata = _stock()
+    index = next(iter(metadata.storage_data))
+    object.__setattr__(index, where, value)
+    with pytest.raises(CorruptCheckpointError, match="is damaged"):
+        decode_metadata(pickle.dumps(metadata))
+
+
+def test_messages_are_bounded() -> None:
+    metadata = _stock()
+    nested: object = "x" * 1000
+    for _ in range(60):
+        nested = (nested, nested)
+    for name, value in (("offset", nested), ("relative_path", nested), ("transform_descriptors", nested)):
+        metadata = _stock()
+        setattr(metadata.storage_data[MetadataIndex("n")], name, value)
+        with pytest.raises(CorruptCheckpointError) as caught:
+            decode_metadata(pickle.dumps(metadata))
+        assert len(str(caught.value)) < 500
+
+
+def test_tensor_properties_of_old_files() -> None:
+    """Up to torch 2.2 they stand in another module."""
+    data = pickle.dumps(_stock(), protocol=2)
+    old = data.replace(
+        b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n",
+        b"ctorch.distributed._shard.sharded_tensor.metadata\nTensorProperties\n",
+    )
+    assert old != data
+    assert decode_metadata(old).entries["model.w"] == dict(ENTRIES)["model.w"]
+
+
+def test_empty_chunks_of_several_ranks_are_one() -> None:
+    metadata = _stock()
+    described = metadata.state_dict_metadata["model.w"]
+    empty = ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([0, 4]))
+    described.chunks += [empty, ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([0, 4]))]
+    metadata.storage_data[MetadataIndex("model.w", torch.Size([3, 0]))] = _StorageInfo("__0_0.distcp", 9000, 1577)
+    del metadata.state_dict_metadata["model.same"]
+    entry = decode_metadata(pickle.dumps(metadata)).entries["model.w"]
+    assert [chunk.sizes for chunk in entry.chunks] == [(3, 4), (0, 4)]
+    assert [chunk.place.offset for chunk in entry.chunks] == [4096, 9000]
+
+
+def test_two_chunks_at_one_place_of_the_tensor_are_corrupt() -> None:
+    metadata = _stock()
+    metadata.state_dict_metadata["model.w"].chunks *= 2
+    with pytest.raises(CorruptCheckpointError, match="has two chunks at"):
+        decode_metadata(pickle.dumps(metadata))
+
+
+def test_one_list_of_chunks_for_very_many_tensors_is_corrupt() -> None:
+    metadata = _stock()
+    chunks = [ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([0, 4]))] * 20_000
+    for n in range(1000):
+        tensor = TensorStorageMetadata(TensorProperties(dtype=torch.int8), torch.Size([3, 4 + n]), chunks)
+        metadata.state_dict_metadata[f"t{n}"] = tensor
+        metadata.storage_data[MetadataIndex(f"t{n}", torch.Size([3, 0]))] = _StorageInfo("__0_0.distcp", 0, 1)
+    with pytest.raises(CorruptCheckpointError, match="or an impossible one"):
+        decode_metadata(pickle.dumps(metadata))
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    before = gc.get_threshold(), gc.isenabled()
+    seen = []
+    with few_collections(), few_collections():
+        seen.append(gc.get_threshold()[0])
+    assert seen[0] > 1_000_000
+    assert (gc.get_threshold(), gc.isenabled()) == before
+    with pytest.raises(ValueError), few_collections():
+        raise ValueError
+    assert gc.get_threshold() == before[0]
+    try:
+        with few_collections():
+            gc.set_threshold(123, 4, 5)
+        assert gc.get_threshold() == (123, 4, 5)
+    finally:
+        gc.set_threshold(*before[0])
+
+
+def test_the_garbage_collector_with_several_threads() -> None:
+    before = gc.get_threshold()
+    barrier = threading.Barrier(4)
+
+    def work() -> None:
+        for _ in range(200):
+            with few_collections():
+                assert gc.get_threshold() != before
+        barrier.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert gc.get_threshold() == before
 
 
 def test_transforms_are_refused_by_name() -> None:

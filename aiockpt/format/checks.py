@@ -1,0 +1,218 @@
+"""Whether what an index says can be true: every item in its file, every tensor whole, nothing claimed twice.
+
+What passes takes no more memory to load than its files have bytes, however the index came about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
+from aiockpt.format.index import ChunkEntry, ObjectEntry, TensorEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aiockpt.format.index import Index, ItemPlace, TensorItem
+
+MAX_DIMS = 64
+"""The most dimensions that torch gives a tensor."""
+_LIMIT = 2**63
+_MOST_CORNERS = 1 << 22
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+@dataclass(slots=True)
+class _Claims:
+    """The items that lie in one file: where each begins and ends, whose it is, and whether others may see it too."""
+
+    begins: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    owners: list[tuple[str, TensorEntry | ObjectEntry, bool]] = field(default_factory=list)
+
+
+def check_index(path: str, index: Index, files: Mapping[str, int]) -> None:
+    """Check an index against the sizes of the files it refers to.
+
+    Args:
+        path: the checkpoint, for messages.
+        index: what it is said to hold.
+        files: the bytes of each file, by name.
+
+    Raises:
+        CorruptCheckpointError: naming the key, and the file where there is one.
+        UnsafeCheckpointError: a file outside the checkpoint.
+    """
+    claims: defaultdict[str, _Claims] = defaultdict(_Claims)
+    for name, entry in index.entries.items():
+        if isinstance(entry, TensorEntry):
+            _check_tensor(path, name, entry)
+            for chunk in entry.chunks:
+                _claim(path, name, entry, chunk.place, files, claims, shared=chunk.item is not None)
+                _check_chunk(path, name, entry, chunk)
+        elif isinstance(entry, ObjectEntry):
+            _claim(path, name, entry, entry.place, files, claims, shared=False)
+    for file, claimed in claims.items():
+        _check_disjoint(path, file, claimed)
+
+
+def _claim(
+    path: str,
+    name: str,
+    entry: TensorEntry | ObjectEntry,
+    place: ItemPlace,
+    files: Mapping[str, int],
+    claims: defaultdict[str, _Claims],
+    *,
+    shared: bool,
+) -> None:
+    size = files.get(place.file)
+    if size is None:
+        if place.file.startswith("/") or ".." in place.file.split("/"):
+            raise UnsafeCheckpointError(
+                f"{path}: {name} is said to be in {place.file}, outside the checkpoint; it was not read"
+            )
+        raise CorruptCheckpointError(f"{path} lacks the file {place.file}, which holds {name}; use an older checkpoint")
+    end = place.offset + place.length
+    if end > size or place.offset < 0 or place.length < 0:
+        raise CorruptCheckpointError(
+            f"{path}/{place.file} ends at byte {size}, but {name} is at bytes {place.offset} to {end}: it was "
+            "truncated. Use an older checkpoint."
+        )
+    if place.length:
+        claimed = claims[place.file]
+        claimed.begins.append(place.offset)
+        claimed.ends.append(end)
+        claimed.owners.append((name, entry, shared))
+
+
+def _check_tensor(path: str, name: str, entry: TensorEntry) -> None:
+    """Check that the shape is possible, and that the chunks are all of it."""
+    shape, chunks = entry.shape, entry.chunks
+    if len(shape) > MAX_DIMS or math.prod([n or 1 for n in shape]) * entry.dtype.itemsize >= _LIMIT:
+        raise CorruptCheckpointError(f"{path}: {name} can't have the shape {shape}; its metadata is damaged")
+    if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
+        return
+    wrong = _wrong_cover(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+    if wrong:
+        raise CorruptCheckpointError(f"{path}: the chunks of {name} {wrong} {shape}; its metadata is damaged")
+
+
+def _check_chunk(path: str, name: str, entry: TensorEntry, chunk: ChunkEntry) -> None:
+    if chunk.item is None:
+        if math.prod(chunk.sizes) * entry.dtype.itemsize > chunk.place.length:
+            raise CorruptCheckpointError(
+                f"{path}/{chunk.place.file}: the item of {name} at offset {chunk.place.offset} has "
+                f"{chunk.place.length} bytes, too few for {chunk.sizes} of {entry.dtype}; its metadata is damaged"
+            )
+    elif not _item_fits(chunk.item, chunk.place.length) or chunk.item.shape != chunk.sizes:
+        raise CorruptCheckpointError(
+            f"{path}/{chunk.place.file}: {name} reaches beyond its {chunk.place.length} bytes at offset "
+            f"{chunk.place.offset}; the file is damaged"
+        )
+
+
+def _item_fits(item: TensorItem, length: int) -> bool:
+    """Tell whether the payload lies in the item, and the tensor in the payload."""
+    if min(item.payload_offset, item.nbytes) < 0 or item.payload_offset + item.nbytes > length:
+        return False
+    return view_fits(item.storage_offset, item.shape, item.stride, item.dtype.itemsize, item.nbytes)
+
+
+def view_fits(offset: int, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, nbytes: int) -> bool:
+    """Tell whether a strided view, in elements of ``itemsize`` bytes, lies in ``nbytes`` bytes."""
+    if len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
+        return False
+    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    return 0 in shape or (last + 1) * itemsize <= nbytes
+
+
+def _wrong_cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
+    """Say what is wrong if not every element of a shape is in exactly one of the boxes."""
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return "have another number of dimensions than"
+        if any(o < 0 or n < 0 or o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
+            return "lie outside"
+    boxes = [box for box in boxes if 0 not in box[1]]
+    stored, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if stored != whole:
+        return "overlap in" if stored > whole else "are not all of"
+    split = [dim for dim, total in enumerate(shape) if any(sizes[dim] != total for _, sizes in boxes)]
+    if len(split) == 1:
+        return _wrong_cuts([(offsets[split[0]], sizes[split[0]]) for offsets, sizes in boxes])
+    if len(boxes) << len(split) > _MOST_CORNERS:
+        return "are cut in too many ways to be those of"
+    if split and not _cancel(_corners(shape, boxes, split)):
+        return "overlap in"
+    return ""
+
+
+def _wrong_cuts(cuts: list[tuple[int, int]]) -> str:
+    end = 0
+    for begin, size in sorted(cuts):
+        if begin != end:
+            return "overlap in"
+        end = begin + size
+    return ""
+
+
+def _corners(shape: tuple[int, ...], boxes: Sequence[Box], split: list[int]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Give the corners of all boxes, and of the whole, with signs.
+
+    How often each element is covered is the sum over the corners below it, each counted +1 or -1 by how many of
+    its coordinates are ends. So the boxes cover what the whole covers if, and only if, their corners are its own.
+    """
+    begins = np.array([[offsets[d] for d in split] for offsets, _ in boxes] + [[0] * len(split)], np.int64)
+    sizes = np.array([[sizes[d] for d in split] for _, sizes in boxes] + [[shape[d] for d in split]], np.int64)
+    ends = begins + sizes
+    choices = list(product((False, True), repeat=len(split)))
+    columns = [np.concatenate([(ends if choice[n] else begins)[:, n] for choice in choices]) for n in range(len(split))]
+    signs = np.ones(len(begins), np.int64)
+    signs[-1] = -1
+    return columns, np.concatenate([-signs if sum(choice) % 2 else signs for choice in choices])
+
+
+def _cancel(corners: tuple[list[np.ndarray], np.ndarray]) -> bool:
+    """Tell whether the signs at every point add up to nothing."""
+    columns, signs = corners
+    point = np.zeros(len(signs), np.int64)
+    for column in columns:
+        _, rank = np.unique(column, return_inverse=True)
+        _, point = np.unique(point * (int(rank.max()) + 1) + rank, return_inverse=True)
+    return not np.bincount(point, weights=signs).any()
+
+
+def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:
+    """Check that items of a file are apart, but for those that are one and the same for several keys."""
+    begins, ends = np.array(claimed.begins, np.int64), np.array(claimed.ends, np.int64)
+    order = np.lexsort((ends, begins))
+    begins, ends = begins[order], ends[order]
+    same = (begins[1:] == begins[:-1]) & (ends[1:] == ends[:-1])
+    wrong = (begins[1:] < np.maximum.accumulate(ends)[:-1]) & ~same
+    if wrong.any():
+        at = int(wrong.argmax())
+        one, other = (claimed.owners[order[n]][0] for n in (at, at + 1))
+        raise CorruptCheckpointError(
+            f"{path}/{file}: the items of {one} and {other} overlap at byte {begins[at + 1]}; the metadata is damaged"
+        )
+    tied: set[tuple[int, int]] = set()
+    for at in np.flatnonzero(same).tolist():
+        one, first, first_shared = claimed.owners[order[at]]
+        other, second, second_shared = claimed.owners[order[at + 1]]
+        if (first_shared and second_shared) or (id(first), id(second)) in tied:
+            continue
+        if one == other or not isinstance(first, TensorEntry) or first != second:
+            raise CorruptCheckpointError(
+                f"{path}/{file}: {one} and {other} are said to be the same bytes at offset {begins[at]}, but are "
+                "not the same tensor; the metadata is damaged"
+            )
+        tied.add((id(first), id(second)))
