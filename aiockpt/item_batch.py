@@ -114,6 +114,8 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
         copy_small(target.data_ptr(), address, item.nbytes)
         return None
     data = torch.frombuffer(buffer[start : start + item.nbytes], dtype=torch.uint8)
+    if address % item.dtype.itemsize:  # values at odd addresses crash vector instructions
+        data = data.clone()
     return Placement(target, seen_as(data, item), item.conj, item.neg)
 
 

@@ -19,7 +19,7 @@ from aiockpt.planning.ranges import Selection, select
 from aiockpt.planning.selection import check_patterns, matching
 from aiockpt.reads import TensorRead, reads_of
 from aiockpt.targets import cast, check_target
-from aiockpt.whole_load import WholeLoad, new_tensor
+from aiockpt.whole_load import WholeLoad, check_expanded, new_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,6 +172,8 @@ async def _targets(
         if not isinstance(each.entry, TensorEntry):
             continue
         if each.out is None:
+            if device.type != "meta":
+                check_expanded(each.name, each.entry, each.nbytes)
             made.append(each)
             continue
         form = TensorEntry(each.entry.dtype, each.shape, each.entry.chunks)

@@ -70,8 +70,8 @@ class TensorStream:
     def read_buffered(self, source: Source, number: int, buffer: memoryview, *, verify: bool) -> list[Placement]:
         """Read a part into a buffer, of a page more than a part if it has room; say what goes where. Blocks."""
         start, stop = self._range(number)
-        skip = self._at(start) % _ALIGNMENT
-        if skip + stop - start > len(buffer):
+        skip = self._at(start) % _ALIGNMENT  # where in a page it is, so that the disk may write there
+        if skip + stop - start > len(buffer) or skip % self._size:  # values at odd addresses crash vector instructions
             skip = 0
         view = buffer[skip : skip + stop - start]
         self._fill(source, number, start, stop, view, verify)

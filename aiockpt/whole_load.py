@@ -130,7 +130,7 @@ class WholeLoad:
         wanted = [each for each in stored if not each.reads]
         forms = [(each.entry.shape, cast(each.entry.dtype, self._options.dtype)) for each in wanted]
         for each in wanted:
-            self._check_expanded(each)
+            check_expanded(each.names[0], each.entry, each.entry.nbytes)
         if device.type == "cpu":
             made = [new_tensor(self._tools, shape, dtype) for shape, dtype in forms]
         else:
@@ -138,14 +138,6 @@ class WholeLoad:
         for each, target in zip(wanted, made, strict=True):
             each.target = target
             each.reads = reads_of(each.names[0], each.entry, target)
-
-    def _check_expanded(self, each: _Stored) -> None:
-        stored = sum(chunk.place.length for chunk in each.entry.chunks)
-        if each.entry.nbytes > stored:
-            raise LoadError(
-                f"{each.names[0]} has {each.entry.nbytes} bytes but {stored} are stored, for its elements share "
-                "memory; load it without dtype= and to host memory"
-            )
 
     def _see_all(self, stored: Sequence[_Stored], tensors: Mapping[str, TensorEntry], values: dict[str, Any]) -> None:
         with few_collections():
@@ -186,6 +178,20 @@ class WholeLoad:
         except (StructureError, KeyError, TypeError, ValueError) as exc:
             raise CorruptCheckpointError(f"{self._path}: the structure of the state dict is damaged: {exc}") from exc
         return nested if index.wrapped is None else nested[index.wrapped]
+
+
+def check_expanded(name: str, entry: TensorEntry, nbytes: int) -> None:
+    """Refuse to make more of a tensor than there is of it.
+
+    Raises:
+        LoadError: its elements share memory, and all that is wanted of it would have more bytes than are stored.
+    """
+    stored = sum(chunk.place.length for chunk in entry.chunks)
+    if nbytes > stored:
+        raise LoadError(
+            f"{nbytes} bytes are wanted of {name} but {stored} are stored, for its elements share memory; load it "
+            "as a whole, to host memory and without dtype="
+        )
 
 
 def new_tensor(tools: LoadTools, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

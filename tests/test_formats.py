@@ -78,6 +78,8 @@ def test_tensors_of_one_storage_share_it_again(ckpt, tmp_path: Path) -> None:
     assert_same({"even": base[::2].double(), "small": small.view(3, 4).double()}, cast)
     with pytest.raises(aiockpt.LoadError, match="its elements share memory"):
         ckpt.load(tmp_path / "s.pt", keys=["wide"], dtype=torch.float64)
+    with ckpt.open(tmp_path / "s.pt") as reader, pytest.raises(aiockpt.LoadError, match="its elements share memory"):
+        reader.read("wide", slice(1, None))
     target = {"wide": torch.zeros(1000), "even": torch.zeros(300_000)}
     ckpt.load(tmp_path / "s.pt", target)
     assert_same({"wide": torch.zeros(1000), "even": base[::2]}, target)

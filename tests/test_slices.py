@@ -228,3 +228,22 @@ def test_partial_reads_check_the_chunks_that_they_cover(tmp_path: Path) -> None:
         assert torch.equal(reader.read("w", slice(0, 500)), whole[:500])
         assert int((reader.read("w", slice(501, 1024)) != whole[501:]).sum()) == 1
         assert int((reader.read("w", verify=False) != whole).sum()) == 1
+
+
+@pytest.mark.parametrize("shift", range(1, 16, 2))
+def test_values_at_odd_offsets_of_the_file(shift: int, tmp_path: Path) -> None:
+    """Stock items begin anywhere; complex numbers at odd addresses are more than the processor copies."""
+    state = {"x" * shift: torch.zeros(shift, dtype=torch.uint8)} | {
+        "large": torch.randn(300, 400, dtype=torch.complex128),
+        "small": torch.randn(20, 30, dtype=torch.complex128),
+    }
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(tmp_path / "c") as reader:
+        for name in ("large", "small"):
+            for target in (torch.zeros_like(state[name].t()).t(), torch.zeros_like(state[name]).repeat(1, 2)[:, ::2]):
+                target.zero_()
+                reader.read(name, out=target)
+                assert torch.equal(target, state[name])
+                ckpt.load(tmp_path / "c", {name: target.zero_()})
+                assert torch.equal(target, state[name])
+            assert torch.equal(reader.read(name, (slice(3, 9), slice(1, 7, 2))), state[name][3:9, 1:7:2])

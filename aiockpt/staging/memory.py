@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 
 import torch
 
+from aiockpt.errors import LoadError
 from aiockpt.staging.pool import HUGE_PAGE_BYTES, private_mapping
 
 _PAGE_BYTES = 4096
@@ -70,6 +71,9 @@ class TensorMemory:
 
         Returns:
             A tensor of dtype uint8 and shape ``(nbytes,)`` that starts at a page's border.
+
+        Raises:
+            LoadError: the system has none.
         """
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         with self._lock:
@@ -78,7 +82,10 @@ class TensorMemory:
             if block is not None:
                 self._free_bytes -= size
         if block is None:
-            block = _Block(size)
+            try:
+                block = _Block(size)
+            except OSError as exc:
+                raise LoadError(f"there is no memory for the {nbytes} bytes of a tensor: {exc}") from exc
         owner = (ctypes.c_char * nbytes).from_buffer(block.whole, block.skip)
         tensor = torch.frombuffer(owner, dtype=torch.uint8)
         weakref.finalize(owner, _give_back, weakref.ref(self), block).atexit = False
