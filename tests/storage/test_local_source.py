@@ -12,6 +12,7 @@ import torch
 from isal.isal_zlib import crc32
 
 import aiockpt
+from aiockpt.storage import local_file
 from aiockpt.storage.local_source import LocalSource, open_source
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages
 from tests.states import random_tensor
@@ -25,7 +26,7 @@ def data() -> bytes:
 
 
 @pytest.fixture(params=["cached", "cold", "half cached", "no direct I/O", "no way to know", "probed", "an old kernel"])
-def source(request, tmp_path: Path, data: bytes):
+def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "f"
     path.write_bytes(data)
     fd = os.open(path, os.O_RDWR)
@@ -40,12 +41,12 @@ def source(request, tmp_path: Path, data: bytes):
     os.close(fd)
     opened = open_source(str(tmp_path), direct_io=request.param != "no direct I/O")
     assert isinstance(opened, LocalSource)
-    if request.param == "probed":
-        opened._file("f").tells = False
-    if request.param == "no way to know":
-        opened._file("f").is_cached = lambda offset, nbytes: True
-    if request.param == "an old kernel":
-        opened._in_place = False
+    with opened._file("f") as file:
+        if request.param == "probed":
+            file.tells_cached = False
+        if request.param == "no way to know":
+            file._is_cached = lambda offset, nbytes: True
+    monkeypatch.setattr(local_file, "_IN_PLACE", request.param != "an old kernel")
     yield opened
     opened.close()
     opened.close()
@@ -155,4 +156,54 @@ def test_one_file_may_be_a_link(tmp_path: Path) -> None:
     assert (buffer, source.files) == (b"hello", {"link": 5})
     with pytest.raises(aiockpt.UnsafeCheckpointError):
         source.read("../x", 0, memoryview(buffer))
+    source.close()
+
+
+def test_who_reads_while_it_is_closed_reads_the_right_file(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "f").write_bytes(data)
+    source = open_source(str(tmp_path), direct_io=True)
+    before = len(os.listdir("/proc/self/fd"))
+    buffer = bytearray(SIZE)
+    parts = []
+
+    def seen(part: memoryview) -> None:
+        if not parts:
+            source.close()
+            (tmp_path / "other").write_bytes(b"x")
+            with open(tmp_path / "other", "rb"):  # takes a number that was closed too early
+                pass
+        parts.append(len(part))
+
+    source.read("f", 0, memoryview(buffer), seen)
+    assert buffer == data
+    assert len(parts) > 10
+    assert len(os.listdir("/proc/self/fd")) < before
+    with pytest.raises(aiockpt.LoadError, match="was closed before it was read"):
+        source.read("f", 0, memoryview(buffer))
+
+
+def test_what_is_open_stays_what_it_was(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "f").write_bytes(b"old")
+    (tmp_path / "latest").symlink_to("c")
+    source = open_source(str(tmp_path / "latest"), direct_io=True)
+    (tmp_path / "c").rename(tmp_path / "gone")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "f").write_bytes(b"new")
+    assert not source.is_current(str(tmp_path / "latest"))
+    buffer = bytearray(3)
+    source.read("f", 0, memoryview(buffer))
+    assert buffer == b"old"
+    (tmp_path / "gone" / "f").unlink()
+    source.read("f", 0, memoryview(buffer))
+    source.close()
+
+
+def test_folders_that_can_not_be_looked_into_do_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "g").write_bytes(b"yy")
+    (tmp_path / "nowhere").symlink_to("missing")
+    source = open_source(str(tmp_path), direct_io=True)
+    assert source.files == {"f": 1, "sub/g": 2}
     source.close()
