@@ -44,23 +44,42 @@ class Call(Generic[T]):
                 self.completion._settle(None, exc)
         self.completion._settle(None, asyncio.CancelledError("cancelled"))
 
-    async def wait(self) -> T:
-        """Wait for its result; who is cancelled stops it, and goes on when it has stopped."""
+    async def wait(self, drop: Callable[[T], object] | None = None) -> T:
+        """Wait for its result; who is cancelled stops it, and goes on when it has stopped.
+
+        Args:
+            drop: is given the result if it came too late for who waits.
+        """
         try:
             return await self.completion
-        finally:
+        except BaseException:
             if not self.completion.done():
                 self.cancel()
-                with anyio.CancelScope(shield=True):
+            # However often this task is cancelled: what the call uses must not be given back before.
+            while not self.completion.done():
+                with contextlib.suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
                     await self.completion.settled()
+            self._drop(drop)
+            raise
 
-    def result(self) -> T:
-        """Block until it has ended; who is interrupted, by Ctrl-C above all, stops it."""
+    def result(self, drop: Callable[[T], object] | None = None) -> T:
+        """Block until it has ended; who is interrupted, by Ctrl-C above all, stops it, and goes on when it has stopped.
+
+        Args:
+            drop: see `wait`.
+        """
         try:
             return self.completion.result()
-        finally:
+        except BaseException:
             if not self.completion.done():
                 self.cancel()
+                self.completion.exception()
+            self._drop(drop)
+            raise
+
+    def _drop(self, drop: Callable[[T], object] | None) -> None:
+        if drop is not None and self.completion._error is None and self.completion._value is not None:
+            drop(self.completion._value)
 
     def cancel(self) -> None:
         """Ask it to stop. From any thread; does not block."""

@@ -132,8 +132,11 @@ class _Checkpointer:
         return self._engine.call(lambda tools: verify_checkpoint(storage, where, tools.workers), f"verify {where}")
 
     def _located(self, path: Path, storage: Storage | None) -> tuple[Storage, str]:
+        where = os.fspath(path)
+        if not isinstance(where, str):
+            raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
         storage = storage if storage is not None else self._storage
-        return storage, storage.locate(os.fspath(path))
+        return storage, storage.locate(where)
 
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
         nbytes, devices = stored_bytes(state_dict)
@@ -253,7 +256,7 @@ class AsyncCheckpointer(_Checkpointer):
                 share memory again; parameters come back as plain tensors.
             map_location: where new tensors go, as in ``torch.load``; None: host memory.
             keys: load these alone: names, names of containers (all that is in them), and glob patterns such as
-                ``"model.*.weight"``, whose ``*`` matches dots as well.
+                ``"model.*.weight"``, whose ``*`` matches dots as well. Positions of lists that are left out are None.
             dtype: cast floating-point tensors to this dtype, as ``nn.Module.to`` does.
             strict: refuse to load when the checkpoint lacks a key of ``state_dict`` or of ``keys``.
             verify: check the CRC of everything that is read, where it carries one.
@@ -313,9 +316,9 @@ class AsyncCheckpointer(_Checkpointer):
             A mapping of keys to what is stored, with methods to read it.
         """
         storage, where = self._located(path, storage)
-        return CheckpointReader(
-            self._engine, storage, where, LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
-        )
+        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
+        check_options(options, into=False)
+        return CheckpointReader(self._engine, storage, where, options)
 
     async def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
         """Check all of a checkpoint: files, sizes, framing, CRCs, and what its metadata says of them.
@@ -472,9 +475,9 @@ class SyncCheckpointer(_Checkpointer):
     ) -> SyncCheckpointReader:
         """Look into a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
         storage, where = self._located(path, storage)
-        return SyncCheckpointReader(
-            self._engine, storage, where, LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
-        )
+        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
+        check_options(options, into=False)
+        return SyncCheckpointReader(self._engine, storage, where, options)
 
     def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""

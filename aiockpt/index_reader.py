@@ -61,6 +61,8 @@ def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: b
     files = source.files
     top = [name for name in files if os.sep not in name]
     shard_indexes = [name for name in top if name.endswith(_SHARD_INDEX)]
+    if shard_indexes and len(files) == 1:
+        raise LoadError("it is the index of a set of safetensors files: name the directory that holds them")
     if len(shard_indexes) == 1:
         return with_shared_names(_read_shards(source, shard_indexes[0]))
     tensors = [name for name in top if name.endswith(".safetensors")]

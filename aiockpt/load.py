@@ -15,7 +15,7 @@ from aiockpt.format.index import Index, TensorEntry
 from aiockpt.index_reader import read_index
 from aiockpt.planning.selection import matching
 from aiockpt.planning.tree import StructureError, flatten, replace_leaves
-from aiockpt.reads import TensorRead, reads_of
+from aiockpt.reads import TensorRead, reads_of, say_what_was_placed
 from aiockpt.targets import check_target
 from aiockpt.whole_load import WholeLoad
 
@@ -110,7 +110,7 @@ class _TargetLoad(WholeLoad):
         try:
             await self._reader.read(plan.reads)
         except LoadError as exc:
-            _say_what_was_placed(exc, plan.reads)
+            say_what_was_placed(exc, plan.reads)
             raise
         finally:
             count_change(plan.filled)
@@ -160,21 +160,3 @@ class _TargetLoad(WholeLoad):
                 "them as they are.",
                 tuple(missing),
             )
-
-
-def _say_what_was_placed(error: LoadError, reads: Sequence[TensorRead]) -> None:
-    """Add to an error which tensors of the caller's hold what by now."""
-    begun: dict[str, bool] = {}
-    for read in reads:
-        if read.fills:
-            begun[read.name] = begun.get(read.name, False) or read.begun
-    unfinished = {read.name for read in reads if read.fills and read.pending}
-    error.placed = tuple(name for name in begun if name not in unfinished)
-    error.partly_placed = tuple(name for name in begun if name in unfinished and begun[name])
-    told = [
-        f"{len(names)} {how} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-        for names, how in ((error.placed, "had been filled"), (error.partly_placed, "hold a part of it"))
-        if names
-    ]
-    said = "; ".join(told) if told else "no tensor was changed"
-    error.args = (f"{error.args[0]} Of the {len(begun)} tensors to fill, {said}.", *error.args[1:])

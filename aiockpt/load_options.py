@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,10 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
         ValueError: two contradict each other.
     """
     dtype, where = options.dtype, options.map_location
+    if isinstance(options.safe_globals, str) or not isinstance(options.safe_globals, Iterable):
+        raise TypeError(f"safe_globals must be a list of classes and functions, not {options.safe_globals!r}")
+    if isinstance(where, dict) and not all(isinstance(to, str | torch.device) for to in where.values()):
+        raise TypeError(f"map_location must map names of devices to devices, not {where!r}")
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype, to which such tensors are cast, not {dtype!r}")
     if where is not None and not callable(where) and not isinstance(where, str | torch.device | dict):

@@ -38,16 +38,16 @@ class MapReader:
 
     def _tensor(self, name: str, entry: TensorEntry) -> torch.Tensor:
         if len(entry.chunks) == 1:
-            return self._chunk(name, entry.chunks[0])
+            return self._chunk(name, entry.chunks[0], entry.dtype)
         whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         for chunk in entry.chunks:
             region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
-            region.copy_(self._chunk(name, chunk))
+            region.copy_(self._chunk(name, chunk, entry.dtype))
         return whole
 
-    def _chunk(self, name: str, chunk: ChunkEntry) -> torch.Tensor:
+    def _chunk(self, name: str, chunk: ChunkEntry, dtype: torch.dtype) -> torch.Tensor:
         place = chunk.place
-        item = chunk.item or self._parsed(name, chunk)
+        item = chunk.item or self._parsed(name, chunk, dtype)
         if not item.nbytes:
             return torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
         at = place.offset + item.payload_offset
@@ -56,7 +56,7 @@ class MapReader:
             memory = memory.clone()
         return view_of(memory, item, lazily=True)
 
-    def _parsed(self, name: str, chunk: ChunkEntry) -> TensorItem:
+    def _parsed(self, name: str, chunk: ChunkEntry, dtype: torch.dtype) -> TensorItem:
         mapped, place = self._map(chunk.place.file), chunk.place
 
         def fetch(offset: int, size: int) -> bytes:
@@ -66,8 +66,11 @@ class MapReader:
             item = parse_tensor_item(place.length, fetch)
         except FramingError as exc:
             raise CorruptCheckpointError(f"{self._path}/{place.file}: the item of {name} is damaged: {exc}") from exc
-        if item.shape != chunk.sizes:
-            raise CorruptCheckpointError(f"{self._path}/{place.file}: {name} has another shape in its item")
+        if item.shape != chunk.sizes or item.dtype != dtype:
+            raise CorruptCheckpointError(
+                f"{self._path}/{place.file}: {name} is {item.dtype} {item.shape} in its item but {dtype} {chunk.sizes} "
+                "in the metadata"
+            )
         return item
 
     def _map(self, file: str) -> mmap.mmap:

@@ -10,19 +10,19 @@ import anyio
 import torch
 
 from aiockpt.capture import count_change
-from aiockpt.errors import MissingKeysError
+from aiockpt.errors import LoadError, MissingKeysError
 from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.index_reader import read_index
 from aiockpt.item_reader import ItemReader
 from aiockpt.load_options import target_device
 from aiockpt.planning.ranges import Selection, select
 from aiockpt.planning.selection import check_patterns, matching
-from aiockpt.reads import TensorRead, reads_of
+from aiockpt.reads import TensorRead, reads_of, say_what_was_placed
 from aiockpt.targets import cast, check_target
 from aiockpt.whole_load import WholeLoad, check_expanded, new_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiockpt.item_reader import LoadTools
     from aiockpt.load_options import LoadOptions
@@ -49,14 +49,15 @@ class Wanted:
     taken: tuple[int, ...] = ()
     out: torch.Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the result, of an object those that are stored."""
+    def nbytes(self, dtype: torch.dtype | None = None) -> int:
+        """Give the bytes that reading it takes, when floating-point values are cast to ``dtype``."""
         if isinstance(self.entry, ObjectEntry):
             return self.entry.place.length
         if isinstance(self.entry, InlineEntry):
             return 0
-        return math.prod(self.shape) * self.entry.dtype.itemsize
+        item = self.entry.chunks[0].item if len(self.entry.chunks) == 1 and self.selections is None else None
+        # A view of a larger storage brings all of that.
+        return max(math.prod(self.shape) * cast(self.entry.dtype, dtype).itemsize, item.nbytes if item else 0)
 
     @property
     def position(self) -> tuple[str, int]:
@@ -113,6 +114,8 @@ class OpenCheckpoint:
         entry = self.index.entries.get(name)
         if entry is None:
             raise KeyError(f"{self.path} has no {name!r}; keys() gives all that it has")
+        if out is not None and not isinstance(out, torch.Tensor):
+            raise TypeError(f"out must be a tensor to fill, not a {type(out).__name__}")
         if not isinstance(entry, TensorEntry):
             if index is not None or out is not None:
                 raise TypeError(f"{name} is an object, not a tensor: it is read as a whole")
@@ -138,9 +141,15 @@ async def index_of(storage: Storage, path: str, options: LoadOptions, tools: Loa
 
 
 async def read_wanted(
-    opened: OpenCheckpoint, wanted: Sequence[Wanted], options: LoadOptions, tools: LoadTools
+    opened: OpenCheckpoint,
+    wanted: Sequence[Wanted],
+    options: LoadOptions,
+    tools: LoadTools,
+    ready: Mapping[torch.device, torch.Event],
 ) -> dict[str, Any]:
-    """Read parts of an open checkpoint; give them by key."""
+    """Read parts of an open checkpoint; give them by key. For ``ready`` see `aiockpt.load.load_checkpoint`."""
+    for device, event in ready.items():
+        await tools.placer_for(device).begin(event)
     load = WholeLoad(opened.source, opened.path, opened.index, options, tools, opened.known)
     whole = {w.name: w.entry for w in wanted if w.selections is None and w.out is None}
     parts = [w for w in wanted if w.name not in whole]
@@ -150,11 +159,19 @@ async def read_wanted(
     for each in parts:
         if isinstance(each.entry, TensorEntry):
             target = _unsqueezed(each, targets[each.name])
-            reads += [] if target.is_meta else reads_of(each.name, each.entry, target, each.selections)
+            reads += (
+                []
+                if target.is_meta
+                else reads_of(each.name, each.entry, target, each.selections, fills=each.out is not None)
+            )
     filled = [each.out for each in parts if each.out is not None]
     count_change(filled)
     try:
         await ItemReader(opened.source, opened.path, options, tools, opened.known).read(reads)
+    except LoadError as exc:
+        if filled:
+            say_what_was_placed(exc, reads)
+        raise
     finally:
         count_change(filled)
     values |= {each.name: targets[each.name] if each.out is None else each.out for each in parts}
@@ -173,7 +190,7 @@ async def _targets(
             continue
         if each.out is None:
             if device.type != "meta":
-                check_expanded(each.name, each.entry, each.nbytes)
+                check_expanded(each.name, each.entry, math.prod(each.shape) * each.entry.dtype.itemsize)
             made.append(each)
             continue
         form = TensorEntry(each.entry.dtype, each.shape, each.entry.chunks)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import anyio
+import torch
 
+from aiockpt.capture import ready_events
 from aiockpt.entry_info import ObjectInfo, TensorInfo, describe, html_table, text_table
 from aiockpt.errors import LoadError
+from aiockpt.format.index import TensorEntry
 from aiockpt.load_options import check_options
 from aiockpt.partial_load import Wanted, index_of, read_wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator, Sequence
     from types import TracebackType
-
-    import torch
 
     from aiockpt.call import Call
     from aiockpt.format.index import Index
@@ -76,7 +79,7 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors; one that is stored once under several keys counts for each."""
-        return sum(info.nbytes for info in self.values() if isinstance(info, TensorInfo))
+        return sum(entry.nbytes for entry in self._index.entries.values() if isinstance(entry, TensorEntry))
 
     def __getitem__(self, key: str) -> TensorInfo | ObjectInfo:
         entry = self._index.entries.get(key)
@@ -109,21 +112,21 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
 
     def _begin_read(self, wanted: Sequence[Wanted], **changes: Any) -> Call[dict[str, Any]]:
         opened = self._opened
+        device = changes.get("map_location")
+        if device is not None and not isinstance(device, str | torch.device):
+            raise TypeError(f"device must be a torch.device or its name, not {device!r}")
         options = dataclasses.replace(self._options, **{k: v for k, v in changes.items() if v is not None})
         check_options(options, into=False)
+        ready = ready_events({each.name: each.out for each in wanted if each.out is not None})
         return self._caller.call(
-            lambda tools: read_wanted(opened, wanted, options, tools), f"read {len(wanted)} keys of {self.path}"
+            lambda tools: read_wanted(opened, wanted, options, tools, ready), f"read {len(wanted)} keys of {self.path}"
         )
 
-    def _begin_close(self) -> Call[None] | None:
+    def _close(self) -> None:
+        """Close the files; whoever is reading keeps those that they need."""
         opened, self._open = self._open, None
-        if opened is None:
-            return None
-
-        async def close(tools: LoadTools) -> None:
-            await tools.workers.run(opened.source.close)
-
-        return self._caller.call(close, f"close {self.path}")
+        if opened is not None:
+            opened.source.close()
 
     def _wanted(self, keys: Any) -> list[Wanted]:
         """Make requests of keys, patterns, or a mapping of keys to indices."""
@@ -131,26 +134,35 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
             return [self._opened.want(key, index) for key, index in keys.items()]
         return [self._opened.want(key, None) for key in self._opened.names(keys)]
 
-    def _groups(self, keys: Any, order: Order) -> list[tuple[list[Wanted], int]]:
-        """Cut what a stream gives into groups that are read together, with their bytes."""
+    def _ahead(self, keys: Any, order: Order, buffer_bytes: int, how: Mapping[str, Any]) -> _Ahead:
+        """Prepare a stream: what it gives, cut into groups that are read together."""
         if order not in ("file", "keys"):
             raise ValueError(f"order must be 'file' or 'keys', not {order!r}")
+        if type(buffer_bytes) is not int or buffer_bytes < 1:
+            raise ValueError(f"buffer_bytes must be a positive number of bytes, not {buffer_bytes!r}")
         wanted = self._wanted(keys)
         if order == "file":
             wanted.sort(key=lambda each: each.position)
-        groups: list[tuple[list[Wanted], int]] = []
+        most = min(_GROUP_BYTES, buffer_bytes)
+        groups: list[list[Wanted]] = []
+        sizes: list[int] = []
         for each in wanted:
-            if groups and groups[-1][1] + each.nbytes <= _GROUP_BYTES:
-                groups[-1] = ([*groups[-1][0], each], groups[-1][1] + each.nbytes)
+            nbytes = each.nbytes(how["dtype"])
+            if groups and sizes[-1] + nbytes <= most:
+                groups[-1].append(each)
+                sizes[-1] += nbytes
             else:
-                groups.append(([each], each.nbytes))
-        return groups
+                groups.append([each])
+                sizes.append(nbytes)
+        return _Ahead(self, list(zip(groups, sizes, strict=True)), buffer_bytes, how)
 
 
 class _Ahead:
     """What a stream has begun to read: as many groups as fit into its buffer, or one."""
 
-    def __init__(self, reader: _Reader, groups: list[tuple[list[Wanted], int]], buffer_bytes: int, **how: Any) -> None:
+    def __init__(
+        self, reader: _Reader, groups: list[tuple[list[Wanted], int]], buffer_bytes: int, how: Mapping[str, Any]
+    ) -> None:
         self._reader = reader
         self._waiting = deque(groups)
         self._begun: deque[tuple[Call[dict[str, Any]], list[Wanted], int]] = deque()
@@ -208,7 +220,8 @@ class CheckpointReader(_Reader):
     """
 
     async def __aenter__(self) -> Self:
-        self._open = await self._begin_open().wait()
+        if self._open is None:
+            self._open = await self._begin_open().wait(lambda late: late.source.close())
         return self
 
     async def __aexit__(
@@ -275,7 +288,7 @@ class CheckpointReader(_Reader):
         """
         return await self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).wait()
 
-    async def stream(
+    def stream(
         self,
         keys: Any = None,
         *,
@@ -298,10 +311,18 @@ class CheckpointReader(_Reader):
             dtype: see `read`.
             verify: see `read`.
 
-        Yields:
-            Key and value.
+        Returns:
+            An iterator of keys with their values; leaving it early stops the reading.
+
+        Raises:
+            MissingKeysError: a key means nothing; for the rest see `read`.
+            ValueError: of ``order`` or ``buffer_bytes``.
         """
-        ahead = _Ahead(self, self._groups(keys, order), buffer_bytes, map_location=device, dtype=dtype, verify=verify)
+        how = {"map_location": device, "dtype": dtype, "verify": verify}
+        return self._streamed(self._ahead(keys, order, buffer_bytes, how))
+
+    @staticmethod
+    async def _streamed(ahead: _Ahead) -> AsyncIterator[tuple[str, Any]]:
         try:
             while ahead.start():
                 values = await ahead.first.wait()
@@ -310,23 +331,22 @@ class CheckpointReader(_Reader):
                 ahead.drop_first()
         finally:
             ahead.cancel()
-            with anyio.CancelScope(shield=True):
-                for call in ahead.calls:
-                    await call.completion.settled()
+            for call in ahead.calls:
+                while not call.completion.done():  # however often this task is cancelled
+                    with contextlib.suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
+                        await call.completion.settled()
 
     async def aclose(self) -> None:
-        """Close the files. Idempotent; what was read stays."""
-        call = self._begin_close()
-        if call is not None:
-            with anyio.CancelScope(shield=True):
-                await call.wait()
+        """Close the files. Idempotent; what was read stays, and reads that are under way come to their end."""
+        self._close()
 
 
 class SyncCheckpointReader(_Reader):
     """A checkpoint that is open, for plain programs; see `CheckpointReader`. Every method blocks."""
 
     def __enter__(self) -> Self:
-        self._open = self._begin_open().result()
+        if self._open is None:
+            self._open = self._begin_open().result(lambda late: late.source.close())
         return self
 
     def __exit__(
@@ -370,7 +390,11 @@ class SyncCheckpointReader(_Reader):
         verify: bool | None = None,
     ) -> Iterator[tuple[str, Any]]:
         """Give one key after the other with its value, in bounded memory; see `CheckpointReader.stream`."""
-        ahead = _Ahead(self, self._groups(keys, order), buffer_bytes, map_location=device, dtype=dtype, verify=verify)
+        how = {"map_location": device, "dtype": dtype, "verify": verify}
+        return self._streamed(self._ahead(keys, order, buffer_bytes, how))
+
+    @staticmethod
+    def _streamed(ahead: _Ahead) -> Iterator[tuple[str, Any]]:
         try:
             while ahead.start():
                 values = ahead.first.result()
@@ -383,7 +407,5 @@ class SyncCheckpointReader(_Reader):
                 call.completion.exception()
 
     def close(self) -> None:
-        """Close the files. Idempotent; what was read stays."""
-        call = self._begin_close()
-        if call is not None:
-            call.result()
+        """Close the files. Idempotent; what was read stays, and reads that are under way come to their end."""
+        self._close()

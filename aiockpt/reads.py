@@ -14,6 +14,7 @@ from aiockpt.planning.ranges import Selection, overlap
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiockpt.errors import LoadError
     from aiockpt.format.index import ChunkEntry, ItemPlace, TensorEntry, TensorItem
 
 
@@ -129,3 +130,21 @@ def reads_of(
             region = target[common.target] if target.dim() else target
             found.append(TensorRead(name, entry.dtype, chunk, None if whole else common.chunk, region, fills))
     return found
+
+
+def say_what_was_placed(error: LoadError, reads: Sequence[TensorRead]) -> None:
+    """Add to an error which tensors of the caller's hold what by now."""
+    begun: dict[str, bool] = {}
+    for read in reads:
+        if read.fills:
+            begun[read.name] = begun.get(read.name, False) or read.begun
+    unfinished = {read.name for read in reads if read.fills and read.pending}
+    error.placed = tuple(name for name in begun if name not in unfinished)
+    error.partly_placed = tuple(name for name in begun if name in unfinished and begun[name])
+    told = [
+        f"{len(names)} {how} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+        for names, how in ((error.placed, "had been filled"), (error.partly_placed, "hold a part of it"))
+        if names
+    ]
+    said = "; ".join(told) if told else "no tensor was changed"
+    error.args = (f"{error.args[0]} Of the {len(begun)} tensors to fill, {said}.", *error.args[1:])

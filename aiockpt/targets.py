@@ -20,6 +20,8 @@ def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], 
     storage = move(tensor.untyped_storage(), "cpu")
     if storage is None:
         return tensor
+    if not isinstance(storage, torch.UntypedStorage):
+        raise TypeError(f"map_location gave a {type(storage).__name__}; it must give a torch.UntypedStorage or None")
     fresh = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     return fresh.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
@@ -43,6 +45,11 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dty
         if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_quantized:
             raise ShapeMismatchError(f"{name} is a tensor in the target but an object in {path}")
         return
+    if torch.nn.parameter.is_lazy(leaf):
+        raise ShapeMismatchError(f"{name} is not initialised in the target: run a batch through the lazy module first")
+    if leaf.is_nested or type(leaf).__module__.startswith("torch._subclasses"):
+        kind = "nested tensor" if leaf.is_nested else type(leaf).__name__
+        raise ShapeMismatchError(f"{name} is a {kind} in the target, which can't be filled")
     if type(leaf).__module__.startswith("torch.distributed"):
         raise ShapeMismatchError(
             f"{name} is a {type(leaf).__name__} in the target; this version loads into the state of one process"
@@ -65,6 +72,7 @@ def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
     return (
         isinstance(entry, TensorEntry)
         and type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        and not leaf.is_nested
         and leaf.dtype is cast(entry.dtype, dtype)
         and leaf.shape == entry.shape
         and leaf.layout is torch.strided

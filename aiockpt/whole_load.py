@@ -84,11 +84,11 @@ class WholeLoad:
         await self._make_targets(stored, device)
         await self._reader.read([read for each in stored for read in each.reads])
         where = self._options.map_location
-        if callable(where) and not isinstance(where, torch.device):  # a device may decorate a function
-            for each in stored:
-                self._see(each, tensors, values, where)
-        else:
-            await self._tools.workers.run(self._see_all, stored, tensors, values)
+        # A device is callable too: it may decorate a function.
+        move = where if callable(where) and not isinstance(where, torch.device) else None
+        error = await self._tools.workers.run(self._see_all, stored, tensors, values, move)
+        if error is not None:
+            raise error
         return values
 
     def _sort(
@@ -139,10 +139,17 @@ class WholeLoad:
             each.target = target
             each.reads = reads_of(each.names[0], each.entry, target)
 
-    def _see_all(self, stored: Sequence[_Stored], tensors: Mapping[str, TensorEntry], values: dict[str, Any]) -> None:
-        with few_collections():
-            for each in stored:
-                self._see(each, tensors, values, None)
+    def _see_all(
+        self, stored: Sequence[_Stored], tensors: Mapping[str, TensorEntry], values: dict[str, Any], move: Any
+    ) -> BaseException | None:
+        """Make the tensors; give what the caller's function raised, whatever it is."""
+        try:
+            with few_collections():
+                for each in stored:
+                    self._see(each, tensors, values, move)
+        except BaseException as exc:  # raised again where it reaches the caller as it is
+            return exc
+        return None
 
     @staticmethod
     def _see(each: _Stored, tensors: Mapping[str, TensorEntry], values: dict[str, Any], move: Any) -> None:

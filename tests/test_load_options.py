@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import threading
 from collections import OrderedDict
 from pathlib import Path
 
@@ -279,10 +281,71 @@ async def test_cancelled_at_any_read_nothing_goes_on(moment: int, tmp_path: Path
         await ckpt.save(state, tmp_path / "c")
         target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         task = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        while not task.done():  # cancelled again and again, it still waits for its threads
+            await asyncio.wait([task], timeout=0.001)
+            task.cancel()
+        assert task.cancelled()
         assert len(storage.reads) <= moment + 6  # it stopped there: one read each of the threads, and what was begun
         reads, before = len(storage.reads), {name: tensor.clone() for name, tensor in target.items()}
         assert_same(state, await ckpt.load(tmp_path / "c"))
         assert len(storage.reads) == reads
         assert_same(before, target)
+
+
+def test_ctrl_c_waits_for_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After KeyboardInterrupt the tensors are the caller's again."""
+    state = large_state(12, kib=2048)
+    interrupted = threading.Event()
+
+    class Interrupting(CountingStorage):
+        def before_read(self, name: str, offset: int, nbytes: int) -> None:
+            super().before_read(name, offset, nbytes)
+            if len(self.reads) == 4:
+                signal.pthread_kill(main, signal.SIGINT)
+            elif len(self.reads) > 4:
+                interrupted.wait(0.3)  # reads that last until long after the signal
+
+    main = threading.main_thread().ident
+    with aiockpt.SyncCheckpointer(io_threads=2) as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.load(tmp_path / "c", target, storage=Interrupting())
+        interrupted.set()
+        for tensor in target.values():
+            tensor.fill_(-7)
+        ckpt.load(tmp_path / "c")
+        assert all(tensor.eq(-7).all() for tensor in target.values())
+
+
+def test_a_failed_read_into_a_tensor_says_so(ckpt, tmp_path: Path) -> None:
+    ckpt.save(large_state(2, kib=40_000), tmp_path / "c")
+    with ckpt.open(tmp_path / "c") as reader:
+        _damage(tmp_path / "c", reader, "w1")
+        out = torch.zeros(40_000 * 256, dtype=torch.int32)
+        with pytest.raises(aiockpt.CorruptCheckpointError, match="1 hold a part of it") as caught:
+            reader.read("w1", out=out)
+        assert caught.value.partly_placed == ("w1",)
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"Use an older checkpoint\.$"):
+            reader.read("w1")
+
+
+def test_targets_that_can_not_be_filled(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "c")
+    lazy = torch.nn.LazyLinear(3).weight
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.zeros(3, 4)
+    for wrong, message in (
+        (lazy, "w is not initialised"),
+        (nested, "w is a nested tensor"),
+        (fake, "w is a FakeTensor"),
+    ):
+        with pytest.raises(aiockpt.ShapeMismatchError, match=message):
+            ckpt.load(tmp_path / "c", {"w": wrong})
+
+
+def test_a_function_for_map_location_must_give_a_storage(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"w": torch.ones(3, 4)}, tmp_path / "c")
+    with pytest.raises(TypeError, match="map_location gave a int"):
+        ckpt.load(tmp_path / "c", map_location=lambda storage, where: 5)

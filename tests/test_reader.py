@@ -131,8 +131,6 @@ async def test_a_stream_gives_everything_once(tmp_path: Path) -> None:
             assert picked == ["w3", *(f"s{i}" for i in range(10)), "o"]
             parts = {key: value async for key, value in reader.stream({"w2": slice(5), "w0": (slice(1, 3),)})}
             assert_same({"w0": state["w0"][1:3], "w2": state["w2"][:5]}, dict(sorted(parts.items())))
-            with pytest.raises(ValueError, match="order must be 'file' or 'keys'"):
-                await anext(reader.stream(order="size"))
 
 
 async def test_a_stream_reads_no_further_ahead_than_allowed(tmp_path: Path) -> None:
@@ -151,9 +149,106 @@ async def test_a_stream_reads_no_further_ahead_than_allowed(tmp_path: Path) -> N
             assert taken == 12 * (8 << 20)
             # Each larger than the buffer: one at a time.
             storage.reads.clear()
-            async for _, tensor in reader.stream({f"w{i}": None for i in range(12)}, buffer_bytes=1, order="keys"):
-                assert storage.nbytes <= 12 * (8 << 20)
-                assert tensor.nbytes == 8 << 20
+            taken = 0
+            async for _, tensor in reader.stream(order="keys", buffer_bytes=1):
+                taken += tensor.nbytes
+                assert storage.nbytes == taken
+
+
+async def test_small_tensors_casts_and_views_count_as_what_they_take(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save({f"s{i}": torch.full((8192,), float(i)) for i in range(256)}, tmp_path / "c")
+        storage = CountingStorage()
+        for dtype, factor in ((None, 1), (torch.float64, 2)):
+            async with ckpt.open(tmp_path / "c", storage=storage) as reader:
+                storage.reads.clear()
+                taken = 0
+                async for _, tensor in reader.stream(buffer_bytes=1 << 20, dtype=dtype):
+                    taken += tensor.nbytes
+                    # Two groups at most: the one that is given, and as much again read ahead, with their framing.
+                    assert factor * storage.nbytes <= 1.3 * (taken + (2 << 20))
+                assert taken == factor * (8 << 20)
+        torch.save({"view": torch.zeros(1_000_000)[:4]}, tmp_path / "v.pt")
+        async with ckpt.open(tmp_path / "v.pt") as reader:
+            (wanted,) = reader._wanted(None)
+            assert wanted.nbytes() == 4_000_000
+
+
+async def test_very_many_tensors_stream(tmp_path: Path) -> None:
+    state = {f"t{i}": torch.tensor([i]) for i in range(20_000)}
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c") as reader:
+            assert [int(value) async for _, value in reader.stream(order="keys")] == list(range(20_000))
+
+
+async def test_bad_streams_are_told_at_the_call(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await _saved(ckpt, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c") as reader:
+            with pytest.raises(ValueError, match="order must be 'file' or 'keys'"):
+                reader.stream(order="size")
+            for wrong in (-1, 0, "x", 1.5):
+                with pytest.raises(ValueError, match="buffer_bytes must be"):
+                    reader.stream(buffer_bytes=wrong)
+            with pytest.raises(aiockpt.MissingKeysError):
+                reader.stream(["nothing"])
+            with pytest.raises(TypeError, match="device must be"):
+                await reader.read("big", device=lambda storage, where: storage)
+            with pytest.raises(TypeError, match="out must be a tensor"):
+                await reader.read("big", out=[1])
+        with pytest.raises(TypeError, match="safe_globals must be a list"):
+            ckpt.open(tmp_path / "c", safe_globals="Custom")
+        with pytest.raises(TypeError, match="path must be text"):
+            ckpt.open(b"/x")
+        with pytest.raises(aiockpt.AiockptError, match="the path is empty"):
+            ckpt.open("")
+
+
+async def test_a_reader_may_be_closed_while_it_reads(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        for i in range(2):
+            await ckpt.save({"w": torch.full((2_000_000,), i)}, tmp_path / str(i))
+        for _ in range(10):
+            reader = await ckpt.open(tmp_path / "0")
+            task = asyncio.ensure_future(reader.read("w"))
+            await asyncio.sleep(0)
+            await reader.aclose()
+            async with ckpt.open(tmp_path / "1") as other:
+                assert (await other.read("w")).eq(1).all()
+            try:
+                assert (await task).eq(0).all()
+            except aiockpt.LoadError as exc:
+                assert "was closed before it was read" in str(exc)
+
+
+async def test_a_reader_outlives_a_replaced_checkpoint_and_its_checkpointer(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save({"w": torch.full((500_000,), 1.0), "v": torch.zeros(3)}, tmp_path / "c")
+        reader = await ckpt.open(tmp_path / "c")
+        await ckpt.save({"w": torch.full((500_000,), 2.0), "v": torch.ones(3)}, tmp_path / "c", overwrite=True)
+        assert (await reader.read("w", slice(0, 5))).tolist() == [1] * 5
+        assert (await reader.read("w")).eq(1).all()
+        async with reader:  # entering once more changes nothing
+            assert (await reader.read("v")).tolist() == [0, 0, 0]
+        left = await ckpt.open(tmp_path / "c")
+    await left.aclose()
+
+
+async def test_opens_that_are_cancelled_leave_nothing_open(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await _saved(ckpt, tmp_path / "c")
+        for turns in range(60):
+            reader = ckpt.open(tmp_path / "c")
+            task = asyncio.ensure_future(reader.__aenter__())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                await reader.aclose()
 
 
 async def test_a_stream_that_is_left_reads_no_more(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class TensorMemory:
         self._lock = threading.Lock()
         self._free: dict[int, list[_Block]] = defaultdict(list)
         self._free_bytes = 0
+        self._order: deque[_Block] = deque()
         # Tensors die anywhere, within `take` too: so this end takes no lock.
         self._returned: deque[_Block] = deque()
         self._closed = False
@@ -80,6 +81,7 @@ class TensorMemory:
             self._sort_in()
             block = self._free[size].pop() if self._free.get(size) else None
             if block is not None:
+                self._order.remove(block)
                 self._free_bytes -= size
         if block is None:
             try:
@@ -96,6 +98,7 @@ class TensorMemory:
         self._closed = True
         with self._lock:
             self._free.clear()
+            self._order.clear()
             self._free_bytes = 0
             self._returned.clear()
 
@@ -103,9 +106,13 @@ class TensorMemory:
         """Take over what came back; with the lock held."""
         while self._returned:
             block = self._returned.popleft()
-            if self._free_bytes + block.nbytes <= self.limit_bytes:
-                self._free[block.nbytes].append(block)
-                self._free_bytes += block.nbytes
+            self._free[block.nbytes].append(block)
+            self._order.append(block)
+            self._free_bytes += block.nbytes
+        while self._free_bytes > self.limit_bytes:  # the oldest goes first, for its size may never be asked for again
+            oldest = self._order.popleft()
+            self._free[oldest.nbytes].remove(oldest)
+            self._free_bytes -= oldest.nbytes
 
 
 def _give_back(owner: weakref.ref[TensorMemory], block: _Block) -> None:

@@ -53,6 +53,8 @@ class LocalStorage(Storage):
         """Give the absolute path."""
         if "://" in path:
             raise AiockptError(f"{path} is a URL; this version keeps checkpoints in directories, so give a path")
+        if not path:
+            raise AiockptError("the path is empty; name a directory or a file")
         return os.path.abspath(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:

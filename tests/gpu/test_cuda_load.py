@@ -80,6 +80,12 @@ def test_work_on_the_targets_comes_before_the_load(saved: Path) -> None:
         torch.cuda.synchronize()
         assert not before.any()
         assert torch.equal(target.cpu(), state["w0"])
+        with ckpt.open(saved) as reader:
+            torch.cuda._sleep(300_000_000)
+            target.fill_(-1)
+            reader.read("w0", out=target)
+            torch.cuda.synchronize()
+        assert torch.equal(target.cpu(), state["w0"])
 
 
 def test_host_memory_is_bounded_by_the_pool(saved: Path) -> None:
