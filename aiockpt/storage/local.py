@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import uuid
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import aiofiles
@@ -45,6 +46,7 @@ class LocalStorage(Storage):
     def __init__(self, *, direct_io: bool = True, fsync: bool = True) -> None:
         self._direct_io = direct_io
         self._fsync = fsync
+        self._buffers: deque[memoryview] = deque()
 
     def __repr__(self) -> str:
         return f"LocalStorage(direct_io={self._direct_io}, fsync={self._fsync})"
@@ -81,7 +83,7 @@ class LocalStorage(Storage):
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         """Look at a checkpoint's directory."""
-        return await workers.run(open_source, self.locate(path), direct_io=self._direct_io)
+        return await workers.run(open_source, self.locate(path), direct_io=self._direct_io, buffers=self._buffers)
 
 
 class _LocalTransaction(Transaction):

@@ -15,13 +15,13 @@ import mmap
 import os
 import platform
 import re
-import threading
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages
 
 if TYPE_CHECKING:
+    from collections import deque
     from collections.abc import Callable, Sequence
 
 _BLOCK_BYTES = 4096
@@ -29,12 +29,11 @@ _HUGE_PAGE_BYTES = 2 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _STEP_BYTES = 1 << 20  # copied from the page cache at a time, so that who looks at it next finds it in the processor's
-_DIRECT_BYTES = 4 << 20  # read past the page cache at a time
+_DIRECT_BYTES = 16 << 20  # read past the page cache at a time, straight into place
+_BUFFER_BYTES = 8 << 20  # the same, through a buffer
 _DIRECT_MIN_BYTES = 256 << 10
 _FORK_SAFE = (6, 3)  # from this Linux on, memory that a direct read goes to stays this process's when it forks
 _WINDOW = 64  # short reads that are announced to the kernel together
-
-_local = threading.local()
 
 
 def _reads_in_place() -> bool:
@@ -71,11 +70,13 @@ class LocalFile:
         name: the file, relative to ``directory``.
         path: see above.
         directory: a descriptor of a directory.
+        buffers: buffers that nobody is using, shared with other files.
         direct_io: read past the page cache what is not in it.
     """
 
-    def __init__(self, name: str, path: str, directory: int, *, direct_io: bool) -> None:
+    def __init__(self, name: str, path: str, directory: int, buffers: deque[memoryview], *, direct_io: bool) -> None:
         self.path = path
+        self._buffers = buffers
         self.users = 0
         self.tells_cached = True
         self._direct_fd = -1
@@ -196,16 +197,21 @@ class LocalFile:
             return os.preadv(self._fd, [view], offset)
 
     def _read_through_buffer(self, offset: int, view: memoryview) -> int:
-        buffer: memoryview | None = getattr(_local, "buffer", None)
-        if buffer is None:
-            buffer = _local.buffer = _buffer(_DIRECT_BYTES + 2 * _BLOCK_BYTES)
+        view = view[:_BUFFER_BYTES]
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = _buffer(_BUFFER_BYTES + 2 * _BLOCK_BYTES)
         skip = offset % _BLOCK_BYTES
         wanted = -(-(skip + len(view)) // _BLOCK_BYTES) * _BLOCK_BYTES
-        count = os.preadv(self._direct_fd, [buffer[:wanted]], offset - skip)
-        count = max(0, min(count - skip, len(view)))
-        if count:
-            target = ctypes.addressof(ctypes.c_char.from_buffer(view))
-            ctypes.memmove(target, ctypes.addressof(ctypes.c_char.from_buffer(buffer, skip)), count)
+        try:
+            count = os.preadv(self._direct_fd, [buffer[:wanted]], offset - skip)
+            count = max(0, min(count - skip, len(view)))
+            if count:
+                target = ctypes.addressof(ctypes.c_char.from_buffer(view))
+                ctypes.memmove(target, ctypes.addressof(ctypes.c_char.from_buffer(buffer, skip)), count)
+        finally:
+            self._buffers.append(buffer)
         return count
 
     def _read_buffered(self, offset: int, view: memoryview) -> None:

@@ -11,6 +11,7 @@ import os
 import stat
 import threading
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
@@ -25,8 +26,13 @@ _OPENED_AHEAD = 64
 _ATTEMPTS = 5
 
 
-def open_source(path: str, *, direct_io: bool) -> Source:
+def open_source(path: str, *, direct_io: bool, buffers: deque[memoryview] | None = None) -> Source:
     """Open a checkpoint, a directory or one file. Blocks.
+
+    Args:
+        path: where it is.
+        direct_io: read past the page cache what is not in it.
+        buffers: buffers of earlier sources, which go on being used; is added to.
 
     Raises:
         CheckpointNotFoundError: there is nothing.
@@ -34,7 +40,7 @@ def open_source(path: str, *, direct_io: bool) -> Source:
     """
     try:
         for _ in range(_ATTEMPTS):
-            source = LocalSource(path, direct_io=direct_io)
+            source = LocalSource(path, deque() if buffers is None else buffers, direct_io=direct_io)
             if source.is_current(path):
                 return source
             source.close()  # another checkpoint has come to this path while this one was being opened
@@ -81,13 +87,15 @@ class LocalSource(Source):
 
     Args:
         path: the directory, or the file.
-        direct_io: read past the page cache what is not in it.
+        buffers: see `open_source`.
+        direct_io: see `open_source`.
     """
 
-    def __init__(self, path: str, *, direct_io: bool) -> None:
+    def __init__(self, path: str, buffers: deque[memoryview], *, direct_io: bool) -> None:
         self._is_file = os.path.isfile(path)
         self._root = os.path.dirname(path) if self._is_file else path
         self._direct_io = direct_io
+        self._buffers = buffers
         flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
         self._opened = _Opened(os.open(self._root, flags))
         weakref.finalize(self, self._opened.close)  # for who forgets to
@@ -165,7 +173,7 @@ class LocalSource(Source):
         if os.path.isabs(name) or ".." in name.split(os.sep):
             raise self._leads_out(name)
         try:
-            file = LocalFile(name, path, self._opened.directory, direct_io=self._direct_io)
+            file = LocalFile(name, path, self._opened.directory, self._buffers, direct_io=self._direct_io)
         except FileNotFoundError as exc:
             raise CorruptCheckpointError(
                 f"{path} is missing, or was removed or replaced while it was read; use another checkpoint"
