@@ -93,7 +93,6 @@ def test_a_damaged_tensor_is_found_on_its_way_to_a_device(through_chunks, tmp_pa
         target = {name: torch.zeros_like(value) for name, value in state.items()}
         with pytest.raises(aiockpt.CorruptCheckpointError, match="the bytes of w1"):
             ckpt.load(tmp_path / "c", target)
-        assert ckpt._engine._pool.leased == 0
         ckpt.load(tmp_path / "c", {"w2": target["w2"]})
         assert torch.equal(target["w2"], state["w2"])
 
