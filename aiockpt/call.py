@@ -55,12 +55,31 @@ class Call(Generic[T]):
         except BaseException:
             if not self.completion.done():
                 self.cancel()
-            # However often this task is cancelled: what the call uses must not be given back before.
-            while not self.completion.done():
-                with contextlib.suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
-                    await self.completion.settled()
+            # The cancellation that is being delivered already stands for those that come now.
+            await self._over()
             self._drop(drop)
             raise
+
+    async def stop(self) -> None:
+        """Stop it, and wait until it has stopped, whatever its end; a cancellation comes through afterwards."""
+        if not self.completion.done():
+            self.cancel()
+        if await self._over():
+            raise asyncio.CancelledError
+
+    async def _over(self) -> bool:
+        """Wait until it is over, however often this task is cancelled; tell whether it was.
+
+        What the call uses must not be given back before, and a shielded scope lets native cancellation through.
+        """
+        cancelled = False
+        while not self.completion.done():
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self.completion.settled()
+            except asyncio.CancelledError:
+                cancelled = True
+        return cancelled
 
     def result(self, drop: Callable[[T], object] | None = None) -> T:
         """Block until it has ended; who is interrupted, by Ctrl-C above all, stops it, and goes on when it has stopped.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
-import anyio
 import torch
 
 from aiockpt.capture import ready_events
@@ -331,10 +329,9 @@ class CheckpointReader(_Reader):
                 ahead.drop_first()
         finally:
             ahead.cancel()
-            for call in ahead.calls:
-                while not call.completion.done():  # however often this task is cancelled
-                    with contextlib.suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
-                        await call.completion.settled()
+            async with contextlib.AsyncExitStack() as stack:  # all of them, even if this task is cancelled meanwhile
+                for call in ahead.calls:
+                    stack.push_async_callback(call.stop)
 
     async def aclose(self) -> None:
         """Close the files. Idempotent; what was read stays, and reads that are under way come to their end."""

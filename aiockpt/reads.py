@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiockpt.planning.planner import is_dense
 from aiockpt.planning.ranges import Selection, overlap
 
 if TYPE_CHECKING:
@@ -88,16 +86,6 @@ def seen_as(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
     rest = len(memory) % item.dtype.itemsize
     values = (memory[:-rest] if rest else memory).view(item.dtype)
     return values.as_strided(item.shape, item.stride, item.storage_offset)
-
-
-def is_plain(item: TensorItem) -> bool:
-    """Tell whether a payload is exactly the memory of its tensor."""
-    return (
-        item.storage_offset == 0
-        and item.nbytes == math.prod(item.shape) * item.dtype.itemsize
-        and is_dense(item.shape, item.stride)
-        and not (item.conj or item.neg)
-    )
 
 
 def reads_of(

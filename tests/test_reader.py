@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,39 @@ async def test_a_stream_that_is_left_reads_no_more(tmp_path: Path) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+
+
+async def test_a_cancellation_while_a_stream_is_left_is_not_lost(tmp_path: Path) -> None:
+    state = large_state(12, kib=8192)
+    held = threading.Event()
+    arrived = threading.Event()
+
+    class Holding(CountingStorage):
+        holds = False
+
+        def before_read(self, name: str, offset: int, nbytes: int) -> None:
+            super().before_read(name, offset, nbytes)
+            if self.holds:
+                arrived.set()
+                held.wait(60)
+
+    storage = Holding()
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "c")
+        async with ckpt.open(tmp_path / "c", storage=storage) as reader:
+            stream = reader.stream(buffer_bytes=16 << 20, order="keys")
+            for _ in range(2):  # the whole first group: what comes next is read from now on
+                await anext(stream)
+            storage.holds = True
+            third = asyncio.ensure_future(anext(stream))
+            assert await asyncio.to_thread(arrived.wait, 60)
+            for _ in range(5):
+                third.cancel()
+                await asyncio.sleep(0)
+            assert not third.done()  # its threads are not done
+            held.set()
+            with pytest.raises(asyncio.CancelledError):
+                await third
 
 
 async def test_a_damaged_tensor_ends_a_stream(tmp_path: Path) -> None:
