@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -12,13 +12,33 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest import JsonValue
 
 
+class Shard(NamedTuple):
+    """Where a part of a tensor belongs in the whole.
+
+    Attributes:
+        shape: the sizes of the whole tensor.
+        offsets: where the part begins in it.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class Structure:
-    """The names and kinds of a state dict's leaves, in order; equal structures may share a layout."""
+    """The names and kinds of a state dict's leaves, in order; equal structures may share a layout.
+
+    Attributes:
+        names: the fully qualified name of each leaf. A tensor of which this rank has several parts is several leaves.
+        paths: the path of each leaf.
+        objects: the leaves that are no tensors.
+        shards: the leaves that are parts of tensors which several ranks have together.
+    """
 
     names: list[str]
     paths: list[ObjPath]
     objects: frozenset[int]
+    shards: dict[int, Shard] = field(default_factory=dict)
 
 
 def freed_message(name: str) -> str:
