@@ -99,7 +99,7 @@ def _place(
     shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Give sizes and offsets of this rank's part; None if it is not in the mesh."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if mesh.get_coordinate() is None:
         return None
