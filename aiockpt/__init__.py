@@ -1,7 +1,7 @@
 """An asyncio-native checkpoint engine for PyTorch, in DCP's own file format."""
 
 from aiockpt._version import __version__
-from aiockpt.checkpointer import AsyncCheckpointer, SyncCheckpointer, open
+from aiockpt.checkpointer import AsyncCheckpointer, open
 from aiockpt.entry_info import ChunkInfo, ObjectInfo, TensorInfo
 from aiockpt.errors import (
     AiockptError,
@@ -23,6 +23,7 @@ from aiockpt.errors import (
 )
 from aiockpt.handle import Completion, ProgressEvent, SaveHandle, SaveResult
 from aiockpt.reader import CheckpointReader, SyncCheckpointReader
+from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.verify_report import Problem, VerifyReport
 
 __all__ = [

@@ -17,13 +17,15 @@ from aiockpt.errors import SaveError
 from aiockpt.format.objects import encode_object, is_frozen
 from aiockpt.planning.source import Capture, Structure, freed_message
 from aiockpt.planning.tree import StructureError, flatten
+from aiockpt.sharded import LocalPart, ShardingError, is_distributed, local_parts, whole_shape
 from aiockpt.staging.pool import Mapping, copy_small
 
 if TYPE_CHECKING:
     import collections.abc
     from collections.abc import Iterable, Sequence
 
-    from aiockpt.planning.tree import NameMemo
+    from aiockpt.planning.source import Shard
+    from aiockpt.planning.tree import FlatState, NameMemo
 
 
 EAGER_TENSOR_BYTES = 64 << 10
@@ -36,7 +38,8 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 def count_change(tensors: Iterable[torch.Tensor]) -> None:
     """Advance the version counters of tensors that are changed by other means than torch's operators."""
-    for tensor in tensors:
+    for each in tensors:
+        tensor = getattr(each, "_local_tensor", each)  # of a DTensor the part that this rank has
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 
@@ -57,12 +60,15 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_count_fused_steps)
 
 
-def capture_state(state_dict: collections.abc.Mapping[Any, Any], memo: NameMemo | None = None) -> Capture:
+def capture_state(
+    state_dict: collections.abc.Mapping[Any, Any], memo: NameMemo | None = None, *, together: bool = False
+) -> Capture:
     """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     Args:
         state_dict: what to capture.
         memo: names of earlier captures, see `aiockpt.planning.tree.flatten`.
+        together: whether other ranks save their parts of distributed tensors as well.
 
     Raises:
         SaveError: naming the key of what can't be saved.
@@ -71,10 +77,14 @@ def capture_state(state_dict: collections.abc.Mapping[Any, Any], memo: NameMemo 
         flat = flatten(state_dict, memo=memo)
     except StructureError as exc:
         raise SaveError(str(exc)) from None
+    kinds = set(map(type, flat.leaves))
+    shards: dict[int, Shard] = {}
+    if not kinds <= _PLAIN:
+        shards = _take_parts(flat, together=together)
+        kinds = set(map(type, flat.leaves))
     leaves = flat.leaves
     values: dict[int, Any] = {}
     blobs: dict[int, bytes] = {}
-    kinds = set(map(type, leaves))
     if not kinds <= _PLAIN:
         for leaf, value in enumerate(leaves):
             if type(value) not in _PLAIN:
@@ -86,7 +96,7 @@ def capture_state(state_dict: collections.abc.Mapping[Any, Any], memo: NameMemo 
         tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in leaves]
     objects = frozenset(values.keys() | blobs.keys())
     capture = Capture(
-        Structure(flat.names, flat.paths, objects), flat.containers, tensors, [], values=values, blobs=blobs
+        Structure(flat.names, flat.paths, objects, shards), flat.containers, tensors, [], values=values, blobs=blobs
     )
     devices = _check_devices(flat.names, tensors)
     capture.versions = _versions(tensors)
@@ -97,18 +107,66 @@ def capture_state(state_dict: collections.abc.Mapping[Any, Any], memo: NameMemo 
     return capture
 
 
+def _take_parts(flat: FlatState, *, together: bool) -> dict[int, Shard]:
+    """Put this rank's parts in the place of distributed tensors, and dense tensors in that of quantized ones.
+
+    Returns:
+        Where the parts belong that are not the whole of their tensors.
+    """
+    names, paths, leaves = flat.names, flat.paths, flat.leaves
+    flat.names, flat.paths, flat.leaves = [], [], []
+    shards: dict[int, Shard] = {}
+    moved: list[int] = []
+    for name, path, value in zip(names, paths, leaves, strict=True):
+        moved.append(len(flat.leaves))
+        parts = _parts_of(name, value, together=together) if is_distributed(value) else [_dense(name, value)]
+        for part in parts:
+            if isinstance(part, LocalPart):
+                if tuple(part.tensor.shape) != part.shard.shape:
+                    shards[len(flat.leaves)] = part.shard
+                part = part.tensor
+            flat.names.append(name)
+            flat.paths.append(path)
+            flat.leaves.append(part)
+    for record in flat.containers:
+        at = record["at"]
+        if isinstance(at, int):
+            record["at"] = moved[at] if at < len(moved) else len(flat.leaves)
+    return shards
+
+
+def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:
+    try:
+        parts = local_parts(name, value)
+    except ShardingError as exc:
+        raise SaveError(str(exc)) from None
+    if not together and [tuple(part.tensor.shape) for part in parts] != [whole_shape(value)]:
+        raise SaveError(
+            f"{name} is a {type(value).__name__}, of which this process has a part only, and it saves alone: make the "
+            "checkpointer with the process group of all ranks that have the others, or gather it with full_tensor()"
+        )
+    return parts
+
+
+def _dense(name: str, value: Any) -> Any:
+    """Make a plain tensor of one that stores its values in a form of its own, and knows how to give them back."""
+    if not isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return value
+    if type(value).dequantize is torch.Tensor.dequantize:
+        return value
+    with torch.no_grad():
+        dense = value.dequantize()
+    if type(dense) not in _PLAIN:
+        raise SaveError(f"{name} is a {type(value).__name__} whose dequantize() gave a {type(dense).__name__}")
+    return dense.detach()
+
+
 def _take_object(name: str, leaf: int, value: Any, values: dict[int, Any], blobs: dict[int, bytes]) -> None:
     if is_frozen(value):
         values[leaf] = value
         return
-    if isinstance(value, torch.Tensor):
-        if type(value).__module__.startswith("torch.distributed"):
-            raise SaveError(
-                f"{name} is a {type(value).__name__}, one rank's part of a tensor; this version saves the state "
-                "of one process. Gather it first, for example with full_tensor()."
-            )
-        if value.device.type == "meta":
-            raise SaveError(_meta_message(name))
+    if isinstance(value, torch.Tensor) and value.device.type == "meta":
+        raise SaveError(_meta_message(name))
     blobs[leaf] = encode_object(name, value)
 
 

@@ -1,149 +1,32 @@
-"""The facade: `AsyncCheckpointer` for async programs, `SyncCheckpointer` for plain ones, on one engine."""
+"""The facade for async programs."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 
-from aiockpt.capture import capture_state, ready_events, watch_optimizers
-from aiockpt.engine import Engine
-from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError
-from aiockpt.format.manifest import check_user_metadata
-from aiockpt.job import SaveJob, choose_form
-from aiockpt.load import load_checkpoint
+from aiockpt.checkpointer_base import CheckpointerBase, Path, SaveOptions, StateDict
+from aiockpt.errors import AiockptError
 from aiockpt.load_options import LoadOptions, check_options
-from aiockpt.options import EngineOptions
-from aiockpt.planning.planner import stored_bytes
 from aiockpt.planning.selection import check_patterns
-from aiockpt.reader import CheckpointReader, SyncCheckpointReader
-from aiockpt.storage.local import LocalStorage
-from aiockpt.verify import verify_checkpoint
+from aiockpt.reader import CheckpointReader
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     import torch
 
-    from aiockpt.call import Call
-    from aiockpt.handle import Completion, SaveHandle, SaveResult
+    from aiockpt.handle import SaveHandle
+    from aiockpt.hooks import Hook
     from aiockpt.job import SaveFormat
     from aiockpt.load_options import MapLocation
-    from aiockpt.planning.tree import NameMemo
     from aiockpt.storage.base import Storage
     from aiockpt.verify_report import VerifyReport
 
-StateDict = Mapping[Any, Any]
-Path = str | os.PathLike[str]
 
-
-class _Checkpointer:
-    """What both checkpointers share: options, the engine, and the making of jobs."""
-
-    def __init__(
-        self,
-        *,
-        staging_bytes: int | None = None,
-        chunk_bytes: int | None = None,
-        io_threads: int | None = None,
-        direct_io: bool = True,
-        fsync: bool = True,
-        drain_timeout: float = 1800.0,
-    ) -> None:
-        """Make a checkpointer. Nothing runs before its first use.
-
-        Args:
-            staging_bytes: the most staging memory to use, in bytes. None: as much as the state is large, but
-                at most half of the memory that is available. A larger state streams through it: written as
-                fast, but `staged` comes later.
-            chunk_bytes: the size of one piece of staging memory and of one write, in bytes. None: 16 MiB.
-            io_threads: how many threads write, and into how many files a large state goes; twice as many read.
-                None: 4.
-            direct_io: write past the page cache where the file system allows it.
-            fsync: make every file and directory durable before `written`. Without it a crash of the machine
-                can lose a checkpoint that was announced.
-            drain_timeout: how long closing waits for saves in flight, in seconds, before it cancels them.
-        """
-        options = EngineOptions(
-            staging_bytes=staging_bytes, chunk_bytes=chunk_bytes, io_threads=io_threads, drain_timeout=drain_timeout
-        )
-        watch_optimizers()
-        self._engine = Engine(options)
-        self._names: NameMemo = {}
-        self._storage: Storage = LocalStorage(direct_io=direct_io, fsync=fsync)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._engine!r}>"
-
-    def _submit(
-        self,
-        state_dict: StateDict,
-        path: Path,
-        *,
-        overwrite: bool,
-        metadata: Mapping[str, Any] | None,
-        format: SaveFormat,
-        shard_bytes: int | None,
-        storage: Storage | None,
-    ) -> SaveHandle:
-        started = time.perf_counter()
-        self._engine.raise_unseen()
-        storage = storage if storage is not None else self._storage
-        where = storage.locate(os.fspath(path))
-        if self._engine.in_flight(where):
-            raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
-        storage.check(where, overwrite=overwrite)
-        try:
-            facts = check_user_metadata({} if metadata is None else metadata)
-        except TypeError as exc:
-            raise SaveError(str(exc)) from None
-        form = choose_form(format, where, facts, shard_bytes)
-        capture = capture_state(state_dict, self._names)
-        if form is not None:
-            form.admit(capture)
-        job = SaveJob(
-            path=where,
-            storage=storage,
-            overwrite=overwrite,
-            metadata=facts,
-            capture=capture,
-            started=started,
-            form=form,
-        )
-        self._engine.submit(job)
-        job.captured_s = time.perf_counter() - started
-        return job.handle
-
-    def _load(
-        self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None
-    ) -> Call[Any]:
-        check_options(options, into=state_dict is not None)
-        storage, where = self._located(path, storage)
-        ready = {} if state_dict is None else ready_events(state_dict)
-        return self._engine.call(
-            lambda tools: load_checkpoint(storage, where, state_dict, options, tools, ready), f"load {where}"
-        )
-
-    def _verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
-        storage, where = self._located(path, storage)
-        return self._engine.call(lambda tools: verify_checkpoint(storage, where, tools.workers), f"verify {where}")
-
-    def _located(self, path: Path, storage: Storage | None) -> tuple[Storage, str]:
-        where = os.fspath(path)
-        if not isinstance(where, str):
-            raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
-        storage = storage if storage is not None else self._storage
-        return storage, storage.locate(where)
-
-    def _prewarm(self, state_dict: StateDict) -> Completion[None]:
-        nbytes, devices = stored_bytes(state_dict)
-        return self._engine.prewarm(nbytes, devices)
-
-
-class AsyncCheckpointer(_Checkpointer):
+class AsyncCheckpointer(CheckpointerBase):
     """Saves and loads checkpoints from asyncio programs, without ever blocking the loop.
 
     Usable from any number of loops and threads::
@@ -179,6 +62,9 @@ class AsyncCheckpointer(_Checkpointer):
         metadata: Mapping[str, Any] | None = None,
         format: SaveFormat = "dcp",
         shard_bytes: int | None = None,
+        separation_hint: str | Sequence[str] | None = None,
+        pre_commit: Hook | None = None,
+        post_commit: Hook | None = None,
         storage: Storage | None = None,
     ) -> SaveHandle:
         """Start to save a state dict. A plain function: it holds the caller for the capture only.
@@ -206,6 +92,13 @@ class AsyncCheckpointer(_Checkpointer):
                 ``model.safetensors.index.json``, and `.aiockpt.json` with their CRCs.
             shard_bytes: for a safetensors directory, how many bytes of tensors a file holds at most, but for a
                 tensor that is larger. None: 5 GB.
+            separation_hint: beginnings of names; what is called so goes to files of its own, whose names begin with
+                the hint, for example to delete or to move the optimizer's part alone. For the "dcp" format.
+            pre_commit: a function or coroutine function that is called with the path when all bytes are durable and
+                nothing is published. If it fails, so does the save. Runs in a worker thread, a coroutine in an
+                event loop of its own there; of several ranks each runs its own.
+            post_commit: the same, called when the checkpoint is published, before `written` comes. If it fails, the
+                save has succeeded all the same: its result has ``post_commit_error``, and it is logged.
             storage: where to keep it; None for the file system.
 
         Returns:
@@ -218,15 +111,17 @@ class AsyncCheckpointer(_Checkpointer):
             CheckpointerClosedError: the checkpointer is closed.
             AiockptError: the failure of an earlier save that nobody awaited.
         """
-        return self._submit(
-            state_dict,
-            path,
+        options = SaveOptions(
             overwrite=overwrite,
             metadata=metadata,
             format=format,
             shard_bytes=shard_bytes,
+            separation_hint=separation_hint,
+            pre_commit=pre_commit,
+            post_commit=post_commit,
             storage=storage,
         )
+        return self._submit(state_dict, path, options)
 
     async def load(
         self,
@@ -360,141 +255,6 @@ class AsyncCheckpointer(_Checkpointer):
         await closed.settled()
         self._engine.join()
         await closed
-
-
-class SyncCheckpointer(_Checkpointer):
-    """Saves and loads checkpoints from plain programs, with the same engine in the background.
-
-    ::
-
-        with aiockpt.SyncCheckpointer() as ckpt:
-            ckpt.save(state, "runs/a/step-100")             # blocks until durable
-            stage, write = ckpt.submit(state, "runs/a/step-200")
-            stage.result()                                  # now the tensors may change
-    """
-
-    def __enter__(self) -> Self:
-        self._engine.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except AiockptError as exc:
-            if error is None:
-                raise
-            error.add_note(f"closing the checkpointer also failed: {exc}")
-
-    def save(
-        self,
-        state_dict: StateDict,
-        path: Path,
-        *,
-        overwrite: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-        format: SaveFormat = "dcp",
-        shard_bytes: int | None = None,
-        storage: Storage | None = None,
-    ) -> SaveResult:
-        """Save a state dict and block until it is durable; see `AsyncCheckpointer.save`."""
-        handle = self.submit(
-            state_dict,
-            path,
-            overwrite=overwrite,
-            metadata=metadata,
-            format=format,
-            shard_bytes=shard_bytes,
-            storage=storage,
-        )
-        return handle.written.result()
-
-    def submit(
-        self,
-        state_dict: StateDict,
-        path: Path,
-        *,
-        overwrite: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-        format: SaveFormat = "dcp",
-        shard_bytes: int | None = None,
-        storage: Storage | None = None,
-    ) -> SaveHandle:
-        """Start to save; see `AsyncCheckpointer.save`.
-
-        Returns:
-            The handle; ``stage, write = submit(...)`` gives its two futures, each with ``result(timeout)``.
-        """
-        return self._submit(
-            state_dict,
-            path,
-            overwrite=overwrite,
-            metadata=metadata,
-            format=format,
-            shard_bytes=shard_bytes,
-            storage=storage,
-        )
-
-    def load(
-        self,
-        path: Path,
-        state_dict: StateDict | None = None,
-        *,
-        map_location: MapLocation | None = None,
-        keys: str | Sequence[str] | None = None,
-        dtype: torch.dtype | None = None,
-        strict: bool = True,
-        verify: bool = True,
-        mmap: bool = False,
-        safe_globals: Sequence[Any] = (),
-        trust: bool = False,
-        storage: Storage | None = None,
-    ) -> Any:
-        """Load a checkpoint, blocking; see `AsyncCheckpointer.load`."""
-        options = LoadOptions(
-            map_location=map_location,
-            keys=check_patterns(keys),
-            dtype=dtype,
-            strict=strict,
-            verify=verify,
-            mmap=mmap,
-            safe_globals=safe_globals,
-            trust=trust,
-        )
-        return self._load(path, state_dict, options, storage).result()
-
-    def open(
-        self,
-        path: Path,
-        *,
-        verify: bool = True,
-        safe_globals: Sequence[Any] = (),
-        trust: bool = False,
-        storage: Storage | None = None,
-    ) -> SyncCheckpointReader:
-        """Look into a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
-        storage, where = self._located(path, storage)
-        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
-        check_options(options, into=False)
-        return SyncCheckpointReader(self._engine, storage, where, options)
-
-    def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
-        """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
-        return self._verify(path, storage).result()
-
-    def prewarm(self, state_dict: StateDict) -> None:
-        """Make and fault in staging memory for such a state, blocking; see `AsyncCheckpointer.prewarm`."""
-        self._prewarm(state_dict).result()
-
-    def close(self) -> None:
-        """Finish the saves in flight and end all threads, blocking; see `AsyncCheckpointer.aclose`."""
-        closed = self._engine.close()
-        try:
-            closed.result()
-        finally:
-            if closed.done():
-                self._engine.join()
 
 
 def open(path: Path, *, verify: bool = True, safe_globals: Sequence[Any] = (), trust: bool = False) -> CheckpointReader:

@@ -25,7 +25,9 @@ from aiockpt.handle import Completion
 from aiockpt.item_reader import LoadTools
 from aiockpt.options import EngineOptions, available_memory_bytes, cores
 from aiockpt.planning.planner import Planner
+from aiockpt.planning.world_planner import WorldPlanner
 from aiockpt.save import SaveTools, run_save
+from aiockpt.save_together import WorldTools
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.memory import TensorMemory
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
+    from aiockpt.coordination.base import Coordinator
     from aiockpt.job import SaveJob
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import Lease
@@ -89,6 +92,7 @@ class Engine:
         self._last: SaveJob | None = None
         self._stagers: dict[torch.device, Stager] = {}
         self._placers: dict[torch.device, AcceleratorPlacer] = {}
+        self._world: WorldTools | None = None
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._thread else "idle"
@@ -180,6 +184,7 @@ class Engine:
             seal_workers=self._seal_workers,
             stager_for=self._stager_for,
             reserve=self._reserve,
+            world=lambda: self._world,
         )
         self._memory = TensorMemory(available_memory_bytes() // 2)
         self._load_tools = LoadTools(self._load_workers, self._memory, self._pool, self._placer_for)
@@ -194,6 +199,8 @@ class Engine:
             with contextlib.ExitStack() as stack:  # all are closed, whatever one of them raises
                 stack.callback(self._memory.close)
                 stack.callback(self._pool.drop)
+                if self._world is not None:
+                    stack.callback(self._world.coordinator.close)
                 for workers in (self._copy_workers, self._io_workers, self._seal_workers, self._load_workers):
                     stack.callback(workers.close)
                 for stager in self._stagers.values():
@@ -230,6 +237,16 @@ class Engine:
             most = (available_memory_bytes() + owned) // 2
             self._pool.allow(max(1, min(wanted, most // chunk)))
 
+    def meet(self, choose: Callable[[], Coordinator | None]) -> Coordinator | None:
+        """Give the way to the other ranks; it is chosen at the first use that finds any, and stays."""
+        with self._lock:
+            if self._world is None:
+                coordinator = choose()
+                if coordinator is None:
+                    return None
+                self._world = WorldTools(coordinator, WorldPlanner(coordinator.rank))
+            return self._world.coordinator
+
     # --- work -------------------------------------------------------------------------------------
 
     def submit(self, job: SaveJob) -> None:
@@ -247,10 +264,19 @@ class Engine:
             self._unseen.append(job)
             self._post(lambda: self._admit(job))
 
+    def refuse(self, job: SaveJob) -> None:
+        """Put a save in line that only tells the other ranks why this one does not take part."""
+        with self._lock:
+            if self._closed is None and self._died is None and self._pid == os.getpid():
+                self._start()
+                job.post = self._post
+                self._jobs.append(job)
+                self._post(lambda: self._admit(job))
+
     def in_flight(self, path: str) -> bool:
         """Tell whether a save to this path is in line or under way."""
         with self._lock:
-            return any(job.path == path and not job.handle.written.done() for job in self._jobs)
+            return any(job.path == path and not job.handle.written.done() and not job.refused for job in self._jobs)
 
     def raise_unseen(self) -> None:
         """Raise the error of an earlier save that nobody has been told of."""
@@ -263,7 +289,8 @@ class Engine:
                 continue
             error = job.handle.written._error
             # Who cancels a save knows that it is not written; who waits for it is about to be told.
-            if error is None or isinstance(error, SaveCancelledError) or job.handle.observed:
+            cancelled = isinstance(error, SaveCancelledError) and job.cancel_asked
+            if error is None or cancelled or job.handle.observed:
                 self._unseen.remove(job)
             elif not job.handle.expected:
                 self._unseen.remove(job)

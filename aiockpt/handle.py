@@ -165,6 +165,7 @@ class SaveResult:
         planned_s: how long planning took.
         staged_s: from the call until staged.
         written_s: from the call until durable under the final name.
+        post_commit_error: what the hook raised that came after that, if it failed.
     """
 
     path: str
@@ -177,6 +178,7 @@ class SaveResult:
     planned_s: float
     staged_s: float
     written_s: float
+    post_commit_error: BaseException | None = None
 
     @property
     def bytes_per_s(self) -> float:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import anyio
 import torch
 
-from aiockpt.errors import TornSnapshotError
+from aiockpt.errors import SaveError, TornSnapshotError
 from aiockpt.format.safetensors_writer import SUFFIX
 from aiockpt.handle import Completion, SaveHandle
+from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.safetensors_plan import SafetensorsForm
+from aiockpt.planning.source import Capture, Structure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.format.manifest import JsonValue
+    from aiockpt.hooks import Hook
     from aiockpt.planning.plans import SaveForm
-    from aiockpt.planning.source import Capture
     from aiockpt.staging.base import Stager
     from aiockpt.storage.base import Storage
 
@@ -28,28 +30,50 @@ SaveFormat = Literal["dcp", "safetensors"]
 
 
 def choose_form(
-    name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], shard_bytes: int | None
-) -> SafetensorsForm | None:
-    """Make what a plan in another format than DCP's needs; None for that.
+    name: SaveFormat,
+    path: str,
+    metadata: Mapping[str, JsonValue],
+    *,
+    shard_bytes: int | None,
+    separation_hint: str | Sequence[str] | None,
+    files: int,
+    together: bool,
+) -> SafetensorsForm | DcpForm | None:
+    """Make what a plan in another form than DCP's own needs; None for that.
 
     Raises:
-        ValueError: a format that is not known, or ``shard_bytes`` where it means nothing.
-        SaveError: the metadata can't be stored in this format.
+        ValueError: a format that is not known, or an option where it means nothing.
+        SaveError: the metadata can't be stored in this format, or it is not for several ranks.
     """
+    hints = (separation_hint,) if isinstance(separation_hint, str) else tuple(separation_hint or ())
+    for hint in hints:
+        if name != "dcp":
+            raise ValueError("separation_hint is for format='dcp'")
+        if not isinstance(hint, str) or not hint or "/" in hint or "\0" in hint or hint.startswith("."):
+            raise ValueError(
+                f"separation_hint has {hint!r}; it must be the beginning of names, and of file names: no '/', no '.' "
+                "at its beginning"
+            )
     if name == "safetensors":
+        if together:
+            raise SaveError(
+                "format='safetensors' is written by one process: save whole tensors on one rank, with a checkpointer "
+                "of process_group=None"
+            )
         return SafetensorsForm(metadata, single_file=path.endswith(SUFFIX), shard_bytes=shard_bytes)
     if name != "dcp":
         raise ValueError(f"format is {name!r}; it must be 'dcp' or 'safetensors'")
     if shard_bytes is not None:
         raise ValueError("shard_bytes is for format='safetensors'; the dcp format has io_threads files")
-    return None
+    return DcpForm(files, hints) if hints else None
 
 
 @dataclass
 class SaveJob:
     """One save: what is to be saved, and what is known of its course.
 
-    ``form`` is the format to save in; None for DCP's.
+    ``form`` is the format to save in; None for DCP's. ``refused`` is why it can't be made: it is in line only to tell
+    the other ranks.
 
     Implements `aiockpt.handle.Control`. ``cancel`` and ``fence`` may be called from any thread.
     """
@@ -61,11 +85,15 @@ class SaveJob:
     capture: Capture
     started: float
     form: SaveForm | None = None
+    pre_commit: Hook | None = None
+    post_commit: Hook | None = None
+    refused: BaseException | None = None
     captured_s: float = 0.0
     handle: SaveHandle = field(init=False)
     post: Callable[[Callable[[], None]], object] = lambda _: None
     cancelled: Completion[bool] = field(default_factory=lambda: Completion[bool]("cancelled"))
     issued: threading.Event = field(default_factory=threading.Event)
+    planned: anyio.Event = field(init=False)
     staging_over: anyio.Event = field(init=False)
     over: anyio.Event = field(init=False)
     scope: anyio.CancelScope = field(init=False)
@@ -77,8 +105,15 @@ class SaveJob:
     def __post_init__(self) -> None:
         self.handle = SaveHandle(self.path, self, self.started)
 
+    @classmethod
+    def of_refusal(cls, path: str, storage: Storage, error: BaseException, started: float) -> Self:
+        """Make a job that does nothing but to tell the other ranks why this one does not save."""
+        nothing = Capture(Structure([], [], frozenset()), [], [], [])
+        return cls(path, storage, overwrite=False, metadata={}, capture=nothing, started=started, refused=error)
+
     def admit(self) -> None:
         """Make what belongs to the engine's loop, in that loop."""
+        self.planned = anyio.Event()
         self.staging_over = anyio.Event()
         self.over = anyio.Event()
         self.scope = anyio.CancelScope()

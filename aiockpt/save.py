@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import anyio
-from isal.isal_zlib import crc32
+import anyio.lowlevel
 
+from aiockpt.course import Transferred
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, TornSnapshotError
-from aiockpt.format.manifest import MANIFEST_NAME, FileFacts
+from aiockpt.format.manifest import FileFacts
 from aiockpt.handle import Phase, ProgressEvent
+from aiockpt.hooks import run_hook
+from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.layout import BLOCK_BYTES, Sealer, align_up
-from aiockpt.save_summary import manifest_of, result_of
+from aiockpt.save_alone import AloneCourse
+from aiockpt.save_together import TogetherCourse
 from aiockpt.staging.base import Done, LayoutMismatchError
 from aiockpt.transfer import Filled, Later, Leases, Router
 
@@ -25,20 +30,25 @@ if TYPE_CHECKING:
     import torch
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+    from aiockpt.course import Course
     from aiockpt.handle import SaveResult
+    from aiockpt.hooks import Hook
     from aiockpt.job import SaveJob
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner
     from aiockpt.planning.plans import SavePlan
+    from aiockpt.save_together import WorldTools
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
     from aiockpt.storage.base import Transaction
     from aiockpt.threads import Workers
 
+logger = logging.getLogger("aiockpt")
+
 
 @dataclass(frozen=True)
 class SaveTools:
-    """What the engine lends to every save."""
+    """What the engine lends to every save; ``world`` where there are other ranks to save with."""
 
     pool: ChunkPool
     planner: Planner
@@ -47,6 +57,7 @@ class SaveTools:
     seal_workers: Workers
     stager_for: Callable[[torch.device], Stager]
     reserve: Callable[[int], None]
+    world: Callable[[], WorldTools | None]
 
 
 async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> None:
@@ -57,7 +68,7 @@ async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> 
         with job.scope:
             if job.cancel_asked:
                 job.scope.cancel()
-            result = await _Save(job, tools, previous).run()
+            result = await _Save(job, tools, previous, _course_of(job, tools, previous)).run()
         if result is None:
             error = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
     except BaseException as exc:  # delivered to whoever waits, never dropped
@@ -70,14 +81,34 @@ async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> 
         job.handle.written._settle(result, error)
         job.handle._wake()
         job.cancelled._settle(isinstance(error, SaveCancelledError))
+        job.planned.set()
         job.staging_over.set()
         job.over.set()
 
 
-def _first(error: BaseException) -> BaseException:
-    """Give the first error in a group; make it one of ours."""
+def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> Course:
+    """Tell whether a save is made alone or with other ranks."""
+    world = tools.world()
+    if world is None:
+        return AloneCourse(job, tools.planner, tools.copy_workers, tools.io_workers)
+    form = job.form if job.form is not None else DcpForm(tools.io_workers.count)
+    if not isinstance(form, DcpForm):
+        raise SaveError(
+            f"format={form.name!r} is for one process: pass process_group=None and whole tensors, on one rank"
+        )
+    return TogetherCourse(job, form, world, previous, tools.copy_workers, tools.io_workers)
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """Give the first error in a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
+    return error
+
+
+def _first(error: BaseException) -> BaseException:
+    """Give the first error in a group; make it one of ours."""
+    error = _unwrapped(error)
     if isinstance(error, AiockptError):
         return error
     wrapped = SaveError(f"the save failed: {type(error).__name__}: {error}")
@@ -88,9 +119,10 @@ def _first(error: BaseException) -> BaseException:
 class _Save:
     """The course of one save."""
 
-    def __init__(self, job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> None:
+    def __init__(self, job: SaveJob, tools: SaveTools, previous: SaveJob | None, course: Course) -> None:
         self._job = job
         self._tools = tools
+        self._course = course
         self._previous = previous
         self._staged_bytes = 0
         self._written_bytes = 0
@@ -100,17 +132,18 @@ class _Save:
         self._files: dict[str, FileFacts] = {}
         self._sealers: list[Sealer] = []
         self._images_left = 0
-        self._transaction: Transaction | None = None
 
     async def run(self) -> SaveResult:
         previous = self._previous
         self._previous = None
+        if not self._course.plans_anew:
+            return await self._attempt(previous)
         try:
             return await self._attempt(previous)
         except* LayoutMismatchError as group:
             mismatch = _first(group)
         # A tensor is not what the kept layout says, though it has the same name: plan from the beginning.
-        self._tools.planner.forget()
+        self._course.forget()
         self._staged_bytes = self._written_bytes = 0
         self._files.clear()
         try:
@@ -122,50 +155,55 @@ class _Save:
             ) from None
 
     async def _attempt(self, previous: SaveJob | None) -> SaveResult:
-        job, tools = self._job, self._tools
+        job, course = self._job, self._course
         begin = time.perf_counter()
-        plan = await tools.copy_workers.run(tools.planner.plan, job.capture, job.form)
+        plan = await course.plan()
+        job.planned.set()
         self._planned_s = time.perf_counter() - begin
         self._total_bytes = plan.layout.nbytes
         self._report("planned")
-        if previous is not None:
-            await previous.staging_over.wait()
-        tools.reserve(self._total_bytes)
         try:
-            transaction = await self._transfer(plan, previous)
-            if not plan.is_single_file:
-                await self._describe(plan, transaction)
+            if previous is not None:
+                await previous.staging_over.wait()
+            self._tools.reserve(self._total_bytes)
+            await self._transfer(plan, previous)
             self._report("written")
+            if job.pre_commit is not None:
+                await self._tools.io_workers.run(run_hook, job.pre_commit, job.path, "pre_commit")
+                await anyio.lowlevel.checkpoint_if_cancelled()
+            crcs = [sealer.crcs for sealer in self._sealers]
             with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
-                await transaction.commit()
+                result = await course.finish(Transferred(plan, self._files, crcs, self._times_s()))
         except BaseException as exc:
-            await self._abort(exc)
-            raise
+            with anyio.CancelScope(shield=True):
+                error = await course.fail(_unwrapped(exc))
+            if error is _unwrapped(exc):
+                raise
+            raise error from error.__cause__
         self._report("committed")
-        return result_of(job, plan, self._files, self._times_s())
+        return result if job.post_commit is None else await self._after(result, job.post_commit)
+
+    async def _after(self, result: SaveResult, hook: Hook) -> SaveResult:
+        """Run what comes after the commit; it can't undo that."""
+        try:
+            await self._tools.io_workers.run(run_hook, hook, self._job.path, "post_commit")
+        except SaveError as exc:
+            logger.exception("%s is published all the same", self._job.path)
+            return replace(result, post_commit_error=exc)
+        return result
 
     async def _begin(self, ready: Later[Transaction]) -> None:
-        job = self._job
-        self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._tools.io_workers)
-        ready.set(self._transaction)
+        ready.set(await self._course.begin())
 
-    async def _abort(self, error: BaseException) -> None:
-        """Remove what was written; should that fail too, say so on the error that led here."""
-        transaction, self._transaction = self._transaction, None
-        if transaction is not None:
-            with anyio.CancelScope(shield=True):
-                try:
-                    await transaction.abort()
-                except AiockptError as exc:
-                    error.add_note(str(exc))
-
-    async def _transfer(self, plan: SavePlan, previous: SaveJob | None) -> Transaction:
+    async def _transfer(self, plan: SavePlan, previous: SaveJob | None) -> None:
         """Stage and write all files. Staging waits for nothing but staging memory."""
         job = self._job
         layout = plan.layout
         router = Router(layout, job.capture, self._tools.stager_for)
         job.stagers = router.stagers
         self._images_left = len(layout.images)
+        if not layout.images:
+            job.issued.set()
         # So many files at a time, in order: the first of them can always go on, whatever chunks the others hold.
         filling, writing_to = (anyio.Semaphore(self._tools.io_workers.count) for _ in range(2))
         self._sealers = [Sealer(image, head) for image, head in zip(layout.images, plan.heads, strict=True)]
@@ -186,7 +224,6 @@ class _Save:
             job.staging_over.set()
             self._report("staged")
             job.handle.staged._settle(None)
-        return await transaction.get()
 
     async def _stage(
         self,
@@ -272,20 +309,6 @@ class _Save:
                     self._written_bytes += filled.stop - filled.start
                     self._report("writing")
                 await sink.finish()
-
-    async def _describe(self, plan: SavePlan, transaction: Transaction) -> None:
-        """Write the manifest, then the documents that make it a checkpoint of its format."""
-        documents = await self._tools.io_workers.run(plan.documents)
-        self._files |= {name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}
-        manifest = await self._tools.io_workers.run(self._encode_manifest, plan)
-        for name, data in {MANIFEST_NAME: manifest, **documents}.items():
-            sink = await transaction.create(name, len(data))
-            await sink.write(memoryview(data))
-            await sink.finish()
-
-    def _encode_manifest(self, plan: SavePlan) -> bytes:
-        times_s = {**self._times_s(), "data_written": self._job.handle._elapsed()}
-        return manifest_of(self._job, plan, self._files, [sealer.crcs for sealer in self._sealers], times_s)
 
     def _times_s(self) -> dict[str, float]:
         return {"captured": self._job.captured_s, "planned": self._planned_s, "staged": self._staged_s}

@@ -9,6 +9,7 @@ import torch
 
 from aiockpt._version import __version__
 from aiockpt.format.manifest import FileFacts, Manifest, encode_manifest
+from aiockpt.format.metadata import METADATA_NAME
 from aiockpt.handle import SaveResult
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
     from aiockpt.job import SaveJob
     from aiockpt.planning.plans import SavePlan
+    from aiockpt.planning.world_book import WorldBook
+
+
+_WRITER = f"aiockpt {__version__} (torch {torch.__version__})"
 
 
 def manifest_of(
@@ -37,8 +42,8 @@ def manifest_of(
     tensors, objects = _counts(plan)
     images = {image.name: files[image.name] for image in plan.layout.images}  # in order
     manifest = Manifest(
-        writer=f"aiockpt {__version__} (torch {torch.__version__})",
-        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        writer=_WRITER,
+        created=_now(),
         metadata=job.metadata,
         files={**images, **files},
         totals={
@@ -71,6 +76,56 @@ def result_of(job: SaveJob, plan: SavePlan, files: Mapping[str, FileFacts], time
         staged_s=times_s["staged"],
         written_s=job.handle._elapsed(),
     )
+
+
+def world_manifest(job: SaveJob, book: WorldBook, files: Mapping[str, FileFacts], ranks: int) -> bytes:
+    """Encode the manifest of a checkpoint that several ranks have written.
+
+    Args:
+        job: the save, on rank 0.
+        book: the plan of all ranks.
+        files: every other file of the checkpoint.
+        ranks: how many ranks there are.
+    """
+    items = sum(facts.nbytes for name, facts in files.items() if name != METADATA_NAME)
+    manifest = Manifest(
+        writer=_WRITER,
+        created=_now(),
+        metadata=job.metadata,
+        files=files,
+        totals={
+            "tensors": book.tensors,
+            "objects": book.objects,
+            "tensor_bytes": book.tensor_bytes,
+            "file_bytes": items,
+            "ranks": ranks,
+        },
+        times_s={"captured": job.captured_s, "data_written": job.handle._elapsed()},
+        containers=book.plan.containers,
+    )
+    return encode_manifest(manifest)
+
+
+def world_result(
+    job: SaveJob, times_s: Mapping[str, float], files: Mapping[str, int], tensor_bytes: int, tensors: int, objects: int
+) -> SaveResult:
+    """Sum up a checkpoint that several ranks have written, with the times of this one."""
+    return SaveResult(
+        path=job.path,
+        nbytes=sum(nbytes for name, nbytes in files.items() if name != METADATA_NAME),
+        tensor_bytes=tensor_bytes,
+        tensors=tensors,
+        objects=objects,
+        files=files,
+        captured_s=times_s["captured"],
+        planned_s=times_s["planned"],
+        staged_s=times_s["staged"],
+        written_s=job.handle._elapsed(),
+    )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def _counts(plan: SavePlan) -> tuple[int, int]:

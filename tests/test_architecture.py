@@ -17,10 +17,12 @@ PACKAGE = Path(aiockpt.__file__).parent
 # A module may import from its own row and from rows below, where its own row is one folder or one file.
 ROWS = [
     {"__init__", "__main__", "cli", "testing"},
-    {"checkpointer"},
+    {"checkpointer", "sync_checkpointer"},
+    {"checkpointer_base"},
     {"engine"},
-    {"save", "load", "whole_load", "partial_load", "reader", "verify"},
+    {"save", "save_alone", "save_together", "load", "whole_load", "partial_load", "reader", "verify"},
     {
+        "course",
         "job",
         "save_summary",
         "item_verifier",
@@ -36,7 +38,7 @@ ROWS = [
     {"sharded"},
     {"planning"},
     {"format"},
-    {"call"},
+    {"call", "hooks"},
     {"handle", "verify_report"},
     {"threads", "errors", "_version"},
 ]

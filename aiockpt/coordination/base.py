@@ -73,6 +73,11 @@ class Coordinator(ABC):
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def leader_lives(self) -> bool:
+        """Whether rank 0 can still be reached, as far as this rank has noticed."""
+        return True
+
     @abstractmethod
     async def round(
         self,
@@ -87,7 +92,8 @@ class Coordinator(ABC):
         Every rank calls it once for each round of a lane, in the same order. When all have brought values, rank 0
         runs ``decide`` with them, in the order of the ranks, which gives a reply for each. When a rank has brought
         an error, is gone, or does not come within the timeout, or when ``decide`` fails, every rank's call raises
-        the same error, which names the rank.
+        the same error, which names the rank. Once ``decide`` has succeeded the round has: a rank that is gone when
+        it is to be told does not change that for the others, but fails their next round.
 
         A cancellation that comes while it waits is delivered when the round is over: a rank that left alone would
         leave the others waiting.

@@ -111,7 +111,7 @@ def encode_metadata(entries: Sequence[tuple[str, Entry]], paths: Mapping[str, Ob
     """Encode everything that does not depend on where objects are.
 
     Args:
-        entries: name and entry of each item, in the order of the state dict; each tensor with one chunk.
+        entries: name and entry of each item, in the order of the state dict.
         paths: the path in the state dict of each name.
     """
     ops = _Opcodes()
@@ -148,9 +148,10 @@ def encode_metadata(entries: Sequence[tuple[str, Entry]], paths: Mapping[str, Ob
     _storage_data(
         ops,
         [
-            (reference, entry.chunks[0].offsets, entry.chunks[0].place)
+            (reference, (number, chunk.offsets), chunk.place)
             for (_, entry), reference in zip(entries, references, strict=True)
             if isinstance(entry, TensorEntry)
+            for number, chunk in enumerate(entry.chunks)
         ],
     )
     return MetadataHead(b"".join(out), ops.remembered)
@@ -169,7 +170,7 @@ def finish_metadata(head: MetadataHead, objects: Sequence[tuple[str, ItemPlace]]
 
 
 def _tensor_metadata(ops: _Opcodes, entry: TensorEntry) -> None:
-    key = ("tensor", entry.dtype, entry.shape)
+    key = ("tensor", entry.dtype, entry.shape, tuple(chunk[:2] for chunk in entry.chunks))
     if ops.get(key):
         return
     out = ops.out
@@ -180,15 +181,21 @@ def _tensor_metadata(ops: _Opcodes, entry: TensorEntry) -> None:
     ops.text("size")
     ops.size(entry.shape)
     ops.text("chunks")
-    out.append(b"]")
-    ops.name(DCP_MODULE, "ChunkStorageMetadata")
-    out.append(b")\x81}(")
-    ops.text("offsets")
-    ops.size(entry.chunks[0].offsets)
-    ops.text("sizes")
-    ops.size(entry.chunks[0].sizes)
-    out.append(b"ubaub")
+    out.append(b"](")
+    for chunk in entry.chunks:
+        _chunk_metadata(ops, chunk.offsets, chunk.sizes)
+    out.append(b"eub")
     ops.put(key)
+
+
+def _chunk_metadata(ops: _Opcodes, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    ops.name(DCP_MODULE, "ChunkStorageMetadata")
+    ops.out.append(b")\x81}(")
+    ops.text("offsets")
+    ops.size(offsets)
+    ops.text("sizes")
+    ops.size(sizes)
+    ops.out.append(b"ub")
 
 
 def _properties(ops: _Opcodes, dtype: torch.dtype) -> None:
@@ -214,16 +221,16 @@ def _properties(ops: _Opcodes, dtype: torch.dtype) -> None:
     ops.put(key)
 
 
-def _storage_data(ops: _Opcodes, items: Sequence[tuple[bytes, tuple[int, ...] | None, ItemPlace]]) -> None:
-    """Add entries to the dict on top of the stack: the opcodes of the name, the offsets, the place."""
+def _storage_data(ops: _Opcodes, items: Sequence[tuple[bytes, tuple[int, tuple[int, ...]] | None, ItemPlace]]) -> None:
+    """Add entries to the dict on top of the stack: opcodes of the name; number and offsets of the chunk; the place."""
     out = ops.out
     index_head = ops.prepared(ops.name, DCP_MODULE, "MetadataIndex") + b")\x81}(" + ops.prepared(ops.text, "fqn")
     info = ops.prepared(ops.name, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
     info_head = b"ub" + info + b")\x81}(" + ops.prepared(ops.text, "relative_path")
     index, offset, length = (ops.prepared(ops.text, key) for key in ("index", "offset", "length"))
     index_tails = {
-        offsets: index + b"N" if offsets is None else index + b"K\0" + offset + ops.prepared(ops.size, offsets)
-        for offsets in {item[1] for item in items}
+        chunk: index + (b"N" if chunk is None else int_opcodes(chunk[0]) + offset + ops.prepared(ops.size, chunk[1]))
+        for chunk in {item[1] for item in items}
     }
     info_heads = {file: info_head + ops.prepared(ops.text, file) + offset for file in {item[2].file for item in items}}
     out.append(b"(")
@@ -232,7 +239,7 @@ def _storage_data(ops: _Opcodes, items: Sequence[tuple[bytes, tuple[int, ...] | 
             (
                 index_head,
                 name,
-                index_tails[offsets],
+                index_tails[chunk],
                 info_heads[place.file],
                 int_opcodes(place.offset),
                 length,
@@ -240,6 +247,6 @@ def _storage_data(ops: _Opcodes, items: Sequence[tuple[bytes, tuple[int, ...] | 
                 b"ub",
             )
         )
-        for name, offsets, place in items
+        for name, chunk, place in items
     )
     out.append(b"u")

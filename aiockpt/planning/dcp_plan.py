@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,9 +18,9 @@ from aiockpt.format.metadata_writer import MetadataHead, encode_metadata, finish
 from aiockpt.format.objects import encode_object
 from aiockpt.format.torchzip import Framing, tensor_framing
 from aiockpt.planning.buckets import assign_buckets, bucket_count
-from aiockpt.planning.layout import BLOCK_BYTES, align_up, lay_out
+from aiockpt.planning.layout import BLOCK_BYTES, FileImage, align_up, lay_out
 from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
-from aiockpt.planning.specs import TensorSpec, describe
+from aiockpt.planning.specs import describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,16 +28,35 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.planning.source import Capture
+    from aiockpt.planning.specs import TensorSpec
+
+
+class Share(NamedTuple):
+    """What one of several ranks writes.
+
+    Attributes:
+        rank: its number, which its files are called by.
+        leaves: the leaves that it writes.
+    """
+
+    rank: int
+    leaves: Sequence[int]
 
 
 @dataclass
 class DcpLayout(Layout):
-    """The layout of a checkpoint in DCP's format; the first file begins with the objects."""
+    """The layout of a checkpoint in DCP's format, or of one rank's share of it; the first file begins with the objects.
+
+    Attributes:
+        objects: the leaves that are written as objects.
+    """
+
+    objects: Sequence[int]
 
     @property
     def head_bytes(self) -> int:
         """The room for objects."""
-        return self.images[0].head_bytes
+        return self.images[0].head_bytes if self.images else 0
 
     @cached_property
     def metadata_head(self) -> MetadataHead:
@@ -108,9 +127,7 @@ class DcpPlan(SavePlan):
         column[layout.slot_leaves] = np.fromiter(chain.from_iterable(crcs), dtype=np.int64)
         column[list(tied)] = column[list(tied.values())]
         places = (place for _, place in self.objects)
-        objects = [
-            (leaf, place.offset, place.length) for leaf, place in zip(layout.survey.object_leaves, places, strict=True)
-        ]
+        objects = [(leaf, place.offset, place.length) for leaf, place in zip(layout.objects, places, strict=True)]
         return finish_index(layout.index_head, column.tolist(), objects)
 
 
@@ -118,47 +135,83 @@ class DcpForm(SaveForm):
     """The format of ``torch.distributed.checkpoint``.
 
     Args:
-        max_buckets: the most files to write.
+        max_buckets: the most files to write, for the items of each hint and for the others.
+        separation_hints: beginnings of names; what is called so goes to files of its own, which are called by the
+            hint.
     """
 
-    name = "dcp"
-
-    def __init__(self, max_buckets: int) -> None:
+    def __init__(self, max_buckets: int, separation_hints: Sequence[str] = ()) -> None:
         self._max_buckets = max_buckets
+        self._hints = tuple(separation_hints)
+        self.name = repr(("dcp", *self._hints))
 
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Describe a tensor; its dense strides are kept."""
         return describe(tensor)
 
-    def lay_out(self, survey: Survey, capture: Capture) -> DcpPlan:
-        """Spread the tensors over a few files of about one size."""
-        blobs = _encode_objects(capture, survey.object_leaves)
+    def lay_out(self, survey: Survey, capture: Capture, share: Share | None = None) -> DcpPlan:
+        """Spread the tensors over a few files of about one size.
+
+        Args:
+            survey: what there is.
+            capture: the tensors and objects.
+            share: what of it to write; None for all.
+        """
+        if share is None:
+            leaves: Sequence[int] = [leaf for leaf in range(len(survey.specs)) if leaf not in survey.tied]
+            rank = 0
+        else:
+            rank, leaves = share
+        chosen = [leaf for leaf in leaves if survey.specs[leaf] is None]
+        blobs = _encode_objects(capture, chosen)
         object_bytes = sum(map(len, blobs.values()))
-        framings = [
-            (leaf, _framing_of(survey.structure.names[leaf], spec))
-            for leaf, spec in enumerate(survey.specs)
-            if spec is not None and leaf not in survey.tied
-        ]
-        sizes = [framing.length for _, framing in framings]
-        buckets = assign_buckets(sizes, bucket_count(sum(sizes) + object_bytes, self._max_buckets))
         # Some room to spare, so that a counter which grows a digit does not move every tensor.
         spare = min(object_bytes // 4 + 1024, 65_536)
         head_bytes = align_up(object_bytes + spare, BLOCK_BYTES) if object_bytes else 0
-        images = [
-            lay_out(f"__0_{number}.distcp", head_bytes if number == 0 else 0, [framings[i] for i in bucket])
-            for number, bucket in enumerate(buckets)
-        ]
-        return _with_objects(DcpLayout(survey, images), blobs)
+        groups = self._separated(survey, leaves)
+        images: list[FileImage] = []
+        for hint, group in groups.items():
+            if not group and (hint or not object_bytes) and (share is not None or len(groups) > 1):
+                continue  # a rank that has nothing to write makes no file
+            framings = [(leaf, framing_of(survey.structure.names[leaf], survey.specs[leaf])) for leaf in group]
+            sizes = [framing.length for _, framing in framings]
+            buckets = assign_buckets(sizes, bucket_count(sum(sizes) + object_bytes * (not hint), self._max_buckets))
+            images += [
+                lay_out(
+                    f"{hint}__{rank}_{len(images) + number}.distcp",
+                    head_bytes if not images and number == 0 else 0,
+                    [framings[i] for i in bucket],
+                )
+                for number, bucket in enumerate(buckets)
+            ]
+        return _with_objects(DcpLayout(survey, images, chosen), blobs)
+
+    def _separated(self, survey: Survey, leaves: Sequence[int]) -> dict[str, list[int]]:
+        """Sort the tensors by the hint that their names begin with; those of none come first."""
+        groups: dict[str, list[int]] = {"": []}
+        for leaf in leaves:
+            if survey.specs[leaf] is not None:
+                name = survey.structure.names[leaf]
+                hint = next((hint for hint in self._hints if name.startswith(hint)), "") if self._hints else ""
+                groups.setdefault(hint, []).append(leaf)
+        return groups
 
     def fill(self, layout: Layout, capture: Capture) -> DcpPlan | None:
         """Put the objects into the room that the layout has for them."""
         if not isinstance(layout, DcpLayout):
             return None
-        blobs = _encode_objects(capture, layout.survey.object_leaves)
+        blobs = _encode_objects(capture, layout.objects)
         return _with_objects(layout, blobs) if sum(map(len, blobs.values())) <= layout.head_bytes else None
 
 
-def _framing_of(name: str, spec: TensorSpec) -> Framing:
+def framing_of(name: str, spec: TensorSpec | None) -> Framing:
+    """Give the framing of a tensor's item.
+
+    Raises:
+        SaveError: it has a dtype that can't be stored.
+    """
+    if spec is None:
+        raise TypeError(f"{name} is no tensor")
     try:
         return tensor_framing(spec.dtype, tuple(spec.shape), spec.saved_stride)
     except Exception as exc:  # whatever torch.save raises for what it can't store
@@ -183,5 +236,5 @@ def _with_objects(layout: DcpLayout, blobs: Mapping[int, bytes]) -> DcpPlan:
     for leaf, blob in blobs.items():
         places.append((layout.structure.names[leaf], ItemPlace(layout.images[0].name, position, len(blob))))
         position += len(blob)
-    heads = [b"".join(blobs.values()), *[b""] * (len(layout.images) - 1)]
+    heads = [b"".join(blobs.values()), *[b""] * (len(layout.images) - 1)] if layout.images else []
     return DcpPlan(layout, heads, places)

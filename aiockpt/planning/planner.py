@@ -51,16 +51,17 @@ class Planner:
         """
         form = self._dcp if form is None else form
         layout = self._layouts.get(form.name)
-        if layout is not None and _may_serve(layout, capture, form):
+        if layout is not None and may_serve(layout, capture, form):
             plan = form.fill(layout, capture)
             if plan is not None:
                 return plan
-        plan = form.lay_out(_survey(capture, form), capture)
+        plan = form.lay_out(survey_of(capture, form), capture)
         self._layouts[form.name] = plan.layout
         return plan
 
 
-def _survey(capture: Capture, form: SaveForm) -> Survey:
+def survey_of(capture: Capture, form: SaveForm) -> Survey:
+    """Look at what a capture is made of. Takes a while for many tensors."""
     tensors = capture.tensors
     specs = [None if tensor is None else form.describe(tensor) for tensor in tensors]
     late = frozenset(leaf for leaf, tensor in enumerate(tensors) if tensor is not None and specs[leaf] is None)
@@ -68,12 +69,22 @@ def _survey(capture: Capture, form: SaveForm) -> Survey:
     return Survey(capture.structure, specs, late, _find_tied(specs, addresses), len(set(addresses)))
 
 
-def _may_serve(layout: Layout, capture: Capture, form: SaveForm) -> bool:
-    """Tell whether a kept layout may serve; staging then checks each tensor against its spec."""
+def may_serve(layout: Layout, capture: Capture, form: SaveForm, *, every: bool = False) -> bool:
+    """Tell whether a kept layout may serve; staging then checks each tensor against its spec.
+
+    Args:
+        layout: the layout.
+        capture: what is to be saved.
+        form: the format to save in.
+        every: compare every tensor now, however many there are.
+    """
     mine, theirs = layout.structure, capture.structure
     if mine.objects != theirs.objects or mine.names != theirs.names or mine.paths != theirs.paths:
         return False
-    ahead = range(len(capture.tensors)) if len(capture.tensors) <= CHECKED_AHEAD else layout.never_staged
+    if mine.shards != theirs.shards:
+        return False
+    count = len(capture.tensors)
+    ahead = range(count) if every or count <= CHECKED_AHEAD else layout.never_staged
     for leaf in ahead:
         tensor, spec = capture.tensors[leaf], layout.specs[leaf]
         if tensor is None:

@@ -115,6 +115,13 @@ class SaveForm(ABC):
 
     name: str
 
+    def admit(self, capture: Capture) -> None:
+        """Refuse what the format can't hold, and drop what it does not keep.
+
+        Raises:
+            SaveError: naming the key.
+        """
+
     @abstractmethod
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Describe how a tensor is stored, or give None if it is stored as an object."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from aiockpt.errors import LoadError
+from aiockpt.errors import LoadError, SaveError
 
 if TYPE_CHECKING:
     import mmap
@@ -58,7 +58,8 @@ class Transaction(ABC):
     async def commit(self) -> None:
         """Publish the checkpoint, durably and at once.
 
-        When it fails, nothing was published, or it was taken back.
+        When it fails, nothing was published, or it was taken back. Of a transaction that was joined it makes the
+        own part durable, for who began it publishes all.
 
         Raises:
             CommitError: with the cause chained.
@@ -69,9 +70,32 @@ class Transaction(ABC):
     async def abort(self) -> None:
         """Remove everything written so far. Idempotent; after `commit` it does nothing.
 
+        Of a transaction that was joined it closes the own files, which who began it removes.
+
         Raises:
             WriteError: something could not be removed.
         """
+
+    @property
+    def ticket(self) -> str:
+        """What other processes need to take part; see `Storage.join`."""
+        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def sizes(self) -> Mapping[str, int]:
+        """Give the size in bytes of each file that can be seen from here, whichever process wrote it.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def sweep(self) -> None:
+        """Remove what all processes have written: for those that joined, when who began it is gone.
+
+        Raises:
+            WriteError: something could not be removed.
+        """
+        await self.abort()
 
 
 class Source(ABC):
@@ -153,6 +177,19 @@ class Storage(ABC):
             WriteError: with the cause chained.
             CheckpointExistsError: see `check`.
         """
+
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
+        """Take part in a transaction that another process has begun.
+
+        Args:
+            path: as there.
+            ticket: its `Transaction.ticket`.
+            workers: for blocking work.
+
+        Raises:
+            WriteError: what the other process has begun can't be seen from here.
+        """
+        raise SaveError(f"{path}: this storage takes the files of one process only; save with process_group=None")
 
     @abstractmethod
     async def open(self, path: str, *, workers: Workers) -> Source:

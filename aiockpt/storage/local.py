@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import socket
 import uuid
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,21 @@ import aiofiles
 from aiockpt.errors import AiockptError, CommitError, WriteError
 from aiockpt.storage.base import FileSink, Source, Storage, Transaction
 from aiockpt.storage.local_source import open_source
-from aiockpt.storage.publish import NotTakenBackError, check_free, make_directories, publish, remove
+from aiockpt.storage.publish import (
+    NotTakenBackError,
+    check_free,
+    make_directories,
+    publish,
+    remove,
+    sizes_in,
+    sync_directory,
+)
 from aiockpt.storage.syscalls import allocate
 from aiockpt.threads import drained
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aiockpt.threads import Workers
 
 _BLOCK_BYTES = 4096
@@ -81,6 +92,17 @@ class LocalStorage(Storage):
             raise WriteError(f"can't make the directory for {path}: {exc}") from exc
         return _LocalTransaction(self, path, hidden, overwrite=overwrite, workers=workers)
 
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
+        """Write to the hidden directory that another process has made."""
+        path = self.locate(path)
+        hidden = os.path.join(os.path.dirname(path), ticket)
+        if os.path.basename(ticket) != ticket or not await workers.run(os.path.isdir, hidden):
+            raise WriteError(
+                f"{hidden}, which rank 0 has made for {path}, can't be seen on {socket.gethostname()}: all ranks must "
+                "save to one file system that every host has mounted"
+            )
+        return _JoinedTransaction(self, path, hidden, overwrite=False, workers=workers)
+
     async def open(self, path: str, *, workers: Workers) -> Source:
         """Look at a checkpoint's directory."""
         return await workers.run(open_source, self.locate(path), direct_io=self._direct_io, buffers=self._buffers)
@@ -135,6 +157,35 @@ class _LocalTransaction(Transaction):
             raise WriteError(
                 f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand"
             ) from exc
+
+    @property
+    def ticket(self) -> str:
+        return os.path.basename(self._hidden)
+
+    async def sizes(self) -> Mapping[str, int]:
+        try:
+            return await self._workers.run(sizes_in, self._hidden)
+        except OSError as exc:
+            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+
+
+class _JoinedTransaction(_LocalTransaction):
+    """A part in what another process has begun, and commits or aborts."""
+
+    async def commit(self) -> None:
+        if self._storage._fsync:
+            try:
+                await self._workers.run(sync_directory, self._hidden)
+            except OSError as exc:
+                raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
+
+    async def abort(self) -> None:
+        for sink in self._sinks:
+            await sink.close()
+
+    async def sweep(self) -> None:
+        self._over = False
+        await _LocalTransaction.abort(self)
 
 
 class _LocalSink(FileSink):

@@ -77,16 +77,22 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
+def sizes_in(path: str) -> dict[str, int]:
+    """Give the size in bytes of each file in a directory."""
+    with os.scandir(path) as entries:
+        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+
+
 def remove(path: str) -> None:
-    """Remove a directory with all that is in it, or a file, if it is there."""
-    try:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        else:
-            os.unlink(path)
-    except FileNotFoundError:
-        if os.path.lexists(path):
-            raise
+    """Remove a directory with all that is in it, or a file, if it is there; others may remove it at the same time."""
+    while os.path.lexists(path):
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+        except FileNotFoundError:  # somebody else was faster with a part of it: go on with the rest
+            continue
 
 
 def publish(hidden: str, path: str, name: str, *, overwrite: bool, fsync: bool) -> None:

@@ -23,7 +23,7 @@ class WrapperStorage(Storage):
         self.inner = inner
 
     async def before(self, step: str, name: str) -> None:
-        """Come before a step: "begin", "create", "write", "finish", "commit" or "abort", of a file or path."""
+        """Come before a step: "begin", "join", "create", "write", "finish", "commit" or "abort", of a file or path."""
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         """Come before each read from a file, in the thread that reads."""
@@ -40,6 +40,11 @@ class WrapperStorage(Storage):
         """See `Storage.begin`."""
         await self.before("begin", path)
         return _WrapperTransaction(self, await self.inner.begin(path, overwrite=overwrite, workers=workers), path)
+
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
+        """See `Storage.join`."""
+        await self.before("join", path)
+        return _WrapperTransaction(self, await self.inner.join(path, ticket, workers=workers), path)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         """See `Storage.open`."""
@@ -65,6 +70,16 @@ class _WrapperTransaction(Transaction):
             await self._storage.before("abort", self._path)
         finally:
             await self._inner.abort()
+
+    @property
+    def ticket(self) -> str:
+        return self._inner.ticket
+
+    async def sizes(self) -> Mapping[str, int]:
+        return await self._inner.sizes()
+
+    async def sweep(self) -> None:
+        await self._inner.sweep()
 
 
 class _WrapperSink(FileSink):

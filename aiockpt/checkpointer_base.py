@@ -1,0 +1,189 @@
+"""What the facades share: options, the engine, and the making of jobs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.capture import capture_state, ready_events, watch_optimizers
+from aiockpt.coordination.choose import check_group, choose_coordinator
+from aiockpt.engine import Engine
+from aiockpt.errors import CheckpointExistsError, SaveError
+from aiockpt.format.manifest import check_user_metadata
+from aiockpt.job import SaveJob, choose_form
+from aiockpt.load import load_checkpoint
+from aiockpt.load_options import LoadOptions, check_options
+from aiockpt.options import EngineOptions
+from aiockpt.planning.planner import stored_bytes
+from aiockpt.storage.local import LocalStorage
+from aiockpt.verify import verify_checkpoint
+
+if TYPE_CHECKING:
+    from aiockpt.call import Call
+    from aiockpt.coordination.base import Coordinator
+    from aiockpt.coordination.choose import ProcessGroupLike
+    from aiockpt.handle import Completion, SaveHandle
+    from aiockpt.hooks import Hook
+    from aiockpt.job import SaveFormat
+    from aiockpt.planning.tree import NameMemo
+    from aiockpt.storage.base import Storage
+    from aiockpt.verify_report import VerifyReport
+
+StateDict = Mapping[Any, Any]
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How to save; see `aiockpt.AsyncCheckpointer.save` for the meaning of each."""
+
+    overwrite: bool = False
+    metadata: Mapping[str, Any] | None = None
+    format: SaveFormat = "dcp"
+    shard_bytes: int | None = None
+    separation_hint: str | Sequence[str] | None = None
+    pre_commit: Hook | None = None
+    post_commit: Hook | None = None
+    storage: Storage | None = None
+
+
+class CheckpointerBase:
+    """A checkpointer without a way to wait."""
+
+    def __init__(
+        self,
+        *,
+        process_group: ProcessGroupLike = "default",
+        coordination_timeout: float = 1800.0,
+        staging_bytes: int | None = None,
+        chunk_bytes: int | None = None,
+        io_threads: int | None = None,
+        direct_io: bool = True,
+        fsync: bool = True,
+        drain_timeout: float = 1800.0,
+    ) -> None:
+        """Make a checkpointer. Nothing runs before its first use.
+
+        Args:
+            process_group: the ranks that save together: every one of them calls `save` with its part of the state,
+                the same number of times and in the same order, and gets one checkpoint. "default": all ranks of
+                ``torch.distributed``, if that is initialised at the first use; else this process alone. None: this
+                process alone. The group itself is not used to communicate: a gloo group of the same ranks is made
+                at the first save.
+            coordination_timeout: how long a rank waits for the others, in seconds, before the save fails; the
+                time they take to write counts as well.
+            staging_bytes: the most staging memory to use, in bytes. None: as much as the state is large, but
+                at most half of the memory that is available. A larger state streams through it: written as
+                fast, but `staged` comes later.
+            chunk_bytes: the size of one piece of staging memory and of one write, in bytes. None: 16 MiB.
+            io_threads: how many threads write, and into how many files a large state goes; twice as many read.
+                None: 4.
+            direct_io: write past the page cache where the file system allows it.
+            fsync: make every file and directory durable before `written`. Without it a crash of the machine
+                can lose a checkpoint that was announced.
+            drain_timeout: how long closing waits for saves in flight, in seconds, before it cancels them.
+        """
+        options = EngineOptions(
+            staging_bytes=staging_bytes, chunk_bytes=chunk_bytes, io_threads=io_threads, drain_timeout=drain_timeout
+        )
+        check_group(process_group)
+        if not coordination_timeout > 0:
+            raise ValueError(f"coordination_timeout must be positive, not {coordination_timeout!r}")
+        watch_optimizers()
+        self._group = process_group
+        self._coordination_timeout = coordination_timeout
+        self._engine = Engine(options)
+        self._names: NameMemo = {}
+        self._storage: Storage = LocalStorage(direct_io=direct_io, fsync=fsync)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._engine!r}>"
+
+    def _coordinator(self) -> Coordinator | None:
+        """Give the way to the other ranks; None where this process saves alone."""
+        return self._engine.meet(lambda: choose_coordinator(self._group, self._coordination_timeout))
+
+    def _submit(self, state_dict: StateDict, path: Path, options: SaveOptions) -> SaveHandle:
+        started = time.perf_counter()
+        together = self._coordinator() is not None
+        try:
+            job = self._job(state_dict, path, options, started, together=together)
+            self._engine.submit(job)
+        except BaseException as exc:
+            if together:  # the others have called as well: they are to fail, not to wait
+                self._engine.refuse(SaveJob.of_refusal(_named(path), self._storage, exc, started))
+            raise
+        job.captured_s = time.perf_counter() - started
+        return job.handle
+
+    def _job(
+        self, state_dict: StateDict, path: Path, options: SaveOptions, started: float, *, together: bool
+    ) -> SaveJob:
+        self._engine.raise_unseen()
+        storage, where = self._located(path, options.storage)
+        if self._engine.in_flight(where):
+            raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
+        storage.check(where, overwrite=options.overwrite)
+        try:
+            facts = check_user_metadata({} if options.metadata is None else options.metadata)
+        except TypeError as exc:
+            raise SaveError(str(exc)) from None
+        form = choose_form(
+            options.format,
+            where,
+            facts,
+            shard_bytes=options.shard_bytes,
+            separation_hint=options.separation_hint,
+            files=self._engine.io_threads,
+            together=together,
+        )
+        capture = capture_state(state_dict, self._names, together=together)
+        if form is not None:
+            form.admit(capture)
+        return SaveJob(
+            path=where,
+            storage=storage,
+            overwrite=options.overwrite,
+            metadata=facts,
+            capture=capture,
+            started=started,
+            form=form,
+            pre_commit=options.pre_commit,
+            post_commit=options.post_commit,
+        )
+
+    def _load(
+        self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None
+    ) -> Call[Any]:
+        check_options(options, into=state_dict is not None)
+        storage, where = self._located(path, storage)
+        ready = {} if state_dict is None else ready_events(state_dict)
+        return self._engine.call(
+            lambda tools: load_checkpoint(storage, where, state_dict, options, tools, ready), f"load {where}"
+        )
+
+    def _verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
+        storage, where = self._located(path, storage)
+        return self._engine.call(lambda tools: verify_checkpoint(storage, where, tools.workers), f"verify {where}")
+
+    def _located(self, path: Path, storage: Storage | None) -> tuple[Storage, str]:
+        where = os.fspath(path)
+        if not isinstance(where, str):
+            raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+        storage = storage if storage is not None else self._storage
+        return storage, storage.locate(where)
+
+    def _prewarm(self, state_dict: StateDict) -> Completion[None]:
+        nbytes, devices = stored_bytes(state_dict)
+        return self._engine.prewarm(nbytes, devices)
+
+
+def _named(path: Path) -> str:
+    """Name a path as `Storage.locate` does, as far as that is possible."""
+    try:
+        return os.path.abspath(os.fspath(path))
+    except (TypeError, ValueError):
+        return str(path)

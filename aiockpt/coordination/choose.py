@@ -1,0 +1,47 @@
+"""Whether a program's ranks save together, and by which way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch.distributed
+
+if TYPE_CHECKING:
+    from aiockpt.coordination.base import Coordinator
+
+ProcessGroupLike = torch.distributed.ProcessGroup | Literal["default"] | None
+"""A group of ranks; ``"default"`` for all of the program's, if it is distributed; None for this process alone."""
+
+
+def check_group(group: object) -> None:
+    """Refuse what is no group.
+
+    Raises:
+        TypeError: it is of another kind.
+        ValueError: this rank is not in it.
+    """
+    distributed = torch.distributed
+    if group is None or group == "default":
+        return
+    if distributed.is_available() and group is distributed.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the process group; make no checkpointer here, or with process_group=None")
+    if not (distributed.is_available() and isinstance(group, distributed.ProcessGroup)):
+        raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, 'default' or None, not {group!r}")
+
+
+def choose_coordinator(group: ProcessGroupLike, timeout_s: float) -> Coordinator | None:
+    """Give the way to the other ranks, or None where there are none. Does not communicate.
+
+    Args:
+        group: the ranks that save together.
+        timeout_s: how long to wait for the others, in seconds.
+    """
+    distributed = torch.distributed
+    if group is None or not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    chosen = distributed.group.WORLD if group == "default" else group
+    if chosen is None or chosen.size() == 1:
+        return None
+    from aiockpt.coordination.process_group import ProcessGroupCoordinator
+
+    return ProcessGroupCoordinator(chosen, timeout_s=timeout_s)

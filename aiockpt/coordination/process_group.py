@@ -1,0 +1,204 @@
+"""Ranks that agree over connections of their own, never over the caller's process group."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+
+import anyio
+
+from aiockpt.coordination.base import Coordinator, Lane, Trouble, error_of, trouble_of
+from aiockpt.coordination.follower import Follower
+from aiockpt.coordination.leader import Leader
+from aiockpt.coordination.meeting import Place
+from aiockpt.coordination.verdict import Brought, coordination_trouble, judge
+from aiockpt.errors import CoordinationError
+from aiockpt.threads import Workers
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+
+    from torch.distributed import ProcessGroup
+
+    from aiockpt.coordination.verdict import Arrival
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Way:
+    """What one lane has of its own: a thread, the order of its rounds, and links made in the first of them."""
+
+    lane: Lane
+    workers: Workers
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
+    leader: Leader | None = None
+    follower: Follower | None = None
+
+
+class _Verdict(NamedTuple):
+    """What rank 0 tells: a reply for each rank, or the trouble and, if it happened here, the error."""
+
+    replies: Sequence[Any] = ()
+    messages: Sequence[bytes] = ()
+    trouble: Trouble | None = None
+    cause: BaseException | None = None
+
+
+class ProcessGroupCoordinator(Coordinator):
+    """Agrees with the other ranks of a `torch.distributed` process group.
+
+    The group itself only says who the ranks are and where they meet (its store): nothing is ever sent over it,
+    and no group is registered with `torch.distributed`, so the program's own collectives and ``new_group`` calls
+    may go on at the same time, in any order. Every other rank has a link of its own to rank 0, made in the first
+    round of each lane.
+
+    Every process of the group must make its coordinators over it in the same order.
+
+    Args:
+        group: the ranks; of any backend.
+        timeout_s: how long a round waits for ranks to come, in seconds.
+
+    Raises:
+        CoordinationError: this process is not in the group.
+    """
+
+    def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
+        self._place = Place(group)
+        self.rank = self._place.rank
+        self.world_size = self._place.world_size
+        self._timeout_s = timeout_s
+        self._gone: dict[int, str] = {}
+        self._ways: dict[Lane, _Way] = {
+            lane: _Way(lane, Workers(1, f"aiockpt-ranks-{lane}")) for lane in get_args(Lane)
+        }
+
+    async def round(
+        self,
+        lane: Lane,
+        what: str,
+        mine: Any,
+        decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]],
+        undo: Callable[[], Awaitable[None]] | None = None,
+    ) -> Any:
+        """Agree; see `Coordinator.round`."""
+        return await _to_its_end(self._in_turn(self._ways[lane], what, mine, decide, undo))
+
+    def close(self) -> None:
+        """Let go of threads and connections. Blocks until the rounds that are on have ended; idempotent."""
+        for way in self._ways.values():
+            way.workers.close()
+            for side in (way.leader, way.follower):
+                if side is not None:
+                    side.close()
+            way.leader = way.follower = None
+
+    async def _in_turn(
+        self,
+        way: _Way,
+        what: str,
+        mine: Any,
+        decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]],
+        undo: Callable[[], Awaitable[None]] | None,
+    ) -> Any:
+        async with way.turn:
+            if not self.leads:
+                return await self._follow(way, what, mine)
+            verdict = await self._verdict(way, what, mine, decide)
+            if verdict.trouble is not None:
+                verdict = await self._undone(verdict.trouble, verdict.cause, undo)
+            if way.leader is not None:
+                await way.workers.run(way.leader.answer, what, verdict.messages)
+            if verdict.trouble is not None:
+                raise _with_note(error_of(verdict.trouble, what, verdict.cause), mine)
+            return verdict.replies[0]
+
+    async def _verdict(
+        self, way: _Way, what: str, mine: Any, decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
+    ) -> _Verdict:
+        """Hear every rank, and decide when there is no trouble. Never raises."""
+        try:
+            arrivals = [_brought(0, what, mine), *await way.workers.run(self._collect, way, what)]
+        except Exception as exc:
+            trouble = coordination_trouble(0, f"rank 0 could not reach the other ranks for {what}: {exc}")
+            return _Verdict(trouble=trouble, cause=exc)
+        trouble = judge(arrivals, what)
+        if trouble is not None:
+            is_mine = isinstance(mine, BaseException) and trouble == trouble_of(0, mine)
+            return _Verdict(trouble=trouble, cause=mine if is_mine else None)
+        try:
+            replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Brought)])
+            if len(replies) != self.world_size:
+                raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
+            return _Verdict(replies, [pickle.dumps((reply,)) for reply in replies[1:]])
+        except BaseException as exc:  # whatever it is, the others must be told
+            return _Verdict(trouble=trouble_of(0, exc), cause=exc)
+
+    async def _undone(
+        self, trouble: Trouble, cause: BaseException | None, undo: Callable[[], Awaitable[None]] | None
+    ) -> _Verdict:
+        """Undo, and make the message that tells everyone."""
+        if undo is not None:
+            try:
+                await undo()
+            except BaseException as exc:
+                text = f"{trouble.message} (and undoing it on rank 0 failed: {type(exc).__name__}: {exc})"
+                trouble = trouble._replace(message=text)
+                cause = cause or exc
+        messages = [pickle.dumps(trouble)] * (self.world_size - 1)
+        return _Verdict(messages=messages, trouble=trouble, cause=cause)
+
+    async def _follow(self, way: _Way, what: str, mine: Any) -> Any:
+        try:
+            message = pickle.dumps(_brought(self.rank, what, mine))
+        except Exception as exc:  # it can't be pickled
+            mine = exc
+            message = pickle.dumps(_brought(self.rank, what, mine))
+        reply = pickle.loads(await way.workers.run(self._ask, way, what, message))
+        if not isinstance(reply, Trouble):
+            return reply[0]
+        is_mine = isinstance(mine, BaseException) and reply.rank == self.rank and reply.kind != "CoordinationError"
+        raise _with_note(error_of(reply, what, mine if is_mine else None), mine)
+
+    def _collect(self, way: _Way, what: str) -> Sequence[Arrival]:
+        if way.leader is None:
+            meeting = self._place.meeting(way.lane)
+            way.leader = Leader(self._place, meeting, timeout_s=self._timeout_s, gone=self._gone)
+        return way.leader.collect(what)
+
+    def _ask(self, way: _Way, what: str, message: bytes) -> bytes:
+        if way.follower is None:
+            try:
+                meeting = self._place.meeting(way.lane)
+            except RuntimeError as exc:
+                raise CoordinationError(f"the store of the process group failed during {what}: {exc}") from exc
+            way.follower = Follower(self._place, meeting, timeout_s=self._timeout_s, gone=self._gone)
+        return way.follower.ask(what, message)
+
+
+def _brought(rank: int, what: str, mine: Any) -> Brought:
+    return Brought(what, trouble_of(rank, mine) if isinstance(mine, BaseException) else mine)
+
+
+def _with_note(error: BaseException, mine: Any) -> BaseException:
+    """Keep this rank's own error in sight when all ranks raise another one."""
+    if isinstance(mine, BaseException) and error.__cause__ is not mine:
+        error.add_note(f"this rank had failed as well: {type(mine).__name__}: {mine}")
+    return error
+
+
+async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run something that others count on to its end, in a task of its own; deliver a cancellation after it."""
+    task = asyncio.ensure_future(coroutine)
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError as exc:  # asyncio's own, which no shield keeps out
+                cancelled = exc
+    if cancelled is not None:
+        raise cancelled from task.exception()
+    return task.result()

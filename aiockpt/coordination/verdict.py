@@ -1,0 +1,107 @@
+"""What rank 0 makes of what the ranks brought. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiockpt.coordination.base import Trouble
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SAME_CALLS = (
+    "every rank must call save and load the same number of times and in the same order; "
+    "to save or load on one rank alone, give its checkpointer process_group=None"
+)
+
+
+class Brought(NamedTuple):
+    """What a rank came with.
+
+    Attributes:
+        what: what the rank is at.
+        value: its value, or its `Trouble`.
+    """
+
+    what: str
+    value: Any
+
+
+class Gone(NamedTuple):
+    """A rank's process has ended.
+
+    Attributes:
+        who: the rank, its host and process.
+    """
+
+    who: str
+
+
+class Late(NamedTuple):
+    """A rank did not come.
+
+    Attributes:
+        who: the rank.
+        after_s: how long it was waited for.
+    """
+
+    who: str
+    after_s: float
+
+
+Arrival = Brought | Gone | Late | Trouble
+
+
+def judge(arrivals: Sequence[Arrival], what: str) -> Trouble | None:
+    """Say whether all have come, to the same thing, with values.
+
+    Args:
+        arrivals: one for each rank, in order.
+        what: what rank 0 is at.
+
+    Returns:
+        The trouble that everyone is told of; None without any.
+    """
+    brought = [arrival for arrival in arrivals if isinstance(arrival, Brought)]
+    for rank, arrival in enumerate(arrivals):
+        if isinstance(arrival, Gone):
+            return coordination_trouble(rank, gone_text(arrival.who, what))
+    for arrival in arrivals:
+        if isinstance(arrival, Trouble):
+            return arrival
+    if len(brought) < len(arrivals):
+        return _late(arrivals, what)
+    for rank, arrival in enumerate(brought):
+        if arrival.what != what:
+            text = f"rank 0 is at {what} while rank {rank} is at {arrival.what}: {SAME_CALLS}"
+            return coordination_trouble(rank, text)
+    return next((arrival.value for arrival in brought if isinstance(arrival.value, Trouble)), None)
+
+
+def coordination_trouble(rank: int, text: str) -> Trouble:
+    """Make a trouble that becomes a `CoordinationError` with just this text."""
+    return Trouble(rank, "CoordinationError", text)
+
+
+def gone_text(who: str, what: str) -> str:
+    """Say that a rank's process has ended."""
+    return (
+        f"{who} is gone, so the ranks can't agree on {what}: its process has ended, or its checkpointer was closed; "
+        f"restart the job, or make a new checkpointer over a process group of the ranks that are left"
+    )
+
+
+def late_text(who: str, what: str, after_s: float) -> str:
+    """Say that ranks did not come."""
+    return f"{who} did not come to {what} within {after_s:g} s: {SAME_CALLS}"
+
+
+def _late(arrivals: Sequence[Arrival], what: str) -> Trouble:
+    late = {rank: arrival for rank, arrival in enumerate(arrivals) if isinstance(arrival, Late)}
+    after_s = max(arrival.after_s for arrival in late.values())
+    return coordination_trouble(min(late), late_text(_listed([a.who for a in late.values()]), what, after_s))
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} others"

@@ -1,0 +1,62 @@
+"""What differs between saves that are made alone and those that are made together: all but staging and writing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aiockpt.format.manifest import FileFacts
+    from aiockpt.handle import SaveResult
+    from aiockpt.planning.plans import SavePlan
+    from aiockpt.storage.base import Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """What was written, once all of it is in its files.
+
+    Attributes:
+        plan: what was to be written.
+        files: the files with items.
+        crcs: for each image the CRC-32 of each slot's payload.
+        times_s: durations so far, in seconds.
+    """
+
+    plan: SavePlan = field(repr=False)
+    files: dict[str, FileFacts]
+    crcs: Sequence[Sequence[int]] = field(repr=False)
+    times_s: Mapping[str, float]
+
+
+class Course(ABC):
+    """How one save is planned, begun and ended; between that, its bytes are staged and written."""
+
+    plans_anew = False
+    """Whether `plan` may be called a second time, after `forget`."""
+
+    @abstractmethod
+    async def plan(self) -> SavePlan:
+        """Decide what to write.
+
+        Raises:
+            AiockptError: the save has failed, and `end` is not to be called.
+        """
+
+    def forget(self) -> None:
+        """Drop what is kept of earlier plans: it turned out not to fit."""
+
+    @abstractmethod
+    async def begin(self) -> Transaction:
+        """Start to write."""
+
+    @abstractmethod
+    async def finish(self, transferred: Transferred) -> SaveResult:
+        """Publish what was written. Not to be cancelled: from here on it is done or undone, not half."""
+
+    @abstractmethod
+    async def fail(self, error: BaseException) -> BaseException:
+        """Undo what was done since `plan`; give the error to raise. Not to be cancelled."""

@@ -1,0 +1,170 @@
+"""The facade for plain programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
+from aiockpt.checkpointer_base import CheckpointerBase, Path, SaveOptions, StateDict
+from aiockpt.errors import AiockptError
+from aiockpt.load_options import LoadOptions, check_options
+from aiockpt.planning.selection import check_patterns
+from aiockpt.reader import SyncCheckpointReader
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+    import torch
+
+    from aiockpt.handle import SaveHandle, SaveResult
+    from aiockpt.hooks import Hook
+    from aiockpt.job import SaveFormat
+    from aiockpt.load_options import MapLocation
+    from aiockpt.storage.base import Storage
+    from aiockpt.verify_report import VerifyReport
+
+
+class SyncCheckpointer(CheckpointerBase):
+    """Saves and loads checkpoints from plain programs, with the same engine in the background.
+
+    ::
+
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save(state, "runs/a/step-100")             # blocks until durable
+            stage, write = ckpt.submit(state, "runs/a/step-200")
+            stage.result()                                  # now the tensors may change
+    """
+
+    def __enter__(self) -> Self:
+        self._engine.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except AiockptError as exc:
+            if error is None:
+                raise
+            error.add_note(f"closing the checkpointer also failed: {exc}")
+
+    def save(
+        self,
+        state_dict: StateDict,
+        path: Path,
+        *,
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        format: SaveFormat = "dcp",
+        shard_bytes: int | None = None,
+        separation_hint: str | Sequence[str] | None = None,
+        pre_commit: Hook | None = None,
+        post_commit: Hook | None = None,
+        storage: Storage | None = None,
+    ) -> SaveResult:
+        """Save a state dict and block until it is durable; see `AsyncCheckpointer.save`."""
+        handle = self.submit(
+            state_dict,
+            path,
+            overwrite=overwrite,
+            metadata=metadata,
+            format=format,
+            shard_bytes=shard_bytes,
+            separation_hint=separation_hint,
+            pre_commit=pre_commit,
+            post_commit=post_commit,
+            storage=storage,
+        )
+        return handle.written.result()
+
+    def submit(
+        self,
+        state_dict: StateDict,
+        path: Path,
+        *,
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+        format: SaveFormat = "dcp",
+        shard_bytes: int | None = None,
+        separation_hint: str | Sequence[str] | None = None,
+        pre_commit: Hook | None = None,
+        post_commit: Hook | None = None,
+        storage: Storage | None = None,
+    ) -> SaveHandle:
+        """Start to save; see `AsyncCheckpointer.save`.
+
+        Returns:
+            The handle; ``stage, write = submit(...)`` gives its two futures, each with ``result(timeout)``.
+        """
+        options = SaveOptions(
+            overwrite=overwrite,
+            metadata=metadata,
+            format=format,
+            shard_bytes=shard_bytes,
+            separation_hint=separation_hint,
+            pre_commit=pre_commit,
+            post_commit=post_commit,
+            storage=storage,
+        )
+        return self._submit(state_dict, path, options)
+
+    def load(
+        self,
+        path: Path,
+        state_dict: StateDict | None = None,
+        *,
+        map_location: MapLocation | None = None,
+        keys: str | Sequence[str] | None = None,
+        dtype: torch.dtype | None = None,
+        strict: bool = True,
+        verify: bool = True,
+        mmap: bool = False,
+        safe_globals: Sequence[Any] = (),
+        trust: bool = False,
+        storage: Storage | None = None,
+    ) -> Any:
+        """Load a checkpoint, blocking; see `AsyncCheckpointer.load`."""
+        options = LoadOptions(
+            map_location=map_location,
+            keys=check_patterns(keys),
+            dtype=dtype,
+            strict=strict,
+            verify=verify,
+            mmap=mmap,
+            safe_globals=safe_globals,
+            trust=trust,
+        )
+        return self._load(path, state_dict, options, storage).result()
+
+    def open(
+        self,
+        path: Path,
+        *,
+        verify: bool = True,
+        safe_globals: Sequence[Any] = (),
+        trust: bool = False,
+        storage: Storage | None = None,
+    ) -> SyncCheckpointReader:
+        """Look into a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
+        storage, where = self._located(path, storage)
+        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
+        check_options(options, into=False)
+        return SyncCheckpointReader(self._engine, storage, where, options)
+
+    def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
+        """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
+        return self._verify(path, storage).result()
+
+    def prewarm(self, state_dict: StateDict) -> None:
+        """Make and fault in staging memory for such a state, blocking; see `AsyncCheckpointer.prewarm`."""
+        self._prewarm(state_dict).result()
+
+    def close(self) -> None:
+        """Finish the saves in flight and end all threads, blocking; see `AsyncCheckpointer.aclose`."""
+        closed = self._engine.close()
+        try:
+            closed.result()
+        finally:
+            if closed.done():
+                self._engine.join()
