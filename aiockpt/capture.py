@@ -16,16 +16,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from aiockpt.errors import SaveError
 from aiockpt.format.objects import encode_object, is_frozen
 from aiockpt.planning.source import Capture, Structure, freed_message
-from aiockpt.planning.tree import StructureError, flatten
+from aiockpt.planning.tree import FlatState, StructureError, flatten
 from aiockpt.sharded import LocalPart, ShardingError, is_distributed, local_parts, whole_shape
-from aiockpt.staging.pool import Mapping, copy_small
+from aiockpt.staging.pool import Mapping as MappedMemory
+from aiockpt.staging.pool import copy_small
 
 if TYPE_CHECKING:
-    import collections.abc
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from aiockpt.planning.source import Shard
-    from aiockpt.planning.tree import FlatState, NameMemo
+    from aiockpt.planning.tree import NameMemo
 
 
 EAGER_TENSOR_BYTES = 64 << 10
@@ -60,9 +60,7 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_count_fused_steps)
 
 
-def capture_state(
-    state_dict: collections.abc.Mapping[Any, Any], memo: NameMemo | None = None, *, together: bool = False
-) -> Capture:
+def capture_state(state_dict: Mapping[Any, Any], memo: NameMemo | None = None, *, together: bool = False) -> Capture:
     """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     Args:
@@ -81,13 +79,33 @@ def capture_state(
     shards: dict[int, Shard] = {}
     if not kinds <= _PLAIN:
         shards = _take_parts(flat, together=together)
-        kinds = set(map(type, flat.leaves))
+    return _hold(flat, shards)
+
+
+def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]]) -> Capture:
+    """Take hold of tensors and of objects that are pickled already, as they come.
+
+    Args:
+        items: name and value of each; names need not be distinct.
+
+    Raises:
+        SaveError: naming what can't be saved.
+    """
+    flat = FlatState([name for name, _ in items], [(name,) for name, _ in items])
+    blobs = {leaf: value for leaf, (_, value) in enumerate(items) if isinstance(value, bytes)}
+    flat.leaves = [None if isinstance(value, bytes) else _dense(name, value) for name, value in items]
+    return _hold(flat, {}, blobs)
+
+
+def _hold(flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes] | None = None) -> Capture:
+    """Take hold of leaves, of which some may be pickled already."""
     leaves = flat.leaves
     values: dict[int, Any] = {}
-    blobs: dict[int, bytes] = {}
+    blobs: dict[int, bytes] = dict(pickled or {})
+    kinds = set(map(type, leaves))
     if not kinds <= _PLAIN:
         for leaf, value in enumerate(leaves):
-            if type(value) not in _PLAIN:
+            if type(value) not in _PLAIN and leaf not in blobs:
                 _take_object(flat.names[leaf], leaf, value, values, blobs)
                 leaves[leaf] = None
     tensors = leaves
@@ -226,7 +244,7 @@ def _pack(capture: Capture, device: torch.device, sizes: dict[int, int]) -> torc
     if device.type != "cpu":
         # One kernel on the caller's stream, so in order with whatever changes the tensors next.
         return torch.cat([_raw_bytes(tensor) for tensor in tensors if tensor is not None])
-    arena = Mapping(ends[-1])
+    arena = MappedMemory(ends[-1])
     target = arena.address
     for tensor, nbytes in zip(tensors, sizes.values(), strict=True):
         copy_small(target, tensor.data_ptr(), nbytes)  # type: ignore[union-attr]
@@ -249,7 +267,7 @@ def _record_event(device: torch.device) -> torch.Event:
     return event
 
 
-def ready_events(state_dict: collections.abc.Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
+def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
     """Record, for each accelerator that holds tensors of a state dict, where the caller's stream is now."""
     if not torch.accelerator.is_available():
         return {}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.capture import capture_state, ready_events, watch_optimizers
+from aiockpt.capture import capture_items, capture_state, ready_events, watch_optimizers
 from aiockpt.coordination.choose import check_group, choose_coordinator
 from aiockpt.engine import Engine
 from aiockpt.errors import CheckpointExistsError, SaveError
@@ -17,11 +17,14 @@ from aiockpt.job import SaveJob, choose_form
 from aiockpt.load import load_checkpoint
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.options import EngineOptions
+from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.planner import stored_bytes
 from aiockpt.storage.local import LocalStorage
 from aiockpt.verify import verify_checkpoint
 
 if TYPE_CHECKING:
+    import torch
+
     from aiockpt.call import Call
     from aiockpt.coordination.base import Coordinator
     from aiockpt.coordination.choose import ProcessGroupLike
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from aiockpt.hooks import Hook
     from aiockpt.job import SaveFormat
     from aiockpt.planning.tree import NameMemo
+    from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.storage.base import Storage
     from aiockpt.verify_report import VerifyReport
 
@@ -154,6 +158,47 @@ class CheckpointerBase:
             pre_commit=options.pre_commit,
             post_commit=options.post_commit,
         )
+
+    def submit_items(
+        self,
+        items: Sequence[tuple[str, torch.Tensor | bytes]],
+        directory: Path,
+        planner: WorldPlanner,
+        *,
+        files: int | None = None,
+    ) -> SaveJob:
+        """Start to write items to files in a directory that is there, for who makes a checkpoint of it himself.
+
+        When it fails, the files are removed again. For adapters to other interfaces.
+
+        Args:
+            items: name and value of each: a tensor, or the bytes of an object.
+            directory: where the files go.
+            planner: names the files, and keeps their layout for the next time.
+            files: the most files to write; None: one for each item.
+
+        Returns:
+            The save; its ``handle`` tells how it goes, its ``places`` where each item is once it is written.
+
+        Raises:
+            SaveError: something can't be saved; the message names it.
+            CheckpointerClosedError: the checkpointer is closed.
+        """
+        started = time.perf_counter()
+        storage, where = self._located(directory, None)
+        job = SaveJob(
+            path=where,
+            storage=storage,
+            overwrite=False,
+            metadata={},
+            capture=capture_items(items),
+            started=started,
+            form=DcpForm(files),
+            part=planner,
+        )
+        self._engine.submit(job)
+        job.captured_s = time.perf_counter() - started
+        return job
 
     def _load(
         self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None

@@ -24,6 +24,7 @@ from aiockpt.format.torchzip import tensor_framing
 from aiockpt.handle import Completion
 from aiockpt.item_reader import LoadTools
 from aiockpt.options import EngineOptions, available_memory_bytes, cores
+from aiockpt.planning.dcp_plan import prefix_of
 from aiockpt.planning.planner import Planner
 from aiockpt.planning.world_planner import WorldPlanner
 from aiockpt.save import SaveTools, run_save
@@ -244,7 +245,7 @@ class Engine:
                 coordinator = choose()
                 if coordinator is None:
                     return None
-                self._world = WorldTools(coordinator, WorldPlanner(coordinator.rank))
+                self._world = WorldTools(coordinator, WorldPlanner(prefix_of(coordinator.rank)))
             return self._world.coordinator
 
     # --- work -------------------------------------------------------------------------------------

@@ -20,9 +20,11 @@ from aiockpt.planning.source import Capture, Structure
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from aiockpt.format.index import ItemPlace
     from aiockpt.format.manifest import JsonValue
     from aiockpt.hooks import Hook
     from aiockpt.planning.plans import SaveForm
+    from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.staging.base import Stager
     from aiockpt.storage.base import Storage
 
@@ -73,7 +75,8 @@ class SaveJob:
     """One save: what is to be saved, and what is known of its course.
 
     ``form`` is the format to save in; None for DCP's. ``refused`` is why it can't be made: it is in line only to tell
-    the other ranks.
+    the other ranks. ``part`` plans the files of one that only adds files to a directory; ``places`` then tells where
+    each leaf is, when it is written.
 
     Implements `aiockpt.handle.Control`. ``cancel`` and ``fence`` may be called from any thread.
     """
@@ -88,6 +91,8 @@ class SaveJob:
     pre_commit: Hook | None = None
     post_commit: Hook | None = None
     refused: BaseException | None = None
+    part: WorldPlanner | None = None
+    places: dict[int, ItemPlace] = field(default_factory=dict)
     captured_s: float = 0.0
     handle: SaveHandle = field(init=False)
     post: Callable[[Callable[[], None]], object] = lambda _: None

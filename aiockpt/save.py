@@ -20,6 +20,7 @@ from aiockpt.hooks import run_hook
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.layout import BLOCK_BYTES, Sealer, align_up
 from aiockpt.save_alone import AloneCourse
+from aiockpt.save_part import PartCourse
 from aiockpt.save_together import TogetherCourse
 from aiockpt.staging.base import Done, LayoutMismatchError
 from aiockpt.transfer import Filled, Later, Leases, Router
@@ -89,10 +90,12 @@ async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> 
 def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> Course:
     """Tell whether a save is made alone or with other ranks."""
     world = tools.world()
-    if world is None:
+    if world is None and job.part is None:
         return AloneCourse(job, tools.planner, tools.copy_workers, tools.io_workers)
     form = job.form if job.form is not None else DcpForm(tools.io_workers.count)
-    if not isinstance(form, DcpForm):
+    if isinstance(form, DcpForm) and job.part is not None:
+        return PartCourse(job, form, job.part, tools.copy_workers, tools.io_workers)
+    if world is None or not isinstance(form, DcpForm):
         raise SaveError(
             f"format={form.name!r} is for one process: pass process_group=None and whole tensors, on one rank"
         )

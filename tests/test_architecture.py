@@ -20,7 +20,7 @@ ROWS = [
     {"checkpointer", "sync_checkpointer"},
     {"checkpointer_base"},
     {"engine"},
-    {"save", "save_alone", "save_together", "load", "whole_load", "partial_load", "reader", "verify"},
+    {"save", "save_alone", "save_part", "save_together", "load", "whole_load", "partial_load", "reader", "verify"},
     {
         "course",
         "job",

@@ -35,12 +35,17 @@ class Share(NamedTuple):
     """What one of several ranks writes.
 
     Attributes:
-        rank: its number, which its files are called by.
+        prefix: what the names of its files begin with.
         leaves: the leaves that it writes.
     """
 
-    rank: int
+    prefix: str
     leaves: Sequence[int]
+
+
+def prefix_of(rank: int) -> str:
+    """Give what the names of a rank's files begin with, as DCP calls them."""
+    return f"__{rank}_"
 
 
 @dataclass
@@ -48,15 +53,10 @@ class DcpLayout(Layout):
     """The layout of a checkpoint in DCP's format, or of one rank's share of it; the first file begins with the objects.
 
     Attributes:
-        objects: the leaves that are written as objects.
+        objects: for each leaf that is written as an object, the number of its file.
     """
 
-    objects: Sequence[int]
-
-    @property
-    def head_bytes(self) -> int:
-        """The room for objects."""
-        return self.images[0].head_bytes if self.images else 0
+    objects: Mapping[int, int]
 
     @cached_property
     def metadata_head(self) -> MetadataHead:
@@ -135,15 +135,16 @@ class DcpForm(SaveForm):
     """The format of ``torch.distributed.checkpoint``.
 
     Args:
-        max_buckets: the most files to write, for the items of each hint and for the others.
+        max_buckets: the most files to write, for the items of each hint and for the others; None: a file for each
+            item.
         separation_hints: beginnings of names; what is called so goes to files of its own, which are called by the
             hint.
     """
 
-    def __init__(self, max_buckets: int, separation_hints: Sequence[str] = ()) -> None:
+    def __init__(self, max_buckets: int | None, separation_hints: Sequence[str] = ()) -> None:
         self._max_buckets = max_buckets
         self._hints = tuple(separation_hints)
-        self.name = repr(("dcp", *self._hints))
+        self.name = repr(("dcp", max_buckets, *self._hints))
 
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Describe a tensor; its dense strides are kept."""
@@ -158,33 +159,46 @@ class DcpForm(SaveForm):
             share: what of it to write; None for all.
         """
         if share is None:
-            leaves: Sequence[int] = [leaf for leaf in range(len(survey.specs)) if leaf not in survey.tied]
-            rank = 0
+            share = Share(prefix_of(0), [leaf for leaf in range(len(survey.specs)) if leaf not in survey.tied])
+            alone = True
         else:
-            rank, leaves = share
-        chosen = [leaf for leaf in leaves if survey.specs[leaf] is None]
-        blobs = _encode_objects(capture, chosen)
+            alone = False
+        blobs = _encode_objects(capture, [leaf for leaf in share.leaves if survey.specs[leaf] is None])
+        if self._max_buckets is None:
+            return self._lay_out_singly(survey, share, blobs)
         object_bytes = sum(map(len, blobs.values()))
         # Some room to spare, so that a counter which grows a digit does not move every tensor.
         spare = min(object_bytes // 4 + 1024, 65_536)
         head_bytes = align_up(object_bytes + spare, BLOCK_BYTES) if object_bytes else 0
-        groups = self._separated(survey, leaves)
+        groups = self._separated(survey, share.leaves)
         images: list[FileImage] = []
         for hint, group in groups.items():
-            if not group and (hint or not object_bytes) and (share is not None or len(groups) > 1):
-                continue  # a rank that has nothing to write makes no file
+            objects_here = object_bytes if not hint else 0
+            if not group and not objects_here and (hint or not alone or len(groups) > 1):
+                continue  # who has nothing to write makes no file
             framings = [(leaf, framing_of(survey.structure.names[leaf], survey.specs[leaf])) for leaf in group]
             sizes = [framing.length for _, framing in framings]
-            buckets = assign_buckets(sizes, bucket_count(sum(sizes) + object_bytes * (not hint), self._max_buckets))
+            buckets = assign_buckets(sizes, bucket_count(sum(sizes) + objects_here, self._max_buckets))
             images += [
                 lay_out(
-                    f"{hint}__{rank}_{len(images) + number}.distcp",
+                    f"{hint}{share.prefix}{len(images) + number}.distcp",
                     head_bytes if not images and number == 0 else 0,
                     [framings[i] for i in bucket],
                 )
                 for number, bucket in enumerate(buckets)
             ]
-        return _with_objects(DcpLayout(survey, images, chosen), blobs)
+        return _with_objects(DcpLayout(survey, images, dict.fromkeys(blobs, 0)), blobs)
+
+    @staticmethod
+    def _lay_out_singly(survey: Survey, share: Share, blobs: Mapping[int, bytes]) -> DcpPlan:
+        """Give each item a file of its own; objects first."""
+        names = survey.structure.names
+        images = [lay_out(f"{share.prefix}{n}.distcp", len(blob), []) for n, blob in enumerate(blobs.values())]
+        for leaf in share.leaves:
+            if leaf not in blobs:
+                framing = framing_of(names[leaf], survey.specs[leaf])
+                images.append(lay_out(f"{share.prefix}{len(images)}.distcp", 0, [(leaf, framing)]))
+        return _with_objects(DcpLayout(survey, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
 
     def _separated(self, survey: Survey, leaves: Sequence[int]) -> dict[str, list[int]]:
         """Sort the tensors by the hint that their names begin with; those of none come first."""
@@ -200,8 +214,12 @@ class DcpForm(SaveForm):
         """Put the objects into the room that the layout has for them."""
         if not isinstance(layout, DcpLayout):
             return None
-        blobs = _encode_objects(capture, layout.objects)
-        return _with_objects(layout, blobs) if sum(map(len, blobs.values())) <= layout.head_bytes else None
+        blobs = _encode_objects(capture, list(layout.objects))
+        needed = [0] * len(layout.images)
+        for leaf, number in layout.objects.items():
+            needed[number] += len(blobs[leaf])
+        fits = all(size <= image.head_bytes for size, image in zip(needed, layout.images, strict=True))
+        return _with_objects(layout, blobs) if fits else None
 
 
 def framing_of(name: str, spec: TensorSpec | None) -> Framing:
@@ -232,9 +250,9 @@ def _encode_objects(capture: Capture, leaves: Sequence[int]) -> dict[int, bytes]
 
 def _with_objects(layout: DcpLayout, blobs: Mapping[int, bytes]) -> DcpPlan:
     places: list[tuple[str, ItemPlace]] = []
-    position = 0
-    for leaf, blob in blobs.items():
-        places.append((layout.structure.names[leaf], ItemPlace(layout.images[0].name, position, len(blob))))
-        position += len(blob)
-    heads = [b"".join(blobs.values()), *[b""] * (len(layout.images) - 1)] if layout.images else []
-    return DcpPlan(layout, heads, places)
+    heads = [bytearray() for _ in layout.images]
+    for leaf, number in layout.objects.items():
+        place = ItemPlace(layout.images[number].name, len(heads[number]), len(blobs[leaf]))
+        places.append((layout.structure.names[leaf], place))
+        heads[number] += blobs[leaf]
+    return DcpPlan(layout, [bytes(head) for head in heads], places)

@@ -63,11 +63,11 @@ class WorldPlanner:
     """Plans one rank's share; keeps the last layout of each form.
 
     Args:
-        rank: the number of this rank.
+        prefix: what the names of the rank's files begin with.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
         self._kept: dict[str, _Kept] = {}
 
     def offer(self, capture: Capture, form: DcpForm, *, again: bool = False) -> Offer:
@@ -95,7 +95,7 @@ class WorldPlanner:
         Raises:
             SaveError: an object can't be serialised.
         """
-        plan = form.lay_out(survey, capture, Share(self._rank, leaves))
+        plan = form.lay_out(survey, capture, Share(self._prefix, leaves))
         self._kept[form.name] = _Kept(token, plan.layout, capture.containers)
         return plan
 

@@ -103,6 +103,11 @@ class LocalStorage(Storage):
             )
         return _JoinedTransaction(self, path, hidden, overwrite=False, workers=workers)
 
+    def within(self, path: str, *, workers: Workers) -> Transaction:
+        """Write files into a directory that is there, for who publishes it by other means."""
+        path = self.locate(path)
+        return _WithinTransaction(self, path, path, overwrite=False, workers=workers)
+
     async def open(self, path: str, *, workers: Workers) -> Source:
         """Look at a checkpoint's directory."""
         return await workers.run(open_source, self.locate(path), direct_io=self._direct_io, buffers=self._buffers)
@@ -188,11 +193,23 @@ class _JoinedTransaction(_LocalTransaction):
         await _LocalTransaction.abort(self)
 
 
+class _WithinTransaction(_JoinedTransaction):
+    """Files in a directory that belongs to somebody else: the own ones alone are removed."""
+
+    async def abort(self) -> None:
+        await super().abort()
+        for sink in self._sinks:
+            try:
+                await self._workers.run(remove, sink.path)
+            except OSError as exc:
+                raise WriteError(f"can't remove the unfinished file {sink.path}: {exc}; remove it by hand") from exc
+
+
 class _LocalSink(FileSink):
     """A file under the engine's executor, through aiofiles; direct I/O until the file system refuses it."""
 
     def __init__(self, path: str, final: str, nbytes: int, *, fsync: bool, workers: Workers) -> None:
-        self._path = path
+        self.path = path
         self._final = final
         self._nbytes = nbytes
         self._fsync = fsync
@@ -224,9 +241,7 @@ class _LocalSink(FileSink):
 
         try:
             self._file = await drained(
-                aiofiles.open(
-                    self._path, "wb", buffering=0, opener=opener, executor=self._workers.executor
-                ).__aenter__()
+                aiofiles.open(self.path, "wb", buffering=0, opener=opener, executor=self._workers.executor).__aenter__()
             )
         except OSError as exc:
             raise WriteError(f"can't create {self._final} ({self._nbytes} bytes): {exc}") from exc
@@ -278,4 +293,4 @@ class _LocalSink(FileSink):
             try:
                 await drained(self._file.close())
             except OSError as exc:
-                logger.debug("closing the abandoned file %s: %s", self._path, exc)
+                logger.debug("closing the abandoned file %s: %s", self.path, exc)
