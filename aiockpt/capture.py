@@ -139,18 +139,23 @@ def _take_parts(flat: FlatState, *, together: bool) -> dict[int, Shard]:
         moved.append(len(flat.leaves))
         parts = _parts_of(name, value, together=together) if is_distributed(value) else [_dense(name, value)]
         for part in parts:
-            if isinstance(part, LocalPart):
-                if tuple(part.tensor.shape) != part.shard.shape:
-                    shards[len(flat.leaves)] = part.shard
-                part = part.tensor
             flat.names.append(name)
             flat.paths.append(path)
-            flat.leaves.append(part)
+            flat.leaves.append(_taken(part, len(flat.leaves), shards) if isinstance(part, LocalPart) else part)
     for record in flat.containers:
         at = record["at"]
         if isinstance(at, int):
             record["at"] = moved[at] if at < len(moved) else len(flat.leaves)
     return shards
+
+
+def _taken(part: LocalPart, leaf: int, shards: dict[int, Shard]) -> torch.Tensor:
+    """Note where a part belongs, unless it is the whole."""
+    if 0 in part.shard.shape:
+        return part.tensor.new_empty(part.shard.shape)  # there is nothing to share out
+    if tuple(part.tensor.shape) != part.shard.shape:
+        shards[leaf] = part.shard
+    return part.tensor
 
 
 def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:

@@ -16,7 +16,7 @@ PACKAGE = Path(aiockpt.__file__).parent
 
 # A module may import from its own row and from rows below, where its own row is one folder or one file.
 ROWS = [
-    {"__init__", "__main__", "cli", "testing"},
+    {"__init__", "__main__", "cli", "dcp", "testing"},
     {"checkpointer", "sync_checkpointer"},
     {"checkpointer_base"},
     {"engine"},

@@ -227,16 +227,27 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_sharded_tensors_are_refused(mesh, tmp_path: Path) -> None:
+def test_a_distributed_tensor_in_a_world_of_one_is_a_tensor(mesh, tmp_path: Path) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
-    state = {"layer": {"w": DTensor.from_local(torch.ones(4), mesh, [Shard(0)])}}
+    local = torch.randn(4)
     with aiockpt.SyncCheckpointer() as ckpt:
-        with pytest.raises(aiockpt.SaveError, match=r"layer\.w is a DTensor.*full_tensor"):
-            ckpt.submit(state, tmp_path / "c")
-        ckpt.save({"layer": {"w": torch.ones(4)}}, tmp_path / "c")
-        with pytest.raises(aiockpt.ShapeMismatchError, match=r"layer\.w is a DTensor"):
-            ckpt.load(tmp_path / "c", state)
+        ckpt.save({"layer": {"w": DTensor.from_local(local, mesh, [Shard(0)])}}, tmp_path / "c")
+        assert torch.equal(ckpt.load(tmp_path / "c")["layer"]["w"], local)
+        target = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
+        ckpt.load(tmp_path / "c", {"layer": {"w": target}})
+    assert torch.equal(target.to_local(), local)
+
+
+def test_partial_sums_are_refused(mesh, tmp_path: Path) -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    state = {"layer": {"w": DTensor.from_local(torch.ones(4), mesh, [Partial()])}}
+    with (
+        aiockpt.SyncCheckpointer() as ckpt,
+        pytest.raises(aiockpt.SaveError, match=r"layer\.w is a DTensor of partial values.*redistribute"),
+    ):
+        ckpt.submit(state, tmp_path / "c")
 
 
 _EXIT = """
