@@ -17,7 +17,7 @@ from aiockpt.errors import SaveError
 from aiockpt.format.objects import encode_object, is_frozen
 from aiockpt.planning.source import Capture, Structure, freed_message
 from aiockpt.planning.tree import FlatState, StructureError, flatten
-from aiockpt.sharded import LocalPart, ShardingError, is_distributed, local_parts, whole_shape
+from aiockpt.sharded import LocalPart, ShardingError, counted, is_distributed, local_parts, whole_shape
 from aiockpt.staging.pool import Mapping as MappedMemory
 from aiockpt.staging.pool import copy_small
 
@@ -38,26 +38,29 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 def count_change(tensors: Iterable[torch.Tensor]) -> None:
     """Advance the version counters of tensors that are changed by other means than torch's operators."""
-    for each in tensors:
-        tensor = getattr(each, "_local_tensor", each)  # of a DTensor the part that this rank has
+    for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 
 
-def _count_fused_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Advance the version counters that a fused step leaves as they are, though it changes the tensors."""
+def _count_silent_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Advance the version counters that a step leaves as they are, though it changes the tensors.
+
+    Fused steps don't count, nor do those that take many DTensors at once.
+    """
     for group in optimizer.param_groups:
-        if group.get("fused"):
-            states = (optimizer.state.get(parameter, {}) for parameter in group["params"])
+        parameters = group["params"]
+        silent = parameters if group.get("fused") else [each for each in parameters if is_distributed(each)]
+        if silent:
+            states = (optimizer.state.get(parameter, {}) for parameter in silent)
             tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-            tensors += group["params"]
-            count_change(tensors)
+            count_change([*tensors, *silent])
 
 
 @cache
 def watch_optimizers() -> None:
-    """Let the changes that fused optimizers make be seen, from now on; once for the process."""
-    register_optimizer_step_pre_hook(_count_fused_steps)
+    """Let the changes be seen that optimizers make without counting, from now on; once for the process."""
+    register_optimizer_step_pre_hook(_count_silent_steps)
 
 
 def capture_state(state_dict: Mapping[Any, Any], memo: NameMemo | None = None, *, together: bool = False) -> Capture:
@@ -75,11 +78,16 @@ def capture_state(state_dict: Mapping[Any, Any], memo: NameMemo | None = None, *
         flat = flatten(state_dict, memo=memo)
     except StructureError as exc:
         raise SaveError(str(exc)) from None
-    kinds = set(map(type, flat.leaves))
     shards: dict[int, Shard] = {}
-    if not kinds <= _PLAIN:
-        shards = _take_parts(flat, together=together)
-    return _hold(flat, shards)
+    wholes: dict[int, torch.Tensor] = {}
+    kinds = {type(leaf): leaf for leaf in flat.leaves}
+    if any(is_distributed(leaf) or _is_coded(leaf) for leaf in kinds.values()):
+        wholes = _take_parts(flat, shards, together=together)
+    capture = _hold(flat, shards)
+    capture.wholes = [
+        (leaf, whole, whole._version) for leaf, whole in wholes.items() if capture.versions[leaf] is not None
+    ]
+    return capture
 
 
 def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]]) -> Capture:
@@ -125,28 +133,37 @@ def _hold(flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes
     return capture
 
 
-def _take_parts(flat: FlatState, *, together: bool) -> dict[int, Shard]:
+def _take_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool) -> dict[int, torch.Tensor]:
     """Put this rank's parts in the place of distributed tensors, and dense tensors in that of quantized ones.
 
+    Args:
+        flat: the leaves.
+        shards: is given where the parts belong that are not the whole of their tensors.
+        together: see `capture_state`.
+
     Returns:
-        Where the parts belong that are not the whole of their tensors.
+        For the leaves that are parts of a DTensor that tensor, whose version counter is another.
     """
     names, paths, leaves = flat.names, flat.paths, flat.leaves
     flat.names, flat.paths, flat.leaves = [], [], []
-    shards: dict[int, Shard] = {}
+    wholes: dict[int, torch.Tensor] = {}
     moved: list[int] = []
     for name, path, value in zip(names, paths, leaves, strict=True):
         moved.append(len(flat.leaves))
-        parts = _parts_of(name, value, together=together) if is_distributed(value) else [_dense(name, value)]
-        for part in parts:
-            flat.names.append(name)
-            flat.paths.append(path)
-            flat.leaves.append(_taken(part, len(flat.leaves), shards) if isinstance(part, LocalPart) else part)
+        taken = [_dense(name, value)]
+        if is_distributed(value):
+            parts = _parts_of(name, value, together=together)
+            own = counted(value, ())
+            wholes |= {len(flat.leaves) + number: own[0] for number in range(len(parts)) if own}
+            taken = [_taken(part, len(flat.leaves) + number, shards) for number, part in enumerate(parts)]
+        flat.names += [name] * len(taken)
+        flat.paths += [path] * len(taken)
+        flat.leaves += taken
     for record in flat.containers:
         at = record["at"]
         if isinstance(at, int):
             record["at"] = moved[at] if at < len(moved) else len(flat.leaves)
-    return shards
+    return wholes
 
 
 def _taken(part: LocalPart, leaf: int, shards: dict[int, Shard]) -> torch.Tensor:
@@ -171,11 +188,20 @@ def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:
     return parts
 
 
+def _is_coded(value: Any) -> bool:
+    """Tell whether a tensor stores its values in a form of its own, and knows how to give them back."""
+    kind = type(value)
+    return (
+        isinstance(value, torch.Tensor)
+        and kind not in _PLAIN
+        and kind.dequantize is not torch.Tensor.dequantize
+        and not is_distributed(value)
+    )
+
+
 def _dense(name: str, value: Any) -> Any:
-    """Make a plain tensor of one that stores its values in a form of its own, and knows how to give them back."""
-    if not isinstance(value, torch.Tensor) or type(value) in _PLAIN:
-        return value
-    if type(value).dequantize is torch.Tensor.dequantize:
+    """Make a plain tensor of one that stores its values in a form of its own."""
+    if not _is_coded(value):
         return value
     with torch.no_grad():
         dense = value.dequantize()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiockpt.format.index import TensorItem
+    from aiockpt.planning.ranges import Selection
     from aiockpt.storage.base import Source
 
 _MAX_GAP_BYTES = 64 << 10
@@ -110,6 +111,9 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
         return None
     if not item.nbytes or 0 in item.shape:
         return None
+    if read.selections is not None:
+        item, skipped = _part_of(item, read.selections)
+        start, address = start + skipped, address + skipped
     if _is_image(target, item):
         copy_small(target.data_ptr(), address, item.nbytes)
         return None
@@ -117,6 +121,16 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
     if address % item.dtype.itemsize:  # values at odd addresses crash vector instructions
         data = data.clone()
     return Placement(target, seen_as(data, item), item.conj, item.neg)
+
+
+def _part_of(item: TensorItem, selections: Sequence[Selection]) -> tuple[TensorItem, int]:
+    """See a part of a tensor as an item of its own; give the bytes of the payload before it as well."""
+    shape = tuple(each.count for each in selections)
+    stride = tuple(step * each.step for each, step in zip(selections, item.stride, strict=True))
+    first = item.storage_offset + sum(each.start * step for each, step in zip(selections, item.stride, strict=True))
+    extent = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+    size = item.dtype.itemsize
+    return item._replace(shape=shape, stride=stride, storage_offset=0, nbytes=extent * size), first * size
 
 
 def _is_image(target: torch.Tensor, item: TensorItem) -> bool:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 LARGE_BYTES = 1 << 20
 """Items of this size and more are read on their own, straight to where they belong."""
+SMALL_BYTES = 16 << 10
+"""Items up to this size are read whole to fill a part of a state: looking for each part would take longer."""
 PART_BYTES = 16 << 20
 """The most that one thread reads at a time, straight into place."""
 BUFFER_BYTES = 8 << 20
@@ -305,7 +307,9 @@ class ItemReader:
 
     @staticmethod
     def _is_large(read: TensorRead) -> bool:
-        return read.selections is not None or read.chunk.place.length >= LARGE_BYTES
+        if read.selections is None:
+            return read.chunk.place.length >= LARGE_BYTES
+        return not read.fills or read.chunk.place.length >= SMALL_BYTES
 
 
 def _batch_done(batch: ItemBatch) -> None:

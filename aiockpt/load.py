@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
-import torch
 
 from aiockpt.capture import count_change
 from aiockpt.errors import LoadError, MissingKeysError
@@ -16,11 +15,13 @@ from aiockpt.index_reader import read_index
 from aiockpt.planning.selection import matching
 from aiockpt.planning.tree import StructureError, flatten, replace_leaves
 from aiockpt.reads import TensorRead, reads_of, say_what_was_placed
-from aiockpt.targets import check_target
+from aiockpt.targets import target_of
 from aiockpt.whole_load import WholeLoad
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    import torch
 
     from aiockpt.format.index import Entry, ObjPath
     from aiockpt.item_reader import LoadTools
@@ -85,7 +86,7 @@ class _Plan:
 
     Attributes:
         reads: what fills its tensors.
-        filled: those tensors.
+        filled: the tensors whose version counters tell of that.
         fresh: the entries of what takes the place of other leaves.
         paths: where those leaves are.
     """
@@ -144,13 +145,14 @@ class _TargetLoad(WholeLoad):
         return plan
 
     def _add(self, plan: _Plan, name: str, path: ObjPath, leaf: Any, entry: Entry) -> None:
-        check_target(self._path, name, entry, leaf, self._options.dtype)
-        if isinstance(entry, TensorEntry) and isinstance(leaf, torch.Tensor):
-            plan.reads.extend(reads_of(name, entry, leaf.detach(), fills=True))
-            plan.filled.append(leaf)
-        else:
+        target = target_of(self._path, name, entry, leaf, self._options.dtype)
+        if target is None or not isinstance(entry, TensorEntry):
             plan.fresh[name] = entry
             plan.paths[name] = path
+            return
+        for tensor, wanted in target.fillings:
+            plan.reads.extend(reads_of(name, entry, tensor, wanted, fills=True))
+        plan.filled.extend(target.counted)
 
     def _check_missing(self, missing: Sequence[str]) -> None:
         if missing and self._options.strict:

@@ -18,7 +18,8 @@ from aiockpt.load_options import target_device
 from aiockpt.planning.ranges import Selection, select
 from aiockpt.planning.selection import check_patterns, matching
 from aiockpt.reads import TensorRead, reads_of, say_what_was_placed
-from aiockpt.targets import cast, check_target
+from aiockpt.sharded import is_distributed
+from aiockpt.targets import Target, cast, target_of
 from aiockpt.whole_load import WholeLoad, check_expanded, new_tensor
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class OpenCheckpoint:
 
         Raises:
             KeyError: there is no such key.
-            TypeError: an object can't be indexed, or a tensor not so.
+            TypeError: an object can't be indexed, or a tensor not so, or not into a distributed tensor.
             IndexError: the index does not fit.
             ShapeMismatchError: ``out`` does not.
         """
@@ -120,6 +121,11 @@ class OpenCheckpoint:
             if index is not None or out is not None:
                 raise TypeError(f"{name} is an object, not a tensor: it is read as a whole")
             return Wanted(name, entry)
+        if index is not None and is_distributed(out):
+            raise TypeError(
+                f"a part of {name} can't be read into a {type(out).__name__}, of which this rank's part is filled: "
+                "leave the index out, or pass a plain tensor"
+            )
         if index is None:
             return Wanted(name, entry, None, entry.shape, (), out)
         selections, shape, taken = select(entry.shape, index)
@@ -153,18 +159,11 @@ async def read_wanted(
     load = WholeLoad(opened.source, opened.path, opened.index, options, tools, opened.known)
     whole = {w.name: w.entry for w in wanted if w.selections is None and w.out is None}
     parts = [w for w in wanted if w.name not in whole]
-    targets = await _targets(opened.path, parts, options, tools)
+    targets = _given(opened.path, parts, options)
+    made = await _made(parts, options, tools)
     values = await load.values(whole) if whole else {}
-    reads: list[TensorRead] = []
-    for each in parts:
-        if isinstance(each.entry, TensorEntry):
-            target = _unsqueezed(each, targets[each.name])
-            reads += (
-                []
-                if target.is_meta
-                else reads_of(each.name, each.entry, target, each.selections, fills=each.out is not None)
-            )
-    filled = [each.out for each in parts if each.out is not None]
+    reads = _reads(parts, targets, made)
+    filled = [tensor for target in targets.values() for tensor in target.counted]
     count_change(filled)
     try:
         await ItemReader(opened.source, opened.path, options, tools, opened.known).read(reads)
@@ -174,36 +173,56 @@ async def read_wanted(
         raise
     finally:
         count_change(filled)
-    values |= {each.name: targets[each.name] if each.out is None else each.out for each in parts}
+    values |= {each.name: made[each.name] if each.out is None else each.out for each in parts}
     return {each.name: values[each.name] for each in wanted}
 
 
-async def _targets(
-    path: str, parts: Sequence[Wanted], options: LoadOptions, tools: LoadTools
-) -> dict[str, torch.Tensor]:
-    """Give what the parts go to: what the caller gave, if it fits, else new tensors."""
-    device = target_device(options.map_location)
-    targets: dict[str, torch.Tensor] = {}
-    made: list[Wanted] = []
+def _given(path: str, parts: Sequence[Wanted], options: LoadOptions) -> dict[str, Target]:
+    """Check the tensors that the caller gave to be filled."""
+    targets: dict[str, Target] = {}
     for each in parts:
-        if not isinstance(each.entry, TensorEntry):
-            continue
-        if each.out is None:
-            if device.type != "meta":
-                check_expanded(each.name, each.entry, math.prod(each.shape) * each.entry.dtype.itemsize)
-            made.append(each)
-            continue
-        form = TensorEntry(each.entry.dtype, each.shape, each.entry.chunks)
-        check_target(path, each.name, form, each.out, options.dtype)
-        targets[each.name] = each.out.detach()
-    forms = [(w.shape, cast(w.entry.dtype, options.dtype)) for w in made if isinstance(w.entry, TensorEntry)]
+        if each.out is not None and isinstance(each.entry, TensorEntry):
+            form = TensorEntry(each.entry.dtype, each.shape, each.entry.chunks)
+            target = target_of(path, each.name, form, each.out, options.dtype)
+            if target is not None:
+                targets[each.name] = target
+    return targets
+
+
+async def _made(parts: Sequence[Wanted], options: LoadOptions, tools: LoadTools) -> dict[str, torch.Tensor]:
+    """Make tensors for the parts that the caller gave none for."""
+    device = target_device(options.map_location)
+    made = [(each, each.entry) for each in parts if each.out is None and isinstance(each.entry, TensorEntry)]
+    if device.type != "meta":
+        for each, entry in made:
+            check_expanded(each.name, entry, math.prod(each.shape) * entry.dtype.itemsize)
+    forms = [(each.shape, cast(entry.dtype, options.dtype)) for each, entry in made]
     if device.type == "cpu":
         new = [new_tensor(tools, shape, dtype) for shape, dtype in forms]
     elif device.type == "meta":
         new = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
     else:
         new = await tools.placer_for(device).new(forms)
-    return targets | {each.name: tensor for each, tensor in zip(made, new, strict=True)}
+    return {each.name: tensor for (each, _), tensor in zip(made, new, strict=True)}
+
+
+def _reads(
+    parts: Sequence[Wanted], targets: Mapping[str, Target], made: Mapping[str, torch.Tensor]
+) -> list[TensorRead]:
+    """Plan the reads of parts, into what the caller gave or what was made."""
+    reads: list[TensorRead] = []
+    for each in parts:
+        if not isinstance(each.entry, TensorEntry):
+            continue
+        target = targets.get(each.name)
+        if target is None:
+            tensor = _unsqueezed(each, made[each.name])
+            reads += [] if tensor.is_meta else reads_of(each.name, each.entry, tensor, each.selections)
+            continue
+        for tensor, wanted in target.fillings:
+            filled = _unsqueezed(each, tensor)
+            reads += reads_of(each.name, each.entry, filled, wanted or each.selections, fills=True)
+    return reads
 
 
 def _unsqueezed(wanted: Wanted, target: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """Distributed tensors: which part of which whole a rank has.
 
-The local part of a DTensor is found as DCP finds it, with `compute_local_shape_and_global_offset` of
-``torch/distributed/tensor/_utils.py``; that of a ShardedTensor is in its own metadata.
+The placements of a DTensor are followed from the first mesh dimension to the last: ``Shard`` cuts a dimension as
+`torch.chunk` does; ``_StridedShard``, which FSDP2 uses over tensor parallelism, cuts each of ``split_factor`` pieces
+so and takes one part of every piece. The parts of a ShardedTensor are in its own metadata.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,8 +17,12 @@ import torch
 from aiockpt.planning.source import Shard
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
+    from collections.abc import Iterable, Sequence
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool})
+
+_Run = tuple[int, int]
+"""Neighbouring positions along a dimension: the first, and how many."""
 
 
 class LocalPart(NamedTuple):
@@ -37,71 +43,198 @@ class ShardingError(ValueError):
 
 def is_distributed(value: object) -> bool:
     """Tell whether a value is one rank's part of a tensor."""
-    kind = type(value)
-    return kind.__module__.startswith("torch.distributed") and kind.__name__ in ("DTensor", "ShardedTensor")
+    return _kind(type(value)) is not None
 
 
 def whole_shape(value: Any) -> tuple[int, ...]:
     """Give the sizes of the whole of a distributed tensor."""
-    return tuple(value.shape if type(value).__name__ == "DTensor" else value.metadata().size)
+    return tuple(value.metadata().size if _kind(type(value)) == "ShardedTensor" else value.shape)
+
+
+def whole_dtype(value: Any) -> torch.dtype:
+    """Give the dtype of a distributed tensor, on a rank that has no part of it as well."""
+    sharded = _kind(type(value)) == "ShardedTensor"  # which warns when it is asked for it like other tensors
+    dtype: torch.dtype = value.metadata().tensor_properties.dtype if sharded else value.dtype
+    return dtype
+
+
+def counted(value: Any, parts: Iterable[LocalPart]) -> list[torch.Tensor]:
+    """Give the tensors whose version counters tell of a change of these parts: a DTensor has one of its own."""
+    own = [value] if _kind(type(value)) == "DTensor" else []
+    return own + [part.tensor for part in parts]
 
 
 def local_parts(name: str, value: Any) -> list[LocalPart]:
-    """Give the parts of a distributed tensor that this rank has. Does not block.
+    """Give the parts of a distributed tensor that this rank has. Does not block, but for a pending collective.
 
     Args:
         name: its key, for messages.
         value: a DTensor or a ShardedTensor.
 
     Returns:
-        The parts; none if this rank is not in the tensor's mesh, or its part is empty.
+        The parts; none if this rank is not in the tensor's mesh, or its part is empty. More than one where
+        it has pieces that don't lie side by side.
 
     Raises:
-        ShardingError: it holds partial sums, or is sharded in a way that no hyper-rectangle describes.
+        ShardingError: it holds partial sums, or is sharded in a way that is not known.
     """
-    if type(value).__name__ == "ShardedTensor":
-        shape = tuple(value.metadata().size)
-        parts = [(each.tensor.detach(), tuple(each.metadata.shard_offsets)) for each in value.local_shards()]
-        return [
-            LocalPart(tensor, Shard(shape, offsets)) for tensor, offsets in parts if tensor.numel() or not all(shape)
-        ]
-    return _dtensor_parts(name, value)
+    if _kind(type(value)) != "ShardedTensor":
+        return _dtensor_parts(name, value)
+    shape = whole_shape(value)
+    parts = [(each.tensor.detach(), tuple(each.metadata.shard_offsets)) for each in value.local_shards()]
+    return [LocalPart(tensor, Shard(shape, offsets)) for tensor, offsets in parts if tensor.numel() or not all(shape)]
+
+
+def _kind(kind: type) -> str | None:
+    """Tell which distributed tensor a class is, or derives from; None: it is another class."""
+    if kind in _PLAIN:
+        return None
+    names = (each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch.distributed"))
+    return next((name for name in names if name in ("DTensor", "ShardedTensor")), None)
+
+
+# --- DTensors -------------------------------------------------------------------------------------
+
+
+class _Cut(NamedTuple):
+    """How one dimension of a mesh cuts a tensor.
+
+    Attributes:
+        dim: the dimension of the tensor.
+        split: of how many pieces of it each rank has a part; 1 for a plain ``Shard``.
+        pieces: in how many parts they are cut.
+        number: which one this rank has.
+    """
+
+    dim: int
+    split: int
+    pieces: int
+    number: int
+
+
+class _Piece(NamedTuple):
+    """A hyper-rectangle of a tensor that this rank has.
+
+    Attributes:
+        region: where it is in the local tensor; None: it is all of it.
+        offsets: where it begins in the whole.
+    """
+
+    region: tuple[slice, ...] | None
+    offsets: tuple[int, ...]
 
 
 def _dtensor_parts(name: str, value: Any) -> list[LocalPart]:
-    partial = [str(placement) for placement in value.placements if placement.is_partial()]
-    if partial:
-        raise ShardingError(
-            f"{name} is a DTensor of partial values ({', '.join(partial)}), which are no tensor until they are "
-            "reduced; call redistribute() with Shard or Replicate placements first"
-        )
-    shape = tuple(value.shape)
-    place = _place(shape, value.device_mesh, tuple(value.placements))
-    if place is None:
+    cuts = _cuts(name, value)
+    if cuts is None:
         return []
-    sizes, offsets = place
-    local = value.detach().to_local()
+    with torch.no_grad():
+        local = value.to_local()
     functional = sys.modules.get("torch.distributed._functional_collectives")
     if functional is not None and isinstance(local, functional.AsyncCollectiveTensor):
         local = local.wait()
-    if tuple(local.shape) != sizes:
-        raise ShardingError(
-            f"{name} is a DTensor of {shape} whose local part is {tuple(local.shape)}, not {sizes} as its placements "
-            f"{value.placements} say; it can't be told which part of the tensor that is"
-        )
+    local = local.detach()
+    shape = tuple(value.shape)
     if not local.numel() and 0 not in shape:
         return []
-    return [LocalPart(local, Shard(shape, offsets))]
+    pieces = _pieces(shape, cuts, tuple(local.shape))
+    if pieces is None:
+        raise ShardingError(
+            f"{name} is a DTensor of {shape} whose local part is {tuple(local.shape)}, which is not what its "
+            f"placements {value.placements} on a mesh of {tuple(value.device_mesh.shape)} give; it can't be told "
+            "which part of the tensor that is"
+        )
+    return [LocalPart(local if region is None else local[region], Shard(shape, offsets)) for region, offsets in pieces]
+
+
+def _cuts(name: str, value: Any) -> tuple[_Cut, ...] | None:
+    """Read the placements of a DTensor; None: this rank is not in its mesh.
+
+    Raises:
+        ShardingError: see `local_parts`.
+    """
+    mesh = value.device_mesh
+    place = mesh.get_coordinate()
+    sizes = mesh.shape
+    cuts: list[_Cut] = []
+    for mesh_dim, placement in enumerate(value.placements):
+        kind = type(placement).__name__
+        if kind == "Replicate":
+            continue
+        if placement.is_partial():
+            raise ShardingError(
+                f"{name} is a DTensor of partial values ({placement}), which are no tensor until they are reduced; "
+                "call redistribute() with Shard or Replicate placements first"
+            )
+        if kind not in ("Shard", "_StridedShard"):
+            raise ShardingError(
+                f"{name} is a DTensor with the placement {placement}, which is not known here; call redistribute() "
+                "with Shard or Replicate placements first"
+            )
+        if place is not None:
+            split = placement.split_factor if kind == "_StridedShard" else 1
+            cuts.append(_Cut(placement.dim % value.ndim, split, sizes[mesh_dim], place[mesh_dim]))
+    return None if place is None else tuple(cuts)
 
 
 @lru_cache(maxsize=65_536)
-def _place(
-    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Give sizes and offsets of this rank's part; None if it is not in the mesh."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+def _pieces(shape: tuple[int, ...], cuts: tuple[_Cut, ...], local: tuple[int, ...]) -> tuple[_Piece, ...] | None:
+    """Give the pieces of a tensor that make up a local tensor; None if it can't be of this shape."""
+    along = _runs(shape, cuts)
+    if _sizes(along) != local:
+        # FSDP2 cuts what tensor parallelism has left, which for uneven sizes is not what the placements say.
+        along = _runs(shape, [cut._replace(split=1) for cut in reversed(cuts)])
+        if _sizes(along) != local or all(cut.split == 1 for cut in cuts):
+            return None
+    if all(len(runs) == 1 for runs in along):
+        return (_Piece(None, tuple(runs[0][0] for runs in along)),)
+    placed = [zip(_local_slices(runs), runs, strict=True) for runs in along]
+    return tuple(
+        _Piece(tuple(part for part, _ in chosen), tuple(run[0] for _, run in chosen))
+        for chosen in itertools.product(*placed)
+    )
 
-    if mesh.get_coordinate() is None:
-        return None
-    sizes, offsets = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
-    return tuple(map(int, sizes)), tuple(map(int, offsets))
+
+def _runs(shape: Sequence[int], cuts: Iterable[_Cut]) -> list[list[_Run]]:
+    """Give for each dimension the positions that are left by cutting, in the order in which they are kept."""
+    along: list[list[_Run]] = [[(0, size)] for size in shape]
+    for dim, split, pieces, number in cuts:
+        parts = [_cut(_cut(along[dim], split, i), pieces, number) for i in range(split)]
+        along[dim] = _joined(run for part in parts for run in part)
+    return along
+
+
+def _cut(runs: Sequence[_Run], pieces: int, number: int) -> list[_Run]:
+    """Give one of the pieces into which `torch.chunk` cuts."""
+    total = sum(count for _, count in runs)
+    most = -(-total // pieces)
+    begin, end = number * most, (number + 1) * most
+    found: list[_Run] = []
+    at = 0
+    for start, count in runs:
+        first, last = max(begin - at, 0), min(end - at, count)
+        if first < last:
+            found.append((start + first, last - first))
+        at += count
+    return found
+
+
+def _joined(runs: Iterable[_Run]) -> list[_Run]:
+    """Make one of runs that follow each other; there is always one, be it empty."""
+    found: list[_Run] = []
+    for start, count in runs:
+        if found and sum(found[-1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((start, count))
+    return found or [(0, 0)]
+
+
+def _sizes(along: Sequence[Sequence[_Run]]) -> tuple[int, ...]:
+    return tuple(sum(count for _, count in runs) for runs in along)
+
+
+def _local_slices(runs: Sequence[_Run]) -> list[slice]:
+    """Give where the positions of each run are kept."""
+    ends = itertools.accumulate(count for _, count in runs)
+    return [slice(end - count, end) for (_, count), end in zip(runs, ends, strict=True)]

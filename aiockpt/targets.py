@@ -1,18 +1,93 @@
-"""What tensors are loaded into: does it fit."""
+"""What tensors are loaded into: does it fit, and what of it is to be filled."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from aiockpt.errors import ShapeMismatchError
 from aiockpt.format.index import TensorEntry
+from aiockpt.planning.ranges import Selection
+from aiockpt.sharded import LocalPart, ShardingError, counted, is_distributed, local_parts, whole_dtype, whole_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiockpt.format.index import Entry
+
+
+class Filling(NamedTuple):
+    """Memory to fill.
+
+    Attributes:
+        tensor: a tensor of this process, detached.
+        wanted: what of the stored tensor goes there, for each of its dimensions; None: all.
+    """
+
+    tensor: torch.Tensor
+    wanted: tuple[Selection, ...] | None = None
+
+
+class Target(NamedTuple):
+    """A tensor of the caller that is loaded into.
+
+    Attributes:
+        fillings: what of it this process has; none for a distributed tensor that others have.
+        counted: the tensors whose version counters tell of the change.
+    """
+
+    fillings: list[Filling]
+    counted: list[torch.Tensor]
+
+
+def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target | None:
+    """Check that an entry can be loaded into a leaf of a state dict; give what is to be filled.
+
+    Args:
+        path: the checkpoint, for messages.
+        name: the key.
+        entry: what is stored.
+        leaf: what the target has there.
+        dtype: what floating-point values are cast to.
+
+    Returns:
+        None if the leaf can't be filled but is to be replaced.
+
+    Raises:
+        ShapeMismatchError: it does not fit.
+    """
+    if is_distributed(leaf):
+        return _distributed_target(path, name, entry, leaf, dtype)
+    check_target(path, name, entry, leaf, dtype)
+    if not (isinstance(entry, TensorEntry) and isinstance(leaf, torch.Tensor)):
+        return None
+    return Target([Filling(leaf.detach())], [leaf])
+
+
+def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target:
+    """Check a DTensor or ShardedTensor, of which only this rank's part is filled."""
+    if not isinstance(entry, TensorEntry):
+        raise ShapeMismatchError(f"{name} is a {type(leaf).__name__} in the target but an object in {path}")
+    shape = whole_shape(leaf)
+    _check_shape(path, name, entry.shape, shape)
+    _check_dtype(path, name, entry.dtype, whole_dtype(leaf), dtype)
+    try:
+        parts = local_parts(name, leaf)
+    except ShardingError as exc:
+        raise ShapeMismatchError(str(exc)) from exc
+    for part in parts:
+        # The sizes are those of the part: a rank's memory is checked as any tensor's is.
+        form = TensorEntry(entry.dtype, tuple(part.tensor.shape), entry.chunks)
+        check_target(path, f"this rank's part of {name}", form, part.tensor, dtype)
+    return Target([Filling(part.tensor, _wanted(part)) for part in parts], counted(leaf, parts))
+
+
+def _wanted(part: LocalPart) -> tuple[Selection, ...] | None:
+    sizes = part.tensor.shape
+    if sizes == part.shard.shape:
+        return None
+    return tuple(map(Selection, part.shard.offsets, sizes))
 
 
 def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], Any]) -> torch.Tensor:
@@ -52,7 +127,7 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dty
         raise ShapeMismatchError(f"{name} is a {kind} in the target, which can't be filled")
     if type(leaf).__module__.startswith("torch.distributed"):
         raise ShapeMismatchError(
-            f"{name} is a {type(leaf).__name__} in the target; this version loads into the state of one process"
+            f"{name} is a {type(leaf).__name__} in the target, which can't be filled: wait for the tensor it stands for"
         )
     if leaf.layout is not torch.strided:
         raise ShapeMismatchError(f"{name} has the layout {leaf.layout} in the target but is strided in {path}")
@@ -60,8 +135,7 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dty
         raise ShapeMismatchError(f"{name} is on the meta device in the target; give it memory first (to_empty)")
     if any(step == 0 and size > 1 for step, size in zip(leaf.stride(), leaf.shape, strict=True)):
         raise ShapeMismatchError(f"{name} is an expanded tensor in the target: its elements share memory; clone it")
-    if tuple(leaf.shape) != entry.shape:
-        raise ShapeMismatchError(f"{name} has the shape {tuple(leaf.shape)} in the target but {entry.shape} in {path}")
+    _check_shape(path, name, entry.shape, tuple(leaf.shape))
     if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.untyped_storage().nbytes() < _extent_bytes(leaf):
         raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
     _check_dtype(path, name, entry.dtype, leaf.dtype, dtype)
@@ -85,6 +159,11 @@ def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
 def cast(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """Give the dtype that a stored dtype is loaded as: floating-point ones are cast, as ``nn.Module.to`` does."""
     return dtype if dtype is not None and stored.is_floating_point else stored
+
+
+def _check_shape(path: str, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if wanted != stored:
+        raise ShapeMismatchError(f"{name} has the shape {wanted} in the target but {stored} in {path}")
 
 
 def _check_dtype(path: str, name: str, stored: torch.dtype, wanted: torch.dtype, dtype: torch.dtype | None) -> None:

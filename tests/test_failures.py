@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import aiockpt
 from aiockpt.storage.local import LocalStorage
-from aiockpt.testing import FaultyStorage
+from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import assert_same, large_state
 
 
@@ -248,6 +249,30 @@ def test_partial_sums_are_refused(mesh, tmp_path: Path) -> None:
         pytest.raises(aiockpt.SaveError, match=r"layer\.w is a DTensor of partial values.*redistribute"),
     ):
         ckpt.submit(state, tmp_path / "c")
+
+
+@pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}, "add_"])
+def test_steps_on_distributed_tensors_are_seen(mesh, tmp_path: Path, way: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    parameter = torch.nn.Parameter(DTensor.from_local(torch.randn(300_000), mesh, [Shard(0)]))
+    parameter.grad = DTensor.from_local(torch.randn(300_000), mesh, [Shard(0)])
+    optimizer = torch.optim.AdamW([parameter], **(way if isinstance(way, dict) else {}))
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(staging_bytes=1 << 19, chunk_bytes=1 << 18) as ckpt:
+        save = ckpt.submit({"layer": {"w": parameter}}, tmp_path / "c", storage=storage)
+        storage.reached["create"].result(60)
+        if way == "add_":
+            with torch.no_grad():
+                parameter.add_(1)
+        else:
+            optimizer.step()
+        storage.open("create")
+        with pytest.raises(aiockpt.TornSnapshotError, match=r"layer\.w changed between save"):
+            save.written.result(60)
+        assert not list(tmp_path.iterdir())
+        ckpt.save({"layer": {"w": parameter}}, tmp_path / "c")
+        assert torch.equal(ckpt.load(tmp_path / "c")["layer"]["w"], parameter.detach().to_local())
 
 
 _EXIT = """

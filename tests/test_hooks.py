@@ -77,7 +77,7 @@ async def test_a_hook_that_fails_after_undoes_nothing_and_is_told(
 async def test_a_save_that_is_cancelled_while_its_hook_runs_leaves_nothing(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         handles: list[aiockpt.SaveHandle] = []
-        handles.append(ckpt.save(STATE, tmp_path / "c", pre_commit=lambda _: handles[0].cancel()))
+        handles.append(ckpt.save(STATE, tmp_path / "c", pre_commit=lambda _: handles[0].cancel() and None))
         with pytest.raises(aiockpt.SaveCancelledError):
             await handles[0]
         assert await handles[0].cancel()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from aiockpt.coordination.leader import CONNECT_S, WORD_S
 from aiockpt.coordination.letters import NO_LINK, Left, key, sealed, word_in
 from aiockpt.coordination.link import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
-from aiockpt.coordination.meeting import appears
+from aiockpt.coordination.meeting import appears, put
 from aiockpt.coordination.verdict import coordination_trouble, gone_text, late_text
 from aiockpt.errors import CoordinationError
 
@@ -30,7 +30,7 @@ class Follower:
         place: this rank's place in the group.
         meeting: the lane's way to rank 0.
         timeout_s: how long a round waits for rank 0 to come.
-        gone: holds 0 once rank 0 is known to be gone, and how to name it; shared by all lanes, and added to.
+        gone: holds 0 once rank 0 is known to be gone, and how to name it; added to.
     """
 
     def __init__(self, place: Place, meeting: Meeting, *, timeout_s: float, gone: dict[int, str]) -> None:
@@ -56,8 +56,6 @@ class Follower:
             CoordinationError: rank 0 is gone or does not come.
         """
         while True:
-            if 0 in self._gone:
-                raise CoordinationError(gone_text(self._gone[0], what))
             try:
                 reply = self._try(what, message)
             except LinkTimeoutError as exc:
@@ -96,7 +94,7 @@ class Follower:
         """Ask rank 0 for a link; None when it has ended a round without this rank."""
         self._generation += 1
         store = self._meeting.store
-        store.set(key("knock", self._rank, self._generation), self._introduced)
+        put(store, key("knock", self._rank, self._generation), self._introduced.encode())
         answer = key("open", self._rank, self._generation)
         if not appears(store, answer, self._come_s):
             raise LinkTimeoutError("no link was opened")
@@ -129,5 +127,5 @@ class Follower:
         self._link = None
         trouble = coordination_trouble(0, late_text(self._leader, what, self._timeout_s))
         with contextlib.suppress(RuntimeError):  # without the store rank 0 takes this rank for gone
-            self._meeting.store.set(key("left", self._rank, self._generation), sealed(Left(what, trouble)))
+            put(self._meeting.store, key("left", self._rank, self._generation), sealed(Left(what, trouble)))
         return CoordinationError(trouble.message)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from aiockpt.coordination.base import Trouble, trouble_of
 from aiockpt.coordination.letters import NO_LINK, Word, key, left_in, sealed
 from aiockpt.coordination.link import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
-from aiockpt.coordination.meeting import appears, pauses
+from aiockpt.coordination.meeting import appears, pauses, put
 from aiockpt.coordination.verdict import Arrival, Brought, Gone, Late, coordination_trouble
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Leader:
         while pending := [peer for peer in self._peers if peer.rank not in found]:
             found |= self._connect(pending, what, deadline)
             for peer in pending:
-                if peer.link is not None and (arrival := self._hear(peer, deadline)) is not None:
+                if peer.link is not None and (arrival := self._hear(peer, what, deadline)) is not None:
                     found[peer.rank] = arrival
         return [found[peer.rank] for peer in self._peers]
 
@@ -132,18 +132,22 @@ class Leader:
             return None
         peer.generation += 1
         if store.check([key("left", peer.rank, peer.generation)]):
-            left = left_in(store.get(key("left", peer.rank, peer.generation)))
-            return left.trouble if left.what == what else None
+            return self._same_round(peer, what)
         peer.who = store.get(key("knock", peer.rank, peer.generation)).decode()
-        store.set(key("open", peer.rank, peer.generation), self._introduced)
+        put(store, key("open", peer.rank, peer.generation), self._introduced)
         limit_s = min(self._timeout_s, CONNECT_S)
         with contextlib.suppress(LinkBrokenError):  # if it lives it asks again
             peer.link = self._meeting.link(peer.rank, peer.generation, side=0, timeout_s=limit_s)
             peer.link.expect()
         return None
 
-    def _hear(self, peer: _Peer, deadline: float) -> Arrival | None:
-        """Take a rank's message; None when it has come back after it gave up, and needs a new link."""
+    def _same_round(self, peer: _Peer, what: str) -> Trouble | None:
+        """Give what a rank that gave up told its caller, when that was about this very round and not an earlier one."""
+        left = left_in(self._meeting.store.get(key("left", peer.rank, peer.generation)))
+        return left.trouble if left.what == what else None
+
+    def _hear(self, peer: _Peer, what: str, deadline: float) -> Arrival | None:
+        """Take a rank's message; None when it gave up on an earlier round, and needs a new link."""
         assert peer.link is not None
         try:
             message = peer.link.take(deadline - time.monotonic())
@@ -152,7 +156,7 @@ class Leader:
         except LinkBrokenError:
             peer.link = None
             if self._has_left(peer):
-                return None
+                return self._same_round(peer, what)
             self._gone[peer.rank] = peer.who
             return Gone(peer.who)
         try:
@@ -172,13 +176,13 @@ class Leader:
         with contextlib.suppress(RuntimeError):  # without the store it finds no word, and takes rank 0 for gone
             if peer.link is None:
                 peer.generation += 1
-                store.set(key("open", peer.rank, peer.generation), NO_LINK)
+                put(store, key("open", peer.rank, peer.generation), NO_LINK)
             else:
-                store.set(key("missed", peer.rank, peer.generation), "")
+                put(store, key("missed", peer.rank, peer.generation), b"")
         peer.link, peer.missed = None, True
         return Late(peer.who, self._timeout_s)
 
     def _leave_word(self, peer: _Peer, what: str, reply: bytes) -> None:
         peer.missed = False
         with contextlib.suppress(RuntimeError):  # as above
-            self._meeting.store.set(key("word", peer.rank, peer.generation), sealed(Word(what, reply)))
+            put(self._meeting.store, key("word", peer.rank, peer.generation), sealed(Word(what, reply)))

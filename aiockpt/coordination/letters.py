@@ -16,9 +16,10 @@ kept in step.
 from __future__ import annotations
 
 import pickle
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from aiockpt.coordination.base import Trouble
+if TYPE_CHECKING:
+    from aiockpt.coordination.base import Trouble
 
 Letter = Literal["knock", "open", "missed", "word", "left"]
 NO_LINK = b"-"

@@ -14,8 +14,10 @@ from torch.distributed import ProcessGroupGloo
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch.distributed import Store, Work
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import Work
 
+_Gloo: Any = ProcessGroupGloo  # its type stubs lack most of it
 _LENGTH = struct.Struct("<Q")
 _SHORTEST_WAIT_S = 0.01  # gloo takes 0 for "no limit"
 TRANSFER_S = 60.0
@@ -34,8 +36,8 @@ def make_device() -> Any:
     """Make what gloo listens and connects with, on the interface that the user chose as for any gloo group."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        return ProcessGroupGloo.create_device(interface=interface)
-    return ProcessGroupGloo.create_default_device()
+        return _Gloo.create_device(interface=interface)
+    return _Gloo.create_default_device()
 
 
 class Sending(NamedTuple):
@@ -79,17 +81,24 @@ class Link:
     """
 
     def __init__(self, store: Store, side: int, device: Any, *, timeout_s: float) -> None:
-        options = ProcessGroupGloo._Options()
+        options = _Gloo._Options()
         options._devices = [device]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 0  # they run collectives; sends and receives need none
         try:
-            self._group = ProcessGroupGloo(store, side, 2, options)
+            self._group = _Gloo(store, side, 2, options)
         except RuntimeError as exc:
             raise LinkBrokenError(str(exc)) from exc
         self._peer = 1 - side
         self._header = torch.empty(_LENGTH.size, dtype=torch.uint8)
         self._expected: Work | None = None
+
+    def _receive(self, buffer: torch.Tensor) -> Work:
+        try:
+            work: Work = self._group.recv([buffer], self._peer, 0)
+        except RuntimeError as exc:
+            raise LinkBrokenError(str(exc)) from exc
+        return work
 
     def post(self, message: bytes) -> Sending:
         """Begin to send; `Sending.wait` ends it.
@@ -107,10 +116,7 @@ class Link:
     def expect(self) -> None:
         """Be ready for a message, so that the other side sees that this one is there. `take` gives it."""
         if self._expected is None:
-            try:
-                self._expected = self._group.recv([self._header], self._peer, 0)
-            except RuntimeError as exc:
-                raise LinkBrokenError(str(exc)) from exc
+            self._expected = self._receive(self._header)
 
     def take(self, timeout_s: float) -> bytes:
         """Receive a message.
@@ -122,17 +128,12 @@ class Link:
             LinkTimeoutError: no message came.
             LinkBrokenError: the other side is gone.
         """
-        self.expect()
-        work, self._expected = self._expected, None
-        assert work is not None
+        work = self._expected or self._receive(self._header)
+        self._expected = None
         _wait(work, timeout_s)
         (length,) = _LENGTH.unpack(bytes(self._header.numpy()))
         body = torch.empty(length, dtype=torch.uint8)
-        try:
-            work = self._group.recv([body], self._peer, 0)
-        except RuntimeError as exc:
-            raise LinkBrokenError(str(exc)) from exc
-        _wait(work, TRANSFER_S)
+        _wait(self._receive(body), TRANSFER_S)
         return body.numpy().tobytes()
 
 

@@ -6,10 +6,12 @@ import itertools
 import os
 import socket
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from aiockpt.coordination.link import Link, make_device
 from aiockpt.errors import CoordinationError
@@ -17,13 +19,15 @@ from aiockpt.errors import CoordinationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch._C._distributed_c10d import Store
+
 _SHORTEST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.1
 
 _made: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
 
-def appears(store: dist.Store, key: str, timeout_s: float) -> bool:
+def appears(store: Store, key: str, timeout_s: float) -> bool:
     """Wait until a key is in the store; say whether it came in time.
 
     It looks again and again, since a blocking wait holds the store against whoever shares it.
@@ -38,6 +42,11 @@ def appears(store: dist.Store, key: str, timeout_s: float) -> bool:
     return False
 
 
+def put(store: Store, key: str, content: bytes) -> None:
+    """Put bytes into the store."""
+    store.set(key, content)  # type: ignore[arg-type]  # it takes bytes, whatever its type stub says
+
+
 def pauses() -> Iterator[float]:
     """Give how long to wait between two looks: short at first."""
     pause_s = _SHORTEST_POLL_S
@@ -48,6 +57,9 @@ def pauses() -> Iterator[float]:
 
 class Place:
     """What a process group tells of this rank and of the way to the others, read without a word to them.
+
+    Args:
+        group: the caller's.
 
     Attributes:
         rank: the number of this rank in the group.
@@ -81,7 +93,7 @@ class Place:
 
     def meeting(self, lane: str) -> Meeting:
         """Make a lane's way to the other ranks. Call it in the lane's own thread."""
-        return Meeting(dist.PrefixStore(f"aiockpt/{self._number}/{lane}", _separate(self._store)))
+        return Meeting(PrefixStore(f"{self._number}/{lane}", _separate(self._store)))
 
 
 class Meeting:
@@ -91,43 +103,41 @@ class Meeting:
         store: used by this lane's thread alone.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self._device = make_device()
 
     def link(self, rank: int, generation: int, *, side: int, timeout_s: float) -> Link:
         """Make the link between rank 0 and another one; both call it."""
-        store = dist.PrefixStore(f"link/{rank}/{generation}", self.store)
+        store = PrefixStore(f"link/{rank}/{generation}", self.store)
         return Link(store, side, self._device, timeout_s=timeout_s)
 
 
-def _store_of(group: dist.ProcessGroup) -> dist.Store:
+def _store_of(group: dist.ProcessGroup) -> Store:
     from torch.distributed.distributed_c10d import _world
 
     try:
-        store = _world.pg_map[group][1]
+        store: Store = _world.pg_map[group][1]
     except KeyError as exc:
         raise CoordinationError("torch.distributed does not know this process group; was it destroyed?") from exc
-    name: str = _world.pg_names[group]
-    return dist.PrefixStore(name, store)
+    return PrefixStore(f"aiockpt/{_world.pg_names[group]}", store)
 
 
-def _separate(store: dist.Store) -> dist.Store:
+def _separate(store: Store) -> Store:
     """Give a client of the same store whose waits don't hold up the caller's own use of it.
 
     A TCP store has one connection, on which a wait keeps everyone else waiting: the caller's ``new_group`` on one
     rank and a round on another could wait for each other.
     """
-    clone = getattr(store, "clone", None)
+    clone = getattr(store, "clone", None)  # since torch 2.8
     if clone is not None:
-        cloned: dist.Store = clone()
+        cloned: Store = clone()
         return cloned
-    prefixes, inner = [], store
-    while isinstance(inner, dist.PrefixStore):
-        prefixes.append(inner)
+    inner = store
+    while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
-    if not isinstance(inner, dist.TCPStore):
+    if not isinstance(inner, TCPStore):
         return store  # a file, or memory: no connection is shared
-    own: dist.Store = dist.TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False)
-    # The prefixes can't be read back from the wrappers; the outermost is the group's name, which is unique.
-    return own
+    # The prefixes can't be read back, so the ranks agree on a new one, through the old ones.
+    prefix: bytes = store.compare_set("prefix", "", uuid.uuid4().hex)
+    return PrefixStore(prefix.decode(), TCPStore(inner.host, inner.port, is_master=False, wait_for_workers=False))

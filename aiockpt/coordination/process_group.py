@@ -13,7 +13,7 @@ from aiockpt.coordination.base import Coordinator, Lane, Trouble, error_of, trou
 from aiockpt.coordination.follower import Follower
 from aiockpt.coordination.leader import Leader
 from aiockpt.coordination.meeting import Place
-from aiockpt.coordination.verdict import Brought, coordination_trouble, judge
+from aiockpt.coordination.verdict import Brought, coordination_trouble, gone_text, judge
 from aiockpt.errors import CoordinationError
 from aiockpt.threads import Workers
 
@@ -124,10 +124,10 @@ class ProcessGroupCoordinator(Coordinator):
         except Exception as exc:
             trouble = coordination_trouble(0, f"rank 0 could not reach the other ranks for {what}: {exc}")
             return _Verdict(trouble=trouble, cause=exc)
-        trouble = judge(arrivals, what)
-        if trouble is not None:
-            is_mine = isinstance(mine, BaseException) and trouble == trouble_of(0, mine)
-            return _Verdict(trouble=trouble, cause=mine if is_mine else None)
+        found = judge(arrivals, what)
+        if found is not None:
+            is_mine = isinstance(mine, BaseException) and found == trouble_of(0, mine)
+            return _Verdict(trouble=found, cause=mine if is_mine else None)
         try:
             replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Brought)])
             if len(replies) != self.world_size:
@@ -169,6 +169,8 @@ class ProcessGroupCoordinator(Coordinator):
         return way.leader.collect(what)
 
     def _ask(self, way: _Way, what: str, message: bytes) -> bytes:
+        if 0 in self._gone:  # which may have taken the store along
+            raise CoordinationError(gone_text(self._gone[0], what))
         if way.follower is None:
             try:
                 meeting = self._place.meeting(way.lane)

@@ -58,6 +58,7 @@ class Capture:
         containers: records of the containers that paths can't express.
         tensors: for each leaf its tensor, detached; None for objects.
         versions: for each leaf its version counter; None where changes can't be seen or don't matter.
+        wholes: for leaves that are parts of DTensors that tensor, which has a counter of its own, and its version.
         values: objects that can't change, to be pickled later.
         blobs: objects that could change, pickled.
         eager: for each tensor copied at the call its place in the arena of its device: offset and bytes.
@@ -69,6 +70,7 @@ class Capture:
     containers: list[dict[str, JsonValue]]
     tensors: list[torch.Tensor | None]
     versions: list[int | None]
+    wholes: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
     blobs: dict[int, bytes] = field(default_factory=dict)
     eager: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -79,9 +81,11 @@ class Capture:
         """Give the names of the tensors that were changed in place since the capture."""
         if not self.tensors:
             return []
-        return [
+        names = self.structure.names
+        parts = [names[leaf] for leaf, whole, version in self.wholes if whole._version != version]
+        return parts + [
             name
-            for name, tensor, version in zip(self.structure.names, self.tensors, self.versions, strict=True)
+            for name, tensor, version in zip(names, self.tensors, self.versions, strict=True)
             if version is not None and tensor is not None and tensor._version != version
         ]
 
@@ -91,6 +95,7 @@ class Capture:
         self.blobs = {}
         self.tensors = []
         self.versions = []
+        self.wholes = []
         self.eager.clear()
         self.arenas.clear()
         self.events.clear()

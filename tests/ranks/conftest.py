@@ -1,0 +1,39 @@
+"""Worlds of ranks, shared by the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks.world import World, start_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server() -> None:
+    """Start what worlds are forked from before file descriptors and children are counted."""
+    start_server()
+
+
+@pytest.fixture(scope="module")
+def world2() -> Iterator[World]:
+    with World(2) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def world4() -> Iterator[World]:
+    with World(4) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def world8() -> Iterator[World]:
+    with World(8) as world:
+        yield world
+
+
+@pytest.fixture(scope="module", params=["world2", "world4", "world8"])
+def any_world(request: pytest.FixtureRequest) -> World:
+    """Run a test in each of the sizes."""
+    return request.getfixturevalue(request.param)

@@ -1,0 +1,538 @@
+"""Ranks agree, or all fail with the same words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from aiockpt.coordination.base import Lane
+from aiockpt.coordination.process_group import ProcessGroupCoordinator
+from aiockpt.errors import CoordinationError, WriteError
+from tests.ranks.world import RankFailure, World
+
+LONG_S = 60.0
+SHORT_S = 3.0
+
+
+def default_group() -> Any:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+@contextlib.asynccontextmanager
+async def coordinator(timeout_s: float = LONG_S, group: Any = None) -> AsyncIterator[ProcessGroupCoordinator]:
+    made = ProcessGroupCoordinator(group or default_group(), timeout_s=timeout_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+async def tagged(values: Sequence[Any]) -> list[Any]:
+    """Reply to each rank with its place and all values."""
+    return [(place, list(values)) for place in range(len(values))]
+
+
+async def never(values: Sequence[Any]) -> list[Any]:
+    raise AssertionError(f"decided, with {values}")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def texts(outcomes: list[Any]) -> set[str]:
+    assert all(isinstance(outcome, RankFailure) for outcome in outcomes), outcomes
+    return {outcome.text for outcome in outcomes if not outcome.killed}
+
+
+async def orders(rank: int, world_size: int, seed: int) -> list[Any]:
+    values = random.Random(seed).sample(range(10**6), world_size * 3)
+    async with coordinator() as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.leads) == (rank, world_size, rank == 0)
+        found = []
+        for number in range(3):
+            mine = values[number * world_size + rank]
+            found.append(await ranks.round("plan", f"the save of {number}", mine, tagged if rank == 0 else never))
+    return found
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_values_come_in_rank_order_and_replies_go_to_their_rank(any_world: World, loop) -> None:
+    size = any_world.size
+    values = random.Random(size).sample(range(10**6), size * 3)
+    rounds = [values[i * size : (i + 1) * size] for i in range(3)]
+    assert any_world.results(orders, size, loop=loop) == [[(rank, row) for row in rounds] for rank in range(size)]
+
+
+async def brings_much(rank: int, world_size: int, size_bytes: int) -> bool:
+    def blob(seed: int) -> bytes:
+        return random.Random(seed).randbytes(size_bytes)
+
+    async def swap(values: Sequence[bytes]) -> list[bytes]:
+        assert list(values) == [blob(r) for r in range(world_size)]
+        return [blob(100 + r) for r in range(world_size)]
+
+    async with coordinator() as ranks:
+        return await ranks.round("plan", "the save of a", blob(rank), swap) == blob(100 + rank)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 5_000_003])
+def test_payloads_of_any_size(world4: World, size_bytes: int) -> None:
+    assert world4.results(brings_much, size_bytes) == [True] * 4
+
+
+async def fails_then_works(rank: int, world_size: int, failing: list[int]) -> Any:
+    undone = []
+
+    async def undo() -> None:
+        undone.append(rank)
+
+    async with coordinator() as ranks:
+        mine = OSError(28, f"disk {rank} is full") if rank in failing else rank
+        failure = None
+        try:
+            await ranks.round("finish", "the save of a", mine, never, undo)
+        except Exception as exc:
+            failure = (type(exc).__name__, str(exc), exc.__cause__ is mine, getattr(exc, "__notes__", []))
+        after = await ranks.round("finish", "the save of b", rank * 7, tagged, undo)
+    return failure, after, undone
+
+
+@pytest.mark.parametrize("failing", [[0], [2], [1, 3]])
+def test_an_error_of_one_rank_reaches_all_and_the_next_round_works(world4: World, failing: list[int]) -> None:
+    first = failing[0]
+    text = f"rank {first}: OSError: [Errno 28] disk {first} is full"
+    for rank, (failure, after, undone) in enumerate(world4.results(fails_then_works, failing)):
+        notes = [f"this rank had failed as well: OSError: [Errno 28] disk {rank} is full"]
+        expected = notes if rank in failing and rank != first else []
+        assert failure == ("SaveError", text, rank == first, expected)
+        assert after == (rank, [0, 7, 14, 21])
+        assert undone == ([0] if rank == 0 else [])
+
+
+async def fails_to_decide(rank: int, world_size: int, how: str) -> None:
+    told = []
+
+    async def decide(values: Sequence[Any]) -> list[Any]:
+        if how == "few":
+            return values[:1]
+        if how == "unpicklable":
+            return [threading.Lock()] * world_size
+        if how == "cancelled":
+            raise asyncio.CancelledError("itself")
+        raise WriteError("no room")
+
+    async def undo() -> None:
+        told.append("undone")
+        if how == "undo":
+            raise FileNotFoundError("what is to be undone")
+
+    async with coordinator() as ranks:
+        try:
+            await ranks.round("finish", "the save of a", rank, decide, undo)
+        finally:
+            assert told == (["undone"] if rank == 0 else [])
+            assert await ranks.round("finish", "the save of b", rank, tagged) == (rank, list(range(world_size)))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "text"),
+    [
+        ("error", "WriteError", "rank 0: no room"),
+        ("few", "SaveError", "rank 0: ValueError: 1 replies were made for 4 ranks"),
+        ("unpicklable", "SaveError", "rank 0: TypeError: cannot pickle '_thread.lock' object"),
+        ("cancelled", "SaveError", "rank 0: CancelledError: itself"),
+        (
+            "undo",
+            "WriteError",
+            "rank 0: no room (and undoing it on rank 0 failed: FileNotFoundError: what is to be undone)",
+        ),
+    ],
+)
+def test_a_failed_decision_reaches_all(world4: World, how: str, kind: str, text: str) -> None:
+    outcomes = world4.run(fails_to_decide, how)
+    assert [(outcome.kind, outcome.text) for outcome in outcomes] == [(kind, text)] * 4
+    assert outcomes[0].cause != ""
+    assert [outcome.cause for outcome in outcomes[1:]] == [""] * 3
+
+
+async def brings_a_lock(rank: int, world_size: int) -> None:
+    async with coordinator() as ranks:
+        mine = threading.Lock() if rank == 1 else rank
+        await ranks.round("load", "the load of a", mine, never)
+
+
+def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank(world2: World) -> None:
+    outcomes = world2.run(brings_a_lock)
+    assert {outcome.kind for outcome in outcomes} == {"LoadError"}
+    assert texts(outcomes) == {"rank 1: TypeError: cannot pickle '_thread.lock' object"}
+    assert outcomes[1].cause == "TypeError: cannot pickle '_thread.lock' object"
+
+
+async def differs(rank: int, world_size: int) -> Any:
+    async with coordinator() as ranks:
+        with pytest.raises(CoordinationError) as raised:
+            await ranks.round("plan", "the save of b" if rank == 2 else "the save of a", rank, never)
+        return str(raised.value), await ranks.round("plan", "the save of c", rank, tagged)
+
+
+def test_ranks_that_are_at_different_things_are_told(world4: World) -> None:
+    outcomes = world4.results(differs)
+    (text,) = {text for text, _ in outcomes}
+    assert text.startswith("rank 0 is at the save of a while rank 2 is at the save of b: every rank must call")
+    assert [after for _, after in outcomes] == [(rank, [0, 1, 2, 3]) for rank in range(4)]
+
+
+async def dies(rank: int, world_size: int, victim: int, when: str) -> Any:
+    seen = []
+    async with coordinator(SHORT_S if when == "before" else LONG_S) as ranks:
+        if when == "before" and rank == victim:
+            die()
+        if when == "between":
+            await ranks.round("plan", "the save of a", rank, tagged)
+            if rank == victim:
+                die()
+
+        async def decide(values: Sequence[Any]) -> list[Any]:
+            die()
+            return []
+
+        for number in range(2):
+            try:
+                await ranks.round("plan", f"the save of {number}", rank, decide)
+            except CoordinationError as exc:
+                seen.append(str(exc))
+        try:
+            await ranks.round("finish", "the save of c", rank, never)
+        except CoordinationError as exc:
+            seen.append(str(exc))
+    return os.getpid(), seen
+
+
+@pytest.mark.parametrize("store", ["tcp", "file"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_was_killed_is_named_in_every_later_round(size: int, store) -> None:
+    with World(size, store=store) as world:
+        pid = world.pids[1]
+        outcomes = world.run(dies, 1, "between")
+    assert outcomes[1].killed
+    for _, seen in [outcome for rank, outcome in enumerate(outcomes) if rank != 1]:
+        assert seen == [
+            f"rank 1 on host {os.uname().nodename}, process {pid}, is gone, so the ranks can't agree on "
+            f"the save of {name}: its process has ended, or its checkpointer was closed; restart the job, or make a "
+            "new checkpointer over a process group of the ranks that are left"
+            for name in (0, 1)
+        ] + [seen[2]]
+        assert seen[2].startswith(f"rank 1 on host {os.uname().nodename}, process {pid}, is gone")
+
+
+@pytest.mark.parametrize("store", ["tcp", "file"])
+def test_a_leader_that_is_killed_while_it_decides_is_named(store) -> None:
+    with World(4, store=store) as world:
+        pid = world.pids[0]
+        outcomes = world.run(dies, 0, "deciding")
+    assert outcomes[0].killed
+    for _, seen in outcomes[1:]:
+        assert len(seen) == 3
+        assert all(text.startswith(f"rank 0 on host {os.uname().nodename}, process {pid}, is gone") for text in seen)
+
+
+def test_a_rank_that_was_killed_before_the_first_round_did_not_come() -> None:
+    with World(4) as world:
+        outcomes = world.run(dies, 2, "before")
+    assert outcomes[2].killed
+    seen = [outcome[1] for rank, outcome in enumerate(outcomes) if rank != 2]
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][0].startswith("rank 2 did not come to the save of 0 within 3 s: every rank must call save")
+    assert "process_group=None" in seen[0][0]
+
+
+async def stays_away(rank: int, world_size: int, absent: list[int], warm: bool) -> Any:
+    async with coordinator(SHORT_S) as ranks:
+        if warm:
+            await ranks.round("plan", "the save of warm", rank, tagged)
+        failure = ""
+        if rank not in absent:
+            try:
+                await ranks.round("plan", "the save of a", rank, never)
+            except CoordinationError as exc:
+                failure = str(exc)
+        await asyncio.to_thread(dist.barrier)
+        return failure, await ranks.round("plan", "the save of b", rank * 3, tagged)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("absent", [[3], [1, 2]])
+def test_ranks_that_stay_away_are_named_and_the_next_round_works(world4: World, absent: list[int], warm: bool) -> None:
+    outcomes = world4.results(stays_away, absent, warm)
+    (text,) = {failure for rank, (failure, _) in enumerate(outcomes) if rank not in absent}
+    names = ", ".join(f"rank {rank}" for rank in absent)
+    if warm:  # then they have said who they are
+        assert all(f"rank {rank} on host" in text for rank in absent)
+    else:
+        assert text.startswith(f"{names} did not come to the save of a within 3 s")
+    assert [after for _, after in outcomes] == [(rank, [0, 3, 6, 9]) for rank in range(4)]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_leader_that_stays_away_is_named_and_the_next_round_works(world4: World, warm: bool) -> None:
+    outcomes = world4.results(stays_away, [0], warm)
+    (text,) = {failure for failure, _ in outcomes[1:]}
+    assert text.startswith("rank 0")
+    assert "did not come to the save of a within 3 s" in text
+    assert [after for _, after in outcomes] == [(rank, [0, 3, 6, 9]) for rank in range(4)]
+
+
+async def comes_late(rank: int, world_size: int, late: int, warm: bool) -> Any:
+    async with coordinator(SHORT_S) as ranks:
+        if warm:
+            await ranks.round("plan", "the save of warm", rank, tagged)
+        if rank != late:
+            with pytest.raises(CoordinationError) as raised:
+                await ranks.round("plan", "the save of a", rank, never)
+        await asyncio.to_thread(dist.barrier)
+        if rank == late:  # the others have given up
+            with pytest.raises(CoordinationError) as raised:
+                await ranks.round("plan", "the save of a", rank, never)
+        return str(raised.value), await ranks.round("plan", "the save of b", rank * 3, tagged)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_late_rank_fails_with_the_words_of_the_others(world4: World, late: int, warm: bool) -> None:
+    outcomes = world4.results(comes_late, late, warm)
+    (text,) = {text for text, _ in outcomes}
+    assert text.startswith(f"rank {late}")
+    assert "did not come to the save of a within 3 s" in text
+    assert [after for _, after in outcomes] == [(rank, [0, 3, 6, 9]) for rank in range(4)]
+
+
+async def crosses(rank: int, world_size: int) -> Any:
+    lanes: list[Lane] = ["plan", "finish", "load"]
+    if rank % 2:
+        lanes.reverse()
+    async with coordinator() as ranks:
+        found: dict[str, Any] = {}
+
+        async def rounds(lane: Lane) -> None:
+            found[lane] = [await ranks.round(lane, f"{lane} {n}", (lane, n, rank), tagged) for n in range(5)]
+
+        async with anyio.create_task_group() as group:
+            for lane in lanes:
+                group.start_soon(rounds, lane)
+                await asyncio.sleep(0)
+    return found
+
+
+def test_lanes_do_not_wait_for_each_other(world4: World) -> None:
+    for rank, found in enumerate(world4.results(crosses)):
+        for lane in ("plan", "finish", "load"):
+            assert found[lane] == [(rank, [(lane, n, r) for r in range(4)]) for n in range(5)]
+
+
+async def blocks_a_lane(rank: int, world_size: int) -> Any:
+    planned = asyncio.Event()
+
+    async def slowly(values: Sequence[Any]) -> list[Any]:
+        await planned.wait()
+        return list(values)
+
+    async with coordinator() as ranks:
+        finish = asyncio.ensure_future(ranks.round("finish", "the save of a", rank, slowly))
+        plan = await ranks.round("plan", "the save of b", rank, tagged)
+        planned.set()
+        return plan, await finish
+
+
+def test_a_long_decision_in_one_lane_leaves_the_others_alone(world4: World) -> None:
+    assert world4.results(blocks_a_lane) == [((rank, [0, 1, 2, 3]), rank) for rank in range(4)]
+
+
+async def queues(rank: int, world_size: int) -> Any:
+    async with coordinator() as ranks:
+        tasks = [asyncio.ensure_future(ranks.round("plan", f"{n}", (n, rank), tagged)) for n in range(6)]
+        return [await task for task in tasks]
+
+
+def test_rounds_of_a_lane_keep_their_order(world4: World) -> None:
+    for rank, found in enumerate(world4.results(queues)):
+        assert found == [(rank, [(n, r) for r in range(4)]) for n in range(6)]
+
+
+async def is_cancelled(rank: int, world_size: int, victim: int, how: str) -> Any:
+    decided, others = asyncio.Event(), []
+
+    async def decide(values: Sequence[Any]) -> list[Any]:
+        decided.set()
+        others.extend(values)
+        return await tagged(values)
+
+    async with coordinator() as ranks:
+        task = asyncio.current_task()
+        assert task is not None
+        outcome: Any = None
+        if rank == victim and how == "scope":
+            with anyio.CancelScope() as scope:
+                scope.cancel()
+                outcome = await ranks.round("plan", "the save of a", rank, decide)
+                await anyio.lowlevel.checkpoint()
+                raise AssertionError("the cancellation was lost")
+            assert scope.cancelled_caught
+        elif rank == victim:
+            if how == "before":
+                task.cancel()
+            else:
+                asyncio.get_running_loop().call_later(0.05, task.cancel)
+                asyncio.get_running_loop().call_later(0.1, task.cancel)
+            try:
+                await ranks.round("plan", "the save of a", rank, decide)
+            except asyncio.CancelledError:
+                while task.cancelling():
+                    task.uncancel()
+                outcome = "cancelled"
+        else:
+            if how == "during":
+                await asyncio.sleep(0.3)  # it is cancelled while it waits for this rank
+            outcome = await ranks.round("plan", "the save of a", rank, decide)
+        return outcome, others, await ranks.round("plan", "the save of b", rank, tagged)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("how", ["before", "during", "scope"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_cancelled_rank_takes_part_to_the_end(world2: World, victim: int, how: str, loop) -> None:
+    for rank, (outcome, others, after) in enumerate(world2.results(is_cancelled, victim, how, loop=loop)):
+        expected = "cancelled" if rank == victim and how != "scope" else (rank, [0, 1])
+        assert outcome == expected
+        assert others == ([0, 1] if rank == 0 else [])
+        assert after == (rank, [0, 1])
+
+
+async def trains(rank: int, world_size: int) -> Any:
+    sums = []
+
+    def step(number: int) -> None:
+        total = torch.tensor([float(rank + number)])
+        dist.all_reduce(total)
+        sums.append(total.item())
+
+    def train() -> None:
+        for number in range(30):
+            step(number)
+            if number % 10 == 3:
+                dist.new_group(list(range(world_size)), backend="gloo")
+
+    async with coordinator() as ranks:
+        training = asyncio.ensure_future(asyncio.to_thread(train))
+        found = [await ranks.round(lane, f"{n}", rank, tagged) for n in range(10) for lane in ("plan", "finish")]
+        await training
+    return sums, found
+
+
+def test_the_groups_of_the_caller_are_left_alone(world4: World) -> None:
+    for rank, (sums, found) in enumerate(world4.results(trains)):
+        assert sums == [6 + 4 * number for number in range(30)]
+        assert found == [(rank, [0, 1, 2, 3])] * 20
+
+
+def waits_in_new_group(rank: int, world_size: int) -> Any:
+    async def first_round(ranks: ProcessGroupCoordinator) -> Any:
+        return await ranks.round("plan", "the save of a", rank, tagged)
+
+    ranks = ProcessGroupCoordinator(default_group(), timeout_s=LONG_S)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(asyncio.run(first_round(ranks))))
+    if rank == 1:
+        dist.new_group([0, 1])  # waits in the store for rank 0, which waits for this rank's round
+        thread.start()
+    else:
+        thread.start()
+        dist.new_group([0, 1])
+    thread.join()
+    ranks.close()
+    return found
+
+
+def test_a_round_and_new_group_do_not_wait_for_each_other(world2: World) -> None:
+    assert world2.results(waits_in_new_group) == [[(0, [0, 1])], [(1, [0, 1])]]
+
+
+async def leaks(rank: int, world_size: int, fail: bool) -> Any:
+    process = psutil.Process()
+    counts = []
+    for _ in range(4):
+        async with coordinator(SHORT_S if fail else LONG_S) as ranks:
+            for lane in ("plan", "finish", "load"):
+                if fail and lane == "finish":
+                    with contextlib.suppress(CoordinationError):
+                        if rank != 1:
+                            await ranks.round(lane, "the save of a", rank, never)
+                    dist.barrier()
+                await ranks.round(lane, "the save of b", rank, tagged)
+            assert [t for t in threading.enumerate() if t.name.startswith("aiockpt-ranks-")]
+            ranks.close()  # twice does no harm
+        left = [t.name for t in threading.enumerate() if t.name.startswith("aiockpt")]
+        dist.barrier()
+        counts.append((left, process.num_fds(), process.num_threads()))
+    return counts
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_close_leaves_no_thread_and_no_file_descriptor(fail: bool) -> None:
+    with World(4, store="file") as world:  # the server of a TCP store closes its side of a connection when it likes
+        outcomes = world.results(leaks, fail)
+    for counts in outcomes:
+        assert counts[1:] == [counts[1]] * 3
+        assert counts[1][0] == []
+
+
+async def in_a_part(rank: int, world_size: int) -> Any:
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        with pytest.raises(CoordinationError, match="not a member"):
+            ProcessGroupCoordinator(group, timeout_s=LONG_S)
+        return None
+    async with coordinator(group=group) as ranks, coordinator(group=group) as second:
+        place = ranks.rank, ranks.world_size
+        found = await ranks.round("plan", "the save of a", rank * 11, tagged)
+        assert await second.round("plan", "the save of b", rank * 13, tagged) == (ranks.rank, [13, 39])
+        with pytest.raises(CoordinationError) as raised:
+            await ranks.round("plan", f"the save of {rank}", rank, never)
+    return place, found, str(raised.value)
+
+
+def test_a_group_of_some_ranks(world4: World) -> None:
+    outcomes = world4.results(in_a_part)
+    assert (outcomes[0], outcomes[2]) == (None, None)
+    assert outcomes[1][:2] == ((0, 2), (0, [11, 33]))
+    assert outcomes[3][:2] == ((1, 2), (1, [11, 33]))
+    assert outcomes[1][2] == outcomes[3][2]
+
+
+async def part_stays_away(rank: int, world_size: int) -> str:
+    group = dist.new_group([1, 3])
+    if rank != 1:
+        return ""
+    async with coordinator(SHORT_S, group=group) as ranks:
+        with pytest.raises(CoordinationError) as raised:
+            await ranks.round("plan", "the save of a", rank, never)
+    return str(raised.value)
+
+
+def test_ranks_of_a_part_are_named_as_the_job_names_them(world4: World) -> None:
+    text = world4.results(part_stays_away)[1]
+    assert text.startswith("rank 1 of the process group (global rank 3) did not come to the save of a")
