@@ -6,6 +6,7 @@ For the others a version counter is noted, which tells later whether they change
 
 from __future__ import annotations
 
+import zlib
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,15 @@ from aiockpt.errors import SaveError
 from aiockpt.format.objects import encode_object, is_frozen
 from aiockpt.planning.source import Capture, Structure, freed_message
 from aiockpt.planning.tree import FlatState, StructureError, flatten
-from aiockpt.sharded import LocalPart, ShardingError, counted, is_distributed, local_parts, whole_shape
+from aiockpt.sharded import (
+    LocalPart,
+    ShardingError,
+    counted,
+    is_distributed,
+    local_parts,
+    replica_of,
+    whole_shape,
+)
 from aiockpt.staging.pool import Mapping as MappedMemory
 from aiockpt.staging.pool import copy_small
 
@@ -63,13 +72,16 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_count_silent_steps)
 
 
-def capture_state(state_dict: Mapping[Any, Any], memo: NameMemo | None = None, *, together: bool = False) -> Capture:
+def capture_state(
+    state_dict: Mapping[Any, Any], memo: NameMemo | None = None, *, together: bool = False, once: bool = False
+) -> Capture:
     """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     Args:
         state_dict: what to capture.
         memo: names of earlier captures, see `aiockpt.planning.tree.flatten`.
         together: whether other ranks save their parts of distributed tensors as well.
+        once: leave out the parts of which another rank has the copy that counts.
 
     Raises:
         SaveError: naming the key of what can't be saved.
@@ -82,7 +94,7 @@ def capture_state(state_dict: Mapping[Any, Any], memo: NameMemo | None = None, *
     wholes: dict[int, torch.Tensor] = {}
     kinds = {type(leaf): leaf for leaf in flat.leaves}
     if any(is_distributed(leaf) or _is_coded(leaf) for leaf in kinds.values()):
-        wholes = _take_parts(flat, shards, together=together)
+        wholes = _take_parts(flat, shards, together=together, once=once)
     capture = _hold(flat, shards)
     capture.wholes = [
         (leaf, whole, whole._version) for leaf, whole in wholes.items() if capture.versions[leaf] is not None
@@ -133,13 +145,14 @@ def _hold(flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes
     return capture
 
 
-def _take_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool) -> dict[int, torch.Tensor]:
+def _take_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool, once: bool) -> dict[int, torch.Tensor]:
     """Put this rank's parts in the place of distributed tensors, and dense tensors in that of quantized ones.
 
     Args:
         flat: the leaves.
         shards: is given where the parts belong that are not the whole of their tensors.
         together: see `capture_state`.
+        once: see `capture_state`.
 
     Returns:
         For the leaves that are parts of a DTensor that tensor, whose version counter is another.
@@ -152,7 +165,7 @@ def _take_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool) ->
         moved.append(len(flat.leaves))
         taken = [_dense(name, value)]
         if is_distributed(value):
-            parts = _parts_of(name, value, together=together)
+            parts = [] if once and not _counts(name, value) else _parts_of(name, value, together=together)
             own = counted(value, ())
             wholes |= {len(flat.leaves) + number: own[0] for number in range(len(parts)) if own}
             taken = [_taken(part, len(flat.leaves) + number, shards) for number, part in enumerate(parts)]
@@ -164,6 +177,12 @@ def _take_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool) ->
         if isinstance(at, int):
             record["at"] = moved[at] if at < len(moved) else len(flat.leaves)
     return wholes
+
+
+def _counts(name: str, value: Any) -> bool:
+    """Tell whether this rank has the copy of its part that is saved; spread over the copies by the names."""
+    index, count = replica_of(value)
+    return zlib.crc32(name.encode("utf-8", "surrogatepass")) % count == index
 
 
 def _taken(part: LocalPart, leaf: int, shards: dict[int, Shard]) -> torch.Tensor:

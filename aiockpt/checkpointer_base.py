@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.capture import capture_items, capture_state, ready_events, watch_optimizers
 from aiockpt.coordination.choose import check_group, choose_coordinator
@@ -16,6 +18,7 @@ from aiockpt.format.manifest import check_user_metadata
 from aiockpt.job import SaveJob, choose_form
 from aiockpt.load import load_checkpoint
 from aiockpt.load_options import LoadOptions, check_options
+from aiockpt.load_together import Gathering, load_together
 from aiockpt.options import EngineOptions
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.planner import stored_bytes
@@ -23,6 +26,8 @@ from aiockpt.storage.local import LocalStorage
 from aiockpt.verify import verify_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
     import torch
 
     from aiockpt.call import Call
@@ -30,12 +35,14 @@ if TYPE_CHECKING:
     from aiockpt.coordination.choose import ProcessGroupLike
     from aiockpt.handle import Completion, SaveHandle
     from aiockpt.hooks import Hook
+    from aiockpt.item_reader import LoadTools
     from aiockpt.job import SaveFormat
     from aiockpt.planning.tree import NameMemo
     from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.storage.base import Storage
     from aiockpt.verify_report import VerifyReport
 
+Planning = Literal["central", "decentralized"]
 StateDict = Mapping[Any, Any]
 Path = str | os.PathLike[str]
 
@@ -62,6 +69,7 @@ class CheckpointerBase:
         *,
         process_group: ProcessGroupLike = "default",
         coordination_timeout: float = 1800.0,
+        planning: Planning = "central",
         staging_bytes: int | None = None,
         chunk_bytes: int | None = None,
         io_threads: int | None = None,
@@ -79,6 +87,10 @@ class CheckpointerBase:
                 at the first save.
             coordination_timeout: how long a rank waits for the others, in seconds, before the save fails; the
                 time they take to write counts as well.
+            planning: who decides which rank writes what, at the first save and after a change. "central": rank 0, so
+                that everything is written once, and evenly. "decentralized": each rank for itself, without waiting
+                for the others: of a DTensor's copies one is written; plain tensors and objects are written by every
+                rank that has them, and the lowest one's counts.
             staging_bytes: the most staging memory to use, in bytes. None: as much as the state is large, but
                 at most half of the memory that is available. A larger state streams through it: written as
                 fast, but `staged` comes later.
@@ -96,11 +108,15 @@ class CheckpointerBase:
         check_group(process_group)
         if not coordination_timeout > 0:
             raise ValueError(f"coordination_timeout must be positive, not {coordination_timeout!r}")
+        if planning not in ("central", "decentralized"):
+            raise ValueError(f"planning is {planning!r}; it must be 'central' or 'decentralized'")
         watch_optimizers()
+        self._decentralized = planning == "decentralized"
         self._group = process_group
         self._coordination_timeout = coordination_timeout
         self._engine = Engine(options)
         self._names: NameMemo = {}
+        self._turn = asyncio.Lock()
         self._storage: Storage = LocalStorage(direct_io=direct_io, fsync=fsync)
 
     def __repr__(self) -> str:
@@ -108,7 +124,9 @@ class CheckpointerBase:
 
     def _coordinator(self) -> Coordinator | None:
         """Give the way to the other ranks; None where this process saves alone."""
-        return self._engine.meet(lambda: choose_coordinator(self._group, self._coordination_timeout))
+        return self._engine.meet(
+            lambda: choose_coordinator(self._group, self._coordination_timeout), decentralized=self._decentralized
+        )
 
     def _submit(self, state_dict: StateDict, path: Path, options: SaveOptions) -> SaveHandle:
         started = time.perf_counter()
@@ -144,7 +162,7 @@ class CheckpointerBase:
             files=self._engine.io_threads,
             together=together,
         )
-        capture = capture_state(state_dict, self._names, together=together)
+        capture = capture_state(state_dict, self._names, together=together, once=together and self._decentralized)
         if form is not None:
             form.admit(capture)
         return SaveJob(
@@ -166,6 +184,7 @@ class CheckpointerBase:
         planner: WorldPlanner,
         *,
         files: int | None = None,
+        separation_hint: Sequence[str] = (),
     ) -> SaveJob:
         """Start to write items to files in a directory that is there, for who makes a checkpoint of it himself.
 
@@ -176,6 +195,8 @@ class CheckpointerBase:
             directory: where the files go.
             planner: names the files, and keeps their layout for the next time.
             files: the most files to write; None: one for each item.
+            separation_hint: beginnings of names; tensors that are called so go to files of their own, which are called
+                by the hint.
 
         Returns:
             The save; its ``handle`` tells how it goes, its ``places`` where each item is once it is written.
@@ -193,7 +214,7 @@ class CheckpointerBase:
             metadata={},
             capture=capture_items(items),
             started=started,
-            form=DcpForm(files),
+            form=DcpForm(files, separation_hint),
             part=planner,
         )
         self._engine.submit(job)
@@ -203,12 +224,36 @@ class CheckpointerBase:
     def _load(
         self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None
     ) -> Call[Any]:
+        coordinator = None if state_dict is None else self._coordinator()
+        if coordinator is None:
+            return self._engine.call(self._loading(path, state_dict, options, storage), f"load {os.fspath(path)}")
+        gathering = Gathering(coordinator, _named(path))
+        refusal: BaseException | None = None
+        load: Callable[..., Coroutine[Any, Any, Any]] | None = None
+        try:
+            load = self._loading(path, state_dict, options, storage)
+        except BaseException as exc:  # the others have called as well: they are to fail, not to wait
+            refusal = exc
+        call = self._engine.call(
+            lambda tools: load_together(gathering, self._turn, partial(load, tools) if load else None, refusal),
+            gathering.what,
+        )
+        if refusal is not None:
+            raise refusal
+        return call
+
+    def _loading(
+        self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None
+    ) -> Callable[..., Coroutine[Any, Any, Any]]:
+        """Check what can be checked at the call; give what does the rest."""
         check_options(options, into=state_dict is not None)
         storage, where = self._located(path, storage)
         ready = {} if state_dict is None else ready_events(state_dict)
-        return self._engine.call(
-            lambda tools: load_checkpoint(storage, where, state_dict, options, tools, ready), f"load {where}"
-        )
+
+        def load(tools: LoadTools, gathering: Gathering | None = None) -> Coroutine[Any, Any, Any]:
+            return load_checkpoint(storage, where, state_dict, options, tools, ready, gathering)
+
+        return load
 
     def _verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
         storage, where = self._located(path, storage)

@@ -238,14 +238,16 @@ class Engine:
             most = (available_memory_bytes() + owned) // 2
             self._pool.allow(max(1, min(wanted, most // chunk)))
 
-    def meet(self, choose: Callable[[], Coordinator | None]) -> Coordinator | None:
+    def meet(self, choose: Callable[[], Coordinator | None], *, decentralized: bool) -> Coordinator | None:
         """Give the way to the other ranks; it is chosen at the first use that finds any, and stays."""
         with self._lock:
             if self._world is None:
                 coordinator = choose()
                 if coordinator is None:
                     return None
-                self._world = WorldTools(coordinator, WorldPlanner(prefix_of(coordinator.rank)))
+                self._world = WorldTools(
+                    coordinator, WorldPlanner(prefix_of(coordinator.rank)), decentralized=decentralized
+                )
             return self._world.coordinator
 
     # --- work -------------------------------------------------------------------------------------

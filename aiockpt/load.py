@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from aiockpt.capture import count_change
-from aiockpt.errors import LoadError, MissingKeysError
-from aiockpt.format.garbage import few_collections
-from aiockpt.format.index import Index, TensorEntry
+from aiockpt.errors import MissingKeysError
 from aiockpt.index_reader import read_index
 from aiockpt.planning.selection import matching
-from aiockpt.planning.tree import StructureError, flatten, replace_leaves
-from aiockpt.reads import TensorRead, reads_of, say_what_was_placed
-from aiockpt.targets import target_of
+from aiockpt.target_load import TargetLoad
 from aiockpt.whole_load import WholeLoad
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     import torch
 
-    from aiockpt.format.index import Entry, ObjPath
+    from aiockpt.format.index import Entry, Index
     from aiockpt.item_reader import LoadTools
     from aiockpt.load_options import LoadOptions
+    from aiockpt.load_together import Gathering
     from aiockpt.storage.base import Storage
 
 
@@ -36,6 +31,7 @@ async def load_checkpoint(
     options: LoadOptions,
     tools: LoadTools,
     ready: Mapping[torch.device, torch.Event],
+    gathering: Gathering | None = None,
 ) -> Any:
     """Load a checkpoint; see `aiockpt.AsyncCheckpointer.load`.
 
@@ -46,6 +42,7 @@ async def load_checkpoint(
         options: how.
         tools: what the engine lends.
         ready: for each accelerator, the moment in the caller's stream from which on targets may be filled.
+        gathering: the other ranks, if they load as well, and all are to succeed or fail.
     """
     source = await storage.open(path, workers=tools.workers)
     try:
@@ -56,7 +53,12 @@ async def load_checkpoint(
             await tools.placer_for(device).begin(event)
         if state_dict is None:
             return await WholeLoad(source, path, index, options, tools).run(chosen(path, index, options))
-        return await _TargetLoad(source, path, index, options, tools).fill(state_dict)
+        load = TargetLoad(source, path, index, options, tools)
+        # Everything that can be wrong is looked at before the first byte is placed.
+        await load.prepare(state_dict)
+        if gathering is not None:
+            await gathering.agree()
+        return await load.fill(state_dict)
     finally:
         with anyio.CancelScope(shield=True):
             await tools.workers.run(source.close)
@@ -78,87 +80,3 @@ def chosen(path: str, index: Index, options: LoadOptions) -> Mapping[str, Entry]
             unmatched,
         )
     return {name: index.entries[name] for name in index.entries if name in names}
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """What is to come into a target.
-
-    Attributes:
-        reads: what fills its tensors.
-        filled: the tensors whose version counters tell of that.
-        fresh: the entries of what takes the place of other leaves.
-        paths: where those leaves are.
-    """
-
-    reads: list[TensorRead] = field(default_factory=list)
-    filled: list[torch.Tensor] = field(default_factory=list)
-    fresh: dict[str, Entry] = field(default_factory=dict)
-    paths: dict[str, ObjPath] = field(default_factory=dict)
-
-
-class _TargetLoad(WholeLoad):
-    """A load into the tensors of a state dict."""
-
-    async def fill(self, state_dict: Mapping[Any, Any]) -> Any:
-        """Load; give ``state_dict``."""
-        # Everything that can be wrong is looked at before the first byte is placed.
-        plan = await self._tools.workers.run(self._plan, state_dict)
-        values = await self.values(plan.fresh)
-        await self._reader.prepare(plan.reads)
-        # Written behind autograd's back: let it notice, and a save that is copying them, however this ends.
-        count_change(plan.filled)
-        try:
-            await self._reader.read(plan.reads)
-        except LoadError as exc:
-            say_what_was_placed(exc, plan.reads)
-            raise
-        finally:
-            count_change(plan.filled)
-        if plan.fresh:
-            replace_leaves(state_dict, {path: values[name] for name, path in plan.paths.items()})
-        return state_dict
-
-    def _plan(self, state_dict: Mapping[Any, Any]) -> _Plan:
-        """Compare the target with what is stored."""
-        with few_collections():
-            entries = dict(self._index.entries.items())
-            objects = {name for name, entry in entries.items() if not isinstance(entry, TensorEntry)}
-            try:
-                flat = flatten(state_dict, whole=objects)
-            except StructureError as exc:
-                raise LoadError(f"can't load into this state dict: {exc}") from None
-            wanted = set(flat.names)
-            if self._options.keys is not None:
-                wanted, unmatched = matching(wanted, self._options.keys)
-                self._check_missing(unmatched)
-            self._check_missing([name for name in flat.names if name in wanted and name not in entries])
-            plan = _Plan()
-            for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
-                if name in entries and name in wanted:
-                    self._add(plan, name, path, leaf, entries[name])
-        if plan.fresh:
-            try:
-                replace_leaves(state_dict, dict.fromkeys(plan.paths.values()), check=True)
-            except StructureError as exc:
-                raise LoadError(f"can't load into this state dict: {exc}; nothing was changed") from None
-        return plan
-
-    def _add(self, plan: _Plan, name: str, path: ObjPath, leaf: Any, entry: Entry) -> None:
-        target = target_of(self._path, name, entry, leaf, self._options.dtype)
-        if target is None or not isinstance(entry, TensorEntry):
-            plan.fresh[name] = entry
-            plan.paths[name] = path
-            return
-        for tensor, wanted in target.fillings:
-            plan.reads.extend(reads_of(name, entry, tensor, wanted, fills=True))
-        plan.filled.extend(target.counted)
-
-    def _check_missing(self, missing: Sequence[str]) -> None:
-        if missing and self._options.strict:
-            shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-            raise MissingKeysError(
-                f"{self._path} lacks {len(missing)} of the keys asked for: {shown}. Pass strict=False to leave "
-                "them as they are.",
-                tuple(missing),
-            )

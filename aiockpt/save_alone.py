@@ -81,7 +81,7 @@ class AloneCourse(Course):
         return error
 
 
-async def write_documents(transaction: Transaction, documents: Mapping[str, bytes]) -> None:
+async def write_documents(transaction: Transaction, documents: Mapping[str, bytes | bytearray]) -> None:
     """Write small files, each as a whole."""
     for name, data in documents.items():
         sink = await transaction.create(name, len(data))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aiockpt.job import SaveJob
     from aiockpt.planning.plans import SavePlan
     from aiockpt.planning.world_book import WorldBook
+    from aiockpt.world_messages import Summary
 
 
 _WRITER = f"aiockpt {__version__} (torch {torch.__version__})"
@@ -106,17 +107,15 @@ def world_manifest(job: SaveJob, book: WorldBook, files: Mapping[str, FileFacts]
     return encode_manifest(manifest)
 
 
-def world_result(
-    job: SaveJob, times_s: Mapping[str, float], files: Mapping[str, int], tensor_bytes: int, tensors: int, objects: int
-) -> SaveResult:
+def world_result(job: SaveJob, times_s: Mapping[str, float], summary: Summary) -> SaveResult:
     """Sum up a checkpoint that several ranks have written, with the times of this one."""
     return SaveResult(
         path=job.path,
-        nbytes=sum(nbytes for name, nbytes in files.items() if name != METADATA_NAME),
-        tensor_bytes=tensor_bytes,
-        tensors=tensors,
-        objects=objects,
-        files=files,
+        nbytes=sum(nbytes for name, nbytes in summary.files.items() if name != METADATA_NAME),
+        tensor_bytes=summary.tensor_bytes,
+        tensors=summary.tensors,
+        objects=summary.objects,
+        files=summary.files,
         captured_s=times_s["captured"],
         planned_s=times_s["planned"],
         staged_s=times_s["staged"],

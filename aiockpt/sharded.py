@@ -58,6 +58,18 @@ def whole_dtype(value: Any) -> torch.dtype:
     return dtype
 
 
+def replica_of(value: Any) -> tuple[int, int]:
+    """Tell which of how many copies of its part of a tensor this rank has; the same part has as many on each rank."""
+    index, count = 0, 1
+    if _kind(type(value)) == "DTensor":
+        coordinate = value.device_mesh.get_coordinate()
+        for dim, placement in enumerate(value.placements):
+            if placement.is_replicate() and coordinate is not None:
+                index = index * value.device_mesh.size(dim) + coordinate[dim]
+                count *= value.device_mesh.size(dim)
+    return index, count
+
+
 def counted(value: Any, parts: Iterable[LocalPart]) -> list[torch.Tensor]:
     """Give the tensors whose version counters tell of a change of these parts: a DTensor has one of its own."""
     own = [value] if _kind(type(value)) == "DTensor" else []

@@ -49,10 +49,8 @@ def error_of(trouble: Trouble, what: str, cause: BaseException | None = None) ->
     kind = getattr(errors, trouble.kind, default) if trouble.kind else default
     if not (isinstance(kind, type) and issubclass(kind, AiockptError)):
         kind = default
-    if kind is CoordinationError:
-        error: AiockptError = CoordinationError(trouble.message)
-    else:
-        error = kind(f"rank {trouble.rank}: {trouble.message}")
+    named = kind is CoordinationError or trouble.message.startswith("rank ")
+    error = kind(trouble.message if named else f"rank {trouble.rank}: {trouble.message}")
     error.__cause__ = cause
     return error
 

@@ -75,6 +75,11 @@ class ProcessGroupCoordinator(Coordinator):
             lane: _Way(lane, Workers(1, f"aiockpt-ranks-{lane}")) for lane in get_args(Lane)
         }
 
+    @property
+    def leader_lives(self) -> bool:
+        """Whether rank 0 can still be reached; see `Coordinator.leader_lives`."""
+        return 0 not in self._gone
+
     async def round(
         self,
         lane: Lane,

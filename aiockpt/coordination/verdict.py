@@ -71,11 +71,12 @@ def judge(arrivals: Sequence[Arrival], what: str) -> Trouble | None:
             return arrival
     if len(brought) < len(arrivals):
         return _late(arrivals, what)
+    troubles = [arrival.value for arrival in brought if isinstance(arrival.value, Trouble)]
     for rank, arrival in enumerate(brought):
-        if arrival.what != what:
+        if arrival.what != what and not troubles:
             text = f"rank 0 is at {what} while rank {rank} is at {arrival.what}: {SAME_CALLS}"
             return coordination_trouble(rank, text)
-    return next((arrival.value for arrival in brought if isinstance(arrival.value, Trouble)), None)
+    return troubles[0] if troubles else None
 
 
 def coordination_trouble(rank: int, text: str) -> Trouble:

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.format.index import Entry, ItemPlace, ObjPath, TensorEntry
 from aiockpt.format.metadata import DCP_MODULE, DCP_VERSION
+from aiockpt.format.metadata_rows import CutEntry, PlaceTable, RowParts, cut_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     import torch
+
+    Cut = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class _Opcodes:
@@ -107,12 +110,15 @@ class MetadataHead:
     remembered: int
 
 
-def encode_metadata(entries: Sequence[tuple[str, Entry]], paths: Mapping[str, ObjPath]) -> MetadataHead:
+def encode_metadata(
+    entries: Sequence[tuple[str, Entry | CutEntry]], paths: Mapping[str, ObjPath], table: PlaceTable | None = None
+) -> MetadataHead:
     """Encode everything that does not depend on where objects are.
 
     Args:
         entries: name and entry of each item, in the order of the state dict.
         paths: the path in the state dict of each name.
+        table: where the parts of tensors are that were cut.
     """
     ops = _Opcodes()
     out = ops.out
@@ -125,8 +131,11 @@ def encode_metadata(entries: Sequence[tuple[str, Entry]], paths: Mapping[str, Ob
     for name, entry in entries:
         out.append(text_opcodes(name))
         references.append(ops.put(name))
-        if isinstance(entry, TensorEntry):
-            _tensor_metadata(ops, entry)
+        if isinstance(entry, CutEntry):
+            _tensor_metadata(ops, entry.dtype, entry.shape, entry.cut, id(entry.cut))
+        elif isinstance(entry, TensorEntry):
+            chunks = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
+            _tensor_metadata(ops, entry.dtype, entry.shape, chunks, chunks)
         elif not ops.get("an object"):
             ops.name(DCP_MODULE, "BytesStorageMetadata")
             out.append(b")\x81")
@@ -154,36 +163,47 @@ def encode_metadata(entries: Sequence[tuple[str, Entry]], paths: Mapping[str, Ob
             for number, chunk in enumerate(entry.chunks)
         ],
     )
+    if table is not None:
+        cut = [(reference, entry) for (_, entry), reference in zip(entries, references, strict=True)]
+        _cut_storage(ops, [(reference, entry) for reference, entry in cut if isinstance(entry, CutEntry)], table)
     return MetadataHead(b"".join(out), ops.remembered)
 
 
 def finish_metadata(head: MetadataHead, objects: Sequence[tuple[str, ItemPlace]]) -> bytes:
     """Complete `.metadata` with the places of the objects."""
-    ops = _Opcodes(head.remembered)
+    return head.data + metadata_tail(head.remembered, objects)
+
+
+def metadata_tail(remembered: int, objects: Sequence[tuple[str, ItemPlace]]) -> bytes:
+    """Encode what follows a head that remembers so many values: the places of the objects, and the end."""
+    ops = _Opcodes(remembered)
     _storage_data(ops, [(text_opcodes(name), None, place) for name, place in objects])
     ops.text("storage_meta")
     ops.out.append(b"N")
     ops.text("version")
     ops.text(DCP_VERSION)
     ops.out.append(b"ub.")
-    return head.data + b"".join(ops.out)
+    return b"".join(ops.out)
 
 
-def _tensor_metadata(ops: _Opcodes, entry: TensorEntry) -> None:
-    key = ("tensor", entry.dtype, entry.shape, tuple(chunk[:2] for chunk in entry.chunks))
+def _tensor_metadata(
+    ops: _Opcodes, dtype: torch.dtype, shape: tuple[int, ...], chunks: Cut, chunks_key: Hashable
+) -> None:
+    """Push a TensorStorageMetadata; ``chunks_key`` is equal for equal chunks."""
+    key = ("tensor", dtype, shape, chunks_key)
     if ops.get(key):
         return
     out = ops.out
     ops.name(DCP_MODULE, "TensorStorageMetadata")
     out.append(b")\x81}(")
     ops.text("properties")
-    _properties(ops, entry.dtype)
+    _properties(ops, dtype)
     ops.text("size")
-    ops.size(entry.shape)
+    ops.size(shape)
     ops.text("chunks")
     out.append(b"](")
-    for chunk in entry.chunks:
-        _chunk_metadata(ops, chunk.offsets, chunk.sizes)
+    for offsets, sizes in chunks:
+        _chunk_metadata(ops, offsets, sizes)
     out.append(b"eub")
     ops.put(key)
 
@@ -250,3 +270,27 @@ def _storage_data(ops: _Opcodes, items: Sequence[tuple[bytes, tuple[int, tuple[i
         for name, chunk, place in items
     )
     out.append(b"u")
+
+
+def _cut_storage(ops: _Opcodes, items: Sequence[tuple[bytes, CutEntry]], table: PlaceTable) -> None:
+    """Add entries for every part of tensors that were cut: references to the name, and the tensor."""
+    out = ops.out
+    head = ops.prepared(ops.name, DCP_MODULE, "MetadataIndex") + b")\x81}(" + ops.prepared(ops.text, "fqn")
+    info = ops.prepared(ops.name, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    info_head = b"ub" + info + b")\x81}(" + ops.prepared(ops.text, "relative_path")
+    index, offset, length = (ops.prepared(ops.text, key) for key in ("index", "offset", "length"))
+    files = [ops.prepared(ops.text, file) for file in table.files]
+    begins_of: dict[int, tuple[tuple[int, ...], ...]] = {}
+    alike: dict[tuple[tuple[int, ...], ...], list[tuple[bytes, CutEntry]]] = {}
+    for reference, entry in items:
+        begins = begins_of.get(id(entry.cut))
+        if begins is None:
+            begins = begins_of[id(entry.cut)] = tuple(offsets for offsets, _ in entry.cut)
+        alike.setdefault(begins, []).append((reference, entry))
+    for begins, some in alike.items():
+        numbers = (index + b"J" + number.to_bytes(4, "little") + offset for number in range(len(begins)))
+        tails = [number + ops.prepared(ops.size, begin) for number, begin in zip(numbers, begins, strict=True)]
+        parts = RowParts(head, tails, info_head, offset, length, files)
+        names, tensors = zip(*some, strict=True)
+        for rows in cut_rows(names, tensors, table, parts):
+            out.append(b"(" + rows + b"u")

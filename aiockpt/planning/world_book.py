@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from aiockpt.errors import SaveError
-from aiockpt.format.index import ChunkEntry, Entry, ItemPlace, ObjectEntry, TensorEntry
-from aiockpt.format.metadata_writer import MetadataHead, encode_metadata, finish_metadata
+from aiockpt.format.garbage import few_collections
+from aiockpt.format.index import Entry, ItemPlace, ObjectEntry
+from aiockpt.format.metadata_rows import CutEntry, PlaceTable
+from aiockpt.format.metadata_writer import MetadataHead, encode_metadata, metadata_tail
+from aiockpt.planning.world_plan import plan_world
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.format.manifest import FileFacts
-    from aiockpt.planning.world_plan import Holder, Holdings, WorldPlan
+    from aiockpt.planning.world_plan import Holdings, WorldPlan
     from aiockpt.planning.world_planner import ItemPlaces
 
 
@@ -26,12 +31,14 @@ class Written:
         items: how many tensor items are in them.
         objects: for each leaf that is an object of the share, where it is.
         places: where the tensor items are; None where rank 0 knows it from an earlier save.
+        holdings: what the rank has, where it has decided alone to write all of that.
     """
 
     files: dict[str, FileFacts]
     items: int
     objects: dict[int, ItemPlace]
     places: ItemPlaces | None = field(repr=False)
+    holdings: Holdings | None = field(repr=False, default=None)
 
 
 class WorldBook:
@@ -54,12 +61,13 @@ class WorldBook:
         self.plan = plan
         self.tensors = len(plan.tensors)
         self.objects = len(plan.objects)
-        self.tensor_bytes = sum(_payload_bytes(ranks[rank], leaf) for rank, leaf in self._items())
+        self.tensor_bytes = sum(map(_payload_bytes, ranks, plan.shares))
+        self._object_leaves = [
+            {leaf for leaf in share if held.form_of[leaf] < 0} for held, share in zip(ranks, plan.shares, strict=True)
+        ]
         self._places: list[ItemPlaces] | None = None
-        self._head: MetadataHead | None = None
-
-    def _items(self) -> set[Holder]:
-        return {part.writer for tensor in self.plan.tensors.values() for part in tensor.parts}
+        self._document: bytearray | None = None
+        self._head_bytes = self._remembered = 0
 
     @property
     def knows_places(self) -> bool:
@@ -72,46 +80,77 @@ class WorldBook:
         Raises:
             SaveError: naming the rank, and what is missing.
         """
-        objects: list[set[int]] = [set() for _ in results]
-        for rank, leaf in self.plan.objects.values():
-            objects[rank].add(leaf)
-        for rank, written in enumerate(results):
-            _check_rank(rank, self.plan.shares[rank], objects[rank], written)
+        for rank, (written, share) in enumerate(zip(results, self.plan.shares, strict=True)):
+            _check_rank(rank, share, self._object_leaves[rank], written)
         if self._places is None:
             self._places = [written.places for written in results if written.places is not None]
 
-    def documents(self, results: Sequence[Written]) -> bytes:
-        """Encode `.metadata`, for results that were checked. Takes long the first time for many items."""
-        if self._head is None:
-            self._head = self._encode()
+    def documents(self, results: Sequence[Written]) -> bytes | bytearray:
+        """Encode `.metadata`, for results that were checked. Takes long the first time for many items.
+
+        What it gives is good until the next call: of very many items it is large, and only its end changes.
+        """
+        if self._document is None:
+            head = self._encode()
+            self._document, self._head_bytes, self._remembered = bytearray(head.data), len(head.data), head.remembered
         objects = [(name, results[rank].objects[leaf]) for name, (rank, leaf) in self.plan.objects.items()]
-        return finish_metadata(self._head, objects)
+        tail = metadata_tail(self._remembered, objects)
+        try:
+            del self._document[self._head_bytes :]
+        except BufferError:  # somebody still looks at the last one
+            self._document = self._document[: self._head_bytes]
+        self._document += tail
+        return self._document
 
     def _encode(self) -> MetadataHead:
-        place_of: list[dict[int, ItemPlace]] = [
-            {
-                leaf: ItemPlace(places.files[file], offset, length)
-                for leaf, file, offset, length in zip(*places[1:], strict=True)
-            }
-            for places in self._places or ()
-        ]
         nowhere = ObjectEntry(ItemPlace("", 0, 0))
-        entries: list[tuple[str, Entry]] = []
-        for name in self.plan.paths:
-            tensor = self.plan.tensors.get(name)
-            if tensor is None:
-                entries.append((name, nowhere))
-                continue
-            chunks = tuple(
-                ChunkEntry(part.offsets, part.sizes, place_of[part.writer[0]][part.writer[1]]) for part in tensor.parts
+        tensors = self.plan.tensors
+        entries: list[tuple[str, Entry | CutEntry]] = [
+            (name, CutEntry(*tensors[name]) if name in tensors else nowhere) for name in self.plan.paths
+        ]
+        with few_collections():
+            return encode_metadata(
+                entries, self.plan.paths, _table([len(held.names) for held in self.ranks], self._places or ())
             )
-            entries.append((name, TensorEntry(tensor.dtype, tensor.shape, chunks)))
-        return encode_metadata(entries, self.plan.paths)
 
 
-def _payload_bytes(held: Holdings, leaf: int) -> int:
-    form = held.forms[held.form_of[leaf]]
-    return form.payload_bytes
+def book_of(token: int, ranks: Sequence[Holdings]) -> WorldBook:
+    """Plan for all ranks.
+
+    Raises:
+        SaveError: they contradict each other.
+    """
+    return WorldBook(token, ranks, plan_world(ranks))
+
+
+def book_of_written(token: int, results: Sequence[Written]) -> WorldBook:
+    """Make a plan of what all ranks have written already, each what it has; of what several have, one copy counts.
+
+    Raises:
+        SaveError: they contradict each other.
+    """
+    ranks = [replace(written.holdings, tied={}) for written in results if written.holdings is not None]
+    shares = [list(range(len(held.names))) for held in ranks]
+    return WorldBook(token, ranks, replace(plan_world(ranks), shares=shares))
+
+
+def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
+    """Put the places of all ranks into one table, with a row for every leaf."""
+    begins = np.cumsum([0, *leaves])
+    table = PlaceTable([], begins[:-1], *(np.zeros(begins[-1], kind) for kind in (np.int32, np.int64, np.int64)))
+    for begin, each in zip(begins, places, strict=False):
+        rows = begin + np.array(each.leaves, np.int64)
+        table.file_of[rows] = np.array(each.file_of, np.int32) + len(table.files)
+        table.offsets[rows] = each.offsets
+        table.lengths[rows] = each.lengths
+        table.files.extend(each.files)
+    return table
+
+
+def _payload_bytes(held: Holdings, share: Sequence[int]) -> int:
+    """Count the bytes of the tensors of a share."""
+    sizes = [form.payload_bytes for form in held.forms] + [0]  # for objects, whose form is -1
+    return sum(sizes[held.form_of[leaf]] for leaf in share)
 
 
 def _check_rank(rank: int, share: Sequence[int], objects: set[int], written: Written) -> None:

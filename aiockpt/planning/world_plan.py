@@ -7,12 +7,12 @@ all write about as many bytes.
 from __future__ import annotations
 
 import heapq
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiockpt.errors import SaveError
-from aiockpt.planning.coverage import overlapping
+from aiockpt.format.garbage import few_collections
+from aiockpt.planning.holdings import Holder, Holdings, PartForm
+from aiockpt.planning.spreads import Found, Spread, find
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,53 +20,12 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.format.index import ObjPath
+    from aiockpt.planning.spreads import Cut
 
-Holder = tuple[int, int]
-"""A rank, and the number of a leaf there."""
+__all__ = ["Holder", "Holdings", "PartForm", "WorldPart", "WorldPlan", "WorldTensor", "plan_world"]
 
-
-class PartForm(NamedTuple):
-    """What parts of tensors that differ in their place alone have in common.
-
-    Attributes:
-        dtype: the dtype of the tensor.
-        shape: the sizes of the whole tensor.
-        sizes: the sizes of the part.
-        nbytes: the bytes that it takes in a file.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    nbytes: int
-
-    @property
-    def payload_bytes(self) -> int:
-        """The bytes of the part itself."""
-        return math.prod(self.sizes) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Holdings:
-    """What one rank has, leaf by leaf; small enough to travel.
-
-    Attributes:
-        names: the name of each leaf.
-        paths: the path of each leaf in the state dict.
-        forms: the distinct forms of the parts.
-        form_of: for each leaf its position in ``forms``; -1 for objects.
-        offsets: for each leaf where the part begins in the whole tensor; nothing for objects.
-        tied: the leaves that are the same memory as an earlier one, with that one.
-        containers: records of the containers that paths can't express.
-    """
-
-    names: list[str]
-    paths: list[ObjPath]
-    forms: list[PartForm]
-    form_of: list[int]
-    offsets: list[tuple[int, ...]]
-    tied: dict[int, int] = field(default_factory=dict)
-    containers: list[dict[str, Any]] = field(default_factory=list)
+_Writers = tuple[tuple[int, ...], tuple[int, ...]]
+"""For each part of a tensor the rank that writes it, and the leaf there."""
 
 
 class WorldPart(NamedTuple):
@@ -84,11 +43,27 @@ class WorldPart(NamedTuple):
 
 
 class WorldTensor(NamedTuple):
-    """A tensor of the checkpoint, as the ranks write it together."""
+    """A tensor of the checkpoint, as the ranks write it together; one row for each part.
+
+    Attributes:
+        dtype: the dtype of the tensor.
+        shape: its sizes.
+        cut: offsets and sizes of the parts; the same object for tensors that are cut alike.
+        ranks: who writes each.
+        leaves: the leaf there.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: list[WorldPart]
+    cut: Cut
+    ranks: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+    @property
+    def parts(self) -> list[WorldPart]:
+        """The parts, one by one."""
+        rows = zip(self.cut, self.ranks, self.leaves, strict=True)
+        return [WorldPart(offsets, sizes, (rank, leaf)) for (offsets, sizes), rank, leaf in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,132 +85,63 @@ class WorldPlan:
     shares: list[list[int]]
 
 
-@dataclass(slots=True)
-class _Found:
-    """A name as it was found on some ranks: the holders of each part of its tensor, or of its object."""
-
-    form: PartForm | None
-    first: int
-    parts: dict[tuple[int, ...], tuple[tuple[int, ...], list[Holder]]] = field(default_factory=dict)
-    holders: list[Holder] = field(default_factory=list)
-
-
 def plan_world(ranks: Sequence[Holdings]) -> WorldPlan:
     """Decide who writes what.
 
     Raises:
         SaveError: the ranks contradict each other, or have not all of a tensor together; it names the key.
     """
-    found = _collect(ranks)
-    for name, each in found.items():
-        _check_whole(name, each)
-    aliases = _aliases(ranks, found)
-    writers = _choose_writers(ranks, found, aliases)
-    shares: list[list[int]] = [[] for _ in ranks]
-    tensors: dict[str, WorldTensor] = {}
-    objects: dict[str, Holder] = {}
-    for name, each in found.items():
-        if each.form is None:
-            rank, leaf = objects[name] = each.holders[0]
-            shares[rank].append(leaf)
-            continue
-        parts: list[WorldPart] = []
-        for offsets, (sizes, _) in each.parts.items():
+    with few_collections():
+        found = find(ranks)
+        aliases = _aliases(ranks, found)
+        writers = _choose_writers(len(ranks), found, aliases)
+        tensors: dict[str, WorldTensor] = {}
+        objects: dict[str, Holder] = {}
+        for name, (spread, leaves) in found.items():
+            if spread.form is None:
+                objects[name] = (spread.first[0], leaves[spread.first[1]])
+                continue
             alias = aliases.get(name)
-            rank, leaf = writer = writers[alias or name, offsets]
-            if alias is None:
-                shares[rank].append(leaf)
-            parts.append(WorldPart(offsets, sizes, writer))
-        tensors[name] = WorldTensor(each.form.dtype, each.form.shape, parts)
+            chosen = (
+                writers[name] if alias is None else _writers_of(spread.cut, found[alias].spread.cut, writers[alias])
+            )
+            tensors[name] = WorldTensor(spread.form.dtype, spread.form.shape, spread.cut, *chosen)
+        paths = {name: ranks[each.spread.first[0]].paths[_first_leaf(each)] for name, each in found.items()}
+        shares = _shares(len(ranks), writers, objects)
+        return WorldPlan(tensors, objects, paths, _containers(ranks, found), shares)
+
+
+def _first_leaf(found: Found) -> int:
+    """Give the leaf on the first rank that has a name."""
+    return found.leaves[found.spread.first[1]]
+
+
+def _shares(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, Holder]) -> list[list[int]]:
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for ranks, leaves in writers.values():
+        for rank, leaf in zip(ranks, leaves, strict=True):
+            shares[rank].append(leaf)
+    for rank, leaf in objects.values():
+        shares[rank].append(leaf)
     for share in shares:
         share.sort()
-    paths = {name: ranks[each.first].paths[_leaf_of(each)] for name, each in found.items()}
-    return WorldPlan(tensors, objects, paths, _containers(ranks, found), shares)
+    return shares
 
 
-def _leaf_of(found: _Found) -> int:
-    """Give the leaf on the first rank that has a name."""
-    holders = found.holders or next(iter(found.parts.values()))[1]
-    return holders[0][1]
-
-
-def _collect(ranks: Sequence[Holdings]) -> dict[str, _Found]:
-    """Find out who has what."""
-    found: dict[str, _Found] = {}
-    for rank, held in enumerate(ranks):
-        forms = held.forms
-        for leaf, (name, number, offsets) in enumerate(zip(held.names, held.form_of, held.offsets, strict=True)):
-            form = forms[number] if number >= 0 else None
-            each = found.get(name)
-            if each is None:
-                each = found[name] = _Found(form, rank)
-            elif each.form is not form:
-                _check_alike(name, each, form, rank)
-            if form is None:
-                each.holders.append((rank, leaf))
-                continue
-            part = each.parts.get(offsets)
-            if part is None:
-                each.parts[offsets] = (form.sizes, [(rank, leaf)])
-            elif part[0] != form.sizes:
-                raise SaveError(
-                    f"{name} has at {offsets} a part of {part[0]} on rank {part[1][0][0]} and one of {form.sizes} on "
-                    f"rank {rank}: they overlap"
-                )
-            else:
-                part[1].append((rank, leaf))
-    return found
-
-
-def _check_alike(name: str, each: _Found, form: PartForm | None, rank: int) -> None:
-    mine, theirs = (_kind(known) for known in (form, each.form))
-    if mine != theirs:
-        raise SaveError(
-            f"{name} is {theirs} on rank {each.first} but {mine} on rank {rank}. What has one name on several ranks "
-            "must be the same there; put the rank into the name of what is not."
-        )
-
-
-def _kind(form: PartForm | None) -> str:
-    return "an object" if form is None else f"a {form.dtype} tensor of {form.shape}"
-
-
-def _check_whole(name: str, each: _Found) -> None:
-    """Check that the parts of a tensor make up all of it, each element once."""
-    if each.form is None:
-        return
-    shape = each.form.shape
-    volume = 0
-    for offsets, (sizes, holders) in each.parts.items():
-        volume += math.prod(sizes)
-        if any(at < 0 or at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
-            raise SaveError(f"{name} has on rank {holders[0][0]} a part of {sizes} at {offsets}, outside of {shape}")
-    chunks = [(offsets, sizes) for offsets, (sizes, _) in each.parts.items()]
-    meet = overlapping(chunks) if len(chunks) > 1 else []
-    if meet:
-        one, other = (list(each.parts.items())[number] for number in meet[0])
-        raise SaveError(
-            f"{name}: the part of {one[1][0]} at {one[0]} on rank {one[1][1][0][0]} overlaps that of {other[1][0]} at "
-            f"{other[0]} on rank {other[1][1][0][0]}"
-        )
-    if volume != math.prod(shape):
-        raise SaveError(
-            f"{name}: the ranks have {volume} of its {math.prod(shape)} elements together; every rank that has a part "
-            "of it must save it"
-        )
-
-
-def _aliases(ranks: Sequence[Holdings], found: Mapping[str, _Found]) -> dict[str, str]:
+def _aliases(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> dict[str, str]:
     """Find the names whose memory is, on every rank that has them, that of one other name."""
     aliases: dict[str, str] = {}
-    for name in {held.names[leaf] for held in ranks for leaf in held.tied}:
-        each = found[name]
-        holders = [(offsets, holder) for offsets, (_, all_) in each.parts.items() for holder in all_]
-        firsts = {_first_of(ranks[rank], leaf, offsets) for offsets, (rank, leaf) in holders}
+    for name in dict.fromkeys(held.names[leaf] for held in ranks for leaf in held.tied):
+        spread, leaves = found[name]
+        firsts = {
+            _first_of(ranks[rank], leaves[which], offsets)
+            for (offsets, _), holders in zip(spread.cut, spread.holders, strict=False)
+            for rank, which in holders
+        }
         (first,) = firsts if len(firsts) == 1 else (None,)
         if first is not None and first != name and first not in aliases:
-            theirs = found[first].parts
-            if all(offsets in theirs and theirs[offsets][0] == sizes for offsets, (sizes, _) in each.parts.items()):
+            theirs = dict(found[first].spread.cut)
+            if all(theirs.get(offsets) == sizes for offsets, sizes in spread.cut):
                 aliases[name] = first
     return {name: first for name, first in aliases.items() if first not in aliases}
 
@@ -245,42 +151,69 @@ def _first_of(held: Holdings, leaf: int, offsets: tuple[int, ...]) -> str | None
     return None if first is None or held.offsets[first] != offsets else held.names[first]
 
 
-def _choose_writers(
-    ranks: Sequence[Holdings], found: Mapping[str, _Found], aliases: Mapping[str, str]
-) -> dict[tuple[str, tuple[int, ...]], Holder]:
+def _writers_of(cut: Cut, known: Cut, writers: _Writers) -> _Writers:
+    """Give the writers of parts that another tensor has as well."""
+    by_offsets = {part[0]: holder for part, *holder in zip(known, *writers, strict=True)}
+    holders = [by_offsets[offsets] for offsets, _ in cut]
+    return tuple(rank for rank, _ in holders), tuple(leaf for _, leaf in holders)
+
+
+def _choose_writers(count: int, found: Mapping[str, Found], aliases: Mapping[str, str]) -> dict[str, _Writers]:
     """Choose one of the holders of each part: the largest first, the rank with the least to write so far."""
-    writers: dict[tuple[str, tuple[int, ...]], Holder] = {}
-    loads = [0] * len(ranks)
-    shared: list[tuple[int, str, tuple[int, ...], list[Holder]]] = []
-    for name, each in found.items():
-        if each.form is None or name in aliases:
+    chosen: dict[str, list[Holder]] = {}
+    writers: dict[str, _Writers] = {}
+    loads = [0] * count
+    alone: dict[int, tuple[Spread, int]] = {}
+    shared: list[tuple[int, str, int]] = []
+    for name, (spread, leaves) in found.items():
+        if spread.form is None or name in aliases:
             continue
-        for offsets, (_, holders) in each.parts.items():
-            rank, leaf = holders[0]
-            nbytes = ranks[rank].forms[ranks[rank].form_of[leaf]].nbytes
-            if len(holders) == 1:
-                loads[rank] += nbytes
-                writers[name, offsets] = holders[0]
+        if spread.alone is not None:
+            of_parts = leaves * len(spread.cut) if len(leaves) == 1 else _leaves(leaves, spread)
+            writers[name] = spread.alone, of_parts
+            alone[id(spread)] = spread, alone.get(id(spread), (spread, 0))[1] + 1
+            continue
+        chosen[name] = [holders[0] for holders in spread.holders]
+        for number, (nbytes, holders) in enumerate(zip(spread.nbytes, spread.holders, strict=True)):
+            if len(holders) > 1:
+                shared.append((nbytes, name, number))
             else:
-                shared.append((nbytes, name, offsets, holders))
-    shared.sort(key=lambda item: -item[0])
-    # Parts that the same ranks have are chosen from one heap; its loads may be out of date, for they only grow.
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for nbytes, name, offsets, holders in shared:
-        candidates = tuple(rank for rank, _ in holders)
-        heap = heaps.get(candidates)
-        if heap is None:
-            heap = heaps[candidates] = [(loads[rank], rank) for rank in set(candidates)]
-            heapq.heapify(heap)
-        while heap[0][0] != loads[heap[0][1]]:
-            heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-        rank = heap[0][1]
-        loads[rank] += nbytes
-        writers[name, offsets] = next(holder for holder in holders if holder[0] == rank)
+                loads[holders[0][0]] += nbytes
+    for spread, times in alone.values():
+        for rank, nbytes in zip(spread.alone or (), spread.nbytes, strict=True):
+            loads[rank] += times * nbytes
+    _share_out(shared, found, loads, chosen)
+    for name, those in chosen.items():
+        leaves = found[name].leaves
+        writers[name] = tuple(rank for rank, _ in those), tuple(leaves[which] for _, which in those)
     return writers
 
 
-def _containers(ranks: Sequence[Holdings], found: Mapping[str, _Found]) -> list[dict[str, Any]]:
+def _leaves(leaves: tuple[int, ...], spread: Spread) -> tuple[int, ...]:
+    return tuple(leaves[holders[0][1]] for holders in spread.holders)
+
+
+def _share_out(
+    shared: list[tuple[int, str, int]], found: Mapping[str, Found], loads: list[int], chosen: dict[str, list[Holder]]
+) -> None:
+    """Choose among those who have the same: each time the one with the least to write so far."""
+    shared.sort(key=lambda item: -item[0])
+    # Parts that the same ranks have are chosen from one heap; its loads may be out of date, for they only grow.
+    heaps: dict[tuple[Holder, ...], list[tuple[int, Holder]]] = {}
+    for nbytes, name, number in shared:
+        holders = found[name].spread.holders[number]
+        heap = heaps.get(holders)
+        if heap is None:
+            heap = heaps[holders] = [(loads[holder[0]], holder) for holder in holders]
+            heapq.heapify(heap)
+        while heap[0][0] != loads[heap[0][1][0]]:
+            heapq.heapreplace(heap, (loads[heap[0][1][0]], heap[0][1]))
+        holder = heap[0][1]
+        loads[holder[0]] += nbytes
+        chosen[name][number] = holder
+
+
+def _containers(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> list[dict[str, Any]]:
     """Put the records of all ranks together, placed by the order of all names."""
     numbers = {name: number for number, name in enumerate(found)}
     merged: dict[ObjPath, dict[str, Any]] = {}
@@ -303,8 +236,13 @@ def _int_keys(ranks: Sequence[Holdings], path: ObjPath) -> bool | list[str]:
     depth = len(path)
     integers: dict[str, None] = {}
     every = True
+    seen: set[tuple[int, str]] = set()
     for held in ranks:
         known: Any = next((r.get("int_keys", []) for r in held.containers if tuple(r["path"]) == path), [])
+        same = (id(held.paths), repr(known))  # many ranks share one list of paths
+        if same in seen:
+            continue
+        seen.add(same)
         keys = dict.fromkeys(str(other[depth]) for other in held.paths if other[:depth] == path and len(other) > depth)
         every = every and (known is True or not keys)
         integers |= keys if known is True else dict.fromkeys(known)

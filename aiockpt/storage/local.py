@@ -28,6 +28,7 @@ from aiockpt.storage.publish import (
     publish,
     remove,
     sizes_in,
+    sweep,
     sync_directory,
 )
 from aiockpt.storage.syscalls import allocate
@@ -189,8 +190,13 @@ class _JoinedTransaction(_LocalTransaction):
             await sink.close()
 
     async def sweep(self) -> None:
-        self._over = False
-        await _LocalTransaction.abort(self)
+        await self.abort()
+        try:
+            await self._workers.run(sweep, self._hidden)
+        except OSError as exc:
+            raise WriteError(
+                f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand"
+            ) from exc
 
 
 class _WithinTransaction(_JoinedTransaction):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -15,6 +16,8 @@ from aiockpt.format.safetensors_writer import INDEX_NAME, SUFFIX
 from aiockpt.storage.syscalls import UnsupportedError, rename_exchange, rename_noreplace
 
 _SAFETENSORS_FILES = (f"*{SUFFIX}", INDEX_NAME, MANIFEST_NAME)
+
+_ATTEMPTS = 100
 
 _Undo = Literal["rename", "exchange", "nothing"]
 
@@ -84,8 +87,10 @@ def sizes_in(path: str) -> dict[str, int]:
 
 
 def remove(path: str) -> None:
-    """Remove a directory with all that is in it, or a file, if it is there; others may remove it at the same time."""
-    while os.path.lexists(path):
+    """Remove a directory with all that is in it, or a file, if it is there; others may be at it at the same time."""
+    for _ in range(_ATTEMPTS):
+        if not os.path.lexists(path):
+            return
         try:
             if os.path.isdir(path) and not os.path.islink(path):
                 shutil.rmtree(path)
@@ -93,6 +98,25 @@ def remove(path: str) -> None:
                 os.unlink(path)
         except FileNotFoundError:  # somebody else was faster with a part of it: go on with the rest
             continue
+        except OSError as exc:  # somebody has put a last file there
+            if exc.errno != errno.ENOTEMPTY:
+                raise
+    if os.path.lexists(path):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+
+
+def sweep(hidden: str) -> None:
+    """Remove an unfinished checkpoint whose owner is gone, as far as can be told.
+
+    It gets another name first: should its owner live after all, then either it publishes the whole of it, or it
+    finds that it is gone.
+    """
+    swept = f"{hidden}-swept"
+    try:
+        os.rename(hidden, swept)
+    except FileNotFoundError:  # it was published, or somebody else was faster
+        return
+    remove(swept)
 
 
 def publish(hidden: str, path: str, name: str, *, overwrite: bool, fsync: bool) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from tests.ranks.world import mesh_of
 
 LAYOUTS = ["shard0", "shard1", "replicate", "hsdp", "grid", "fsdp_tp"]
 
@@ -52,9 +54,9 @@ def distributed(layout: str, world_size: int, seed: int = 7) -> dict[str, torch.
 
 def _mesh(layout: str, world_size: int) -> DeviceMesh:
     if layout in ("shard0", "shard1", "replicate"):
-        return init_device_mesh("cpu", (world_size,))
+        return mesh_of(world_size)
     outer = 2 if world_size > 1 else 1
-    return init_device_mesh("cpu", (outer, world_size // outer))
+    return mesh_of(outer, world_size // outer)
 
 
 def _placements(layout: str, tensor: torch.Tensor) -> list[Placement]:
@@ -73,7 +75,7 @@ def _placements(layout: str, tensor: torch.Tensor) -> list[Placement]:
 def _fsdp_over_tp(tensors: dict[str, torch.Tensor], world_size: int) -> dict[str, Any]:
     """Shard parameters by tensor parallelism and then, along the same dimension, by FSDP2, where both are possible."""
     tp = 2 if world_size > 1 else 1
-    mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(world_size // tp, tp, names=("dp", "tp"))
     module = torch.nn.Module()
     for name, tensor in tensors.items():
         if tensor.numel() and tensor.dim():

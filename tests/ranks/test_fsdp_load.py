@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import aiockpt
-from tests.ranks.world import World
+from tests.ranks.world import World, mesh_of
 
 WRITERS = ["dcp", "aiockpt"] if "process_group" in inspect.signature(aiockpt.SyncCheckpointer).parameters else ["dcp"]
 Full = dict[str, np.ndarray]
@@ -66,15 +66,15 @@ def build(kind: str, world_size: int, seed: int) -> tuple[Model, torch.optim.Ada
     model = Model()
     if kind in ("tp", "fsdp_tp"):
         tp = world_size if kind == "tp" else 2
-        mesh = init_device_mesh("cpu", (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of(world_size // tp, tp, names=("dp", "tp"))
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if kind == "fsdp_tp":
             shard(model, mesh["dp"])
     elif kind == "hsdp":
-        shard(model, init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicas", "shards")))
+        shard(model, mesh_of(2, world_size // 2, names=("replicas", "shards")))
     else:
-        shard(model, init_device_mesh("cpu", (world_size,)))
+        shard(model, mesh_of(world_size))
     # foreach would mix plain and distributed parameters where only some are parallel
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 

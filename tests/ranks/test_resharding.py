@@ -15,14 +15,14 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as OwnedShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import aiockpt
 from tests.counting import CountingStorage
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
-from tests.ranks.world import RankFailure, World
+from tests.ranks.world import RankFailure, World, mesh_of
 
 WRITERS = ["dcp", "aiockpt"] if "process_group" in inspect.signature(aiockpt.SyncCheckpointer).parameters else ["dcp"]
 
@@ -159,7 +159,7 @@ def test_each_rank_reads_only_its_bytes(saved, world4: World, writer: str, layou
 
 
 def load_one(rank: int, world_size: int, path: Path, kind: str) -> str:
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     full = full_tensors(8)["even"]
     target: Any = distribute_tensor(full, mesh, [Shard(0)])
     if kind == "shape":
@@ -240,12 +240,10 @@ def test_a_damaged_part_is_found_by_the_rank_that_reads_it(saved, world4: World,
 def load_corners(rank: int, world_size: int, path: Path) -> None:
     full = full_tensors()
     other = full_tensors(8)
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     part = DeviceMesh("cpu", [1, 3])
     parameter = torch.nn.Parameter(distribute_tensor(other["even"], mesh, [Shard(0)]))
-    strided = distribute_tensor(
-        other["cube"], init_device_mesh("cpu", (2, 2)), [_StridedShard(0, split_factor=3), Replicate()]
-    )
+    strided = distribute_tensor(other["cube"], mesh_of(2, 2), [_StridedShard(0, split_factor=3), Replicate()])
     outside = distribute_tensor(other["large"], part, [Shard(0)])
     backwards = DTensor.from_local(  # a local tensor that is no row after row
         local_of(distribute_tensor(other["uneven"], mesh, [Shard(1)])).t().contiguous().t(),
@@ -308,7 +306,7 @@ def test_sharded_tensors(saved, world4: World) -> None:
 
 def load_unfinished(rank: int, world_size: int, path: Path) -> None:
     """Load into a tensor whose collective nobody has waited for."""
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     sharded = distribute_tensor(full_tensors(8)["even"], mesh, [Shard(0)])
     target = sharded.redistribute(placements=[Replicate()], async_op=True)
     assert isinstance(target._local_tensor, AsyncCollectiveTensor)
@@ -322,7 +320,7 @@ def test_a_pending_collective_is_waited_for(saved, world2: World) -> None:
 
 
 def read_into(rank: int, world_size: int, path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     full = full_tensors()
     out = distribute_tensor(full_tensors(8)["even"], mesh, [Shard(1)])
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:

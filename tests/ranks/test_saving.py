@@ -15,12 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import Shard as OwnedShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import aiockpt
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
-from tests.ranks.world import World
+from tests.ranks.world import World, mesh_of
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +39,18 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     )
 
 
-def save_layout(rank: int, world_size: int, path: Path, layout: str) -> aiockpt.SaveResult:
-    with aiockpt.SyncCheckpointer() as ckpt:
+def save_layout(rank: int, world_size: int, path: Path, layout: str, planning: Any) -> aiockpt.SaveResult:
+    with aiockpt.SyncCheckpointer(planning=planning) as ckpt:
         return ckpt.save({"model": distributed(layout, world_size), "step": 7}, path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("ranks", "planning"), [(2, "central"), (4, "central"), (8, "central"), (4, "decentralized")])
 def test_every_layout_comes_back_here_and_in_stock_torch(
-    worlds: dict[int, World], tmp_path: Path, ranks: int, layout: str
+    worlds: dict[int, World], tmp_path: Path, ranks: int, planning: str, layout: str
 ) -> None:
     path = tmp_path / "c"
-    results = worlds[ranks].results(save_layout, path, layout)
+    results = worlds[ranks].results(save_layout, path, layout, planning)
     expected = full_tensors()
     if layout == "fsdp_tp":
         expected = {name: tensor for name, tensor in expected.items() if tensor.numel() and tensor.dim()}
@@ -67,11 +66,14 @@ def test_every_layout_comes_back_here_and_in_stock_torch(
     assert {result.nbytes for result in results} == {sum(f.stat().st_size for f in path.glob("*.distcp"))}
     assert {result.tensors for result in results} == {len(expected)}
     assert {result.tensor_bytes for result in results} == {sum(tensor.nbytes for tensor in expected.values())}
+    with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
+        places = [(chunk.file, chunk.offset) for name in expected for chunk in reader[f"model.{name}"].chunks]
+    assert len(set(places)) == len(places)
 
 
 def save_replicated(rank: int, world_size: int, path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     state: dict[str, Any] = {}
     for number in range(60):
         tensor = torch.randn(1000 + 731 * number, generator=generator)
@@ -151,7 +153,7 @@ def test_sharded_tensors_of_several_pieces(world2: World, tmp_path: Path) -> Non
 
 
 def save_tied(rank: int, world_size: int, path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     generator = torch.Generator().manual_seed(4)
     shared = distribute_tensor(torch.randn(90_001, generator=generator), mesh, [Shard(0)])
     plain = torch.randn(70_001, generator=generator)
@@ -174,7 +176,7 @@ def test_tied_tensors_are_written_once(world2: World, tmp_path: Path) -> None:
 
 def save_again(rank: int, world_size: int, path: Path) -> list[tuple[int, int]]:
     """Save a state that changes, again and again; give how large the first rounds' messages were, and the plan used."""
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     generator = torch.Generator().manual_seed(5)
     whole = {f"w{number}": torch.randn(40 + number, 9, generator=generator) for number in range(30)}
     state: dict[str, Any] = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
@@ -221,8 +223,47 @@ def test_a_plan_is_made_once_and_serves_until_something_changes(world4: World, t
         assert same(state, {name: tensor * (step + 1) for name, tensor in whole.items()})
 
 
+def save_decentralized(rank: int, world_size: int, path: Path) -> list[int]:
+    """Save without asking rank 0, three times, of which the last is different; give the items that were written."""
+    mesh = mesh_of(2, world_size // 2)
+    generator = torch.Generator().manual_seed(11)
+    whole = {f"w{number}": torch.randn(12, 5 + number, generator=generator) for number in range(40)}
+    state: dict[str, Any] = {
+        name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)]) for name, tensor in whole.items()
+    }
+    tied = torch.randn(333, generator=generator)
+    state |= {"tied": tied, "again": tied, "step": 5, f"of{rank}": torch.full((7,), float(rank))}
+    written = []
+    with aiockpt.SyncCheckpointer(planning="decentralized") as ckpt:
+        for step in range(3):
+            state["step"] = step
+            if step == 2:
+                state["late"] = {"rank": rank}
+            ckpt.save(state, path / str(step))
+            with ckpt.open(path / str(step)) as reader:
+                chunks = [chunk for name in whole for chunk in reader[name].chunks]
+            written.append(sum(chunk.file.startswith(f"__{rank}_") for chunk in chunks))
+    return written
+
+
+def test_ranks_that_decide_alone_write_each_part_of_a_tensor_once(world4: World, tmp_path: Path) -> None:
+    written = world4.results(save_decentralized, tmp_path)
+    assert sum(counts[0] for counts in written) == 2 * 40  # each part of a tensor has two copies, of which one counts
+    assert min(counts[0] for counts in written) > 10
+    assert all(counts == [counts[0]] * 3 for counts in written)
+    generator = torch.Generator().manual_seed(11)
+    whole = {f"w{number}": torch.randn(12, 5 + number, generator=generator) for number in range(40)}
+    tied = torch.randn(333, generator=generator)
+    own = {f"of{rank}": torch.full((7,), float(rank)) for rank in range(4)}
+    for step in range(3):
+        state = loaded(tmp_path / str(step))
+        assert state.pop("step") == step
+        assert state.pop("late", {"rank": 0}) == {"rank": 0}
+        assert same(state, {**whole, **own, "tied": tied, "again": tied})
+
+
 def save_separately(rank: int, world_size: int, path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     generator = torch.Generator().manual_seed(6)
     state = {
         "optim.m": distribute_tensor(torch.randn(64, 3, generator=generator), mesh, [Shard(0)]),
@@ -251,7 +292,7 @@ def test_a_separation_hint_gives_files_of_their_own(world2: World, tmp_path: Pat
 
 
 def save_partial(rank: int, world_size: int, path: Path) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
+    mesh = mesh_of(world_size)
     from torch.distributed.tensor import DTensor
 
     state = {"layer": {"w": DTensor.from_local(torch.randn(4), mesh, [Partial()])}}

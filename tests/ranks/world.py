@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
-import gc
+import functools
 import multiprocessing
 import signal
 import sys
@@ -46,11 +46,20 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 import uvloop
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Loop = Literal["asyncio", "uvloop"]
 Rendezvous = Literal["tcp", "file"]
 
-PRELOAD = ["pytest", "uvloop", "torch.distributed.tensor", "torch.distributed.checkpoint", "aiockpt", __name__]
+PRELOAD = [
+    "pytest",
+    "uvloop",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch._dynamo",
+    "aiockpt",
+    __name__,
+]
 LOOPS: dict[Loop, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,
@@ -67,6 +76,12 @@ def start_server() -> None:
     _context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()
     forkserver.ensure_running()
+
+
+@functools.cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Give the mesh of a shape, in a rank: one for all runs, for each new one has threads that wake all the time."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +269,7 @@ def _serve(rank: int, size: int, store: Rendezvous, folder: str, pipe: connectio
             except (EOFError, ConnectionResetError):
                 break
             faulthandler.dump_traceback_later(call.timeout_s, file=stacks)
-            outcome = _outcome(rank, size, call)
-            _end_groups()
-            _answer(rank, pipe, outcome)
+            _answer(rank, pipe, _outcome(rank, size, call))
         faulthandler.dump_traceback_later(_END_S - 1, file=stacks)
         dist.destroy_process_group()
         threads = [thread for thread in threading.enumerate() if not thread.daemon]
@@ -278,14 +291,6 @@ def _meet(rank: int, size: int, store: Rendezvous, folder: str, pipe: connection
     else:
         shared = dist.TCPStore("127.0.0.1", pipe.recv(), size, timeout=wait, wait_for_workers=False)
     dist.init_process_group("gloo", store=shared, rank=rank, world_size=size, timeout=wait)
-
-
-def _end_groups() -> None:
-    """End the groups that a function has made, as device meshes do: each keeps threads that wake all the time."""
-    gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 def _answer(rank: int, pipe: connection.Connection, outcome: Any) -> None:

@@ -1,0 +1,133 @@
+"""Rank 0's part in a save by several ranks: it plans for all, begins, and publishes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isal.isal_zlib import crc32
+
+from aiockpt.errors import SaveError
+from aiockpt.format.manifest import MANIFEST_NAME, FileFacts
+from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.planning.world_book import WorldBook, Written, book_of, book_of_written, files_of
+from aiockpt.save_alone import write_documents
+from aiockpt.save_summary import world_manifest
+from aiockpt.world_messages import Call, Orders, Summary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiockpt.job import SaveJob
+    from aiockpt.storage.base import Transaction
+    from aiockpt.threads import Workers
+
+
+class Leading:
+    """Leads one save.
+
+    Args:
+        job: the save, as rank 0 has it.
+        form: the name of its form.
+        books: for each form the plan of all ranks that was made last; is added to.
+        compute: threads to plan in.
+        io: threads to write in.
+
+    Attributes:
+        transaction: what was begun.
+    """
+
+    def __init__(self, job: SaveJob, form: str, books: dict[str, WorldBook], compute: Workers, io: Workers) -> None:
+        self.transaction: Transaction | None = None
+        self._job = job
+        self._form = form
+        self._books = books
+        self._compute = compute
+        self._io = io
+        # Of this save: the next one may be planned otherwise before this one is published.
+        self._book: WorldBook | None = None
+        self._token = 0
+
+    async def decide(self, calls: Sequence[Call]) -> list[Orders]:
+        """Plan for all ranks, and begin.
+
+        Raises:
+            SaveError: the ranks contradict each other.
+            WriteError: it can't be begun.
+        """
+        self._check_alike(calls)
+        book = self._books.get(self._form)
+        fresh = book is None or any(call.token != book.token for call in calls)
+        self._token = (book.token if book is not None else 0) + fresh
+        if fresh and calls[0].decentralized:
+            book = None
+        elif fresh:
+            book = await self._plan(book, calls)
+            if book is None:
+                return [Orders(None, 0, None, tell_places=False)] * len(calls)
+            self._books[self._form] = book
+        self._book = book
+        job = self._job
+        self.transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
+        shares: Sequence[list[int] | None] = book.plan.shares if fresh and book is not None else [None] * len(calls)
+        tell = book is None or not book.knows_places
+        return [Orders(self.transaction.ticket, self._token, share, tell_places=tell) for share in shares]
+
+    def _check_alike(self, calls: Sequence[Call]) -> None:
+        for rank, call in enumerate(calls):
+            for name in ("overwrite", "decentralized"):
+                mine, theirs = getattr(calls[0], name), getattr(call, name)
+                if mine != theirs:
+                    raise SaveError(f"{name} is {mine} on rank 0 but {theirs} on rank {rank}; all must say the same")
+
+    async def _plan(self, book: WorldBook | None, calls: Sequence[Call]) -> WorldBook | None:
+        """Plan anew with what the ranks have; None if some have not said it."""
+        holdings = [
+            call.holdings or (book.ranks[rank] if book is not None and call.token == book.token else None)
+            for rank, call in enumerate(calls)
+        ]
+        known = [each for each in holdings if each is not None]
+        return await self._compute.run(book_of, self._token, known) if len(known) == len(calls) else None
+
+    async def publish(self, results: Sequence[Written]) -> list[Summary]:
+        """Check what all ranks have written, write the index, and publish.
+
+        Raises:
+            SaveError: something is missing.
+            WriteError: the index can't be written.
+            CommitError: it can't be published.
+        """
+        transaction, job = self.transaction, self._job
+        if transaction is None:
+            raise RuntimeError("a save can't be published before it has begun")
+        if self._book is None:  # each rank has decided alone what it writes
+            self._book = self._books[self._form] = await self._compute.run(book_of_written, self._token, results)
+        book = self._book
+        await self._compute.run(book.check, results)
+        files = files_of(results)
+        await _look_for(transaction, results)
+        document = await self._compute.run(book.documents, results)
+        files = {**files, METADATA_NAME: FileFacts(len(document), crc32(document))}
+        manifest = await self._compute.run(world_manifest, job, book, files, len(results))
+        await write_documents(transaction, {MANIFEST_NAME: manifest, METADATA_NAME: document})
+        await transaction.commit()
+        sizes = {name: facts.nbytes for name, facts in files.items()}
+        return [Summary(sizes, book.tensor_bytes, book.tensors, book.objects)] * len(results)
+
+    async def undo(self) -> None:
+        """Remove what all ranks have written."""
+        transaction, self.transaction = self.transaction, None
+        if transaction is not None:
+            await transaction.abort()
+
+
+async def _look_for(transaction: Transaction, results: Sequence[Written]) -> None:
+    """Check that the files of all ranks can be seen from here."""
+    seen = await transaction.sizes()
+    for rank, written in enumerate(results):
+        for name, facts in written.files.items():
+            if seen.get(name) != facts.nbytes:
+                found = "is not there" if name not in seen else f"has {seen[name]} bytes there"
+                raise SaveError(
+                    f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
+                    "ranks must save to one file system that every host has mounted"
+                )

@@ -1,0 +1,433 @@
+"""Who writes what of a state that many ranks have parts of, and the index of it."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from aiockpt.errors import SaveError
+from aiockpt.format.index import ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.manifest import FileFacts
+from aiockpt.format.metadata import decode_metadata
+from aiockpt.planning.world_book import WorldBook, Written, files_of
+from aiockpt.planning.world_plan import Holdings, PartForm, WorldPlan, plan_world
+from aiockpt.planning.world_planner import ItemPlaces
+
+Part = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+FRAMING = 1234
+
+
+def part(whole: tuple[int, ...], at: tuple[int, ...] | None = None, sizes: tuple[int, ...] | None = None) -> Part:
+    return whole, at or (0,) * len(whole), whole if sizes is None else sizes
+
+
+def held(
+    leaves: dict[str, Part | None],
+    *,
+    dtype: torch.dtype = torch.float32,
+    paths: list[tuple[str | int, ...]] | None = None,
+    tied: dict[int, int] | None = None,
+    containers: list[dict[str, Any]] | None = None,
+) -> Holdings:
+    """Say what a rank has: for each name the whole, and offsets and sizes of the part; None for an object."""
+    forms: dict[PartForm, int] = {}
+    form_of, offsets = [], []
+    for each in leaves.values():
+        if each is None:
+            form_of.append(-1)
+            offsets.append(())
+            continue
+        whole, at, sizes = each
+        nbytes = dtype.itemsize * torch.Size(sizes).numel() + FRAMING
+        form_of.append(forms.setdefault(PartForm(dtype, whole, sizes, nbytes), len(forms)))
+        offsets.append(at)
+    paths = paths or [tuple(name.split(".")) for name in leaves]
+    return Holdings(list(leaves), paths, list(forms), form_of, offsets, tied or {}, containers or [])
+
+
+def travelled(ranks: list[Holdings]) -> list[Holdings]:
+    """Give what rank 0 gets: all but its own through a pickle."""
+    return [ranks[0], *(pickle.loads(pickle.dumps(each)) for each in ranks[1:])]
+
+
+def rows(count: int, rank: int, world: int, columns: int = 4) -> Part:
+    """Cut a matrix by its rows."""
+    each = -(-count // world)
+    begin = min(count, each * rank)
+    return part((count, columns), (begin, 0), (min(count, begin + each) - begin, columns))
+
+
+def loads_of(ranks: list[Holdings], plan: WorldPlan) -> list[int]:
+    return [
+        sum(each.forms[each.form_of[leaf]].nbytes for leaf in share if each.form_of[leaf] >= 0)
+        for each, share in zip(ranks, plan.shares, strict=True)
+    ]
+
+
+def writes(ranks: list[Holdings], plan: WorldPlan) -> Counter[tuple[str, tuple[int, ...]]]:
+    return Counter(
+        (each.names[leaf], each.offsets[leaf]) for each, share in zip(ranks, plan.shares, strict=True) for leaf in share
+    )
+
+
+def written_of(ranks: list[Holdings], plan: WorldPlan, step: int = 0, *, places: bool = True) -> list[Written]:
+    """Say what ranks have written that did what they were told: every item of another length, at another place."""
+    results = []
+    for rank, (each, share) in enumerate(zip(ranks, plan.shares, strict=True)):
+        files = {f"__{rank}_{number}.distcp": FileFacts(10**6 + rank + step, rank * 7 + number) for number in range(2)}
+        leaves = [leaf for leaf in share if each.form_of[leaf] >= 0]
+        random.Random(rank).shuffle(leaves)
+        table = ItemPlaces(
+            list(files),
+            leaves,
+            [leaf % 2 for leaf in leaves],
+            [10_000 * rank + 100 * leaf for leaf in leaves],
+            [each.forms[each.form_of[leaf]].nbytes + leaf for leaf in leaves],
+        )
+        objects = {
+            leaf: ItemPlace(f"__{rank}_0.distcp", step + 5_000_000 + 77 * leaf, 40 + leaf)
+            for leaf in share
+            if each.form_of[leaf] < 0
+        }
+        results.append(Written(files, len(leaves), objects, table if places else None))
+    return results
+
+
+def place_in(ranks: list[Holdings], writer: tuple[int, int]) -> ItemPlace:
+    """Give the place that `written_of` reports for a tensor's item."""
+    rank, leaf = writer
+    nbytes = ranks[rank].forms[ranks[rank].form_of[leaf]].nbytes
+    return ItemPlace(f"__{rank}_{leaf % 2}.distcp", 10_000 * rank + 100 * leaf, nbytes + leaf)
+
+
+# --- who writes what -----------------------------------------------------------------------------------
+
+
+def test_each_part_is_written_by_the_rank_that_has_it() -> None:
+    ranks = travelled([held({"w": rows(10, rank, 4), "b": rows(3, rank, 4, 7)}) for rank in range(4)])
+    plan = plan_world(ranks)
+    assert writes(ranks, plan) == Counter((name, each.offsets[n]) for each in ranks for n, name in enumerate("wb"))
+    for tensor in plan.tensors.values():
+        for offsets, sizes, (rank, leaf) in tensor.parts:
+            assert ranks[rank].offsets[leaf] == offsets
+            assert ranks[rank].forms[ranks[rank].form_of[leaf]].sizes == sizes
+    w = plan.tensors["w"]
+    assert (w.dtype, w.shape) == (torch.float32, (10, 4))
+    assert [p.writer for p in w.parts if 0 not in p.sizes] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+
+
+def test_what_all_ranks_have_is_written_once_and_spread_evenly() -> None:
+    sizes = [random.Random(5).randrange(1, 40) for _ in range(400)]
+    leaves = {f"w{n}": part((size, 8)) for n, size in enumerate(sizes)}
+    ranks = travelled([held(leaves) for _ in range(7)])
+    plan = plan_world(ranks)
+    assert writes(ranks, plan) == {(name, (0, 0)): 1 for name in leaves}
+    loads = loads_of(ranks, plan)
+    mean = sum(loads) / len(loads)
+    assert all(abs(load - mean) <= 0.1 * mean for load in loads), loads
+
+
+def test_balance_counts_what_only_one_rank_has() -> None:
+    """A rank that has much to write of its own gets less of what all have; HSDP: two ranks have each shard."""
+    alone = {"only.rank.zero": part((500, 8))}
+    shared = {f"w{n}": part((n % 9 + 1, 8)) for n in range(300)}
+    ranks = travelled([held((alone if rank == 0 else {}) | shared) for rank in range(3)])
+    loads = loads_of(ranks, plan_world(ranks))
+    assert max(loads) - min(loads) <= 0.1 * sum(loads) / 3, loads
+    pairs = [held({f"w{n}": rows(8 * (n % 5 + 1), rank % 2, 2) for n in range(200)}) for rank in range(4)]
+    plan = plan_world(travelled(pairs))
+    loads = loads_of(pairs, plan)
+    assert max(loads) - min(loads) <= 0.1 * sum(loads) / 4, loads
+    assert set(writes(pairs, plan).values()) == {1}
+    assert len(writes(pairs, plan)) == 400
+
+
+def test_objects_are_those_of_the_first_rank_that_has_them() -> None:
+    ranks = travelled(
+        [held({"step": None, "w": rows(4, 0, 2)}), held({"w": rows(4, 1, 2), "step": None, "rng.1": None})]
+    )
+    plan = plan_world(ranks)
+    assert plan.objects == {"step": (0, 0), "rng.1": (1, 2)}
+    assert plan.shares == [[0, 1], [0, 2]]
+
+
+def test_names_come_in_the_order_in_which_the_ranks_have_them() -> None:
+    ranks = travelled([held({"b": part((2,)), "a": None}), held({"c": part((3,)), "b": part((2,)), "0": None})])
+    plan = plan_world(ranks)
+    assert list(plan.paths) == ["b", "a", "c", "0"]
+    assert plan.paths["c"] == ("c",)
+    assert plan_world(travelled(ranks)) == plan, "the same plan for the same ranks"
+
+
+def test_parts_of_a_rank_may_be_several() -> None:
+    first = held({"w": part((6,), (0,), (2,))})
+    second = held({"w": part((6,), (4,), (2,))})
+    second = Holdings(["w", "w"], [("w",)] * 2, second.forms, [0, 0], [(4,), (2,)])
+    plan = plan_world([first, second])
+    assert plan.tensors["w"].parts == [((0,), (2,), (0, 0)), ((4,), (2,), (1, 0)), ((2,), (2,), (1, 1))]
+    assert plan.shares == [[0], [0, 1]]
+
+
+# --- names for the same memory ---------------------------------------------------------------------------
+
+
+def test_tied_tensors_are_written_once() -> None:
+    leaves = {"embed": rows(6, 0, 2), "other": rows(6, 0, 2), "head": rows(6, 0, 2)}
+    more = {name: rows(6, 1, 2) for name in leaves}
+    ranks = travelled([held(leaves, tied={2: 0}), held(more, tied={2: 0})])
+    plan = plan_world(ranks)
+    assert plan.tensors["head"] == plan.tensors["embed"]
+    assert plan.tensors["other"] != plan.tensors["embed"]
+    assert plan.shares == [[0, 1], [0, 1]]
+
+
+def test_tensors_that_are_tied_on_some_ranks_only_are_written_each() -> None:
+    leaves = {"embed": rows(6, 0, 2), "head": rows(6, 0, 2)}
+    more = {name: rows(6, 1, 2) for name in leaves}
+    plan = plan_world(travelled([held(leaves, tied={1: 0}), held(more)]))
+    assert plan.shares == [[0, 1], [0, 1]]
+    assert plan.tensors["head"] != plan.tensors["embed"]
+
+
+# --- what does not fit -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (held({"w": part((4, 4))}), held({"w": None}), "w is a torch.float32 tensor of .4, 4. on rank 0 but an object"),
+        (held({"w": part((4, 4))}), held({"w": part((4, 5))}), r"w is .*\(4, 4\) on rank 0 but .*\(4, 5\) on rank 1"),
+        (held({"w": part((4,))}), held({"w": part((4,))}, dtype=torch.int32), "torch.float32 .*rank 0 .*torch.int32"),
+        (held({"w": part((4,), (0,), (2,))}), held({"w": part((4,), (0,), (4,))}), "w has at .0,. a part .* overlap"),
+        (held({"w": part((4,), (0,), (3,))}), held({"w": part((4,), (2,), (2,))}), "w: the part .*rank .* overlaps"),
+        (held({"w": part((9,), (0,), (4,))}), held({"w": part((9,), (4,), (4,))}), "w: the ranks have 8 of its 9"),
+        (held({"w": part((4,), (0,), (2,))}), held({"w": part((4,), (3,), (2,))}), "w has on rank 1 a part .*outside"),
+    ],
+)
+def test_contradictions_name_key_and_rank(one: Holdings, other: Holdings, said: str) -> None:
+    with pytest.raises(SaveError, match=said):
+        plan_world(travelled([one, other]))
+    others = {"a": None, "b": part((3, 3))}
+    with pytest.raises(SaveError, match=said.replace("rank 1", "rank 2")):
+        plan_world(travelled([one, held(others), other]))
+
+
+def test_many_tensors_of_which_one_lacks_a_part() -> None:
+    def of(rank: int) -> dict[str, Part | None]:
+        return {f"w{n}": rows(8, rank, 4) for n in range(50) if (n, rank) != (31, 2)}
+
+    with pytest.raises(SaveError, match="w31: the ranks have 24 of its 32 elements"):
+        plan_world(travelled([held(of(rank)) for rank in range(4)]))
+
+
+# --- containers ------------------------------------------------------------------------------------------
+
+
+def test_records_of_containers_are_put_together() -> None:
+    one = held({"a.0": None, "z": None}, containers=[{"path": ["empty"], "type": "dict", "at": 1}])
+    other = held({"n": None, "z": None}, containers=[{"path": ["last"], "type": "list", "at": 2}])
+    plan = plan_world(travelled([one, other]))
+    assert list(plan.paths) == ["a.0", "z", "n"]
+    assert plan.containers == [
+        {"path": ["empty"], "type": "dict", "at": 1},
+        {"path": ["last"], "type": "list", "at": 3},
+    ]
+
+
+def test_number_keys_of_all_ranks_are_kept() -> None:
+    def of(*keys: str | int, numbers: bool | list[str]) -> Holdings:
+        record = {"path": ["d"], "type": "dict", "int_keys": numbers, "at": 0}
+        return held({f"d.{key}": None for key in keys}, paths=[("d", key) for key in keys], containers=[record])
+
+    every = plan_world([of(3, 1, numbers=True), of(7, numbers=True)])
+    assert every.containers == [{"path": ["d"], "type": "dict", "int_keys": True, "at": 0}]
+    some = plan_world([of(3, 1, numbers=True), of("x", 5, numbers=["5"])])
+    assert some.containers[0]["int_keys"] == ["3", "1", "5"]
+
+
+# --- the book --------------------------------------------------------------------------------------------
+
+
+def world() -> list[Holdings]:
+    """Make what four ranks have: shards, uneven ones, what all have, tied names, objects."""
+    ranks = []
+    for rank in range(4):
+        leaves = {
+            "model.w": rows(10, rank, 4),
+            "step": None,
+            "model.cut": part((4, 6), (2 * (rank // 2), 3 * (rank % 2)), (2, 3)),
+            "model.norm": part((7,)),
+            "model.same": part((4, 6), (2 * (rank // 2), 3 * (rank % 2)), (2, 3)),
+            "model.head": rows(10, rank, 4),
+            "scalar": part(()),
+            f"rng.{rank}": None,
+        }
+        ranks.append(held(leaves, tied={5: 0}))
+    return travelled(ranks)
+
+
+def test_the_index_is_what_torch_and_we_read() -> None:
+    ranks = world()
+    plan = plan_world(ranks)
+    book = WorldBook(1, ranks, plan)
+    assert not book.knows_places
+    for step in (0, 1000):
+        results = written_of(ranks, plan, step, places=not book.knows_places)
+        book.check(results)
+        document = bytes(book.documents(results))
+        metadata = pickle.loads(document)
+        assert isinstance(metadata, Metadata)
+        assert list(metadata.state_dict_metadata) == list(metadata.planner_data) == list(plan.paths)
+        assert metadata.planner_data == plan.paths
+        stored = 0
+        entries = decode_metadata(document).entries
+        for name, tensor in plan.tensors.items():
+            told = metadata.state_dict_metadata[name]
+            assert (told.properties.dtype, told.size) == (tensor.dtype, tensor.shape)
+            assert [(c.offsets, c.sizes) for c in told.chunks] == [(p.offsets, p.sizes) for p in tensor.parts]
+            entry = entries[name]
+            assert isinstance(entry, TensorEntry)
+            assert {c.offsets for c in entry.chunks} >= {p.offsets for p in tensor.parts if 0 not in p.sizes}
+            for number, each in enumerate(tensor.parts):
+                stored += 1
+                expected = place_in(ranks, each.writer)
+                info = metadata.storage_data[MetadataIndex(name, each.offsets, number)]
+                assert (info.relative_path, info.offset, info.length) == expected
+                assert all(c.place == expected for c in entry.chunks if c.offsets == each.offsets and 0 not in c.sizes)
+        for name, (rank, leaf) in plan.objects.items():
+            expected = results[rank].objects[leaf]
+            assert expected.offset >= step
+            assert isinstance(metadata.state_dict_metadata[name], BytesStorageMetadata)
+            info = metadata.storage_data[MetadataIndex(name)]
+            assert (info.relative_path, info.offset, info.length) == expected
+            assert entries[name] == ObjectEntry(expected)
+        assert len(metadata.storage_data) == stored + len(plan.objects)
+
+
+def test_places_beyond_four_gib_are_kept() -> None:
+    ranks = [held({"w": rows(4, rank, 2)}) for rank in range(2)]
+    plan = plan_world(ranks)
+    far = [2**40 + 3, 2**33 + 5]
+    results = [
+        Written(
+            {f"__{n}_0.distcp": FileFacts(1, 2)}, 1, {}, ItemPlaces([f"__{n}_0.distcp"], [0], [0], [at], [2**31 + n])
+        )
+        for n, at in enumerate(far)
+    ]
+    book = WorldBook(1, ranks, plan)
+    book.check(results)
+    metadata = pickle.loads(bytes(book.documents(results)))
+    infos = [metadata.storage_data[MetadataIndex("w", (2 * n, 0))] for n in range(2)]
+    assert [(info.offset, info.length) for info in infos] == [(far[0], 2**31), (far[1], 2**31 + 1)]
+
+
+def test_an_index_that_somebody_still_reads_stays_as_it_is() -> None:
+    ranks = world()
+    plan = plan_world(ranks)
+    book = WorldBook(1, ranks, plan)
+    results = written_of(ranks, plan)
+    book.check(results)
+    seen = memoryview(book.documents(results))
+    before = bytes(seen)
+    later = bytes(book.documents(written_of(ranks, plan, 12345)))
+    assert bytes(seen) == before
+    assert later != before
+    assert pickle.loads(later).storage_data[MetadataIndex("rng.2")].offset >= 12345
+
+
+def test_ranks_with_the_same_names_share_them() -> None:
+    ranks = travelled([held({"w": rows(8, rank, 4), "step": None}) for rank in range(4)])
+    assert ranks[1].names is ranks[3].names
+    assert ranks[1].paths is ranks[2].paths
+    assert [each.offsets[0] for each in ranks] == [(0, 0), (2, 0), (4, 0), (6, 0)]
+    assert ranks[2] == held({"w": rows(8, 2, 4), "step": None})
+
+
+def test_totals_count_what_is_stored_once() -> None:
+    ranks = world()
+    book = WorldBook(9, ranks, plan_world(ranks))
+    assert (book.token, book.tensors, book.objects) == (9, 6, 5)
+    assert book.tensor_bytes == 4 * (40 + 24 + 7 + 24 + 1)
+
+
+def _without_an_item(result: Written) -> Written:
+    return Written(result.files, result.items - 1, result.objects, result.places)
+
+
+def _with_an_item_twice(result: Written) -> Written:
+    assert result.places is not None
+    places = result.places._replace(leaves=[result.places.leaves[1], *result.places.leaves[1:]])
+    return Written(result.files, result.items, result.objects, places)
+
+
+def _without_a_file(result: Written) -> Written:
+    return Written({"other": FileFacts(1, 2)}, result.items, result.objects, result.places)
+
+
+def _without_an_object(result: Written) -> Written:
+    return Written(result.files, result.items, {}, result.places)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_without_an_item, "rank 2 was to write"),
+        (_without_an_object, "rank 2 was to write"),
+        (_with_an_item_twice, "rank 2 reports other items"),
+        (_without_a_file, "rank 2 reports items in files that it has not written: .*__2_"),
+    ],
+)
+def test_what_is_missing_names_the_rank(spoil: Any, said: str) -> None:
+    ranks = world()
+    plan = plan_world(ranks)
+    results = written_of(ranks, plan)
+    results[2] = spoil(results[2])
+    with pytest.raises(SaveError, match=said):
+        WorldBook(1, ranks, plan).check(results)
+
+
+def test_a_later_save_that_lacks_something_is_found() -> None:
+    ranks = world()
+    plan = plan_world(ranks)
+    book = WorldBook(1, ranks, plan)
+    book.check(written_of(ranks, plan))
+    later = written_of(ranks, plan, places=False)
+    book.check(later)
+    for spoil in (_without_an_item, _without_an_object):
+        with pytest.raises(SaveError, match="rank 3 was to write"):
+            book.check([*later[:3], spoil(later[3])])
+
+
+def test_files_of_two_ranks_have_two_names() -> None:
+    one, other = (Written({"a": FileFacts(1, n), f"{n}": FileFacts(2, 2)}, 0, {}, None) for n in (5, 6))
+    with pytest.raises(SaveError, match="a was written by rank 1 and by another"):
+        files_of([one, other])
+    assert files_of([one]) == {"a": FileFacts(1, 5), "5": FileFacts(2, 2)}
+
+
+def test_many_ranks_with_the_same_names() -> None:
+    """Each of many tensors has one part on each of many ranks, each at its place."""
+    size, names = 48, [f"layers.{n}.weight" for n in range(60)]
+    ranks = travelled(
+        [held({name: rows(96 * (n % 3 + 1), rank, size) for n, name in enumerate(names)}) for rank in range(size)]
+    )
+    plan = plan_world(ranks)
+    assert plan.shares == [list(range(60))] * size
+    for name, rank in itertools.product(names, range(size)):
+        number = names.index(name)
+        step = 2 * (number % 3 + 1)
+        assert plan.tensors[name].parts[rank] == ((step * rank, 0), (step, 4), (rank, number))
+    book = WorldBook(1, ranks, plan)
+    results = written_of(ranks, plan)
+    book.check(results)
+    metadata = pickle.loads(bytes(book.documents(results)))
+    assert len(metadata.storage_data) == size * 60
+    info = metadata.storage_data[MetadataIndex("layers.31.weight", (4 * 17, 0))]
+    assert (info.relative_path, info.offset, info.length) == place_in(ranks, (17, 31))
