@@ -160,7 +160,7 @@ class SaveResult:
         tensor_bytes: the bytes of the tensors in them.
         tensors: how many tensors were stored.
         objects: how many objects were stored.
-        files: the size in bytes of each file.
+        files: the size in bytes of each file; of several ranks, rank 0 has all and each other one its own.
         captured_s: how long `save()` held its caller, in seconds.
         planned_s: how long planning took.
         staged_s: from the call until staged.

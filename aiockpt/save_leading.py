@@ -77,7 +77,9 @@ class Leading:
             for name in ("overwrite", "decentralized"):
                 mine, theirs = getattr(calls[0], name), getattr(call, name)
                 if mine != theirs:
-                    raise SaveError(f"{name} is {mine} on rank 0 but {theirs} on rank {rank}; all must say the same")
+                    raise SaveError(
+                        f"{name} is {mine} on rank 0 but {theirs} on rank {rank}; all ranks must pass the same"
+                    )
 
     async def _plan(self, book: WorldBook | None, calls: Sequence[Call]) -> WorldBook | None:
         """Plan anew with what the ranks have; None if some have not said it."""
@@ -111,7 +113,7 @@ class Leading:
         await write_documents(transaction, {MANIFEST_NAME: manifest, METADATA_NAME: document})
         await transaction.commit()
         sizes = {name: facts.nbytes for name, facts in files.items()}
-        return [Summary(sizes, book.tensor_bytes, book.tensors, book.objects)] * len(results)
+        return Summary.for_ranks(len(results), sizes, book)
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""

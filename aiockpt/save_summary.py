@@ -107,15 +107,17 @@ def world_manifest(job: SaveJob, book: WorldBook, files: Mapping[str, FileFacts]
     return encode_manifest(manifest)
 
 
-def world_result(job: SaveJob, times_s: Mapping[str, float], summary: Summary) -> SaveResult:
+def world_result(
+    job: SaveJob, files: Mapping[str, FileFacts], times_s: Mapping[str, float], summary: Summary
+) -> SaveResult:
     """Sum up a checkpoint that several ranks have written, with the times of this one."""
     return SaveResult(
         path=job.path,
-        nbytes=sum(nbytes for name, nbytes in summary.files.items() if name != METADATA_NAME),
+        nbytes=summary.file_bytes,
         tensor_bytes=summary.tensor_bytes,
         tensors=summary.tensors,
         objects=summary.objects,
-        files=summary.files,
+        files=summary.files if summary.files is not None else {name: facts.nbytes for name, facts in files.items()},
         captured_s=times_s["captured"],
         planned_s=times_s["planned"],
         staged_s=times_s["staged"],

@@ -168,7 +168,7 @@ class TogetherCourse(Course):
         objects = dict(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
         mine = Written(transferred.files, sum(map(len, transferred.crcs)), objects, places, self._holdings)
         summary: Summary = await self._last_round(mine)
-        return world_result(self._job, transferred.times_s, summary)
+        return world_result(self._job, transferred.files, transferred.times_s, summary)
 
     async def _last_round(self, mine: Written | BaseException) -> Any:
         """Bring what was written, or an error, to rank 0; clean up if that fails."""

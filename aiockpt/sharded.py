@@ -11,6 +11,7 @@ import itertools
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -19,8 +20,7 @@ from aiockpt.planning.source import Shard
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, str, bool})
-
+_KINDS: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
 _Run = tuple[int, int]
 """Neighbouring positions along a dimension: the first, and how many."""
 
@@ -99,10 +99,10 @@ def local_parts(name: str, value: Any) -> list[LocalPart]:
 
 def _kind(kind: type) -> str | None:
     """Tell which distributed tensor a class is, or derives from; None: it is another class."""
-    if kind in _PLAIN:
-        return None
-    names = (each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch.distributed"))
-    return next((name for name in names if name in ("DTensor", "ShardedTensor")), None)
+    if kind not in _KINDS:
+        names = (each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch.distributed"))
+        _KINDS[kind] = next((name for name in names if name in ("DTensor", "ShardedTensor")), None)
+    return _KINDS[kind]
 
 
 # --- DTensors -------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from aiockpt.format.metadata import METADATA_NAME
 
 if TYPE_CHECKING:
     from aiockpt.planning.holdings import Holdings
+    from aiockpt.planning.world_book import WorldBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,25 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What rank 0 tells all ranks of the checkpoint."""
+    """What rank 0 tells all ranks of the checkpoint.
 
-    files: dict[str, int]
+    Attributes:
+        files: the size in bytes of each file; None for other ranks than 0, of which there may be thousands.
+        file_bytes: the bytes of all files with items.
+        tensor_bytes: the bytes of the tensors in them.
+        tensors: how many tensors there are.
+        objects: how many objects there are.
+    """
+
+    files: dict[str, int] | None
+    file_bytes: int
     tensor_bytes: int
     tensors: int
     objects: int
+
+    @staticmethod
+    def for_ranks(ranks: int, files: dict[str, int], book: WorldBook) -> list[Summary]:
+        """Make the summaries for all ranks, in order."""
+        items = sum(nbytes for name, nbytes in files.items() if name != METADATA_NAME)
+        brief = Summary(None, items, book.tensor_bytes, book.tensors, book.objects)
+        return [replace(brief, files=files), *[brief] * (ranks - 1)]

@@ -29,6 +29,8 @@ MODULES = {
     "small": "benchmarks.small",
     "blocked-loop": "benchmarks.blocked_loop",
     "lag": "benchmarks.lag",
+    "ranks": "benchmarks.ranks",
+    "coordination": "benchmarks.coordination",
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,6 +41,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rounds": {"type": int, "help": "how often each runs, after a first time that doesn't count"},
     "only": {"help": "who takes part: parts of names, separated by commas"},
     "load": {"action": "store_true", "help": "let everybody load the whole as well"},
+    "ranks": {"help": "how many processes, or imagined ranks: numbers separated by commas"},
+    "items": {"default": "1000,10000,100000", "help": "how many parts of tensors: numbers separated by commas"},
+    "counted": {"default": "all,each", "help": "whether the items are those of all ranks together or of each"},
+    "limit": {"type": float, "default": 120.0, "help": "how long one save may take, in seconds"},
+    "plot": {"type": Path, "help": "a file for a plot, as SVG"},
     "hold": {"choices": ("sleep", "torch", "python"), "help": "what holds the loop (sleep and torch, one by one)"},
 }
 

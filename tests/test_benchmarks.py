@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pickle
 import subprocess
 import sys
+import xml.dom.minidom
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,13 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command
-from benchmarks import checkpoints, load, machine, openers, slice, slicers
+from benchmarks import checkpoints, load, loglog, machine, openers, slice, slicers
 from benchmarks import open as opening
+from benchmarks.imagined import Imagined
+from benchmarks.imagined_ours import Coordinator
+from benchmarks.imagined_torch import TorchCoordinator
 from benchmarks.loaders import Aiockpt, Loader
+from benchmarks.loglog import Line, Panel
 from benchmarks.measure import Transfers
 from benchmarks.new_process import NewProcess
 from benchmarks.states import State, checksums, empty_like, random_tensor, same_bits, small_state
@@ -35,6 +41,8 @@ ARGUMENTS = {
     "small": ("--count=300", "--rounds=1"),
     "blocked-loop": (*SMALL, "--hold=sleep"),
     "lag": SMALL,
+    "ranks": (*SMALL, "--ranks=2", "--count=20", "--only=raw,aiockpt,count=1"),
+    "coordination": ("--ranks=4", "--items=50", "--rounds=1", "--limit=60"),
 }
 OPTIONAL = ("safetensors", "Run:ai", "fastsafetensors", "torch_checkpointing", "aiockpt, a file of safetensors")
 
@@ -139,6 +147,57 @@ def test_the_report_of_open(reports: dict[str, dict[str, Any]], tmp_path: Path) 
     assert [run["name"] for run in cold] == [run["name"] for run in cached] == names
     assert [run["name"] for run in loaded] == [each.name for each in opening.loaders(tmp_path, {})]
     assert [bar["bound"] for bar in reports["open"]["bars"] if bar["bound"] is not None] == [3, 3]
+
+
+def test_the_report_of_ranks(reports: dict[str, dict[str, Any]]) -> None:
+    saved, loaded, later = (table["runs"] for table in reports["ranks"]["tables"])
+    assert [run["name"] for run in loaded] == ["raw O_DIRECT, 1 thread each", "aiockpt", "dcp.save, thread_count=1"]
+    assert {run["name"] for run in saved} > {run["name"] for run in loaded}
+    assert [run["name"] for run in later if run["name"].endswith("alone")] == [
+        "aiockpt, alone",
+        "dcp.save, thread_count=1, alone",
+    ]
+    judged = [bar for bar in reports["ranks"]["bars"] if bar["bound"] is not None]
+    assert [(bar["bound"], bar["unit"]) for bar in judged] == [(0.95, "x"), (0.95, "x"), (50, "ms"), (50, "ms")]
+
+
+def test_the_report_of_coordination(reports: dict[str, dict[str, Any]]) -> None:
+    in_all, on_each = (table["runs"] for table in reports["coordination"]["tables"])
+    names = ["aiockpt: 4 ranks, 50 items", "dcp.save, plans cached: 4 ranks, 50 items"]
+    assert [run["name"] for run in in_all] == [run["name"] for run in on_each] == names
+    for few, many in zip(in_all, on_each, strict=True):
+        assert many["samples"][0]["index_bytes"] > 2 * few["samples"][0]["index_bytes"]
+        assert few["first"]["plan"] > 0
+
+
+def test_both_coordinators_index_the_same(tmp_path: Path) -> None:
+    """What is compared is of the same items: torch's planner and ours come to the same index."""
+    world = Imagined(4, 10, each=True)
+    ours, stock = Coordinator(world), TorchCoordinator(world, tmp_path)
+    for step in range(2):
+        ours.save(step)
+        stock.save(step)
+    book = ours.book
+    mine = pickle.loads(bytes(book.documents(ours.results)))
+    theirs = pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert mine.state_dict_metadata == theirs.state_dict_metadata
+    assert mine.planner_data == theirs.planner_data
+    assert mine.storage_data.keys() == theirs.storage_data.keys()
+
+
+def test_a_plot_shows_every_line(tmp_path: Path) -> None:
+    lines = [Line("<ours>", [(8, 0.001), (64, 0.02)], 0), Line("theirs", [(8, 0.5)], 1, dashed=True)]
+    drawn = xml.dom.minidom.parseString(loglog.render([Panel("a & b", "ranks", "seconds", lines, 1.0)] * 2))
+    assert len(drawn.getElementsByTagName("polyline")) == 4
+    assert len(drawn.getElementsByTagName("circle")) == 6
+    text = " ".join(node.firstChild.data for node in drawn.getElementsByTagName("text"))
+    assert all(word in text for word in ("a & b", "<ours>", "theirs", "ranks", "seconds", "64", "0.001"))
+    (first, second), *_ = [
+        [tuple(map(float, point.split(","))) for point in line.getAttribute("points").split()]
+        for line in drawn.getElementsByTagName("polyline")
+    ]
+    assert second[0] > first[0]
+    assert second[1] < first[1], "more is higher"
 
 
 # --- what they are made of -----------------------------------------------------------------------------

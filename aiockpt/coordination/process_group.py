@@ -137,7 +137,7 @@ class ProcessGroupCoordinator(Coordinator):
             replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Brought)])
             if len(replies) != self.world_size:
                 raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
-            return _Verdict(replies, [pickle.dumps((reply,)) for reply in replies[1:]])
+            return _Verdict(replies, _messages(replies[1:]))
         except BaseException as exc:  # whatever it is, the others must be told
             return _Verdict(trouble=trouble_of(0, exc), cause=exc)
 
@@ -194,6 +194,13 @@ def _with_note(error: BaseException, mine: Any) -> BaseException:
     if isinstance(mine, BaseException) and error.__cause__ is not mine:
         error.add_note(f"this rank had failed as well: {type(mine).__name__}: {mine}")
     return error
+
+
+def _messages(replies: Sequence[Any]) -> list[bytes]:
+    """Pickle replies; those that are one object once."""
+    made = {id(reply): reply for reply in replies}
+    pickled = {key: pickle.dumps((reply,)) for key, reply in made.items()}
+    return [pickled[id(reply)] for reply in replies]
 
 
 async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:

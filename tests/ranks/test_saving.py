@@ -65,6 +65,9 @@ def test_every_layout_comes_back_here_and_in_stock_torch(
     assert target["step"] == 7
     assert {result.nbytes for result in results} == {sum(f.stat().st_size for f in path.glob("*.distcp"))}
     assert {result.tensors for result in results} == {len(expected)}
+    for rank, result in enumerate(results):
+        known = {name for name in result.files if rank == 0 or name.startswith(f"__{rank}_")}
+        assert result.files == {name: (path / name).stat().st_size for name in known}
     assert {result.tensor_bytes for result in results} == {sum(tensor.nbytes for tensor in expected.values())}
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
         places = [(chunk.file, chunk.offset) for name in expected for chunk in reader[f"model.{name}"].chunks]

@@ -1,0 +1,150 @@
+"""Rank 0's work for aiockpt: what it does when it plans and publishes a save, with the messages of imagined ranks.
+
+The messages are what the ranks would send, to the byte. What is not done is what the network and the disk do.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from isal.isal_zlib import crc32
+
+from aiockpt.coordination.verdict import Brought
+from aiockpt.format.index import ItemPlace
+from aiockpt.format.manifest import FileFacts
+from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.planning.world_book import WorldBook, Written, files_of
+from aiockpt.planning.world_plan import Holdings, PartForm, plan_world
+from aiockpt.planning.world_planner import ItemPlaces
+from aiockpt.save_summary import world_manifest
+from aiockpt.world_messages import Call, Orders, Summary
+from benchmarks.clock import Clock
+from benchmarks.imagined import DTYPE, FILES, Imagined, file_name, item_bytes
+from benchmarks.measure import Sample
+
+_WHAT = "the save of runs/a/step-100"
+
+
+def holdings(world: Imagined, rank: int) -> Holdings:
+    """Say what a rank has, as it would."""
+    names, paths, offsets, form_of = [], [], [], []
+    forms: dict[PartForm, int] = {}
+    for name, path, rows in world.of_rank(rank):
+        shape, begin, sizes = world.part(rank, rows)
+        names.append(name)
+        paths.append(path)
+        offsets.append(begin)
+        form_of.append(forms.setdefault(PartForm(DTYPE, shape, sizes, item_bytes(rows)), len(forms)))
+    for name, path in world.objects():
+        names.append(name)
+        paths.append(path)
+        offsets.append(())
+        form_of.append(-1)
+    return Holdings(names, paths, list(forms), form_of, offsets)
+
+
+def written(held: Holdings, rank: int, share: Sequence[int], *, places: bool, step: int) -> Written:
+    """Say what a rank has written of its share, as it would."""
+    leaves = [leaf for leaf in share if held.form_of[leaf] >= 0]
+    objects = {leaf: ItemPlace(file_name(rank, 0), step + n, 600) for n, leaf in enumerate(share[len(leaves) :])}
+    lengths = [held.forms[held.form_of[leaf]].nbytes for leaf in leaves]
+    begins, at = [], 0
+    for length in lengths:
+        begins.append(at)
+        at += length
+    files = {file_name(rank, n): FileFacts(at + n, crc32(b"%d" % n, rank + step)) for n in range(FILES)}
+    half = len(leaves) // 2
+    file_of = [0] * (len(leaves) - half) + [1] * half
+    return Written(
+        files, len(leaves), objects, ItemPlaces(list(files), leaves, file_of, begins, lengths) if places else None
+    )
+
+
+class Coordinator:
+    """Rank 0 of an imagined world, from save to save.
+
+    Attributes:
+        book: the plan, once there is one.
+        results: what the ranks have written in the last save.
+        sent_bytes: all that the other ranks have sent for the last save.
+        index_bytes: the size of its `.metadata`.
+    """
+
+    def __init__(self, world: Imagined) -> None:
+        self._world = world
+        self.results: list[Written] = []
+        self.book: WorldBook | None = None
+        self.sent_bytes = self.index_bytes = 0
+
+    def save(self, step: int) -> Sample:
+        """Do what rank 0 does in a save; give the seconds for each kind of work."""
+        clock = Clock()
+        self.sent_bytes = 0
+        self._plan(clock)
+        self._publish(clock, step)
+        return clock.spent
+
+    def _plan(self, clock: Clock) -> None:
+        world, book = self._world, self.book
+        token = book.token if book is not None else None
+        calls = self._heard(
+            clock, (Call(False, False, token, None if token else holdings(world, rank)) for rank in range(world.ranks))
+        )
+        if book is None:
+            plan = clock("plan", plan_world, [call.holdings for call in calls])
+            self.book = book = clock("plan", WorldBook, 1, [call.holdings for call in calls], plan)
+        fresh = token is None
+        shares = book.plan.shares if fresh else [None] * world.ranks
+        orders = [Orders("a ticket", book.token, share, tell_places=not book.knows_places) for share in shares]
+        self._told(clock, orders)
+
+    def _publish(self, clock: Clock, step: int) -> None:
+        world, book = self._world, self.book
+        assert book is not None
+        places = not book.knows_places
+        results = self._heard(
+            clock,
+            (
+                written(held, rank, book.plan.shares[rank], places=places, step=step)
+                for rank, held in enumerate(book.ranks)
+            ),
+        )
+        self.results = results
+        clock("check", book.check, results)
+        files = clock("check", files_of, results)
+        clock("check", _look_for, results, {name: facts.nbytes for name, facts in files.items()})
+        document = clock("metadata", book.documents, results)
+        crc = clock("metadata", crc32, document)
+        self.index_bytes = len(document)
+        files = {**files, METADATA_NAME: FileFacts(len(document), crc)}
+        job = SimpleNamespace(metadata={}, captured_s=0.001, handle=SimpleNamespace(_elapsed=lambda: 1.0))
+        clock("manifest", world_manifest, job, book, files, world.ranks)
+        sizes = {name: facts.nbytes for name, facts in files.items()}
+        self._told(clock, Summary.for_ranks(world.ranks, sizes, book))
+
+    def _heard(self, clock: Clock, values: Iterable[Any]) -> list[Any]:
+        """Take what all ranks bring, rank 0 its own without a message."""
+        heard = []
+        for rank, value in enumerate(values):
+            if rank == 0:
+                heard.append(value)
+                continue
+            message = pickle.dumps(Brought(_WHAT, value))
+            self.sent_bytes += len(message)
+            heard.append(clock("hear", lambda message=message: Brought(*pickle.loads(message))).value)
+        return heard
+
+    @staticmethod
+    def _told(clock: Clock, replies: Sequence[Any]) -> None:
+        for reply in {id(reply): reply for reply in replies[1:]}.values():
+            clock("tell", pickle.dumps, (reply,))
+
+
+def _look_for(results: Sequence[Written], seen: dict[str, int]) -> None:
+    for written in results:
+        for name, facts in written.files.items():
+            if seen.get(name) != facts.nbytes:
+                raise ValueError(name)

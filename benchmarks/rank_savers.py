@@ -1,0 +1,275 @@
+"""Who saves and loads together with other ranks; all of this runs in the processes of a `World`."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import aiockpt
+from benchmarks import raw
+from benchmarks.contenders import dcp_writer
+from benchmarks.measure import Sample
+from benchmarks.states import State, random_tensor, same_bits, size_of, transformer_state
+from benchmarks.world import Rank
+
+_COLUMNS = 256
+
+
+def local(state: State) -> State:
+    """Give this rank's parts."""
+    return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state.items()}
+
+
+def sharded_state(nbytes: int, tensors: int, size: int) -> State:
+    """Make a state of about ``nbytes`` in all, as FSDP2 shards it: matrices by their rows, the norms on every rank."""
+    mesh = init_device_mesh("cpu", (size,))
+    parts = transformer_state(nbytes // size, tensors)
+    state = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts.items()}
+    generator = torch.Generator().manual_seed(size)  # the same on every rank
+    for number in range(max(1, tensors // 7)):
+        norm = torch.randn(_COLUMNS, generator=generator)
+        state[f"layers.{number}.norm.weight"] = DTensor.from_local(norm, mesh, [Replicate()], run_check=False)
+    return state
+
+
+def tiny_state(count: int, size: int) -> State:
+    """Make very small tensors, each sharded over all ranks."""
+    mesh = init_device_mesh("cpu", (size,))
+    return {
+        f"table.{number}": DTensor.from_local(random_tensor(2, 4), mesh, [Shard(0)], run_check=False)
+        for number in range(count)
+    }
+
+
+class RankSaver(ABC):
+    """One rank's side of a save or a load; `save` and `load` give moments in seconds since they were called."""
+
+    name: str
+    note: str = ""
+    loads = True
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    @abstractmethod
+    def save(self, state: State, path: Path) -> Sample:
+        """Save together with the other ranks."""
+
+    def load(self, target: State, path: Path) -> None:
+        """Load what was saved into a target."""
+
+    def close(self) -> None:
+        """End what lives from save to save."""
+
+
+class RawRanks(RankSaver):
+    """The limit: every rank writes as many bytes into files of its own, past the page cache."""
+
+    note = "no copy, no CRC, no format"
+
+    def __init__(self, rank: Rank, threads: int, nbytes: int) -> None:
+        super().__init__(rank)
+        self.name = f"raw O_DIRECT, {threads} thread{'s' * (threads > 1)} each"
+        self.loads = threads == 1
+        self._threads, self._arena = threads, raw.Arena(nbytes)
+
+    def save(self, state: State, path: Path) -> Sample:
+        path.mkdir(exist_ok=True)
+        raw.write_direct(path / f"{self.rank.rank}", self._arena, size_of(local(state)), self._threads)
+        return {}
+
+    def load(self, target: State, path: Path) -> None:
+        raw.read_into(path / f"{self.rank.rank}" / raw.FIRST_FILE, self._arena, 1, direct=True)
+
+
+class AiockptRanks(RankSaver):
+    """This package; ``alone`` when one rank saves all there is."""
+
+    name, note = "aiockpt", "CRC"
+
+    def __init__(self, rank: Rank, *, alone: bool = False) -> None:
+        super().__init__(rank)
+        if alone:
+            self.name, self.note = "aiockpt, alone", "one rank saves all"
+        self._checkpointer = aiockpt.AsyncCheckpointer(process_group=None if alone else "default")
+        self._alone = alone
+
+    def save(self, state: State, path: Path) -> Sample:
+        if self._alone and self.rank.rank:
+            return {}
+        return self.rank.runner.run(self._save(state, path))
+
+    async def _save(self, state: State, path: Path) -> Sample:
+        started = time.perf_counter()
+        handle = self._checkpointer.save(state, path)
+        blocked = time.perf_counter() - started
+        await handle.staged
+        staged = time.perf_counter() - started
+        await handle.written
+        at = {event.phase: event.elapsed_s async for event in handle.progress()}
+        return {
+            "blocked_s": blocked,
+            "staged_s": staged,
+            "planned_s": at["planned"],
+            "ended_s": at["committed"] - at["written"],
+            "rounds_s": at["planned"] - blocked + at["committed"] - at["written"],
+        }
+
+    def load(self, target: State, path: Path) -> None:
+        self.rank.runner.run(self._checkpointer.load(path, target))
+
+    def close(self) -> None:
+        self.rank.runner.run(self._checkpointer.aclose())
+
+
+class DcpRanks(RankSaver):
+    """``dcp.save`` and ``dcp.load``.
+
+    Args:
+        rank: this one.
+        threads: with how many it writes.
+        cache: keep plans from save to save.
+        alone: one rank saves all there is.
+    """
+
+    def __init__(self, rank: Rank, threads: int, *, cache: bool = False, alone: bool = False) -> None:
+        super().__init__(rank)
+        self.name = f"dcp.save, thread_count={threads}{', plans cached' * cache}{', alone' * alone}"
+        self.note = "one rank saves all" if alone else ""
+        self.loads = threads == 1 and not alone
+        self._threads, self._cache, self._alone = threads, cache, alone
+
+    def save(self, state: State, path: Path) -> Sample:
+        if self._alone and self.rank.rank:
+            return {}
+        started = time.perf_counter()
+        dcp.save(state, storage_writer=dcp_writer(path, self._threads), planner=self.planner(), no_dist=self._alone)
+        took = time.perf_counter() - started
+        return {"blocked_s": took, "staged_s": took}
+
+    def planner(self) -> DefaultSavePlanner:
+        """Make a planner; its plans are kept under the name of its class."""
+        kind = type(f"{type(self).__name__}{id(self)}", (DefaultSavePlanner,), {})
+        return kind(enable_plan_caching=self._cache)
+
+    def load(self, target: State, path: Path) -> None:
+        dcp.load(target, checkpoint_id=path)
+
+
+class DcpAsyncRanks(DcpRanks):
+    """``dcp.async_save`` with a stager that is kept."""
+
+    def __init__(self, rank: Rank, *, cache: bool) -> None:
+        super().__init__(rank, 2, cache=cache)
+        self.name = f"dcp.async_save{', plans cached' * cache}"
+        self.note, self.loads = "thread_count=2, stager kept", False
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            )
+        )
+
+    def save(self, state: State, path: Path) -> Sample:
+        started = time.perf_counter()
+        answer = dcp.async_save(
+            state, storage_writer=dcp_writer(path, self._threads), async_stager=self._stager, planner=self.planner()
+        )
+        blocked = time.perf_counter() - started
+        (answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer).result()
+        return {"blocked_s": blocked, "staged_s": blocked}
+
+    def close(self) -> None:
+        self._stager.close()
+
+
+# --- what the parent asks for ----------------------------------------------------------------------------
+
+
+def prepare(rank: Rank, nbytes: int, tensors: int) -> list[tuple[str, str, bool]]:
+    """Make the state and everybody who saves it; tell their names, notes, and whether they load."""
+    rank.kept["state"] = state = sharded_state(nbytes, tensors, rank.size)
+    rank.kept["target"] = None
+    share = size_of(local(state))
+    return _introduce(
+        rank,
+        [
+            RawRanks(rank, 1, share),
+            RawRanks(rank, 2, share),
+            AiockptRanks(rank),
+            DcpRanks(rank, 1),
+            DcpRanks(rank, 2),
+            DcpRanks(rank, 2, cache=True),
+            DcpAsyncRanks(rank, cache=False),
+            DcpAsyncRanks(rank, cache=True),
+        ],
+    )
+
+
+def prepare_tiny(rank: Rank, count: int) -> list[tuple[str, str, bool]]:
+    """Make a state of small tensors, and everybody who saves it, alone too."""
+    rank.kept["state"] = tiny_state(count, rank.size)
+    rank.kept["whole"] = {name: random_tensor(2 * rank.size, 4) for name in rank.kept["state"]}
+    return _introduce(
+        rank,
+        [
+            AiockptRanks(rank, alone=True),
+            AiockptRanks(rank),
+            DcpRanks(rank, 1, alone=True),
+            DcpRanks(rank, 1),
+            DcpRanks(rank, 1, cache=True),
+        ],
+    )
+
+
+def _introduce(rank: Rank, savers: list[RankSaver]) -> list[tuple[str, str, bool]]:
+    rank.kept["savers"] = {saver.name: saver for saver in savers}
+    return [(saver.name, saver.note, saver.loads) for saver in savers]
+
+
+def save_once(rank: Rank, name: str, path: Path) -> Sample:
+    """Save by one of them, all ranks together; moments on the machine's clock are for the parent to compare."""
+    saver: RankSaver = rank.kept["savers"][name]
+    state = rank.kept["whole" if name.endswith("alone") else "state"]
+    return _timed(lambda: saver.save(state, path))
+
+
+def load_once(rank: Rank, name: str, path: Path, *, check: bool) -> Sample:
+    """Load by one of them, into a target that is kept."""
+    saver: RankSaver = rank.kept["savers"][name]
+    state, target = rank.kept["state"], rank.kept["target"]
+    if target is None:
+        target = rank.kept["target"] = {key: torch.zeros_like(each) for key, each in state.items()}
+    if check:
+        for each in local(target).values():
+            each.zero_()
+    sample = _timed(lambda: saver.load(target, path) or {})
+    if check and not isinstance(saver, RawRanks) and not same_bits(local(target), local(state)):
+        raise ValueError("what was loaded differs from what was saved")
+    return sample
+
+
+def close_all(rank: Rank) -> list[str]:
+    """End everybody."""
+    for saver in rank.kept.pop("savers").values():
+        saver.close()
+    rank.kept.clear()
+    return []
+
+
+def _timed(work: Callable[[], Any]) -> Sample:
+    dist.barrier()
+    begun = time.monotonic()
+    sample = work()
+    return {**sample, "begun": begun, "over": time.monotonic()}
