@@ -58,7 +58,10 @@ async def load_checkpoint(
         await load.prepare(state_dict)
         if gathering is not None:
             await gathering.agree()
-        return await load.fill(state_dict)
+        filled = await load.fill(state_dict)
+        if gathering is not None:
+            gathering.filled = load.names
+        return filled
     finally:
         with anyio.CancelScope(shield=True):
             await tools.workers.run(source.close)

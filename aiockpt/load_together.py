@@ -29,12 +29,14 @@ class Gathering:
     Attributes:
         what: what all ranks are at, for messages.
         failed: whether the ranks have agreed that it has failed.
+        filled: the keys that this rank has filled.
     """
 
     def __init__(self, coordinator: Coordinator, path: str) -> None:
         self._coordinator = coordinator
         self.what = f"the load of {path}"
         self.failed = False
+        self.filled: tuple[str, ...] = ()
 
     async def agree(self, error: BaseException | None = None) -> None:
         """Tell the others that this rank is well, or what has happened to it.
@@ -47,6 +49,8 @@ class Gathering:
                 await self._coordinator.round("load", self.what, error, _all_are_well)
             except BaseException as exc:
                 self.failed = True
+                if isinstance(exc, LoadError):
+                    exc.placed = self.filled
                 if error is not None:
                     exc.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})
                 raise

@@ -11,7 +11,6 @@ import itertools
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,7 +19,7 @@ from aiockpt.planning.source import Shard
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_KINDS: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
+_KINDS: dict[type, str | None] = {}
 _Run = tuple[int, int]
 """Neighbouring positions along a dimension: the first, and how many."""
 

@@ -57,6 +57,11 @@ class TargetLoad(WholeLoad):
         await self._reader.prepare(plan.reads)
         self._prepared = plan
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys whose tensors are filled."""
+        return tuple(dict.fromkeys(read.name for read in self._prepared.reads))
+
     async def fill(self, state_dict: Mapping[Any, Any]) -> Any:
         """Load what was prepared; give ``state_dict``.
 
