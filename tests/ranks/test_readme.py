@@ -1,0 +1,37 @@
+"""The program for many ranks that the README shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import aiockpt
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_program_runs_under_torchrun(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n# train\.py\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    (command,) = re.findall(r"```\ntorchrun (.*?) train\.py runs/fsdp\n```", README.read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command.split(), "train.py", "runs/fsdp"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step-2: \d+ tensors, \d+ bytes, loss 0\.\d+", done.stdout)
+    assert {path.name for path in (tmp_path / "runs/fsdp").iterdir()} == {"step-0", "step-1", "step-2"}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert ckpt.verify(tmp_path / "runs/fsdp/step-2").ok
+        state = ckpt.load(tmp_path / "runs/fsdp/step-2")
+    assert state["model"]["0.weight"].shape == (256, 64)
+    assert state["optim"]["state"]["0.weight"]["exp_avg"].shape == (256, 64)
+    assert state["step"] == 2
