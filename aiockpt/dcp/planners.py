@@ -1,0 +1,117 @@
+"""Load planners: for state dicts that are empty, and for files that have no metadata."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from aiockpt.errors import LoadError
+from aiockpt.planning.tree import StructureError, unflatten
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from torch.distributed.checkpoint.planner import LoadPlan
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """Plans from the state dict alone, without metadata; for `aiockpt.dcp.BroadcastingTorchSaveReader`.
+
+    Takes the place of torch's class of this name. Objects are loaded as well as tensors.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state dict, and describe what its file must hold: each tensor whole, as its one chunk."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        described: dict[str, Any] = {}
+        for name, value in self.state_dict.items():
+            described[name] = _described(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata()
+        self.metadata = Metadata(described)
+
+
+def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
+    size = tensor.size()
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), size, [chunk])
+
+
+class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Fills an empty dict with what the checkpoint holds: new tensors in host memory, and objects.
+
+    Takes the place of torch's private class of this name, for what works on the dict that it is given, as
+    ``_load_state_dict`` of ``torch.distributed.checkpoint.state_dict_loader`` does; ``dcp.load`` works on a copy.
+
+    Args:
+        keys: load these alone: names of tensors and objects, and of containers, which mean all that is in them. None:
+            everything.
+        args: see `torch.distributed.checkpoint.DefaultLoadPlanner`.
+        kwargs: see there.
+    """
+
+    def __init__(self, keys: Collection[str] | str | None = None, *args: Any, **kwargs: Any) -> None:
+        self.keys = {keys} if isinstance(keys, str) else keys
+        super().__init__(*args, **kwargs)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Make the tensors.
+
+        Raises:
+            LoadError: ``state_dict`` is not empty, or there is no metadata, or its structure is damaged.
+        """
+        if state_dict:
+            raise LoadError(
+                f"the state dict has {len(state_dict)} keys already; pass an empty one, or use DefaultLoadPlanner to "
+                "fill what is there"
+            )
+        if metadata is None:
+            raise LoadError("a state dict can't be made without the checkpoint's metadata")
+        planned: Mapping[str, Any] = metadata.planner_data or {}
+        names, paths, values = [], [], []
+        for name, described in metadata.state_dict_metadata.items():
+            path = tuple(planned.get(name, (name,)))
+            if self._is_wanted(name, path):
+                names.append(name)
+                paths.append(path)
+                values.append(_empty(described))
+        try:
+            state_dict.update(unflatten(paths, values))
+        except StructureError as exc:
+            raise LoadError(f"the checkpoint's names can't be put together to a state dict: {exc}") from exc
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if self.keys is not None and self.flatten_state_dict:  # positions of lists that are left out hold None
+            self.state_dict = {name: self.state_dict[name] for name in names}
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read what was made."""
+        if self.metadata is None:
+            raise LoadError("a plan can't be made before set_up_planner")
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+
+    def _is_wanted(self, name: str, path: tuple[Any, ...]) -> bool:
+        if self.keys is None or name in self.keys:
+            return True
+        parts = list(map(str, path))
+        return any(".".join(parts[:count]) in self.keys for count in range(1, len(parts)))
+
+
+_EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner
+"""The name that torch has for it."""
+
+
+def _empty(described: Any) -> Any:
+    if isinstance(described, TensorStorageMetadata):
+        return torch.empty(described.size, dtype=described.properties.dtype, device="cpu")
+    return described

@@ -1,0 +1,193 @@
+"""Drives `FileSystemWriterAsync` as a trainer of Megatron-Core does; run once for each rank by `test_megatron.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.utils import _DistWrapper, _get_failure_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from aiockpt.dcp.megatron import FileSystemWriterAsync
+
+
+@dataclasses.dataclass
+class Request:
+    write: Callable[..., None] | None
+    args: list[Any]
+    preload: Callable[..., Any] | None
+    finalize: Callable[[], None]
+
+
+class Planner(DefaultSavePlanner):
+    def create_decentralized_global_plan(self, local_plan: Any) -> Any:
+        return local_plan
+
+
+def plan_save(
+    state: dict[str, Any], writer: FileSystemWriterAsync, how: str, kept: dict[str, Any]
+) -> Callable[[], None]:
+    """Plan, and give what finalises."""
+    ranks = _DistWrapper(None, True, 0)
+    planner = Planner()
+    metadata = None
+
+    def local_step() -> Any:
+        planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator)
+        return writer.prepare_local_plan(kept.get("local") or planner.create_local_plan())
+
+    def global_step(plans: Any) -> Any:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    if how == "kept" and "central" in kept:
+        local_step()
+        central, metadata = kept["central"], kept["metadata"]
+    elif how == "each":
+        local = local_step()
+        gathered = ranks.gather_object(local)
+        if gathered is not None:
+            _, metadata = planner.create_global_plan(gathered)
+            metadata.all_local_plans = gathered
+        central = writer.prepare_decentralized_global_plan(planner.create_decentralized_global_plan(local))
+    else:
+        central = ranks.reduce_scatter("plan", local_step, global_step)
+    kept |= {"central": central, "metadata": metadata}
+    writer.prepare_write_data(planner.finish_plan(central), planner)
+
+    def finalize() -> None:
+        results = ranks.gather_object(writer.retrieve_write_results())
+        failures = _get_failure_dict(results) if results is not None else {}
+        if results is not None and not failures:
+            writer.finish(metadata, results)
+        failed = torch.tensor([len(failures)])
+        dist.broadcast(failed, src=0)
+        if failed:
+            raise CheckpointException("write", failures)
+
+    return finalize
+
+
+def keep_writing(inbox: Any, preloaded: Any, done: Any) -> None:
+    """Be the process that is kept for all saves."""
+    while (request := inbox.get()) is not None:
+        write, args, preload = request
+        args[1] = preload()
+        preloaded.put(None)
+        write(*args)
+        done.put(None)
+
+
+def die(*_: Any) -> None:
+    os._exit(3)
+
+
+class Calls:
+    """A queue of saves that are written by processes."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.running: list[tuple[Request, Any]] = []
+        self.kept: Any = None
+
+    def schedule(self, request: Request) -> None:
+        process = None
+        if request.write is None:
+            pass
+        elif self.kind == "at once":
+            request.args[1] = request.preload()
+            request.write(*request.args)
+        elif self.kind == "forked":
+            request.args[1] = request.preload()
+            process = multiprocessing.get_context("fork").Process(target=request.write, args=request.args)
+            process.start()
+        else:
+            context = torch.multiprocessing.get_context("spawn")
+            if self.kept is None:
+                self.queues = context.Queue(), context.Queue(), context.Queue()
+                self.kept = context.Process(target=keep_writing, args=self.queues)
+                self.kept.start()
+            self.queues[0].put((request.write, request.args, request.preload))
+            self.queues[1].get()
+            process = self.queues[2]
+        self.running.append((request, process))
+
+    def finalize_all(self) -> None:
+        for request, process in self.running:
+            if self.kind == "forked" and process is not None:
+                process.join()
+            elif process is not None:
+                process.get()
+            dist.barrier()
+            request.finalize()
+        self.running.clear()
+
+    def close(self) -> None:
+        if self.kept is not None:
+            self.queues[0].put(None)
+            self.kept.join()
+
+
+def state_of(step: int, rank: int, mesh: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    shard = torch.randn(40, 300, generator=generator)
+    return {
+        "model.w": DTensor.from_local(shard, mesh, [Shard(0)]),
+        "optim.m": DTensor.from_local(shard * 2, mesh, [Shard(0)]),
+        "facts": {"step": step},
+        "bias": torch.arange(7.0) + step,
+    }
+
+
+def main(rank: int, size: int, folder: Path, kind: str, how: str, options: dict[str, Any]) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (size,))
+    calls, kept = Calls(kind), {}
+    breaks = options.pop("breaks", False)
+    for step in range(3):
+        path = folder / f"{step}"
+        if rank == 0:
+            path.mkdir()
+            (path / "common.pt").write_text(f"common {step}")
+        dist.barrier()
+        state = state_of(step, rank, mesh)
+        writer = FileSystemWriterAsync(path, **options)
+        finalize = plan_save(state, writer, how, kept)
+        write, preload, args = writer.get_save_function_and_args()
+        if breaks and rank == 1:
+            write = die
+        calls.schedule(Request(write, args, preload, finalize))
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                (value.to_local() if isinstance(value, DTensor) else value).zero_()
+        if step == 1 and not breaks:
+            calls.finalize_all()
+    try:
+        calls.finalize_all()
+        outcome = "saved"
+    except CheckpointException as exc:
+        outcome = f"failed: {exc}"
+    (folder / f"outcome-{rank}").write_text(outcome)
+    calls.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    _, rank, size, folder, kind, how, options = sys.argv
+    main(int(rank), int(size), Path(folder), kind, how, json.loads(options))

@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import format_utils as theirs
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import aiockpt
+from aiockpt.dcp import format_utils as ours
+from aiockpt.dcp import to_torch
+from tests.dcp.test_reader import Settings, state_of
+from tests.ranks.world import World
+from tests.states import assert_same, random_tensor, raw_bytes, training_state
+
+
+def stock_load(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    _load_state_dict(state, dcp.FileSystemReader(path), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
+
+
+def assert_sound(path: Path) -> None:
+    """Every record of the file matches the CRC that it carries."""
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert all(info.CRC for info in archive.infolist() if info.file_size)
+
+
+# --- from a checkpoint to a torch.save file -------------------------------------------------------
+
+
+def test_a_checkpoint_of_torch_becomes_what_torchs_function_makes_of_it(tmp_path: Path) -> None:
+    dcp.save(state_of(), checkpoint_id=tmp_path / "c")
+    ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "ours.pt")
+    theirs.dcp_to_torch_save(tmp_path / "c", tmp_path / "theirs.pt")
+    loaded = torch.load(tmp_path / "ours.pt", weights_only=True)
+    assert_same(torch.load(tmp_path / "theirs.pt", weights_only=True), loaded)
+    assert_same(state_of(), loaded)
+    assert_sound(tmp_path / "ours.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "ours.pt", "theirs.pt"]
+
+
+def test_a_checkpoint_of_ours_becomes_what_was_saved(tmp_path: Path) -> None:
+    state = training_state() | {"key": {3: torch.rand(4), "t": (torch.rand(2), [torch.rand(1)])}}
+    state["tied"] = state["model"]["0.weight"]
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save(state, tmp_path / "c")
+    ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert_same(state, loaded)
+    assert loaded["tied"].data_ptr() == loaded["model"]["0.weight"].data_ptr()
+    assert_sound(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("writer", ["torch", "aiockpt"])
+def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str) -> None:
+    monkeypatch.setattr(to_torch, "_WINDOW_BYTES", 100_000)
+    monkeypatch.setattr(to_torch, "_PART_BYTES", 64 * 1024)
+    state = {
+        "large": random_tensor(torch.float32, (777, 913), 1),
+        "strided": random_tensor(torch.bfloat16, (300, 1001), 2).t(),
+        "lattice": random_tensor(torch.float32, (10, 3, 50, 70), 3).to(memory_format=torch.channels_last),
+        "small": random_tensor(torch.int64, (5,), 4),
+        "bytes": random_tensor(torch.uint8, (1_000_003,), 5),
+        "conjugated": random_tensor(torch.complex64, (200, 300), 6).conj(),
+    }
+    if writer == "torch":
+        dcp.save(state, checkpoint_id=tmp_path / "c")
+    else:
+        with aiockpt.SyncCheckpointer() as checkpointer:
+            checkpointer.save(state, tmp_path / "c")
+    ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt")
+    assert_same(state, torch.load(tmp_path / "m.pt", weights_only=True))
+    assert_sound(tmp_path / "m.pt")
+
+
+def _save_sharded(rank: int, world_size: int, path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    line = init_device_mesh("cpu", (world_size,))
+    square = init_device_mesh("cpu", (2, world_size // 2))
+    whole = sharded_whole()
+    state: dict[str, Any] = {
+        "rows": distribute_tensor(whole["rows"], line, [Shard(0)]),
+        "columns": distribute_tensor(whole["columns"], line, [Shard(1)]),
+        "blocks": distribute_tensor(whole["blocks"], square, [Shard(0), Shard(1)]),
+        "copies": distribute_tensor(whole["copies"], square, [Replicate(), Shard(0)]),
+        "few": distribute_tensor(whole["few"], line, [Shard(0)]),
+    }
+    dcp.save({"model": state, "step": 3, "plain": whole["plain"]}, checkpoint_id=path)
+
+
+def sharded_whole() -> dict[str, torch.Tensor]:
+    return {
+        "rows": random_tensor(torch.float32, (403, 200), 1),
+        "columns": random_tensor(torch.float16, (301, 403), 2),
+        "blocks": random_tensor(torch.float64, (203, 211), 3),
+        "copies": random_tensor(torch.int32, (101, 307), 4),
+        "few": random_tensor(torch.float32, (3, 5), 5),
+        "plain": random_tensor(torch.int8, (17,), 6),
+    }
+
+
+@pytest.mark.parametrize("window", [1000, 32 << 20])
+def test_a_checkpoint_of_several_ranks(
+    world4: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    monkeypatch.setattr(to_torch, "_WINDOW_BYTES", window)
+    world4.results(_save_sharded, tmp_path / "c", timeout_s=100)
+    ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "ours.pt")
+    theirs.dcp_to_torch_save(tmp_path / "c", tmp_path / "theirs.pt")
+    loaded = torch.load(tmp_path / "ours.pt", weights_only=True)
+    expected = torch.load(tmp_path / "theirs.pt", weights_only=True)
+    expected["model"] = {name: expected["model"][name] for name in loaded["model"]}  # whose order is that of the ranks
+    assert_same({name: expected[name] for name in loaded}, loaded)
+    whole = sharded_whole()
+    assert_same({"model": {name: whole[name] for name in loaded["model"]}, "step": 3, "plain": whole["plain"]}, loaded)
+    assert_sound(tmp_path / "ours.pt")
+
+
+def test_objects_that_hold_tensors(tmp_path: Path) -> None:
+    values = random_tensor(torch.int32, (7,), 1)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 3]]), torch.rand(2), (4, 5), check_invariants=True)
+    state = {"w": random_tensor(torch.int16, (6, 6), 2), "object": Settings(3), "sparse": sparse}
+    state["object"].value = values  # type: ignore[assignment]
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save(state, tmp_path / "c")
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"safe_globals=\[Settings\]"):
+        ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt")
+    assert not (tmp_path / "m.pt").exists()
+    ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt", safe_globals=[Settings])
+    loaded = torch.load(tmp_path / "m.pt", weights_only=False)
+    assert torch.equal(loaded["object"].value, values)
+    assert torch.equal(loaded["sparse"].to_dense(), sparse.to_dense())
+    assert_same(state["w"], loaded["w"])
+    assert_sound(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("shape", [(50,), (900, 700), (3000, 4000)])
+def test_damage_leaves_what_was_there(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    state = {"first": torch.rand(3), "second": random_tensor(torch.float32, shape, 2)}
+    dcp.save(state, checkpoint_id=tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.find(raw_bytes(state["second"])[:64]) + 99] ^= 4
+    file.write_bytes(bytes(data))
+    (tmp_path / "m.pt").write_bytes(b"before")
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="bytes of second"):
+        ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt")
+    assert (tmp_path / "m.pt").read_bytes() == b"before"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_file_is_replaced_only_if_it_may_be(tmp_path: Path) -> None:
+    dcp.save({"w": torch.rand(3)}, checkpoint_id=tmp_path / "c")
+    (tmp_path / "m.pt").write_bytes(b"before")
+    (tmp_path / "link.pt").symlink_to(tmp_path / "m.pt")
+    with pytest.raises(aiockpt.CheckpointExistsError, match="overwrite=True"):
+        ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt", overwrite=False)
+    with pytest.raises(aiockpt.CheckpointExistsError, match="is a directory"):
+        ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "c")
+    assert (tmp_path / "m.pt").read_bytes() == b"before"
+    ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink()
+    assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["w"]
+
+
+# --- from a torch.save file to a checkpoint -------------------------------------------------------
+
+
+def test_a_file_becomes_what_torchs_function_makes_of_it(tmp_path: Path) -> None:
+    state = state_of()
+    base = random_tensor(torch.float32, (30, 40), 9)
+    state |= {"view": base[3:9, 2:20], "base": base, "tied": state["model"]["w"]}
+    torch.save(state, tmp_path / "m.pt")
+    ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "ours")
+    theirs.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "theirs")
+    assert_same(stock_load(tmp_path / "theirs"), stock_load(tmp_path / "ours"))
+    assert_same(state, stock_load(tmp_path / "ours"))
+    target = {"model": {"w": torch.zeros(300, 1100)}}
+    dcp.load(target, checkpoint_id=tmp_path / "ours")
+    assert_same(state["model"]["w"], target["model"]["w"])
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("how", ["legacy", "quantized", "class"])
+def test_files_that_only_torch_reads(tmp_path: Path, how: str) -> None:
+    state: dict[str, Any] = {"w": random_tensor(torch.float32, (33, 9), 1), "n": 4}
+    if how == "quantized":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch is about to drop them
+            state["q"] = torch.quantize_per_tensor(torch.rand(5, 3), 0.1, 3, torch.qint8)
+    if how == "class":
+        state["object"] = Settings(8)
+    torch.save(state, tmp_path / "m.pt", _use_new_zipfile_serialization=how != "legacy")
+    if how == "class":
+        with pytest.raises(aiockpt.UnsafeCheckpointError, match="Settings"):
+            ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c")
+        assert not (tmp_path / "c").exists()
+    ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c", safe_globals=[Settings] if how == "class" else ())
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        loaded = checkpointer.load(tmp_path / "c", safe_globals=[Settings])
+    assert_same(state["w"], loaded["w"])
+    assert loaded["n"] == 4
+    assert how != "class" or loaded["object"] == Settings(8)
+    assert how != "quantized" or torch.equal(loaded["q"], state["q"])
+
+
+def test_what_is_no_state_dict_is_told(tmp_path: Path) -> None:
+    torch.save([torch.rand(2)], tmp_path / "m.pt")
+    with pytest.raises(aiockpt.LoadError, match="holds a list, not a state dict"):
+        ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c")
+    with pytest.raises(aiockpt.CheckpointNotFoundError):
+        ours.torch_save_to_dcp(tmp_path / "none.pt", tmp_path / "c")
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(aiockpt.LoadError):
+        ours.torch_save_to_dcp(tmp_path / "text.pt", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_damaged_file_is_not_converted(tmp_path: Path) -> None:
+    weight = random_tensor(torch.float32, (900, 700), 2)
+    torch.save({"w": weight}, tmp_path / "m.pt")
+    data = bytearray((tmp_path / "m.pt").read_bytes())
+    data[data.find(raw_bytes(weight)[:64]) + 99] ^= 4
+    (tmp_path / "m.pt").write_bytes(bytes(data))
+    with pytest.raises(aiockpt.CorruptCheckpointError):
+        ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+    ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c", verify=False)
+    assert raw_bytes(stock_load(tmp_path / "c")["w"]) != raw_bytes(weight)
+
+
+def test_the_file_may_lie_where_the_checkpoint_goes(tmp_path: Path) -> None:
+    state = state_of()
+    torch.save(state, tmp_path / "m.pt")
+    (tmp_path / "notes.txt").write_text("mine")
+    before = (tmp_path / "m.pt").read_bytes()
+    ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path)
+    assert_same(state, stock_load(tmp_path))
+    assert (tmp_path / "m.pt").read_bytes() == before
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        assert checkpointer.verify(tmp_path).ok
+    with pytest.raises(aiockpt.CheckpointExistsError, match="other things"):
+        ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path)
+    assert_same(state, stock_load(tmp_path))
+
+
+def test_a_checkpoint_is_replaced_only_if_it_may_be(tmp_path: Path) -> None:
+    torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
+    dcp.save({"old": torch.rand(3)}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(aiockpt.CheckpointExistsError):
+        ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c", overwrite=False)
+    assert list(stock_load(tmp_path / "c")) == ["old"]
+    ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c")
+    assert_same({"w": torch.full((3,), 7.0)}, stock_load(tmp_path / "c"))
+
+
+# --- without blocking, and in bounded memory ------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_both_ways_without_blocking_the_loop(tmp_path: Path) -> None:
+    state = state_of()
+    torch.save(state, tmp_path / "m.pt")
+    await ours.torch_save_to_dcp_async(tmp_path / "m.pt", tmp_path / "c")
+    await ours.dcp_to_torch_save_async(tmp_path / "c", tmp_path / "again.pt")
+    assert_same(state, torch.load(tmp_path / "again.pt", weights_only=True))
+    with pytest.raises(aiockpt.CheckpointExistsError):
+        await ours.dcp_to_torch_save_async(tmp_path / "c", tmp_path / "again.pt", overwrite=False)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", ["dcp_to_torch_save_async", "torch_save_to_dcp_async"])
+async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
+    state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(48)}
+    if way == "dcp_to_torch_save_async":
+        dcp.save(state, checkpoint_id=tmp_path / "in")
+    else:
+        torch.save(state, tmp_path / "in")
+
+    task = asyncio.ensure_future(getattr(ours, way)(tmp_path / "in", tmp_path / "out"))
+    while not list(tmp_path.glob(".*.aiockpt-*")):  # until something is written
+        await asyncio.wait([task], timeout=0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("way", ["dcp_to_torch_save", "torch_save_to_dcp"])
+def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:
+    count, side = (1, 16384) if large else (48, 2048)
+    script = f"""
+        import resource, sys, warnings
+        import torch
+        warnings.simplefilter("ignore")
+        from aiockpt.dcp import format_utils
+        torch.save({{"warm": torch.rand(9)}}, {str(tmp_path / "warm.pt")!r})
+        format_utils.torch_save_to_dcp({str(tmp_path / "warm.pt")!r}, {str(tmp_path / "warm")!r})
+        format_utils.dcp_to_torch_save({str(tmp_path / "warm")!r}, {str(tmp_path / "warmer.pt")!r})
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        format_utils.{way}({str(tmp_path / "in")!r}, {str(tmp_path / "out")!r})
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    """
+    state = {f"w{n}": torch.full((side, side), float(n + 1)) for n in range(count)}
+    for n, tensor in enumerate(state.values()):
+        tensor.view(-1)[n :: side + 1] = torch.rand(len(tensor.view(-1)[n :: side + 1]))
+    if way == "dcp_to_torch_save":
+        with aiockpt.SyncCheckpointer() as checkpointer:
+            checkpointer.save(state, tmp_path / "in")
+    else:
+        torch.save(state, tmp_path / "in")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) * 1024 < 288 << 20  # of 768 or 1024 MiB
+    if way == "dcp_to_torch_save":
+        out = torch.load(tmp_path / "out", weights_only=True, mmap=True)
+        assert all(torch.equal(out[name], tensor) for name, tensor in state.items())
+    else:
+        with aiockpt.SyncCheckpointer() as checkpointer:
+            out = checkpointer.load(tmp_path / "out", mmap=True)
+        assert all(torch.equal(out[name], tensor) for name, tensor in state.items())
+
+
+def _convert_on_one(rank: int, world_size: int, folder: Path) -> None:
+    if rank == 1:
+        ours.torch_save_to_dcp(folder / "m.pt", folder / "c")
+        ours.dcp_to_torch_save(folder / "c", folder / "n.pt")
+
+
+def test_one_rank_of_several_converts_alone(world2: World, tmp_path: Path) -> None:
+    torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
+    world2.results(_convert_on_one, tmp_path, timeout_s=100)
+    assert_same({"w": torch.full((3,), 7.0)}, torch.load(tmp_path / "n.pt", weights_only=True))
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
+    command = [sys.executable, "-W", "error", "-m", "aiockpt.dcp.format_utils"]
+    for mode, source, target in (("torch_to_dcp", "m.pt", "c"), ("dcp_to_torch", "c", "n.pt")):
+        done = subprocess.run(
+            [*command, mode, tmp_path / source, tmp_path / target], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert str(tmp_path / target) in done.stdout
+    assert_same({"w": torch.full((3,), 7.0)}, torch.load(tmp_path / "n.pt", weights_only=True))
+    done = subprocess.run(
+        [*command, "dcp_to_torch", tmp_path / "none", tmp_path / "x"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "no such path" in done.stderr

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import aiockpt
+from aiockpt.dcp.megatron import FileSystemWriterAsync
+from tests.states import assert_same
+
+
+def run(folder: Path, kind: str, how: str, **options: Any) -> list[str]:
+    """Run the driver on two ranks; give what became of the saves."""
+    command = [sys.executable, "-m", "tests.dcp.megatron_driver"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(folder), kind, how, json.dumps(options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(aiockpt.__file__).parent.parent,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    return [(folder / f"outcome-{rank}").read_text() for rank in range(2)]
+
+
+def expected(step: int) -> dict[str, Any]:
+    shards = [torch.randn(40, 300, generator=torch.Generator().manual_seed(100 * step + rank)) for rank in range(2)]
+    whole = torch.cat(shards)
+    return {"model.w": whole, "optim.m": whole * 2, "facts": {"step": step}, "bias": torch.arange(7.0) + step}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("forked", "together"), ("forked", "each"), ("forked", "kept"), ("kept", "kept"), ("at once", "together")],
+)
+def test_saves_are_written_by_other_processes(tmp_path: Path, kind: str, how: str) -> None:
+    assert run(tmp_path, kind, how, thread_count=2) == ["saved", "saved"]
+    for step in range(3):
+        target = expected(step)
+        for name in ("model.w", "optim.m", "bias"):
+            target[name] = torch.zeros_like(target[name])
+        target["facts"] = {"step": None}
+        dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / f"{step}"))
+        assert_same(expected(step), target)
+        names = set(os.listdir(tmp_path / f"{step}"))
+        assert {name for name in names if not name.endswith(".distcp")} == {".metadata", "common.pt"}
+        assert {name[:4] for name in names if name.endswith(".distcp")} == {"__0_", "__1_"}
+
+
+def test_names_with_a_hint_go_to_files_of_their_own(tmp_path: Path) -> None:
+    assert run(tmp_path, "forked", "each", thread_count=4, separation_hint="optim") == ["saved", "saved"]
+    metadata = dcp.FileSystemReader(tmp_path / "0").read_metadata()
+    for index, info in metadata.storage_data.items():
+        assert info.relative_path.startswith("optim__" if index.fqn.startswith("optim") else "__")
+
+
+def test_a_writing_process_that_dies_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    outcomes = run(tmp_path, "forked", "together", breaks="dies")
+    assert all("did its process die?" in outcomes[0] for _ in "1")
+    assert outcomes[1].startswith("failed")
+    assert [path.name for path in (tmp_path / "0").iterdir() if not path.name.startswith(".new")] == ["common.pt"]
+
+
+def test_one_process_alone(tmp_path: Path) -> None:
+    state = {"w": torch.rand(300, 200), "n": {"step": 3}}
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.prepare_write_data(planner.finish_plan(plan), planner)
+    write, preload, args = writer.get_save_function_and_args()
+    assert write is not None
+    assert preload is not None
+    args[1] = preload()
+    write(*args)
+    assert not (tmp_path / "c").exists()
+    results = writer.retrieve_write_results()
+    assert isinstance(results, list)
+    writer.finish(metadata, [results])
+    target = {"w": torch.zeros(300, 200), "n": {"step": None}}
+    dcp.load(target, checkpoint_id=tmp_path / "c")
+    assert_same(state, target)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_went_wrong_is_among_the_results(tmp_path: Path) -> None:
+    state = {"w": torch.rand(30, 20)}
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.prepare_write_data(plan, planner)
+    write, _, args = writer.get_save_function_and_args()
+    assert write is not None
+    args[1] = [("w", torch.empty(3, device="meta"))]
+    write(*args)
+    error = writer.retrieve_write_results()
+    assert isinstance(error, tuple)
+    assert "w is on the meta device" in str(error[0])
+    error = writer.retrieve_write_results()
+    assert isinstance(error, tuple)
+    assert "did its process die?" in str(error[0])
+    writer.discard()
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_part_is_no_part(tmp_path: Path) -> None:
+    writer = FileSystemWriterAsync(tmp_path / "c")
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({}, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    (plan,) = writer.prepare_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    writer.prepare_write_data(plan, planner)
+    assert writer.get_save_function_and_args() == (None, None, [])
+    assert writer.retrieve_write_results() == []
+    writer.discard()
+
+
+def test_what_it_can_not_do_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use_msc"):
+        FileSystemWriterAsync(tmp_path, use_msc=True)
+    with pytest.raises(ValueError, match="single_file_per_rank"):
+        FileSystemWriterAsync(tmp_path, single_file_per_rank=False)
+    error = FileSystemWriterAsync(tmp_path).retrieve_write_results()
+    assert isinstance(error, tuple)
+    assert "before prepare_write_data" in str(error[0])

@@ -1,0 +1,449 @@
+from __future__ import annotations
+
+import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+import aiockpt
+from aiockpt.dcp import FileSystemReader, FileSystemWriter
+from tests.dcp.test_format_utils import sharded_whole
+from tests.dcp.test_reader import blank, needs_saves_alone, state_of
+from tests.ranks.world import RankFailure, World
+from tests.states import assert_same, random_tensor, raw_bytes
+
+HIDDEN = ".*.aiockpt-*"
+
+
+def stock_loaded(state: Any, path: Path) -> Any:
+    target = blank(state)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(path))
+    return target
+
+
+# --- side by side with torch's writer -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 2}, {"sync_files": False}])
+def test_what_is_written_is_what_torch_writes(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = state_of()
+    ours = dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "ours", **options))
+    theirs = dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs", **options))
+    assert_same(state, stock_loaded(state, tmp_path / "ours"))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.planner_data == theirs.planner_data
+    assert set(ours.storage_data) == set(theirs.storage_data)
+    assert getattr(ours, "version", None) == getattr(theirs, "version", None)
+    ours_again = dcp.FileSystemReader(tmp_path / "ours").read_metadata()
+    assert ours_again.storage_data == ours.storage_data
+    assert ours_again.storage_meta.checkpoint_id == tmp_path / "ours"
+    if not options.get("single_file_per_rank", True) or "thread_count" not in options:
+        assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(tmp_path / "theirs"))
+    assert sorted(os.listdir(tmp_path)) == ["ours", "theirs"]
+
+
+def test_every_item_is_a_sound_zip_file(tmp_path: Path) -> None:
+    dcp.save(state_of(), storage_writer=FileSystemWriter(tmp_path / "c"))
+    metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
+    for info in metadata.storage_data.values():
+        data = (tmp_path / "c" / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        assert checkpointer.verify(tmp_path / "c").ok
+        assert_same(state_of(), checkpointer.load(tmp_path / "c"))
+
+
+def test_large_states_go_to_several_files_by_several_threads(tmp_path: Path) -> None:
+    state = {f"w{n}": random_tensor(torch.float32, (1024, 1500), n) for n in range(9)}
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "many", staging_bytes=8 << 20))
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "one", thread_count=1))
+    assert len(list((tmp_path / "many").glob("__0_*.distcp"))) == 4
+    assert [path.name for path in (tmp_path / "one").glob("*.distcp")] == ["__0_0.distcp"]
+    for name in ("many", "one"):
+        assert_same(state, stock_loaded(state, tmp_path / name))
+
+
+def test_arguments_are_torchs(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "c", True, True, 2, 1000, False, False, None, SerializationFormat.TORCH_SAVE)
+    assert (writer.thread_count, writer.overwrite, writer.cache_staged_state_dict) == (2, False, False)
+    assert writer.checkpoint_id == dcp.FileSystemWriter(tmp_path / "c").checkpoint_id
+    meta = writer.storage_meta()
+    assert meta is not None
+    assert (meta.checkpoint_id, meta.save_id) == (tmp_path / "c", writer.save_id)
+    for path in (tmp_path, "s3://bucket/c", "relative"):
+        assert FileSystemWriter.validate_checkpoint_id(path) == dcp.FileSystemWriter.validate_checkpoint_id(path)
+    with pytest.raises(ValueError, match="stream transforms"):
+        FileSystemWriter(tmp_path, _extensions=[object()])
+    with pytest.raises(ValueError, match=r"as torch\.save does"):
+        FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(ValueError, match="at least 1"):
+        FileSystemWriter(tmp_path, thread_count=0)
+    with pytest.raises(ValueError, match="is a URL"):
+        FileSystemWriter("s3://bucket/c")
+
+
+# --- what is there already ------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_not_replaced_unless_it_may_be(tmp_path: Path) -> None:
+    dcp.save(state_of(1), checkpoint_id=tmp_path / "c")
+    for writer in (FileSystemWriter, dcp.FileSystemWriter):
+        with pytest.raises(CheckpointException, match=r"pass overwrite=True|overwrite=False"):
+            dcp.save(state_of(2), storage_writer=writer(tmp_path / "c", overwrite=False))
+    assert_same(state_of(1), stock_loaded(state_of(1), tmp_path / "c"))
+    assert sorted(os.listdir(tmp_path / "c")) == [".metadata", "__0_0.distcp"]
+
+
+def test_a_checkpoint_is_replaced_at_once_and_what_is_beside_it_stays(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        checkpointer.save(state_of(1), tmp_path / "c")
+    (tmp_path / "c" / "config.json").write_text("{}")
+    (tmp_path / "c" / "more").mkdir()
+    writer = FileSystemWriter(tmp_path / "c")
+    for seed in (2, 3):
+        dcp.save(state_of(seed), storage_writer=writer)
+        assert_same(state_of(seed), stock_loaded(state_of(), tmp_path / "c"))
+        with aiockpt.SyncCheckpointer() as checkpointer:
+            assert checkpointer.verify(tmp_path / "c").ok
+        names = sorted(os.listdir(tmp_path / "c"))
+        assert [name for name in names if not name.startswith("__")] == [".metadata", "config.json", "more"]
+        assert len(names) == 4
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty directory", "other files", "a link", "no parent"])
+def test_wherever_it_goes(tmp_path: Path, there: str) -> None:
+    path = tmp_path / "c"
+    if there in ("an empty directory", "other files"):
+        path.mkdir()
+    if there == "other files":
+        (path / "__9_9.distcp").write_text("somebody's")
+        (path / "notes").write_text("mine")
+    if there == "a link":
+        (tmp_path / "real").mkdir()
+        path.symlink_to(tmp_path / "real")
+    if there == "no parent":
+        path = tmp_path / "a" / "b" / "c"
+    dcp.save(state_of(), storage_writer=FileSystemWriter(path, overwrite=False))
+    assert_same(state_of(), stock_loaded(state_of(), path))
+    if there == "other files":
+        assert (path / "notes").read_text() == "mine"
+    assert not list(path.glob(HIDDEN))
+    assert not list(path.parent.glob(HIDDEN))
+
+
+def test_a_file_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("mine")
+    with pytest.raises(CheckpointException, match="is not a directory"):
+        dcp.save(state_of(), storage_writer=FileSystemWriter(tmp_path / "c"))
+    assert (tmp_path / "c").read_text() == "mine"
+
+
+def test_a_directory_that_appears_meanwhile_is_used(tmp_path: Path) -> None:
+    class Late(FileSystemWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            (tmp_path / "c").mkdir()
+            (tmp_path / "c" / "common.pt").write_text("theirs")
+            super().finish(metadata, results)
+
+    dcp.save(state_of(), storage_writer=Late(tmp_path / "c"))
+    assert_same(state_of(), stock_loaded(state_of(), tmp_path / "c"))
+    assert sorted(os.listdir(tmp_path)) == ["c"]
+    assert sorted(os.listdir(tmp_path / "c")) == [".metadata", "__0_0.distcp", "common.pt"]
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("not me")
+
+
+class Breaking(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        if write_item.index.fqn == "bad":
+            raise OSError("the planner broke")
+        return super().resolve_data(write_item)
+
+
+class Mistaken(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        return "text" if write_item.index.fqn == "bad" else super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize("planner", [Breaking, Mistaken])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_failed_save_leaves_what_was_there(tmp_path: Path, before: bool, planner: Any) -> None:
+    if before:
+        dcp.save(state_of(1), storage_writer=FileSystemWriter(tmp_path / "c"))
+    writer = FileSystemWriter(tmp_path / "c")
+    with pytest.raises(CheckpointException, match=r"the planner broke|gave a str for an item"):
+        dcp.save(state_of(2) | {"bad": torch.rand(3)}, storage_writer=writer, planner=planner())
+    del writer
+    gc.collect()
+    if before:
+        assert_same(state_of(1), stock_loaded(state_of(1), tmp_path / "c"))
+        assert sorted(os.listdir(tmp_path / "c")) == [".metadata", "__0_0.distcp"]
+    else:
+        assert os.listdir(tmp_path) == []
+
+
+def test_a_later_save_takes_the_place_of_a_failed_one(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "c")
+    with pytest.raises(CheckpointException):
+        dcp.save(state_of(2) | {"bad": torch.rand(3)}, storage_writer=writer, planner=Breaking())
+    other = FileSystemWriter(tmp_path / "c")
+    with pytest.raises(CheckpointException):
+        dcp.save(state_of(2) | {"bad": torch.rand(3)}, storage_writer=other, planner=Breaking())
+    writer.discard()  # it must not touch what the other has there
+    assert len(list(tmp_path.glob(HIDDEN))) == 1
+    dcp.save(state_of(3), storage_writer=other)
+    assert_same(state_of(3), stock_loaded(state_of(), tmp_path / "c"))
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_nothing_is_published_unless_all_was_written(tmp_path: Path) -> None:
+    class Forgetful(FileSystemWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            results[0] = [result for result in results[0] if result.index != MetadataIndex("model.w", (0, 0))]
+            super().finish(metadata, results)
+
+    with pytest.raises(CheckpointException, match=r"model\.w was not written by any rank"):
+        dcp.save(state_of(), storage_writer=Forgetful(tmp_path / "c"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_is_gone_is_noticed(tmp_path: Path) -> None:
+    class Losing(FileSystemWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            next(tmp_path.glob(".*/__0_0.distcp")).unlink()
+            super().finish(metadata, results)
+
+    with pytest.raises(CheckpointException, match=r"__0_0\.distcp, .* was removed"):
+        dcp.save(state_of(), storage_writer=Losing(tmp_path / "c"))
+    assert os.listdir(tmp_path) == []
+
+
+# --- async_save -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone_in_a_group(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "s"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_async_saves_may_be_changed_behind(tmp_path: Path, cached: bool, alone_in_a_group: None) -> None:
+    writer = FileSystemWriter(tmp_path / "x", cache_staged_state_dict=cached and torch.cuda.is_available())
+    for seed in range(3):
+        state = state_of(seed)
+        future = dcp.async_save(state, checkpoint_id=tmp_path / f"{seed}", storage_writer=writer)
+        for tensor in (state["model"]["w"], state["list"][0]):
+            tensor.zero_()
+        future.result()
+        assert_same(state_of(seed), stock_loaded(state_of(), tmp_path / f"{seed}"))
+    for thread in threading.enumerate():
+        assert not thread.name.startswith("aiockpt")
+
+
+def test_other_stagers_work_too(tmp_path: Path, alone_in_a_group: None) -> None:
+    staging = pytest.importorskip("torch.distributed.checkpoint.staging")
+    if not hasattr(staging, "DefaultStager"):
+        pytest.skip("this version of torch has no other stagers")
+    state = state_of()
+    stager = staging.DefaultStager(staging.StagingOptions(False, False, True, False))
+    response = dcp.async_save(state, storage_writer=FileSystemWriter(tmp_path / "c"), async_stager=stager)
+    getattr(response, "upload_completion", response).result()
+    stager.close()
+    assert_same(state, stock_loaded(state, tmp_path / "c"))
+
+
+def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        writer = FileSystemWriter(tmp_path / "c", thread_count=3, checkpointer=checkpointer)
+        dcp.save(state_of(), storage_writer=writer)
+        again = pickle.loads(pickle.dumps(writer))
+    assert (again.path, again.thread_count, again.save_id) == (writer.path, 3, writer.save_id)
+    dcp.save(state_of(1), storage_writer=again)
+    assert_same(state_of(1), stock_loaded(state_of(), tmp_path / "c"))
+
+
+def test_async_save_in_processes(tmp_path: Path) -> None:
+    script = """
+        import os, sys, warnings
+        import torch, torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+        from aiockpt.dcp import FileSystemWriter
+
+        if __name__ == "__main__":
+            warnings.simplefilter("ignore")
+            rank, folder = int(sys.argv[1]), sys.argv[2]
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
+            mesh = init_device_mesh("cpu", (2,))
+            writer = FileSystemWriter(folder + "/x")
+            for step in range(2):
+                local = torch.arange(12.0).reshape(3, 4) * 7 + 1000 * rank + step
+                state = {"w": DTensor.from_local(local, mesh, [Shard(0)]), "step": step}
+                future = dcp.async_save(
+                    state, checkpoint_id=f"{folder}/c{step}", storage_writer=writer,
+                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                )
+                local.zero_()
+                future.result()
+            dist.barrier()
+            dist.destroy_process_group()
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), str(rank), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(Path(aiockpt.__file__).parent.parent)},
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    for step in range(2):
+        target = {"w": torch.zeros(6, 4), "step": None}
+        dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / f"c{step}"))
+        base = torch.arange(12.0).reshape(3, 4) * 7 + step
+        assert torch.equal(target["w"], torch.cat([base, base + 1000]))
+        assert target["step"] == step
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def _sharded_state(world_size: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    line = init_device_mesh("cpu", (world_size,))
+    whole = sharded_whole()
+    return {
+        "model": {
+            "rows": distribute_tensor(whole["rows"], line, [Shard(0)]),
+            "columns": distribute_tensor(whole["columns"], line, [Shard(1)]),
+            "copies": distribute_tensor(whole["copies"], line, [Replicate()]),
+            "few": distribute_tensor(whole["few"], line, [Shard(0)]),
+        },
+        "plain": whole["plain"],
+        "step": 4,
+    }
+
+
+def _save_sharded(rank: int, world_size: int, path: Path, options: dict[str, Any], how: str) -> list[str]:
+    state = _sharded_state(world_size)
+    if how == "async":
+        dcp.async_save(state, storage_writer=FileSystemWriter(path, **options)).result()
+    elif how == "cached plans":
+        for number in range(3):
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            dcp.save(state, storage_writer=FileSystemWriter(path.with_name(f"{number}"), **options), planner=planner)
+        dcp.save(state, storage_writer=FileSystemWriter(path, **options), planner=planner)
+    else:
+        dcp.save(state, storage_writer=FileSystemWriter(path, **options))
+    target = {"model": {name: torch.zeros_like(value) for name, value in state["model"].items()}}
+    dcp.load(target, storage_reader=FileSystemReader(path))
+    whole = sharded_whole()
+    return [name for name, value in target["model"].items() if raw_bytes(value.full_tensor()) != raw_bytes(whole[name])]
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [({}, "sync"), ({"single_file_per_rank": False}, "sync"), ({"thread_count": 1}, "async"), ({}, "cached plans")],
+)
+def test_ranks_save_together(world4: World, tmp_path: Path, options: dict[str, Any], how: str) -> None:
+    for wrong in world4.results(_save_sharded, tmp_path / "c", options, how, timeout_s=100):
+        assert wrong == []
+    whole = sharded_whole()
+    plain = {"plain": whole.pop("plain"), "step": 4}
+    del whole["blocks"]
+    assert_same({"model": whole} | plain, stock_loaded({"model": whole} | plain, tmp_path / "c"))
+    names = {path.name for path in (tmp_path / "c").glob("*.distcp")}
+    assert {name.split("_")[2] for name in names} == {"0", "1", "2", "3"}
+    assert not list(tmp_path.glob(HIDDEN))
+    with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
+        assert checkpointer.verify(tmp_path / "c").ok
+
+
+def _fail_on_one(rank: int, world_size: int, path: Path, who: int) -> None:
+    state = _sharded_state(world_size)
+    if rank == who:
+        state["model"]["rows"].to_local()
+        planner: Any = _BreakingRows()
+    else:
+        planner = DefaultSavePlanner()
+    try:
+        dcp.save(state, storage_writer=FileSystemWriter(path), planner=planner)
+    finally:
+        del state
+        gc.collect()
+
+
+class _BreakingRows(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        if write_item.index.fqn == "model.rows":
+            raise OSError("no rows here")
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_fails_fails_all_and_nothing_is_left(world2: World, tmp_path: Path, who: int) -> None:
+    for outcome in world2.run(_fail_on_one, tmp_path / "c", who, timeout_s=100):
+        assert isinstance(outcome, RankFailure)
+        assert "no rows here" in outcome.text
+    world2.results(_collect, timeout_s=100)
+    assert os.listdir(tmp_path) == []
+
+
+def _collect(rank: int, world_size: int) -> None:
+    gc.collect()
+
+
+def _save_alone(rank: int, world_size: int, path: Path) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in (0, 10):
+            state = {"w": random_tensor(torch.float32, (11, 5), rank + seed), "rank": rank}
+            dcp.save(state, storage_writer=FileSystemWriter(path), use_collectives=False)
+        dist.barrier()
+        target = {"w": torch.zeros(11, 5), "rank": None}
+        dcp.load(target, storage_reader=dcp.FileSystemReader(path))
+        return raw_bytes(target["w"]) == raw_bytes(state["w"]) and target["rank"] == rank
+
+
+@needs_saves_alone
+def test_ranks_save_alone_to_one_directory(world2: World, tmp_path: Path) -> None:
+    assert world2.results(_save_alone, tmp_path / "c", timeout_s=100) == [True, True]
+    names = sorted(os.listdir(tmp_path / "c"))
+    assert [name for name in names if name.endswith(".metadata")] == ["__0.metadata", "__1.metadata"]
+    assert len(names) == 4
