@@ -23,6 +23,7 @@ ROWS = [
     {
         "save",
         "save_alone",
+        "save_leading",
         "save_part",
         "save_together",
         "load",

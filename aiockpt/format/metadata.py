@@ -24,6 +24,7 @@ DCP_VERSION = "1.0.0"
 
 DCP_MODULE = "torch.distributed.checkpoint.metadata"
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
+_PLANNER_MODULE = "torch.distributed.checkpoint.planner"
 
 _MAX_SIZE = 2**63 - 1
 _MANY_BYTES = 1 << 20
@@ -66,6 +67,12 @@ class _StorageMeta(Record):
     __slots__ = ()
 
 
+class _Plan(Record):
+    """A part of the plans that Megatron-Core leaves in `.metadata` for its next save; nothing is read from it."""
+
+    __slots__ = ()
+
+
 _INDEX_NAMES = ("fqn", "index", "offset")
 _INFO_NAMES = ("relative_path", "offset", "length")
 
@@ -91,6 +98,13 @@ _NAMES: dict[tuple[str, str], Any] = {
     (DCP_MODULE, "MetadataIndex"): _MetadataIndex,
     (DCP_MODULE, "StorageMeta"): _StorageMeta,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Plan,
+    (_PLANNER_MODULE, "SavePlan"): _Plan,
+    (_PLANNER_MODULE, "WriteItem"): _Plan,
+    (_PLANNER_MODULE, "TensorWriteData"): _Plan,
+    (_PLANNER_MODULE, "BytesIOWriteData"): _Plan,
+    (_PLANNER_MODULE, "WriteItemType"): Function(_ignored),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _Plan,
     ("torch.serialization", "_get_layout"): Function(_ignored),
     ("pathlib", "PosixPath"): Function(_path),
     ("pathlib", "WindowsPath"): Function(_path),

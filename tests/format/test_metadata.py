@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import io
 import pickle
 import threading
 from pathlib import PurePosixPath
@@ -248,3 +250,25 @@ def test_transforms_are_refused_by_name() -> None:
 def test_any_other_name_is_unsafe(what) -> None:
     with pytest.raises(UnsafeCheckpointError, match="which no checkpoint's metadata needs"):
         decode_metadata(pickle.dumps(what))
+
+
+def test_plans_that_a_trainer_leaves_beside_are_passed_over() -> None:
+    """Megatron-Core keeps the plans of all ranks in the metadata, to use them again at its next save."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({"w": torch.randn(3, 4), "step": 5}, is_coordinator=True)
+    plan = planner.create_local_plan()
+    plans, metadata = planner.create_global_plan([plan])
+    metadata.storage_data = {
+        MetadataIndex("w", torch.Size([0, 0]), 0): _StorageInfo("__0_0.distcp", 0, 1577),
+        MetadataIndex("step"): _StorageInfo("__0_0.distcp", 1577, 1261),
+    }
+    metadata.all_local_plans = [dataclasses.replace(plans[0], storage_data=_StoragePrefix("__0_"))]
+    stored = io.BytesIO()
+    pickle.dump(metadata, stored)
+    index = decode_metadata(stored.getvalue())
+    assert index.entries["w"].chunks[0].place == ItemPlace("__0_0.distcp", 0, 1577)
+    assert index.entries["step"].place == ItemPlace("__0_0.distcp", 1577, 1261)
+    assert list(index.paths.values()) == [("w",), ("step",)]
