@@ -56,8 +56,8 @@ async def load_checkpoint(
         load = TargetLoad(source, path, index, options, tools)
         # Everything that can be wrong is looked at before the first byte is placed.
         await load.prepare(state_dict)
-        if gathering is not None:
-            await gathering.agree()
+        if gathering is not None and await gathering.agree(reads=await tools.workers.run(load.number)):
+            source.share()
         filled = await load.fill(state_dict)
         if gathering is not None:
             gathering.filled = load.names

@@ -6,6 +6,8 @@ before changes nothing on any rank, and at the end.
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -38,15 +40,24 @@ class Gathering:
         self.failed = False
         self.filled: tuple[str, ...] = ()
 
-    async def agree(self, error: BaseException | None = None) -> None:
+    async def agree(self, error: BaseException | None = None, reads: int = 0) -> bool:
         """Tell the others that this rank is well, or what has happened to it.
+
+        Args:
+            error: what has happened.
+            reads: what this rank is about to read, as a number that is another for other bytes; 0 for nothing.
+
+        Returns:
+            Whether another rank of this host is about to read the same.
 
         Raises:
             AiockptError: a rank has failed, or is gone; the message names it.
         """
+        mine = (socket.gethostname(), reads) if error is None else error
+        same = False
         with anyio.CancelScope(shield=True):
             try:
-                await self._coordinator.round("load", self.what, error, _all_are_well)
+                same = await self._coordinator.round("load", self.what, mine, _who_reads_the_same)
             except BaseException as exc:
                 self.failed = True
                 if isinstance(exc, LoadError):
@@ -54,6 +65,7 @@ class Gathering:
                 if error is not None:
                     exc.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})
                 raise
+        return same
 
 
 async def load_together(
@@ -92,5 +104,6 @@ def _told(error: BaseException, what: str) -> BaseException:
     return error if isinstance(error, Exception) else LoadError(f"{what} was cancelled")
 
 
-async def _all_are_well(reports: Sequence[None]) -> list[None]:
-    return list(reports)
+async def _who_reads_the_same(readers: Sequence[tuple[str, int]]) -> list[bool]:
+    counts = Counter(readers)
+    return [reads != 0 and counts[host, reads] > 1 for host, reads in readers]

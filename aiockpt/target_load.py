@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.format.index import Entry, ObjPath
+
+_SHARED_BYTES = 16 << 20
+"""Below this, how something is read makes no difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,17 @@ class TargetLoad(WholeLoad):
     def names(self) -> tuple[str, ...]:
         """The keys whose tensors are filled."""
         return tuple(dict.fromkeys(read.name for read in self._prepared.reads))
+
+    def number(self) -> int:
+        """Give a number for the bytes that are to be read, another for other bytes; 0 if there are few."""
+        reads = self._prepared.reads
+        if sum(read.target.nbytes for read in reads if read.target is not None) < _SHARED_BYTES:
+            return 0
+        parts = (
+            f"{read.name} {read.chunk.offsets} {[(s.start, s.count, s.step) for s in read.selections or ()]}"
+            for read in reads
+        )
+        return 1 + zlib.crc32("\n".join(parts).encode("utf-8", "surrogatepass"))
 
     async def fill(self, state_dict: Mapping[Any, Any]) -> Any:
         """Load what was prepared; give ``state_dict``.

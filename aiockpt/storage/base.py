@@ -145,6 +145,9 @@ class Source(ABC):
         """
         raise LoadError(f"{name} is not on a file system, so it can't be mapped; load it without mmap=True")
 
+    def share(self) -> None:
+        """Be told that other processes of this host read the same bytes at the same time, so that they are got once."""
+
     @abstractmethod
     def close(self) -> None:
         """Close what is open. Idempotent."""

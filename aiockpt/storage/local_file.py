@@ -79,6 +79,7 @@ class LocalFile:
         self._buffers = buffers
         self.users = 0
         self.tells_cached = True
+        self._shared = False
         self._direct_fd = -1
         self._fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
         self.nbytes = os.fstat(self._fd).st_size
@@ -141,6 +142,12 @@ class LocalFile:
         except (OSError, ValueError) as exc:
             raise LoadError(f"can't map {self.path} into memory: {exc}; load it without mmap=True") from exc
 
+    def share(self) -> None:
+        """Read through the page cache, for other processes read the same at the same time: the disk reads it once."""
+        self._shared = True
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
     def close(self) -> None:
         """Close the descriptors, once."""
         os.close(self._fd)
@@ -166,7 +173,7 @@ class LocalFile:
 
     def _look(self, offset: int, nbytes: int) -> tuple[int, int]:
         """Tell how many of the next bytes the page cache has; if none, how many to read past it."""
-        if self._direct_fd < 0:
+        if self._direct_fd < 0 or self._shared:
             return nbytes, 0
         window = min(nbytes, _DIRECT_BYTES)
         if nbytes < _DIRECT_MIN_BYTES or (cached := self._is_cached(offset, window)):

@@ -96,6 +96,7 @@ class LocalSource(Source):
         self._root = os.path.dirname(path) if self._is_file else path
         self._direct_io = direct_io
         self._buffers = buffers
+        self._shared = False
         flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
         self._opened = _Opened(os.open(self._root, flags))
         weakref.finalize(self, self._opened.close)  # for who forgets to
@@ -139,6 +140,13 @@ class LocalSource(Source):
         with self._file(name) as file:
             return file.map()
 
+    def share(self) -> None:
+        """Read through the page cache; see `Source.share`."""
+        self._shared = True
+        with self._opened.lock:
+            for file in self._opened.files.values():
+                file.share()
+
     def close(self) -> None:
         """Close all files, each when nobody reads it any more. Idempotent."""
         self._opened.close()
@@ -180,6 +188,8 @@ class LocalSource(Source):
             ) from exc
         except OSError as exc:
             raise LoadError(f"can't open {path}: {exc}") from exc
+        if self._shared:
+            file.share()
         if not self._is_file and not self._is_inside(file.real_path):
             file.close()
             raise self._leads_out(name)

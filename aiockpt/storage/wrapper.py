@@ -120,5 +120,8 @@ class _WrapperSource(Source):
     def map(self, name: str) -> mmap.mmap:
         return self._inner.map(name)
 
+    def share(self) -> None:
+        self._inner.share()
+
     def close(self) -> None:
         self._inner.close()

@@ -16,10 +16,14 @@ from torch.distributed._shard.sharded_tensor import Shard as OwnedShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import aiockpt
+from aiockpt.storage.base import Source
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.threads import Workers
 from tests.counting import CountingStorage
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
 from tests.ranks.world import RankFailure, World, mesh_of
@@ -159,6 +163,44 @@ def count_bytes(rank: int, world_size: int, path: Path, layout: str) -> tuple[in
 def test_each_rank_reads_only_its_bytes(saved, world4: World, writer: str, layout: str, into: str) -> None:
     for read, wanted in world4.results(count_bytes, saved(writer, 2, layout), into):
         assert wanted <= read <= 1.1 * wanted + 4096
+
+
+class Watched(WrapperStorage):
+    """Tells whether what is read was shared with other ranks of the host."""
+
+    shared = 0
+
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        source = await super().open(path, workers=workers)
+        inner = source.share
+
+        def share() -> None:
+            self.shared += 1
+            inner()
+
+        source.share = share  # type: ignore[method-assign]
+        return source
+
+
+def load_large(rank: int, world_size: int, path: Path, placements: list[Placement]) -> int:
+    """Load 20 MiB; the first half of the ranks and the second half, or all of them, have the same parts."""
+    whole = torch.randn(2560, 2048, generator=torch.Generator().manual_seed(12))
+    mesh = mesh_of(2, world_size // 2)
+    target = distribute_tensor(torch.zeros_like(whole), mesh, placements)
+    storage = Watched(LocalStorage())
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.load(path, {"w": target}, storage=storage)
+    assert torch.equal(local_of(target), local_of(distribute_tensor(whole, mesh, placements)))
+    return storage.shared
+
+
+def test_what_ranks_of_a_host_read_alike_comes_through_the_page_cache(world4: World, tmp_path: Path) -> None:
+    whole = torch.randn(2560, 2048, generator=torch.Generator().manual_seed(12))
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"w": whole}, tmp_path / "c")
+    assert world4.results(load_large, tmp_path / "c", [Replicate(), Replicate()]) == [1] * 4
+    assert world4.results(load_large, tmp_path / "c", [Shard(0), Replicate()]) == [0] * 4  # below what matters
+    assert world4.results(load_large, tmp_path / "c", [Shard(0), Shard(1)]) == [0] * 4
 
 
 # --- what does not fit ----------------------------------------------------------------------------
