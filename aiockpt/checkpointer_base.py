@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.capture import capture_items, capture_state, ready_events, watch_optimizers
-from aiockpt.coordination.choose import check_group, choose_coordinator
+from aiockpt.coordination.choose import check_group, choose_coordinator, is_distributed
 from aiockpt.engine import Engine
 from aiockpt.errors import CheckpointExistsError, SaveError
 from aiockpt.format.manifest import check_user_metadata
@@ -113,6 +113,7 @@ class CheckpointerBase:
         watch_optimizers()
         self._decentralized = planning == "decentralized"
         self._group = process_group
+        self._was_distributed = is_distributed()
         self._coordination_timeout = coordination_timeout
         self._engine = Engine(options)
         self._names: NameMemo = {}
@@ -125,7 +126,8 @@ class CheckpointerBase:
     def _coordinator(self) -> Coordinator | None:
         """Give the way to the other ranks; None where this process saves alone."""
         return self._engine.meet(
-            lambda: choose_coordinator(self._group, self._coordination_timeout), decentralized=self._decentralized
+            lambda: choose_coordinator(self._group, self._coordination_timeout, was_distributed=self._was_distributed),
+            decentralized=self._decentralized,
         )
 
     def _submit(self, state_dict: StateDict, path: Path, options: SaveOptions) -> SaveHandle:

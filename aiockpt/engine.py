@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +29,7 @@ from aiockpt.planning.dcp_plan import prefix_of
 from aiockpt.planning.planner import Planner
 from aiockpt.planning.world_planner import WorldPlanner
 from aiockpt.save import SaveTools, run_save
-from aiockpt.save_together import WorldTools
+from aiockpt.save_leading import WorldTools
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.memory import TensorMemory
@@ -292,8 +293,7 @@ class Engine:
                 continue
             error = job.handle.written._error
             # Who cancels a save knows that it is not written; who waits for it is about to be told.
-            cancelled = isinstance(error, SaveCancelledError) and job.cancel_asked
-            if error is None or cancelled or job.handle.observed:
+            if error is None or isinstance(error, SaveCancelledError) or job.handle.observed:
                 self._unseen.remove(job)
             elif not job.handle.expected:
                 self._unseen.remove(job)
@@ -409,26 +409,47 @@ class Engine:
             closed._settle(None, error)
 
     def _drain(self) -> None:
-        """Wait for all saves; cancel what is left when the time is over. Blocks.
+        """Wait for all saves, and loads; cancel what is left when the time is over. Blocks.
 
         Raises:
-            SaveCancelledError: the time was not enough.
+            SaveCancelledError: the time was not enough for a save.
         """
         timeout = min(self.options.drain_timeout, threading.TIMEOUT_MAX)
+        deadline = time.monotonic() + timeout
         with self._idle:
-            if self._idle.wait_for(lambda: not self._jobs, timeout):
-                return
+            self._idle.wait_for(lambda: not self._jobs, timeout)
             late = list(self._jobs)
         for job in reversed(late):
             job.cancel()
-        with self._idle:
-            stuck = not self._idle.wait_for(lambda: not self._jobs, _CANCEL_GRACE_S)
-        paths = ", ".join(job.path for job in late)
-        outcome = "but a thread of it hangs in the file system; it is left behind" if stuck else "nothing of it is left"
+        stuck = bool(late) and not self._end_within(_CANCEL_GRACE_S / 3)
+        if stuck and self._world is not None:  # other ranks may have been waited for
+            self._world.coordinator.abandon()
+        stuck = stuck and not self._end_within(_CANCEL_GRACE_S * 2 / 3)
         self._stuck = stuck
-        raise SaveCancelledError(
-            f"the save of {paths} was not done after drain_timeout = {timeout} s and was cancelled; {outcome}"
-        )
+        self._drain_calls(deadline)
+        if late:
+            paths = ", ".join(job.path for job in late)
+            outcome = (
+                "but a thread of it hangs in the file system; it is left behind" if stuck else "nothing of it is left"
+            )
+            raise SaveCancelledError(
+                f"the save of {paths} was not done after drain_timeout = {timeout} s and was cancelled; {outcome}"
+            )
+
+    def _end_within(self, timeout_s: float) -> bool:
+        """Wait for all saves; tell whether they have ended."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._jobs, timeout_s)
+
+    def _drain_calls(self, deadline: float) -> None:
+        """Wait for loads; those that are on when the time is over are cancelled."""
+        for call in list(self._calls):
+            try:
+                call.completion.ended(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                call.cancel()
+        if self._world is not None:
+            self._world.coordinator.abandon()  # what still waits for other ranks has been cancelled
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -71,6 +71,16 @@ class Completion(Awaitable[T], Generic[T]):
         self.observed = self.observed or self._error is not None
         return self._error
 
+    def ended(self, timeout: float | None) -> None:
+        """Block until the moment comes, whatever it brings; for who does not deliver it.
+
+        Raises:
+            TimeoutError: it has not come in time.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._done, timeout):
+                raise TimeoutError(f"{self._what} has not come within {timeout} s")
+
     def _block(self, timeout: float | None) -> None:
         with self._condition:
             self._waiting += 1

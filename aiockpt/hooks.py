@@ -23,7 +23,7 @@ def run_hook(hook: Hook, path: str, what: str) -> None:
         value = hook(path)
         if inspect.isawaitable(value):
             asyncio.run(_awaited(value))
-    except Exception as exc:
+    except BaseException as exc:  # this is a worker thread: nothing of it is meant for the loop
         raise SaveError(f"the {what} hook of {path} failed: {type(exc).__name__}: {exc}") from exc
 
 

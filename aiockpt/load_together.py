@@ -6,19 +6,23 @@ before changes nothing on any rank, and at the end.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from aiockpt.errors import LoadError
+from aiockpt.errors import AiockptError, LoadError
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
     from aiockpt.coordination.base import Coordinator
+
+_ROUNDS = 2
+
+_leaving: set[asyncio.Future[None]] = set()
+"""Those that tell others of a cancellation; held, for nobody else does."""
 
 
 class Gathering:
@@ -39,9 +43,13 @@ class Gathering:
         self.what = f"the load of {path}"
         self.failed = False
         self.filled: tuple[str, ...] = ()
+        self._agreed = 0
+        self._round: asyncio.Future[Any] | None = None
 
     async def agree(self, error: BaseException | None = None, reads: int = 0) -> bool:
         """Tell the others that this rank is well, or what has happened to it.
+
+        Who is cancelled meanwhile goes; `see_out` then tells the others.
 
         Args:
             error: what has happened.
@@ -54,18 +62,33 @@ class Gathering:
             AiockptError: a rank has failed, or is gone; the message names it.
         """
         mine = (socket.gethostname(), reads) if error is None else error
-        same = False
-        with anyio.CancelScope(shield=True):
-            try:
-                same = await self._coordinator.round("load", self.what, mine, _who_reads_the_same)
-            except BaseException as exc:
-                self.failed = True
-                if isinstance(exc, LoadError):
-                    exc.placed = self.filled
-                if error is not None:
-                    exc.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})
-                raise
+        round_ = self._coordinator.round("load", self.what, mine, _who_reads_the_same)
+        self._round = asyncio.ensure_future(self._counted(round_))
+        try:
+            same: bool = await asyncio.shield(self._round)
+        except LoadError as exc:
+            exc.placed = self.filled
+            if error is not None:
+                exc.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})
+            raise
         return same
+
+    async def _counted(self, round_: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            reply = await round_
+        except BaseException:
+            self.failed = True
+            raise
+        self._agreed += 1
+        return reply
+
+    async def see_out(self) -> None:
+        """Take part in what is left of a load that this rank has left."""
+        with contextlib.suppress(AiockptError):
+            if self._round is not None:
+                await self._round
+            if self._agreed < _ROUNDS and not self.failed:
+                await self.agree(LoadError(f"{self.what} was cancelled"))
 
 
 async def load_together(
@@ -76,32 +99,52 @@ async def load_together(
 ) -> Any:
     """Load with the other ranks.
 
+    Who is cancelled while it waits for the others goes at once; the others are told in the background.
+
     Args:
         gathering: this load.
         turn: lets one load of all ranks go on at a time, in the order of the calls, which is the same on every rank.
         load: loads, and agrees once with the others before it changes anything; None if it can't even begin.
         refusal: why not.
     """
-    with anyio.CancelScope(shield=True):  # a rank that leaves alone would leave the others waiting
-        await turn.acquire()
+    mine = asyncio.ensure_future(turn.acquire())
     try:
-        try:
-            if load is None:
-                raise refusal or LoadError(f"{gathering.what} was refused")
-            result = await load(gathering)
-        except BaseException as exc:
-            if gathering.failed:
-                raise
-            await gathering.agree(_told(exc, gathering.what))
-            raise
-        await gathering.agree()
-        return result
+        await asyncio.shield(mine)
+        result = await _in_turn(gathering, load, refusal)
+    except asyncio.CancelledError:
+        leaving = asyncio.ensure_future(_leave(gathering, mine, turn))
+        _leaving.add(leaving)
+        leaving.add_done_callback(_leaving.discard)
+        raise
+    except BaseException:
+        turn.release()
+        raise
+    turn.release()
+    return result
+
+
+async def _in_turn(
+    gathering: Gathering, load: Callable[[Gathering], Awaitable[Any]] | None, refusal: BaseException | None
+) -> Any:
+    try:
+        if load is None:
+            raise refusal or LoadError(f"{gathering.what} was refused")
+        result = await load(gathering)
+    except Exception as exc:
+        if not gathering.failed:
+            await gathering.agree(exc)
+        raise
+    await gathering.agree()
+    return result
+
+
+async def _leave(gathering: Gathering, mine: asyncio.Future[Any], turn: asyncio.Lock) -> None:
+    """Tell the others that this rank has left, when they come."""
+    await mine
+    try:
+        await gathering.see_out()
     finally:
         turn.release()
-
-
-def _told(error: BaseException, what: str) -> BaseException:
-    return error if isinstance(error, Exception) else LoadError(f"{what} was cancelled")
 
 
 async def _who_reads_the_same(readers: Sequence[tuple[str, int]]) -> list[bool]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner
     from aiockpt.planning.plans import SavePlan
-    from aiockpt.save_together import WorldTools
+    from aiockpt.save_leading import WorldTools
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
     from aiockpt.storage.base import Transaction

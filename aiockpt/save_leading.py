@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
@@ -15,11 +17,36 @@ from aiockpt.save_summary import world_manifest
 from aiockpt.world_messages import Call, Orders, Summary
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from aiockpt.coordination.base import Coordinator
     from aiockpt.job import SaveJob
+    from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.storage.base import Transaction
     from aiockpt.threads import Workers
+
+_ALIKE = {"overwrite": "overwrite", "decentralized": "decentralized planning", "form": "the form (io_threads, hints)"}
+
+
+@dataclass(slots=True)
+class WorldTools:
+    """What belongs to an engine that saves together with others.
+
+    Attributes:
+        coordinator: the way to the other ranks.
+        planner: plans this rank's share.
+        decentralized: whether each rank decides alone what it writes.
+        books: on rank 0, for each form the plan of all ranks that was made last.
+        tokens: on rank 0, numbers for plans, none of which is given twice.
+        met: whether the ranks have found each other for the second rounds as well.
+    """
+
+    coordinator: Coordinator
+    planner: WorldPlanner
+    decentralized: bool = False
+    books: dict[str, WorldBook] = field(default_factory=dict)
+    tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    met: bool = False
 
 
 class Leading:
@@ -28,7 +55,7 @@ class Leading:
     Args:
         job: the save, as rank 0 has it.
         form: the name of its form.
-        books: for each form the plan of all ranks that was made last; is added to.
+        world: the plans that are kept, and numbers for new ones.
         compute: threads to plan in.
         io: threads to write in.
 
@@ -36,11 +63,12 @@ class Leading:
         transaction: what was begun.
     """
 
-    def __init__(self, job: SaveJob, form: str, books: dict[str, WorldBook], compute: Workers, io: Workers) -> None:
+    def __init__(self, job: SaveJob, form: str, world: WorldTools, compute: Workers, io: Workers) -> None:
         self.transaction: Transaction | None = None
         self._job = job
         self._form = form
-        self._books = books
+        self._books = world.books
+        self._tokens = world.tokens
         self._compute = compute
         self._io = io
         # Of this save: the next one may be planned otherwise before this one is published.
@@ -57,7 +85,7 @@ class Leading:
         self._check_alike(calls)
         book = self._books.get(self._form)
         fresh = book is None or any(call.token != book.token for call in calls)
-        self._token = (book.token if book is not None else 0) + fresh
+        self._token = book.token if book is not None and not fresh else next(self._tokens)
         if fresh and calls[0].decentralized:
             book = None
         elif fresh:
@@ -74,11 +102,11 @@ class Leading:
 
     def _check_alike(self, calls: Sequence[Call]) -> None:
         for rank, call in enumerate(calls):
-            for name in ("overwrite", "decentralized"):
+            for name, what in _ALIKE.items():
                 mine, theirs = getattr(calls[0], name), getattr(call, name)
                 if mine != theirs:
                     raise SaveError(
-                        f"{name} is {mine} on rank 0 but {theirs} on rank {rank}; all ranks must pass the same"
+                        f"{what} is {mine} on rank 0 but {theirs} on rank {rank}; all ranks must pass the same"
                     )
 
     async def _plan(self, book: WorldBook | None, calls: Sequence[Call]) -> WorldBook | None:
@@ -101,6 +129,9 @@ class Leading:
         transaction, job = self.transaction, self._job
         if transaction is None:
             raise RuntimeError("a save can't be published before it has begun")
+        for rank, written in enumerate(results):
+            if written.token != self._token:
+                raise SaveError(f"rank {rank} has written by another plan than rank 0 has; nothing was published")
         if self._book is None:  # each rank has decided alone what it writes
             self._book = self._books[self._form] = await self._compute.run(book_of_written, self._token, results)
         book = self._book

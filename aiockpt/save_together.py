@@ -8,7 +8,6 @@ to the second, where all fail with it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,7 +17,7 @@ from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, 
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.world_book import Written
 from aiockpt.planning.world_planner import holdings_of, places_of
-from aiockpt.save_leading import Leading
+from aiockpt.save_leading import Leading, WorldTools
 from aiockpt.save_summary import world_result
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.world_messages import Call, Orders, Summary
@@ -26,35 +25,14 @@ from aiockpt.world_messages import Call, Orders, Summary
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiockpt.coordination.base import Coordinator
     from aiockpt.handle import SaveResult
     from aiockpt.job import SaveJob
     from aiockpt.planning.dcp_plan import DcpForm
     from aiockpt.planning.holdings import Holdings
     from aiockpt.planning.plans import SavePlan
-    from aiockpt.planning.world_book import WorldBook
-    from aiockpt.planning.world_planner import Offer, WorldPlanner
+    from aiockpt.planning.world_planner import Offer
     from aiockpt.storage.base import Transaction
     from aiockpt.threads import Workers
-
-
-@dataclass(slots=True)
-class WorldTools:
-    """What belongs to an engine that saves together with others.
-
-    Attributes:
-        coordinator: the way to the other ranks.
-        planner: plans this rank's share.
-        decentralized: whether each rank decides alone what it writes.
-        books: on rank 0, for each form the plan of all ranks that was made last.
-        met: whether the ranks have found each other for the second rounds as well.
-    """
-
-    coordinator: Coordinator
-    planner: WorldPlanner
-    decentralized: bool = False
-    books: dict[str, WorldBook] = field(default_factory=dict)
-    met: bool = False
 
 
 class TogetherCourse(Course):
@@ -80,8 +58,9 @@ class TogetherCourse(Course):
         self._io = io
         self._what = f"the save of {job.path}"
         self._transaction: Transaction | None = None
-        self._leading = Leading(job, form.name, world.books, compute, io)
+        self._leading = Leading(job, form.name, world, compute, io)
         self._ticket = ""
+        self._token = 0
         self._tell_places = False
         self._holdings: Holdings | None = None
         self._over = False
@@ -97,7 +76,7 @@ class TogetherCourse(Course):
             if orders.ticket is None:
                 mine, offer = await self._look(again=False)
                 orders = await self._first_round(mine)
-        self._ticket, self._tell_places = orders.ticket or "", orders.tell_places
+        self._ticket, self._token, self._tell_places = orders.ticket or "", orders.token, orders.tell_places
         try:
             return await self._share(offer, orders)
         except BaseException as exc:
@@ -125,7 +104,7 @@ class TogetherCourse(Course):
                 holdings = await self._compute.run(holdings_of, offer.survey, job.capture)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        return Call(job.overwrite, self._world.decentralized, offer.token, holdings), offer
+        return Call(job.overwrite, self._world.decentralized, self._form.name, offer.token, holdings), offer
 
     async def _first_round(self, mine: Call | BaseException) -> Orders:
         orders: Orders = await self._world.coordinator.round(
@@ -166,7 +145,7 @@ class TogetherCourse(Course):
             await transaction.commit()
         places = places_of(plan.layout) if self._tell_places else None
         objects = dict(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
-        mine = Written(transferred.files, sum(map(len, transferred.crcs)), objects, places, self._holdings)
+        mine = Written(transferred.files, sum(map(len, transferred.crcs)), objects, places, self._holdings, self._token)
         summary: Summary = await self._last_round(mine)
         return world_result(self._job, transferred.files, transferred.times_s, summary)
 

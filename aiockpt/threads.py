@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import anyio
@@ -39,6 +40,50 @@ def _step_back(nice: int) -> None:
         with contextlib.suppress(OSError):  # not allowed here, and then not needed
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+
+
+class LoneThread(Executor):
+    """One thread that runs functions in order, and that nobody waits for when the process ends.
+
+    For waits that can't be called off: those for other processes. It starts when it is first needed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a function after those that were submitted before."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = fn(*args, **kwargs)
+                except BaseException as exc:  # delivered to who waits
+                    future.set_exception(exc)
+                else:
+                    future.set_result(result)
+
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._work.put(run)
+        return future
+
+    def _serve(self) -> None:
+        while (run := self._work.get()) is not None:
+            run()
+            del run
+
+    def end(self, timeout_s: float) -> bool:
+        """End the thread when it has done what was submitted; tell whether it has ended in time. Blocks."""
+        self._work.put(None)
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
 
 class Workers:

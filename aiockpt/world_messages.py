@@ -19,12 +19,14 @@ class Call:
     Attributes:
         overwrite: as the caller said.
         decentralized: whether it decides alone what it writes.
+        form: the name of the form to save in.
         token: the plan of all ranks that the rank's kept layout belongs to, if that may serve.
         holdings: what the rank has, where it does not, and rank 0 is to decide.
     """
 
     overwrite: bool
     decentralized: bool
+    form: str
     token: int | None
     holdings: Holdings | None = field(repr=False)
 

@@ -91,7 +91,8 @@ class Coordinator:
         world, book = self._world, self.book
         token = book.token if book is not None else None
         calls = self._heard(
-            clock, (Call(False, False, token, None if token else holdings(world, rank)) for rank in range(world.ranks))
+            clock,
+            (Call(False, False, "dcp", token, None if token else holdings(world, rank)) for rank in range(world.ranks)),
         )
         if book is None:
             plan = clock("plan", plan_world, [call.holdings for call in calls])

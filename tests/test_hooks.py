@@ -82,3 +82,16 @@ async def test_a_save_that_is_cancelled_while_its_hook_runs_leaves_nothing(tmp_p
             await handles[0]
         assert await handles[0].cancel()
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.asyncio
+async def test_a_hook_that_wants_to_end_the_program_undoes_nothing(tmp_path: Path) -> None:
+    def ends(where: str) -> None:
+        raise SystemExit(3)
+
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        result = await ckpt.save(STATE, tmp_path / "c", post_commit=ends)
+        assert isinstance(result.post_commit_error.__cause__, SystemExit)
+        with pytest.raises(aiockpt.SaveError, match=r"pre_commit hook of .* failed: SystemExit"):
+            await ckpt.save(STATE, tmp_path / "d", pre_commit=ends)
+        assert [path.name for path in tmp_path.iterdir()] == ["c"]

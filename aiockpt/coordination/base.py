@@ -112,6 +112,9 @@ class Coordinator(ABC):
             CoordinationError: a rank is gone or did not come in time.
         """
 
+    def abandon(self) -> None:
+        """Let rounds that are on, and those to come, fail here instead of waiting. From any thread; does not block."""
+
     @abstractmethod
     def close(self) -> None:
         """Let go of threads and connections. Blocks; idempotent."""

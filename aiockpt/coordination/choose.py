@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed
 
+from aiockpt.errors import CoordinationError
+
 if TYPE_CHECKING:
     from aiockpt.coordination.base import Coordinator
 
@@ -29,19 +31,35 @@ def check_group(group: object) -> None:
         raise TypeError(f"process_group must be a torch.distributed.ProcessGroup, 'default' or None, not {group!r}")
 
 
-def choose_coordinator(group: ProcessGroupLike, timeout_s: float) -> Coordinator | None:
+def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distributed: bool) -> Coordinator | None:
     """Give the way to the other ranks, or None where there are none. Does not communicate.
 
     Args:
         group: the ranks that save together.
         timeout_s: how long to wait for the others, in seconds.
+        was_distributed: whether the program was distributed when the group was named.
+
+    Raises:
+        CoordinationError: it was, and is no longer.
     """
-    distributed = torch.distributed
-    if group is None or not (distributed.is_available() and distributed.is_initialized()):
+    if group is None:
         return None
+    if not is_distributed():
+        if group == "default" and not was_distributed:
+            return None
+        raise CoordinationError(
+            "the process group was destroyed before the checkpointer's first use, so this rank would save alone: save "
+            "before destroy_process_group(), or make a checkpointer with process_group=None"
+        )
+    distributed = torch.distributed
     chosen = distributed.group.WORLD if group == "default" else group
     if chosen is None or chosen.size() == 1:
         return None
     from aiockpt.coordination.process_group import ProcessGroupCoordinator
 
     return ProcessGroupCoordinator(chosen, timeout_s=timeout_s)
+
+
+def is_distributed() -> bool:
+    """Tell whether the program has initialised ``torch.distributed``."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

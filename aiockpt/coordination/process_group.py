@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import pickle
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
@@ -15,7 +17,7 @@ from aiockpt.coordination.leader import Leader
 from aiockpt.coordination.meeting import Place
 from aiockpt.coordination.verdict import Brought, coordination_trouble, gone_text, judge
 from aiockpt.errors import CoordinationError
-from aiockpt.threads import Workers
+from aiockpt.threads import LoneThread
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -24,7 +26,11 @@ if TYPE_CHECKING:
 
     from aiockpt.coordination.verdict import Arrival
 
+logger = logging.getLogger("aiockpt")
+
 T = TypeVar("T")
+
+_END_S = 5.0
 
 
 @dataclass(slots=True)
@@ -32,7 +38,7 @@ class _Way:
     """What one lane has of its own: a thread, the order of its rounds, and links made in the first of them."""
 
     lane: Lane
-    workers: Workers
+    thread: LoneThread
     turn: anyio.Lock = field(default_factory=anyio.Lock)
     leader: Leader | None = None
     follower: Follower | None = None
@@ -72,8 +78,10 @@ class ProcessGroupCoordinator(Coordinator):
         self._timeout_s = timeout_s
         self._gone: dict[int, str] = {}
         self._ways: dict[Lane, _Way] = {
-            lane: _Way(lane, Workers(1, f"aiockpt-ranks-{lane}")) for lane in get_args(Lane)
+            lane: _Way(lane, LoneThread(f"aiockpt-ranks-{lane}")) for lane in get_args(Lane)
         }
+        self._abandoned = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def leader_lives(self) -> bool:
@@ -89,16 +97,43 @@ class ProcessGroupCoordinator(Coordinator):
         undo: Callable[[], Awaitable[None]] | None = None,
     ) -> Any:
         """Agree; see `Coordinator.round`."""
+        self._loop = asyncio.get_running_loop()
         return await _to_its_end(self._in_turn(self._ways[lane], what, mine, decide, undo))
 
+    def abandon(self) -> None:
+        """Stop waiting for other ranks; see `Coordinator.abandon`."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits in it
+                self._loop.call_soon_threadsafe(self._abandoned.set)
+
     def close(self) -> None:
-        """Let go of threads and connections. Blocks until the rounds that are on have ended; idempotent."""
+        """Let go of threads and connections. Blocks for a few seconds at most; idempotent.
+
+        A thread that still waits for another rank is left behind until it gives up; it does not hold up the
+        process's end.
+        """
         for way in self._ways.values():
-            way.workers.close()
+            if not way.thread.end(_END_S):
+                logger.warning("a thread that waits for other ranks is left behind; they have not come")
+                continue
             for side in (way.leader, way.follower):
                 if side is not None:
                     side.close()
             way.leader = way.follower = None
+
+    async def _run(self, way: _Way, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in the lane's thread; go on without it when the round is abandoned."""
+        hop = asyncio.get_running_loop().run_in_executor(way.thread, function, *args)
+        leave = asyncio.ensure_future(self._abandoned.wait())
+        either: list[asyncio.Future[Any]] = [hop, leave]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leave.cancel()
+        if hop.done():
+            return hop.result()
+        hop.cancel()
+        raise CoordinationError("this rank's checkpointer was closed while it waited for the other ranks")
 
     async def _in_turn(
         self,
@@ -115,7 +150,7 @@ class ProcessGroupCoordinator(Coordinator):
             if verdict.trouble is not None:
                 verdict = await self._undone(verdict.trouble, verdict.cause, undo)
             if way.leader is not None:
-                await way.workers.run(way.leader.answer, what, verdict.messages)
+                await self._run(way, way.leader.answer, what, verdict.messages)
             if verdict.trouble is not None:
                 raise _with_note(error_of(verdict.trouble, what, verdict.cause), mine)
             return verdict.replies[0]
@@ -125,7 +160,7 @@ class ProcessGroupCoordinator(Coordinator):
     ) -> _Verdict:
         """Hear every rank, and decide when there is no trouble. Never raises."""
         try:
-            arrivals = [_brought(0, what, mine), *await way.workers.run(self._collect, way, what)]
+            arrivals = [_brought(0, what, mine), *await self._run(way, self._collect, way, what)]
         except Exception as exc:
             trouble = coordination_trouble(0, f"rank 0 could not reach the other ranks for {what}: {exc}")
             return _Verdict(trouble=trouble, cause=exc)
@@ -161,7 +196,7 @@ class ProcessGroupCoordinator(Coordinator):
         except Exception as exc:  # it can't be pickled
             mine = exc
             message = pickle.dumps(_brought(self.rank, what, mine))
-        reply = pickle.loads(await way.workers.run(self._ask, way, what, message))
+        reply = pickle.loads(await self._run(way, self._ask, way, what, message))
         if not isinstance(reply, Trouble):
             return reply[0]
         is_mine = isinstance(mine, BaseException) and reply.rank == self.rank and reply.kind != "CoordinationError"

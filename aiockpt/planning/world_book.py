@@ -32,6 +32,7 @@ class Written:
         objects: for each leaf that is an object of the share, where it is.
         places: where the tensor items are; None where rank 0 knows it from an earlier save.
         holdings: what the rank has, where it has decided alone to write all of that.
+        token: the plan of all ranks that it was written by.
     """
 
     files: dict[str, FileFacts]
@@ -39,6 +40,7 @@ class Written:
     objects: dict[int, ItemPlace]
     places: ItemPlaces | None = field(repr=False)
     holdings: Holdings | None = field(repr=False, default=None)
+    token: int = 0
 
 
 class WorldBook:
@@ -129,6 +131,9 @@ def book_of_written(token: int, results: Sequence[Written]) -> WorldBook:
     Raises:
         SaveError: they contradict each other.
     """
+    silent = next((rank for rank, written in enumerate(results) if written.holdings is None), None)
+    if silent is not None:
+        raise SaveError(f"rank {silent} has not said what it has written; nothing was published")
     ranks = [replace(written.holdings, tied={}) for written in results if written.holdings is not None]
     shares = [list(range(len(held.names))) for held in ranks]
     return WorldBook(token, ranks, replace(plan_world(ranks), shares=shares))

@@ -10,6 +10,7 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.errors import SaveError
 from aiockpt.format.garbage import few_collections
 from aiockpt.planning.holdings import Holder, Holdings, PartForm
 from aiockpt.planning.spreads import Found, Spread, find
@@ -107,8 +108,38 @@ def plan_world(ranks: Sequence[Holdings]) -> WorldPlan:
             )
             tensors[name] = WorldTensor(spread.form.dtype, spread.form.shape, spread.cut, *chosen)
         paths = {name: ranks[each.spread.first[0]].paths[_first_leaf(each)] for name, each in found.items()}
+        _check_paths(ranks, found, paths)
         shares = _shares(len(ranks), writers, objects)
         return WorldPlan(tensors, objects, paths, _containers(ranks, found), shares)
+
+
+def _check_paths(ranks: Sequence[Holdings], found: Mapping[str, Found], paths: Mapping[str, ObjPath]) -> None:
+    """Check that the ranks' state dicts are parts of one."""
+    leaves = dict(zip(paths.values(), paths, strict=True))
+    containers: dict[ObjPath, ObjPath] = {}
+    for name, path in paths.items():
+        for depth in range(len(path) - 1, 0, -1):
+            if path[:depth] in containers:
+                break
+            containers[path[:depth]] = path
+            if path[:depth] in leaves:
+                other = leaves[path[:depth]]
+                raise SaveError(
+                    f"{name} is within {other}, which is a value of its own on another rank: "
+                    f"{_on(name, found)}, {_on(other, found)}; rename one"
+                )
+    seen: set[int] = set()
+    for rank, held in enumerate(ranks):
+        if id(held.paths) in seen:
+            continue  # many ranks share one list
+        seen.add(id(held.paths))
+        for name, path in zip(held.names, held.paths, strict=True):
+            if path != paths[name]:
+                raise SaveError(f"{name} is at {path} of the state dict on rank {rank} but at {paths[name]} on another")
+
+
+def _on(name: str, found: Mapping[str, Found]) -> str:
+    return f"{name} is on rank {found[name].spread.first[0]}"
 
 
 def _first_leaf(found: Found) -> int:
