@@ -1,30 +1,39 @@
-"""An asyncio-native checkpoint engine for PyTorch, in DCP's own file format."""
+"""An asyncio-native checkpoint engine for PyTorch, in DCP's own file format.
 
-from aiockpt._version import __version__
-from aiockpt.checkpointer import AsyncCheckpointer, open
-from aiockpt.entry_info import ChunkInfo, ObjectInfo, TensorInfo
-from aiockpt.errors import (
-    AiockptError,
-    CheckpointerClosedError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    CommitError,
-    CoordinationError,
-    CorruptCheckpointError,
-    LoadError,
-    MissingKeysError,
-    SaveCancelledError,
-    SaveError,
-    ShapeMismatchError,
-    StageError,
-    TornSnapshotError,
-    UnsafeCheckpointError,
-    WriteError,
-)
-from aiockpt.handle import Completion, ProgressEvent, SaveHandle, SaveResult
-from aiockpt.reader import CheckpointReader, SyncCheckpointReader
-from aiockpt.sync_checkpointer import SyncCheckpointer
-from aiockpt.verify_report import Problem, VerifyReport
+The public names are imported when they are first used: a process that only writes files needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiockpt._version import __version__
+    from aiockpt.checkpointer import AsyncCheckpointer, open
+    from aiockpt.entry_info import ChunkInfo, ObjectInfo, TensorInfo
+    from aiockpt.errors import (
+        AiockptError,
+        CheckpointerClosedError,
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        CommitError,
+        CoordinationError,
+        CorruptCheckpointError,
+        LoadError,
+        MissingKeysError,
+        SaveCancelledError,
+        SaveError,
+        ShapeMismatchError,
+        StageError,
+        TornSnapshotError,
+        UnsafeCheckpointError,
+        WriteError,
+    )
+    from aiockpt.handle import Completion, ProgressEvent, SaveHandle, SaveResult
+    from aiockpt.reader import CheckpointReader, SyncCheckpointReader
+    from aiockpt.sync_checkpointer import SyncCheckpointer
+    from aiockpt.verify_report import Problem, VerifyReport
 
 __all__ = [
     "AiockptError",
@@ -59,3 +68,45 @@ __all__ = [
     "__version__",
     "open",
 ]
+
+_HOMES = {
+    "_version": ("__version__",),
+    "checkpointer": ("AsyncCheckpointer", "open"),
+    "entry_info": ("ChunkInfo", "ObjectInfo", "TensorInfo"),
+    "errors": (
+        "AiockptError",
+        "CheckpointExistsError",
+        "CheckpointNotFoundError",
+        "CheckpointerClosedError",
+        "CommitError",
+        "CoordinationError",
+        "CorruptCheckpointError",
+        "LoadError",
+        "MissingKeysError",
+        "SaveCancelledError",
+        "SaveError",
+        "ShapeMismatchError",
+        "StageError",
+        "TornSnapshotError",
+        "UnsafeCheckpointError",
+        "WriteError",
+    ),
+    "handle": ("Completion", "ProgressEvent", "SaveHandle", "SaveResult"),
+    "reader": ("CheckpointReader", "SyncCheckpointReader"),
+    "sync_checkpointer": ("SyncCheckpointer",),
+    "verify_report": ("Problem", "VerifyReport"),
+}
+_HOME_OF = {name: f"aiockpt.{home}" for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,8 +13,9 @@ from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Load
 from aiockpt.format.checks import check_index
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
 from aiockpt.format.indexed_entries import IndexedEntries
-from aiockpt.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
-from aiockpt.format.metadata import METADATA_NAME, decode_metadata
+from aiockpt.format.manifest_reader import decode_manifest
+from aiockpt.format.metadata import decode_metadata
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.safetensors import HEADER_PROBE_BYTES, decode_header, header_end, with_shared_names
 from aiockpt.format.safetensors_set import decode_shard_index, merge_shards
 from aiockpt.format.torchsave import holds_tensors, read_torch_file
@@ -23,6 +24,7 @@ from aiockpt.planning.tree import StructureError, flatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from aiockpt.format.manifest import Manifest
     from aiockpt.storage.base import Source
 
 _SHARD_INDEX = ".safetensors.index.json"

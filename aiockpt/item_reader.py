@@ -13,7 +13,7 @@ import anyio.lowlevel
 import torch
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.objects import decode_object
 from aiockpt.format.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.ziparchive import FramingError

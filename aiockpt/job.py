@@ -11,7 +11,7 @@ import anyio
 import torch
 
 from aiockpt.errors import SaveError, TornSnapshotError
-from aiockpt.format.safetensors_writer import SUFFIX
+from aiockpt.format.names import SUFFIX
 from aiockpt.handle import Completion, SaveHandle
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.safetensors_plan import SafetensorsForm

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -14,22 +14,18 @@ import anyio.lowlevel
 
 from aiockpt.course import Transferred
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, TornSnapshotError
-from aiockpt.format.manifest import FileFacts
 from aiockpt.handle import Phase, ProgressEvent
 from aiockpt.hooks import run_hook
 from aiockpt.planning.dcp_plan import DcpForm
-from aiockpt.planning.layout import BLOCK_BYTES, Sealer, align_up
 from aiockpt.save_alone import AloneCourse
 from aiockpt.save_part import PartCourse
 from aiockpt.save_together import TogetherCourse
 from aiockpt.staging.base import Done, LayoutMismatchError
-from aiockpt.transfer import Filled, Later, Leases, Router
+from aiockpt.transfer import Filled, Leases, Router
+from aiockpt.writing import Part, Writing, WritingTools
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
-    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
     from aiockpt.course import Course
     from aiockpt.handle import SaveResult
@@ -41,10 +37,11 @@ if TYPE_CHECKING:
     from aiockpt.save_leading import WorldTools
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
-    from aiockpt.storage.base import Transaction
     from aiockpt.threads import Workers
 
 logger = logging.getLogger("aiockpt")
+
+Put = Callable[[Filled], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -132,8 +129,6 @@ class _Save:
         self._total_bytes = 0
         self._planned_s = 0.0
         self._staged_s = 0.0
-        self._files: dict[str, FileFacts] = {}
-        self._sealers: list[Sealer] = []
         self._images_left = 0
 
     async def run(self) -> SaveResult:
@@ -148,7 +143,6 @@ class _Save:
         # A tensor is not what the kept layout says, though it has the same name: plan from the beginning.
         self._course.forget()
         self._staged_bytes = self._written_bytes = 0
-        self._files.clear()
         try:
             return await self._attempt(previous)
         except* LayoutMismatchError:
@@ -169,14 +163,13 @@ class _Save:
             if previous is not None:
                 await previous.staging_over.wait()
             self._tools.reserve(self._total_bytes)
-            await self._transfer(plan, previous)
+            writing = await self._transfer(plan, previous)
             self._report("written")
             if job.pre_commit is not None:
                 await self._tools.io_workers.run(run_hook, job.pre_commit, job.path, "pre_commit")
                 await anyio.lowlevel.checkpoint_if_cancelled()
-            crcs = [sealer.crcs for sealer in self._sealers]
             with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
-                result = await course.finish(Transferred(plan, self._files, crcs, self._times_s()))
+                result = await course.finish(Transferred(plan, writing.files, writing.crcs, self._times_s()))
         except BaseException as exc:
             with anyio.CancelScope(shield=True):
                 error = await course.fail(_unwrapped(exc))
@@ -195,10 +188,7 @@ class _Save:
             return replace(result, post_commit_error=exc)
         return result
 
-    async def _begin(self, ready: Later[Transaction]) -> None:
-        ready.set(await self._course.begin())
-
-    async def _transfer(self, plan: SavePlan, previous: SaveJob | None) -> None:
+    async def _transfer(self, plan: SavePlan, previous: SaveJob | None) -> Writing:
         """Stage and write all files. Staging waits for nothing but staging memory."""
         job = self._job
         layout = plan.layout
@@ -207,50 +197,61 @@ class _Save:
         self._images_left = len(layout.images)
         if not layout.images:
             job.issued.set()
-        # So many files at a time, in order: the first of them can always go on, whatever chunks the others hold.
-        filling, writing_to = (anyio.Semaphore(self._tools.io_workers.count) for _ in range(2))
-        self._sealers = [Sealer(image, head) for image, head in zip(layout.images, plan.heads, strict=True)]
-        transaction: Later[Transaction] = Later()
-        async with Leases(self._tools.pool) as leases, anyio.create_task_group() as writing:
-            writing.start_soon(self._begin, transaction)
+        writing = self._writing(plan, previous)
+        # So many files at a time, in order, as they are written.
+        turn = anyio.Semaphore(self._tools.io_workers.count)
+        async with Leases(self._tools.pool) as leases, anyio.create_task_group() as tasks:
+            writing.start(tasks)
             async with anyio.create_task_group() as staging:
-                for image, sealer in zip(layout.images, self._sealers, strict=True):
-                    filled_in, filled_out = anyio.create_memory_object_stream[Filled](math.inf)
-                    sealed_in, sealed_out = anyio.create_memory_object_stream[Filled](1)
-                    staging.start_soon(self._stage, image, router, leases, filled_in, filling)
-                    writing.start_soon(self._seal, image, sealer, filled_out, sealed_in)
-                    name = "" if plan.is_single_file else image.name
-                    writing.start_soon(self._write, image, name, transaction, sealed_out, previous, writing_to)
+                for number, image in enumerate(layout.images):
+                    put = partial(self._pass_on, writing, number)
+                    staging.start_soon(self._stage, image, router, leases, put, partial(writing.end, number), turn)
             await self._tools.copy_workers.run(job.check_for_changes)
             self._staged_s = job.handle._elapsed()
             job.capture.release()
             job.staging_over.set()
             self._report("staged")
             job.handle.staged._settle(None)
+        return writing
+
+    def _writing(self, plan: SavePlan, previous: SaveJob | None) -> Writing:
+        async def turn() -> None:
+            if previous is not None:
+                await previous.over.wait()
+
+        images = plan.layout.images
+        names = [""] if plan.is_single_file else [image.name for image in images]
+        tools = WritingTools(self._tools.seal_workers, self._tools.io_workers)
+        return Writing(images, plan.heads, names, tools, self._course.begin, turn, self._wrote)
+
+    def _wrote(self, nbytes: int) -> None:
+        self._written_bytes += nbytes
+        self._report("writing")
 
     async def _stage(
         self,
         image: FileImage,
         router: Router,
         leases: Leases,
-        send: MemoryObjectSendStream[Filled],
+        put: Put,
+        end: Callable[[], None],
         turn: anyio.Semaphore,
     ) -> None:
         """Fill the chunks of one file, in order, as the pool gives them out."""
-        with send:
+        try:
             async with turn:
-                await self._fill(image, router, leases, send)
+                await self._fill(image, router, leases, put)
+        finally:
+            end()
 
-    async def _fill(
-        self, image: FileImage, router: Router, leases: Leases, send: MemoryObjectSendStream[Filled]
-    ) -> None:
+    async def _fill(self, image: FileImage, router: Router, leases: Leases, put: Put) -> None:
         step = self._tools.pool.chunk_bytes
         before: Filled | None = None
         for start in range(0, max(image.nbytes, 1), step):
             stop = min(start + step, image.nbytes)
             if before is not None and (isinstance(before.pending, Done) or not leases.available):
                 # Never wait for a chunk while holding one that could be written and given back.
-                await self._pass_on(before, send)
+                await put(before)
                 before = None
             lease = await leases.acquire()
             filled = Filled(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
@@ -260,58 +261,17 @@ class _Save:
                 if self._images_left == 0:
                     self._job.issued.set()
             if before is not None:
-                await self._pass_on(before, send)
+                await put(before)
             before = filled
         if before is not None:
-            await self._pass_on(before, send)
+            await put(before)
 
-    async def _pass_on(self, filled: Filled, send: MemoryObjectSendStream[Filled]) -> None:
+    async def _pass_on(self, writing: Writing, number: int, filled: Filled) -> None:
         await filled.pending.wait()
         self._staged_bytes += filled.stop - filled.start
         self._report("staging")
-        with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this task too
-            send.send_nowait(filled)
-
-    async def _seal(
-        self,
-        image: FileImage,
-        sealer: Sealer,
-        receive: MemoryObjectReceiveStream[Filled],
-        send: MemoryObjectSendStream[Filled],
-    ) -> None:
-        """Complete the chunks of one file, one ahead of the writing."""
-        with receive, send:
-            async for filled in receive:
-                view = filled.lease.chunk.view
-                await self._tools.seal_workers.run(sealer.seal, view, filled.start, filled.stop)
-                if filled.stop == image.nbytes:
-                    self._files[image.name] = FileFacts(image.nbytes, sealer.file_crc)
-                with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
-                    await send.send(filled)
-
-    async def _write(
-        self,
-        image: FileImage,
-        name: str,
-        transaction: Later[Transaction],
-        receive: MemoryObjectReceiveStream[Filled],
-        previous: SaveJob | None,
-        turn: anyio.Semaphore,
-    ) -> None:
-        """Write the chunks of one file as they come."""
-        with receive:
-            async with turn:
-                if previous is not None:
-                    await previous.over.wait()
-                sink = await (await transaction.get()).create(name, image.nbytes)
-                async for filled in receive:
-                    length = align_up(filled.stop - filled.start, BLOCK_BYTES)
-                    if length:
-                        await sink.write(filled.lease.chunk.view[:length])
-                    filled.lease.release()
-                    self._written_bytes += filled.stop - filled.start
-                    self._report("writing")
-                await sink.finish()
+        lease = filled.lease
+        writing.put(number, Part(lease.chunk.view, filled.start, filled.stop, lease.release))
 
     def _times_s(self) -> dict[str, float]:
         return {"captured": self._job.captured_s, "planned": self._planned_s, "staged": self._staged_s}

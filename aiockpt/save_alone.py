@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from isal.isal_zlib import crc32
-
 from aiockpt.course import Course, Transferred
+from aiockpt.ending import complete
 from aiockpt.errors import AiockptError
-from aiockpt.format.manifest import MANIFEST_NAME, FileFacts
-from aiockpt.save_summary import manifest_of, result_of
+from aiockpt.save_summary import ending_of, result_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aiockpt.handle import SaveResult
     from aiockpt.job import SaveJob
     from aiockpt.planning.planner import Planner
@@ -60,15 +56,11 @@ class AloneCourse(Course):
         transaction = self._transaction
         if transaction is None:
             raise RuntimeError("a save can't be finished before it has begun")
-        plan, files = transferred.plan, dict(transferred.files)
-        if not plan.is_single_file:
-            documents = await self._io.run(plan.documents)
-            files |= {name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}
-            times_s = {**transferred.times_s, "data_written": self._job.handle._elapsed()}
-            manifest = await self._io.run(manifest_of, self._job, plan, files, transferred.crcs, times_s)
-            await write_documents(transaction, {MANIFEST_NAME: manifest, **documents})
-        await transaction.commit()
-        return result_of(self._job, plan, files, transferred.times_s)
+        plan = transferred.plan
+        ending = await self._io.run(ending_of, self._job, plan)
+        times_s = {**transferred.times_s, "data_written": self._job.handle._elapsed()}
+        sizes = await complete(transaction, ending, transferred.files, transferred.crcs, times_s, self._io)
+        return result_of(self._job, plan, sizes, transferred.times_s)
 
     async def fail(self, error: BaseException) -> BaseException:
         """Remove what was written; should that fail too, say so on the error that led here."""
@@ -79,11 +71,3 @@ class AloneCourse(Course):
             except AiockptError as exc:
                 error.add_note(str(exc))
         return error
-
-
-async def write_documents(transaction: Transaction, documents: Mapping[str, bytes | bytearray]) -> None:
-    """Write small files, each as a whole."""
-    for name, data in documents.items():
-        sink = await transaction.create(name, len(data))
-        await sink.write(memoryview(data))
-        await sink.finish()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
+from aiockpt.ending import write_documents
 from aiockpt.errors import SaveError
-from aiockpt.format.manifest import MANIFEST_NAME, FileFacts
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.format.manifest import FileFacts
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.planning.world_book import WorldBook, Written, book_of, book_of_written, files_of
-from aiockpt.save_alone import write_documents
 from aiockpt.save_summary import world_manifest
 from aiockpt.world_messages import Call, Orders, Summary
 

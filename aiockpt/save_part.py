@@ -72,7 +72,8 @@ class PartCourse(Course):
             for slot in image.slots:
                 places[slot.leaf] = ItemPlace(image.name, slot.offset, slot.framing.length)
         places.update(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
-        return result_of(self._job, plan, transferred.files, transferred.times_s)
+        sizes = {name: facts.nbytes for name, facts in transferred.files.items()}
+        return result_of(self._job, plan, sizes, transferred.times_s)
 
     async def fail(self, error: BaseException) -> BaseException:
         """Remove the files; should that fail too, say so on the error that led here."""

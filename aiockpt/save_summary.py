@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiockpt._version import __version__
+from aiockpt.ending import Ending
 from aiockpt.format.manifest import FileFacts, Manifest, encode_manifest
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.handle import SaveResult
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from aiockpt.job import SaveJob
     from aiockpt.planning.plans import SavePlan
@@ -24,45 +25,29 @@ if TYPE_CHECKING:
 _WRITER = f"aiockpt {__version__} (torch {torch.__version__})"
 
 
-def manifest_of(
-    job: SaveJob,
-    plan: SavePlan,
-    files: Mapping[str, FileFacts],
-    crcs: Sequence[Sequence[int]],
-    times_s: Mapping[str, float],
-) -> bytes:
-    """Encode the manifest. Takes long the first time for many tensors.
-
-    Args:
-        job: the save.
-        plan: its plan.
-        files: every other file of the checkpoint.
-        crcs: for each image the CRC-32 of each slot's payload.
-        times_s: durations in seconds.
-    """
+def ending_of(job: SaveJob, plan: SavePlan) -> Ending | None:
+    """Encode what makes a checkpoint of the files with items; None if it is one file. Takes long for many tensors."""
+    if plan.is_single_file:
+        return None
     tensors, objects = _counts(plan)
-    images = {image.name: files[image.name] for image in plan.layout.images}  # in order
     manifest = Manifest(
         writer=_WRITER,
         created=_now(),
         metadata=job.metadata,
-        files={**images, **files},
         totals={
             "tensors": tensors,
             "objects": objects,
             "tensor_bytes": plan.layout.tensor_bytes,
             "file_bytes": plan.layout.nbytes,
         },
-        times_s=times_s,
         containers=job.capture.containers,
     )
-    return encode_manifest(manifest, plan.index(crcs))
+    return Ending([image.name for image in plan.layout.images], plan.documents(), manifest, plan.index())
 
 
-def result_of(job: SaveJob, plan: SavePlan, files: Mapping[str, FileFacts], times_s: Mapping[str, float]) -> SaveResult:
+def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: Mapping[str, float]) -> SaveResult:
     """Sum up a save that has been committed."""
     tensors, objects = _counts(plan)
-    sizes = {name: facts.nbytes for name, facts in files.items()}
     if plan.is_single_file:
         sizes = {job.path.rpartition("/")[2]: plan.layout.nbytes}
     return SaveResult(
@@ -71,7 +56,7 @@ def result_of(job: SaveJob, plan: SavePlan, files: Mapping[str, FileFacts], time
         tensor_bytes=plan.layout.tensor_bytes,
         tensors=tensors,
         objects=objects,
-        files=sizes,
+        files=dict(sizes),
         captured_s=times_s["captured"],
         planned_s=times_s["planned"],
         staged_s=times_s["staged"],

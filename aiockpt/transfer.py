@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Self
 
 import anyio
 import torch
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from aiockpt.staging.base import Pending, Stager
     from aiockpt.staging.pool import Chunk, ChunkPool, Lease
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
@@ -33,24 +31,6 @@ class Filled:
     start: int
     stop: int
     pending: Pending
-
-
-class Later(Generic[T]):
-    """A value that comes later, within the engine's loop."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-        self._values: list[T] = []
-
-    def set(self, value: T) -> None:
-        """Give the value to whoever waits for it."""
-        self._values.append(value)
-        self._event.set()
-
-    async def get(self) -> T:
-        """Wait for the value."""
-        await self._event.wait()
-        return self._values[0]
 
 
 class Leases:

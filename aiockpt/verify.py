@@ -13,8 +13,9 @@ from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Load
 from aiockpt.format.checks import check_index
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import Index, TensorEntry
-from aiockpt.format.manifest import MANIFEST_NAME, Manifest, decode_manifest
-from aiockpt.format.metadata import METADATA_NAME, decode_metadata
+from aiockpt.format.manifest_reader import decode_manifest
+from aiockpt.format.metadata import decode_metadata
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.index_reader import read_index
 from aiockpt.item_verifier import ItemVerifier
 from aiockpt.planning.inventory import Inventory
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiockpt.format.index import Entry
-    from aiockpt.format.manifest import FileFacts
+    from aiockpt.format.manifest import FileFacts, Manifest
     from aiockpt.storage.base import Source, Storage
     from aiockpt.threads import Workers
     from aiockpt.verify_report import ProblemKind

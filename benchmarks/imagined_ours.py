@@ -15,7 +15,7 @@ from isal.isal_zlib import crc32
 from aiockpt.coordination.verdict import Brought
 from aiockpt.format.index import ItemPlace
 from aiockpt.format.manifest import FileFacts
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.world_book import WorldBook, Written, files_of
 from aiockpt.planning.world_plan import Holdings, PartForm, plan_world
 from aiockpt.planning.world_planner import ItemPlaces

@@ -17,7 +17,8 @@ from aiockpt.dcp.described import DescribedCheckpoint, stored_item
 from aiockpt.dcp.plan_reading import PlanReading
 from aiockpt.errors import CheckpointNotFoundError, LoadError
 from aiockpt.format.checks import check_index
-from aiockpt.format.metadata import METADATA_NAME, decode_metadata
+from aiockpt.format.metadata import decode_metadata
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.index_reader import read_index
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.sync_checkpointer import SyncCheckpointer

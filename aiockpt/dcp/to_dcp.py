@@ -13,8 +13,7 @@ import anyio
 
 from aiockpt.dcp.torch_source import map_torch_file
 from aiockpt.errors import CheckpointExistsError, CommitError, LoadError
-from aiockpt.format.manifest import MANIFEST_NAME
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.publish import remove, sync_directory
 from aiockpt.storage.syscalls import rename_noreplace
 from aiockpt.sync_checkpointer import SyncCheckpointer

@@ -17,7 +17,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
-from aiockpt.format.torchzip import CRC
+from aiockpt.format.framing import CRC
 from aiockpt.format.ziparchive import FramingError, data_offset, read_directory
 from aiockpt.storage.publish import make_directories, sync_directory
 from aiockpt.storage.syscalls import allocate, rename_noreplace

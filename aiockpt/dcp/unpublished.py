@@ -14,8 +14,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
-from aiockpt.format.manifest import MANIFEST_NAME
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.publish import make_directories, remove, sync_directory
 from aiockpt.storage.syscalls import rename_noreplace
 

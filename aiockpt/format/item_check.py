@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
+from aiockpt.format.framing import CRC
 from aiockpt.format.tensor_item import parse_tensor_item
-from aiockpt.format.torchzip import CRC
 from aiockpt.format.ziparchive import FramingError, Record, data_offset, read_directory
 
 if TYPE_CHECKING:

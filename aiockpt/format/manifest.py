@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
 
-from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.manifest_index import decode_index
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiockpt.format.index import Index
 
-MANIFEST_NAME = ".aiockpt.json"
 FORMAT_VERSION = 1
 
-_SEAL = ',\n  "manifest_crc32": "'
+SEAL = ',\n  "manifest_crc32": "'
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -86,37 +82,7 @@ def encode_manifest(manifest: Manifest, index: str | None = None) -> bytes:
         body = json.dumps(document, indent=2).removesuffix("\n}")
     if index is not None:
         body += f',\n  "index": {index}'
-    return f'{body}{_SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
-
-
-def decode_manifest(data: bytes) -> Manifest:
-    """Read a manifest.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, was edited, or is of a later format than this program knows.
-    """
-    try:
-        body, _, seal = data.rpartition(_SEAL.encode())
-        document = json.loads(data.decode())
-        if int(seal[:8], 16) != crc32(body):
-            raise ValueError("its text does not match its CRC")
-        if document["format_version"] > FORMAT_VERSION:
-            raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
-        return Manifest(
-            writer=document["writer"],
-            created=document["created"],
-            metadata=document["metadata"],
-            files={k: FileFacts(v["bytes"], int(v["crc32"], 16)) for k, v in document["files"].items()},
-            totals=document["totals"],
-            times_s=document["times_s"],
-            containers=document["containers"],
-            index=decode_index(document) if "index" in document else None,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as exc:
-        raise CorruptCheckpointError(
-            f"{MANIFEST_NAME} is damaged or was edited ({exc}); restore it, or remove it to read the "
-            "checkpoint as a plain DCP one"
-        ) from exc
+    return f'{body}{SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
 
 
 def check_user_metadata(metadata: object) -> dict[str, JsonValue]:

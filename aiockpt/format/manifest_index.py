@@ -12,99 +12,26 @@ in ``sequences`` are at positions of a list. Offsets and lengths are in bytes; t
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from aiockpt.format.index import Index, ObjPath
+from aiockpt.format.index import Index
+from aiockpt.format.index_writer import head_of
 from aiockpt.format.indexed_entries import Form, IndexedEntries, IndexedPaths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
-_STEP = 8192
-"""How much of a column is encoded at a time, so that no C function holds the interpreter for long."""
 _MAX_BYTES = 1 << 60
 _DTYPES = {
     name: value
     for name, value in vars(torch).items()
     if isinstance(value, torch.dtype) and str(value) == f"torch.{name}" and not name.startswith("q")
 }
-
-
-class Places(NamedTuple):
-    """Where the items are, leaf by leaf.
-
-    Attributes:
-        form_of: positions in the list of forms; -1 for objects.
-        file_of: positions in the list of files.
-        offset_of: offsets in the files, in bytes; zero for objects.
-    """
-
-    form_of: list[int]
-    file_of: list[int]
-    offset_of: list[int]
-
-
-def encode_index(
-    names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[Form], places: Places
-) -> str | None:
-    """Encode the part of an index that is the same for every save with one layout.
-
-    Args:
-        names: the name of each leaf.
-        paths: the path of each leaf.
-        files: the names of the files.
-        forms: the distinct forms of items.
-        places: where the item of each leaf is.
-
-    Returns:
-        The beginning of the JSON text; None if a path can't be told from its name.
-    """
-    parents: dict[ObjPath, int] = {}
-    parent_of = [parents.setdefault(path[:-1], len(parents)) for path in paths]
-    heads = [_head(parent) for parent in parents]
-    if any(heads[parent] + str(path[-1]) != name for name, path, parent in zip(names, paths, parent_of, strict=True)):
-        return None
-    sequences = {parent for path, parent in zip(paths, parent_of, strict=True) if type(path[-1]) is int}
-    if any(type(path[-1]) is not int and parent in sequences for path, parent in zip(paths, parent_of, strict=True)):
-        return None
-    columns = {
-        "files": json.dumps(files),
-        "forms": _column([(str(form.dtype).removeprefix("torch."), *form[1:]) for form in forms]),
-        "names": _column(names),
-        "parents": _column(list(parents)),
-        "sequences": json.dumps(sorted(sequences)),
-        "parent": _column(parent_of),
-        "form": _column(places.form_of),
-        "file": _column(places.file_of),
-        "offset": _column(places.offset_of),
-    }
-    return ",".join(f'\n    "{key}": {text}' for key, text in columns.items())
-
-
-def finish_index(head: str, crcs: Sequence[int], objects: Sequence[tuple[int, int, int]]) -> str:
-    """Complete an index with what differs from save to save.
-
-    Args:
-        head: what `encode_index` gave.
-        crcs: the CRC-32 of each leaf's payload; anything for objects.
-        objects: leaf, offset and length of each object, in bytes.
-    """
-    return f'{{{head},\n    "crc32": {_column(crcs)},\n    "objects": {_column(objects)}\n  }}'
-
-
-def _column(values: Sequence[Any]) -> str:
-    parts = (json.dumps(values[at : at + _STEP], separators=(",", ":"))[1:-1] for at in range(0, len(values), _STEP))
-    return f"[{','.join(parts)}]"
-
-
-def _head(parent: Sequence[str | int]) -> str:
-    return "".join(f"{part}." for part in parent)
 
 
 def decode_index(document: Mapping[str, Any]) -> Index:
@@ -194,7 +121,7 @@ def _paths(raw: Any, names: list[str], numbers: dict[str, int]) -> IndexedPaths:
     parents = [tuple(parent) for parent in raw["parents"]]
     if not all(type(part) is str or (type(part) is int and part >= 0) for parent in parents for part in parent):
         raise TypeError("a parent in the index is no path")
-    heads = [_head(parent) for parent in parents]
+    heads = [head_of(parent) for parent in parents]
     parent_of = _numbers(raw, "parent", len(names), 0, len(parents) - 1)
     sequences = frozenset(raw["sequences"])
     if not set(map(type, sequences)) <= {int}:

@@ -17,9 +17,9 @@ from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import ChunkEntry, Entry, Index, ItemPlace, ObjectEntry, ObjPath, TensorEntry
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.pickles import DTYPES, Function, Record, read_pickle
 
-METADATA_NAME = ".metadata"
 DCP_VERSION = "1.0.0"
 
 DCP_MODULE = "torch.distributed.checkpoint.metadata"

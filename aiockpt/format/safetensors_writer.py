@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aiockpt.format.names import SUFFIX
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-SUFFIX = ".safetensors"
 SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 METADATA_KEY = "__metadata__"
 ALIGNMENT = 8
 """Headers end at multiples of this, which is the size of the largest dtype."""

@@ -10,9 +10,9 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.format.checks import MAX_DIMS, view_fits
+from aiockpt.format.framing import CRC
 from aiockpt.format.index import TensorItem
 from aiockpt.format.pickles import DTYPES, Function, PickleError, read_pickle
-from aiockpt.format.torchzip import CRC
 from aiockpt.format.ziparchive import FramingError, Record, data_offset, read_directory
 
 if TYPE_CHECKING:

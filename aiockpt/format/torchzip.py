@@ -13,50 +13,18 @@ from __future__ import annotations
 import io
 import math
 import mmap
-import struct
 import sys
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.format.framing import CRC, Framing
 from aiockpt.format.ziparchive import FramingError, data_offset, read_directory
-
-CRC = struct.Struct("<I")
 
 # Python names it since 3.13.
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Framing:
-    """What stands around a payload of ``nbytes`` bytes in an item.
-
-    Attributes:
-        prefix: the bytes before the payload.
-        suffix: the bytes after it, with zero in place of the payload's CRC.
-        crc_at: the offsets in ``suffix`` where that CRC-32 belongs, as little-endian uint32; none for no bytes.
-        nbytes: the length of the payload in bytes.
-    """
-
-    prefix: bytes
-    suffix: bytes
-    crc_at: tuple[int, ...]
-    nbytes: int
-
-    @property
-    def length(self) -> int:
-        """The length of the whole item in bytes."""
-        return len(self.prefix) + self.nbytes + len(self.suffix)
-
-    def sealed_suffix(self, crc: int) -> bytes:
-        """Give the suffix with the payload's CRC-32 filled in."""
-        suffix = bytearray(self.suffix)
-        for at in self.crc_at:
-            CRC.pack_into(suffix, at, crc)
-        return bytes(suffix)
 
 
 class _Sink(io.BytesIO):

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from aiockpt.errors import SaveError
 from aiockpt.format.index import ChunkEntry, Entry, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.index_writer import IndexDraft, Places, encode_index
 from aiockpt.format.indexed_entries import Form
-from aiockpt.format.manifest_index import Places, encode_index, finish_index
-from aiockpt.format.metadata import METADATA_NAME
 from aiockpt.format.metadata_writer import MetadataHead, encode_metadata, finish_metadata
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.objects import encode_object
-from aiockpt.format.torchzip import Framing, tensor_framing
+from aiockpt.format.torchzip import tensor_framing
 from aiockpt.planning.buckets import assign_buckets, bucket_count
 from aiockpt.planning.layout import BLOCK_BYTES, FileImage, align_up, lay_out
 from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from aiockpt.format.framing import Framing
     from aiockpt.planning.source import Capture
     from aiockpt.planning.specs import TensorSpec
 
@@ -117,18 +115,14 @@ class DcpPlan(SavePlan):
         """Encode `.metadata`."""
         return {METADATA_NAME: finish_metadata(self.layout.metadata_head, self.objects)}
 
-    def index(self, crcs: Sequence[Sequence[int]]) -> str | None:
-        """Encode the index for the manifest."""
+    def index(self) -> IndexDraft | None:
+        """Encode the index for the manifest, but for the CRCs."""
         layout = self.layout
         if layout.index_head is None:
             return None
-        tied = layout.survey.tied
-        column = np.zeros(len(layout.specs), dtype=np.int64)
-        column[layout.slot_leaves] = np.fromiter(chain.from_iterable(crcs), dtype=np.int64)
-        column[list(tied)] = column[list(tied.values())]
         places = (place for _, place in self.objects)
         objects = [(leaf, place.offset, place.length) for leaf, place in zip(layout.objects, places, strict=True)]
-        return finish_index(layout.index_head, column.tolist(), objects)
+        return IndexDraft(layout.index_head, len(layout.specs), layout.slot_leaves, layout.survey.tied, objects)
 
 
 class DcpForm(SaveForm):

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from aiockpt.format.index import InlineEntry, ItemPlace, ObjectEntry, TensorEntry
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.coverage import Extent, overlapping, part_overlaps
 from aiockpt.planning.stored import Owner, StoredFile, StoredItem
 

@@ -12,7 +12,7 @@ from isal.isal_zlib import crc32, crc32_combine
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiockpt.format.torchzip import Framing
+    from aiockpt.format.framing import Framing
 
 BLOCK_BYTES = 4096
 """The unit of direct I/O: addresses, offsets and lengths are multiples of it."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from aiockpt.format.index_writer import IndexDraft
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.source import Capture, Structure
     from aiockpt.planning.specs import TensorSpec
@@ -101,12 +102,8 @@ class SavePlan(ABC):
     def documents(self) -> dict[str, bytes]:
         """Encode the files beside the images and the manifest. Takes long the first time for many tensors."""
 
-    def index(self, crcs: Sequence[Sequence[int]]) -> str | None:
-        """Encode the index for the manifest; None for a format that has its own.
-
-        Args:
-            crcs: for each image the CRC-32 of each slot's payload.
-        """
+    def index(self) -> IndexDraft | None:
+        """Encode the index for the manifest, but for the CRCs; None for a format that has its own."""
         return None
 
 

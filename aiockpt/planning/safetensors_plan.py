@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiockpt.errors import SaveError
+from aiockpt.format.framing import Framing
+from aiockpt.format.names import INDEX_NAME
 from aiockpt.format.safetensors_writer import (
-    INDEX_NAME,
     MAX_HEADER_BYTES,
     METADATA_KEY,
     Stored,
@@ -24,7 +25,6 @@ from aiockpt.format.safetensors_writer import (
     has_name,
     shard_name,
 )
-from aiockpt.format.torchzip import Framing
 from aiockpt.planning.buckets import split_in_order
 from aiockpt.planning.layout import pack
 from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey

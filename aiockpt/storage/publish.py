@@ -10,9 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
-from aiockpt.format.manifest import MANIFEST_NAME
-from aiockpt.format.metadata import METADATA_NAME
-from aiockpt.format.safetensors_writer import INDEX_NAME, SUFFIX
+from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
 from aiockpt.storage.syscalls import UnsupportedError, rename_exchange, rename_noreplace
 
 _SAFETENSORS_FILES = (f"*{SUFFIX}", INDEX_NAME, MANIFEST_NAME)

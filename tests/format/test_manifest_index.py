@@ -15,9 +15,10 @@ from isal.isal_zlib import crc32
 import aiockpt
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.index import ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.index_writer import Places, encode_index, finish_index
 from aiockpt.format.indexed_entries import Form, IndexedEntries
-from aiockpt.format.manifest import Manifest, decode_manifest, encode_manifest
-from aiockpt.format.manifest_index import Places, encode_index, finish_index
+from aiockpt.format.manifest import Manifest, encode_manifest
+from aiockpt.format.manifest_reader import decode_manifest
 from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.tensor_item import parse_tensor_item
 from tests.states import training_state

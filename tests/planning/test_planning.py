@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt.format.torchzip import Framing, tensor_framing
+from aiockpt.format.framing import Framing
+from aiockpt.format.torchzip import tensor_framing
 from aiockpt.planning.buckets import MIN_BUCKET_BYTES, assign_buckets, bucket_count, split_in_order
 from aiockpt.planning.layout import Sealer, align_up, lay_out, pack
 from aiockpt.planning.ranges import boxes

@@ -20,7 +20,7 @@ from aiockpt.cli.demo.events import Event, Measured, Saving
 from aiockpt.cli.demo.history import History
 from aiockpt.cli.demo.tables import methods_table, saves_table
 from aiockpt.cli.demo.workspace import remove_leftovers, scratch, workspace
-from aiockpt.format.metadata import METADATA_NAME
+from aiockpt.format.names import METADATA_NAME
 
 IDENTICAL, DIFFERENT, INCOMPLETE, INTERRUPTED = 0, 1, 3, 130
 """Exit codes; the last is what shells report after Ctrl-C."""

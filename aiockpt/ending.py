@@ -1,0 +1,93 @@
+"""What makes a checkpoint of files with items: the documents beside them, and the manifest.
+
+All that goes into them is known before the items are written, but for sizes, CRCs and times; so an ending can be
+sent to another process, which completes the checkpoint without the state dict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from isal.isal_zlib import crc32
+
+from aiockpt.format.manifest import FileFacts, Manifest, encode_manifest
+from aiockpt.format.names import MANIFEST_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aiockpt.format.index_writer import IndexDraft
+    from aiockpt.storage.base import Transaction
+    from aiockpt.threads import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What is written when all items are.
+
+    Attributes:
+        images: the names of the files with items, in order.
+        documents: the files beside them and the manifest.
+        manifest: what it says, but for files, index and times.
+        index: its index; None for a format that has its own.
+    """
+
+    images: Sequence[str]
+    documents: Mapping[str, bytes] = field(repr=False)
+    manifest: Manifest
+    index: IndexDraft | None = field(repr=False)
+
+    def encode(
+        self, written: Mapping[str, FileFacts], crcs: Sequence[Sequence[int]], times_s: Mapping[str, float]
+    ) -> dict[str, bytes]:
+        """Give the manifest and the documents, in the order in which they are to be written.
+
+        Args:
+            written: the files with items.
+            crcs: for each of them the CRC-32 of each slot's payload.
+            times_s: durations in seconds.
+        """
+        files = {name: written[name] for name in self.images}
+        files |= {name: FileFacts(len(data), crc32(data)) for name, data in self.documents.items()}
+        manifest = replace(self.manifest, files=files, times_s=times_s)
+        index = None if self.index is None else self.index.finish(crcs)
+        return {MANIFEST_NAME: encode_manifest(manifest, index), **self.documents}
+
+
+async def complete(
+    transaction: Transaction,
+    ending: Ending | None,
+    written: Mapping[str, FileFacts],
+    crcs: Sequence[Sequence[int]],
+    times_s: Mapping[str, float],
+    workers: Workers,
+) -> dict[str, int]:
+    """Write what makes it a checkpoint, and publish it.
+
+    Args:
+        transaction: where the files are.
+        ending: what is left to write; None for a checkpoint that is one file.
+        written: see `Ending.encode`.
+        crcs: see `Ending.encode`.
+        times_s: see `Ending.encode`.
+        workers: for what takes long.
+
+    Returns:
+        The size in bytes of each file but the manifest.
+    """
+    sizes = {name: facts.nbytes for name, facts in written.items()}
+    if ending is not None:
+        documents = await workers.run(ending.encode, written, crcs, times_s)
+        await write_documents(transaction, documents)
+        sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
+    await transaction.commit()
+    return sizes
+
+
+async def write_documents(transaction: Transaction, documents: Mapping[str, bytes | bytearray]) -> None:
+    """Write small files, each as a whole."""
+    for name, data in documents.items():
+        sink = await transaction.create(name, len(data))
+        await sink.write(memoryview(data))
+        await sink.finish()

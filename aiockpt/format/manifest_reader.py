@@ -1,0 +1,42 @@
+"""Reading the manifest, `.aiockpt.json`, believing nothing."""
+
+from __future__ import annotations
+
+import json
+
+from isal.isal_zlib import crc32
+
+from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.manifest import FORMAT_VERSION, SEAL, FileFacts, Manifest
+from aiockpt.format.manifest_index import decode_index
+from aiockpt.format.names import MANIFEST_NAME
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, was edited, or is of a later format than this program knows.
+    """
+    try:
+        body, _, seal = data.rpartition(SEAL.encode())
+        document = json.loads(data.decode())
+        if int(seal[:8], 16) != crc32(body):
+            raise ValueError("its text does not match its CRC")
+        if document["format_version"] > FORMAT_VERSION:
+            raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
+        return Manifest(
+            writer=document["writer"],
+            created=document["created"],
+            metadata=document["metadata"],
+            files={k: FileFacts(v["bytes"], int(v["crc32"], 16)) for k, v in document["files"].items()},
+            totals=document["totals"],
+            times_s=document["times_s"],
+            containers=document["containers"],
+            index=decode_index(document) if "index" in document else None,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as exc:
+        raise CorruptCheckpointError(
+            f"{MANIFEST_NAME} is damaged or was edited ({exc}); restore it, or remove it to read the "
+            "checkpoint as a plain DCP one"
+        ) from exc

@@ -1,0 +1,10 @@
+"""What the files of a checkpoint are called."""
+
+METADATA_NAME = ".metadata"
+"""The index of DCP's format; the last file to be written."""
+MANIFEST_NAME = ".aiockpt.json"
+"""What DCP's index has no room for."""
+SUFFIX = ".safetensors"
+"""Of every file in that format."""
+INDEX_NAME = "model.safetensors.index.json"
+"""The index of a set of such files."""
