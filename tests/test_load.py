@@ -254,7 +254,7 @@ def test_flips_anywhere_are_found_or_harmless(ckpt, tmp_path: Path) -> None:
     found = tried = 0
     for name in ("__0_0.distcp", ".metadata", ".aiockpt.json"):
         file = tmp_path / "c" / name
-        step = 1 if name != "__0_0.distcp" else 7
+        step = 1 if name == ".aiockpt.json" else 7  # what says the CRCs of the others
         for offset in range(0, file.stat().st_size, step):
             _flip(file, offset, offset % 8)
             tried += 1

@@ -1,12 +1,10 @@
-"""Drives `FileSystemWriterAsync` as a trainer of Megatron-Core does; run once for each rank by `test_megatron.py`."""
+"""Drives `FileSystemWriterAsync` as a trainer of Megatron-Core does; run by each rank of `test_megatron.py`."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper, _get_failure_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from aiockpt.dcp.megatron import FileSystemWriterAsync
+from tests.ranks.world import mesh_of
 
 
 @dataclasses.dataclass
@@ -153,10 +151,11 @@ def state_of(step: int, rank: int, mesh: Any) -> dict[str, Any]:
     }
 
 
-def main(rank: int, size: int, folder: Path, kind: str, how: str, options: dict[str, Any]) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,))
+def drive(rank: int, size: int, folder: Path, kind: str, how: str, options: dict[str, Any]) -> str:
+    """Save three times; give what became of it."""
+    warnings.simplefilter("ignore")
     calls, kept = Calls(kind), {}
+    options = dict(options)
     breaks = options.pop("breaks", False)
     for step in range(3):
         path = folder / f"{step}"
@@ -164,7 +163,7 @@ def main(rank: int, size: int, folder: Path, kind: str, how: str, options: dict[
             path.mkdir()
             (path / "common.pt").write_text(f"common {step}")
         dist.barrier()
-        state = state_of(step, rank, mesh)
+        state = state_of(step, rank, mesh_of(size))
         writer = FileSystemWriterAsync(path, **options)
         finalize = plan_save(state, writer, how, kept)
         write, preload, args = writer.get_save_function_and_args()
@@ -181,13 +180,5 @@ def main(rank: int, size: int, folder: Path, kind: str, how: str, options: dict[
         outcome = "saved"
     except CheckpointException as exc:
         outcome = f"failed: {exc}"
-    (folder / f"outcome-{rank}").write_text(outcome)
     calls.close()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    _, rank, size, folder, kind, how, options = sys.argv
-    main(int(rank), int(size), Path(folder), kind, how, json.loads(options))
+    return outcome

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +10,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-import aiockpt
 from aiockpt.dcp.megatron import FileSystemWriterAsync
+from tests.dcp.megatron_driver import drive
+from tests.ranks.world import World
 from tests.states import assert_same
 
 
-def run(folder: Path, kind: str, how: str, **options: Any) -> list[str]:
-    """Run the driver on two ranks; give what became of the saves."""
-    command = [sys.executable, "-m", "tests.dcp.megatron_driver"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(folder), kind, how, json.dumps(options)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=Path(aiockpt.__file__).parent.parent,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    return [(folder / f"outcome-{rank}").read_text() for rank in range(2)]
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[World]:
+    """Two ranks that start the processes that write."""
+    with World(2, store="file", may_start=True) as world:
+        yield world
 
 
 def expected(step: int) -> dict[str, Any]:
@@ -45,8 +33,8 @@ def expected(step: int) -> dict[str, Any]:
     ("kind", "how"),
     [("forked", "together"), ("forked", "each"), ("forked", "kept"), ("kept", "kept"), ("at once", "together")],
 )
-def test_saves_are_written_by_other_processes(tmp_path: Path, kind: str, how: str) -> None:
-    assert run(tmp_path, kind, how, thread_count=2) == ["saved", "saved"]
+def test_saves_are_written_by_other_processes(ranks: World, tmp_path: Path, kind: str, how: str) -> None:
+    assert ranks.results(drive, tmp_path, kind, how, {"thread_count": 2}) == ["saved", "saved"]
     for step in range(3):
         target = expected(step)
         for name in ("model.w", "optim.m", "bias"):
@@ -59,15 +47,16 @@ def test_saves_are_written_by_other_processes(tmp_path: Path, kind: str, how: st
         assert {name[:4] for name in names if name.endswith(".distcp")} == {"__0_", "__1_"}
 
 
-def test_names_with_a_hint_go_to_files_of_their_own(tmp_path: Path) -> None:
-    assert run(tmp_path, "forked", "each", thread_count=4, separation_hint="optim") == ["saved", "saved"]
+def test_names_with_a_hint_go_to_files_of_their_own(ranks: World, tmp_path: Path) -> None:
+    options = {"thread_count": 4, "separation_hint": "optim"}
+    assert ranks.results(drive, tmp_path, "forked", "each", options) == ["saved", "saved"]
     metadata = dcp.FileSystemReader(tmp_path / "0").read_metadata()
     for index, info in metadata.storage_data.items():
         assert info.relative_path.startswith("optim__" if index.fqn.startswith("optim") else "__")
 
 
-def test_a_writing_process_that_dies_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
-    outcomes = run(tmp_path, "forked", "together", breaks="dies")
+def test_a_writing_process_that_dies_fails_the_save_on_all_ranks(ranks: World, tmp_path: Path) -> None:
+    outcomes = ranks.results(drive, tmp_path, "forked", "together", {"breaks": True})
     assert all("did its process die?" in outcomes[0] for _ in "1")
     assert outcomes[1].startswith("failed")
     assert [path.name for path in (tmp_path / "0").iterdir() if not path.name.startswith(".new")] == ["common.pt"]

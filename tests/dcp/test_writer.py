@@ -4,9 +4,6 @@ import gc
 import io
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
 import threading
 import warnings
 import zipfile
@@ -21,12 +18,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor, Shard
 
 import aiockpt
 from aiockpt.dcp import FileSystemReader, FileSystemWriter
 from tests.dcp.test_format_utils import sharded_whole
 from tests.dcp.test_reader import blank, needs_saves_alone, state_of
-from tests.ranks.world import RankFailure, World
+from tests.ranks.world import RankFailure, World, mesh_of
 from tests.states import assert_same, random_tensor, raw_bytes
 
 HIDDEN = ".*.aiockpt-*"
@@ -289,48 +288,24 @@ def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
     assert_same(state_of(1), stock_loaded(state_of(), tmp_path / "c"))
 
 
-def test_async_save_in_processes(tmp_path: Path) -> None:
-    script = """
-        import os, sys, warnings
-        import torch, torch.distributed as dist
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Shard
-        from aiockpt.dcp import FileSystemWriter
-
-        if __name__ == "__main__":
-            warnings.simplefilter("ignore")
-            rank, folder = int(sys.argv[1]), sys.argv[2]
-            os.environ["MASTER_ADDR"] = "127.0.0.1"
-            dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
-            mesh = init_device_mesh("cpu", (2,))
-            writer = FileSystemWriter(folder + "/x")
-            for step in range(2):
-                local = torch.arange(12.0).reshape(3, 4) * 7 + 1000 * rank + step
-                state = {"w": DTensor.from_local(local, mesh, [Shard(0)]), "step": step}
-                future = dcp.async_save(
-                    state, checkpoint_id=f"{folder}/c{step}", storage_writer=writer,
-                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                )
-                local.zero_()
-                future.result()
-            dist.barrier()
-            dist.destroy_process_group()
-    """
-    (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "script.py"), str(rank), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(Path(aiockpt.__file__).parent.parent)},
+def _save_in_processes(rank: int, world_size: int, folder: Path) -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    warnings.simplefilter("ignore")
+    writer = FileSystemWriter(folder / "x")
+    for step in range(2):
+        local = torch.arange(12.0).reshape(3, 4) * 7 + 1000 * rank + step
+        state = {"w": DTensor.from_local(local, mesh_of(world_size), [Shard(0)]), "step": step}
+        kind = AsyncCheckpointerType.PROCESS
+        future = dcp.async_save(
+            state, checkpoint_id=folder / f"c{step}", storage_writer=writer, async_checkpointer_type=kind
         )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=200)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+        local.zero_()
+        future.result()
+
+
+def test_async_save_in_processes(tmp_path: Path) -> None:
+    with World(2, store="file", may_start=True) as world:
+        world.results(_save_in_processes, tmp_path)
     for step in range(2):
         target = {"w": torch.zeros(6, 4), "step": None}
         dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / f"c{step}"))

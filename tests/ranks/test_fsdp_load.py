@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -146,6 +147,26 @@ def load_trained(rank: int, world_size: int, path: Path, kind: str) -> tuple[lis
     return train(model, optimizer, range(2, 4), share_of(kind, rank)), loaded
 
 
+class Trained(NamedTuple):
+    """A checkpoint, and for each rank that saved it the losses afterwards and what was saved."""
+
+    path: Path
+    outcomes: list[tuple[list[float], Full]]
+
+
+@pytest.fixture(scope="module")
+def trained(world2: World, world4: World, tmp_path_factory: pytest.TempPathFactory):
+    """Give what was trained and saved, by writer, number of ranks and kind; each is made once."""
+    worlds = {2: world2, 4: world4}
+
+    @functools.cache
+    def give(writer: str, ranks: int, kind: str) -> Trained:
+        path = tmp_path_factory.mktemp("trained") / "c"
+        return Trained(path, worlds[ranks].results(save_trained, writer, path, kind))
+
+    return give
+
+
 def same(left: Full, right: Full) -> bool:
     assert left.keys() == right.keys()
     unlike = [name for name in left if not np.array_equal(left[name], right[name])]
@@ -155,9 +176,9 @@ def same(left: Full, right: Full) -> bool:
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_as_if_it_had_not_stopped(world4: World, tmp_path: Path, writer: str, kind: str) -> None:
-    before = world4.results(save_trained, writer, tmp_path / "c", kind)
-    after = world4.results(load_trained, tmp_path / "c", kind)
+def test_training_goes_on_as_if_it_had_not_stopped(trained, world4: World, writer: str, kind: str) -> None:
+    path, before = trained(writer, 4, kind)
+    after = world4.results(load_trained, path, kind)
     for (losses, saved), (losses_after, loaded) in zip(before, after, strict=True):
         assert len(saved) > 60
         assert same(saved, loaded)
@@ -167,11 +188,10 @@ def test_training_goes_on_as_if_it_had_not_stopped(world4: World, tmp_path: Path
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp_tp"])
-def test_more_ranks_and_other_layouts_take_over(
-    world2: World, world4: World, tmp_path: Path, writer: str, kind: str
-) -> None:
-    saved = world2.results(save_trained, writer, tmp_path / "c", "fsdp")[0][1]
-    for losses, loaded in world4.results(load_trained, tmp_path / "c", kind):
+def test_more_ranks_and_other_layouts_take_over(trained, world4: World, writer: str, kind: str) -> None:
+    path, before = trained(writer, 2, "fsdp")
+    saved = before[0][1]
+    for losses, loaded in world4.results(load_trained, path, kind):
         assert same(saved, loaded)
         assert losses[0] != losses[1]
 
@@ -187,9 +207,9 @@ def load_into_plain(path: Path) -> Full:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_one_process_takes_over(world4: World, tmp_path: Path, writer: str) -> None:
-    saved = world4.results(save_trained, writer, tmp_path / "c", "fsdp_tp")[0][1]
-    assert same(saved, load_into_plain(tmp_path / "c"))
+def test_one_process_takes_over(trained, writer: str) -> None:
+    path, before = trained(writer, 4, "fsdp_tp")
+    assert same(before[0][1], load_into_plain(path))
 
 
 def load_full(rank: int, world_size: int, path: Path) -> Full:
@@ -208,7 +228,8 @@ def load_full(rank: int, world_size: int, path: Path) -> Full:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_rank_0_loads_for_all(world4: World, tmp_path: Path, writer: str) -> None:
-    saved = world4.results(save_trained, writer, tmp_path / "c", "fsdp")[0][1]
-    for loaded in world4.results(load_full, tmp_path / "c"):
+def test_rank_0_loads_for_all(trained, world4: World, writer: str) -> None:
+    path, before = trained(writer, 4, "fsdp")
+    saved = before[0][1]
+    for loaded in world4.results(load_full, path):
         assert same({name: value for name, value in saved.items() if name.startswith("model.")}, loaded)

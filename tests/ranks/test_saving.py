@@ -18,6 +18,7 @@ from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import aiockpt
+from aiockpt import Zstd
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
 from tests.ranks.world import World, mesh_of
 
@@ -37,6 +38,23 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return found.keys() == expected.keys() and all(
         found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]) for name in expected
     )
+
+
+def refused(rank: int, world_size: int, path: Path) -> list[str]:
+    """What several ranks are told that would compress or transform."""
+    told = []
+    for options, given in (({}, {"compress": "zstd"}), ({"transforms": [Zstd()]}, {})):
+        with aiockpt.SyncCheckpointer(**options) as ckpt, pytest.raises(aiockpt.SaveError) as caught:
+            ckpt.save({"w": torch.ones(3)}, path, **given)
+        told.append(str(caught.value))
+    return told
+
+
+def test_several_ranks_save_items_as_they_are(world2: World, tmp_path: Path) -> None:
+    for compress, transforms in world2.results(refused, tmp_path / "c"):
+        assert "compress is for one process" in compress
+        assert "transforms is for one process" in transforms
+    assert not list(tmp_path.iterdir())
 
 
 def save_layout(rank: int, world_size: int, path: Path, layout: str, planning: Any) -> aiockpt.SaveResult:

@@ -29,6 +29,7 @@ import contextlib
 import faulthandler
 import functools
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -73,6 +74,9 @@ _context = multiprocessing.get_context("forkserver")
 
 def start_server() -> None:
     """Start what worlds are forked from, which lives as long as this process; idempotent."""
+    # torch looks up the name of the other end of each connection to a store, for its log. Where no hosts file has it,
+    # a name server is asked, and one that is slow to answer holds up every few connections by seconds.
+    os.environ.setdefault("RES_OPTIONS", "attempts:0")
     _context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()
     forkserver.ensure_running()
@@ -129,11 +133,13 @@ class World:
     Args:
         size: how many.
         store: what they meet over: a TCP store served by rank 0, as with ``tcp://``, or a file.
+        may_start: whether the ranks may start processes of their own, which `multiprocessing` forbids to daemons.
     """
 
-    def __init__(self, size: int, *, store: Rendezvous = "tcp") -> None:
+    def __init__(self, size: int, *, store: Rendezvous = "tcp", may_start: bool = False) -> None:
         self.size = size
         self.store = store
+        self.may_start = may_start
 
     def __enter__(self) -> Self:
         start_server()
@@ -143,7 +149,7 @@ class World:
         for rank in range(self.size):
             ours, theirs = _context.Pipe()
             args = (rank, self.size, self.store, self._folder.name, theirs)
-            process = _context.Process(target=_serve, args=args, name=f"rank {rank}", daemon=True)
+            process = _context.Process(target=_serve, args=args, name=f"rank {rank}", daemon=not self.may_start)
             process.start()
             theirs.close()
             self._pipes.append(ours)
