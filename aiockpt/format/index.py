@@ -17,11 +17,19 @@ Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
 
 
 class ItemPlace(NamedTuple):
-    """Where an item's bytes are: ``length`` bytes at ``offset`` of ``file``, a path relative to the checkpoint."""
+    """Where an item's bytes are.
+
+    Attributes:
+        file: a path relative to the checkpoint.
+        offset: where in the file, in bytes.
+        length: how many bytes.
+        transforms: what was done to them before they were stored, as descriptors, the last first.
+    """
 
     file: str
     offset: int
     length: int
+    transforms: tuple[str, ...] = ()
 
 
 class TensorItem(NamedTuple):
@@ -106,6 +114,7 @@ class Index:
         metadata: the user's own facts.
         format: the format that the checkpoint is in.
         wrapped: the one key of the state dict that stands for the whole of what was saved, which was no dict.
+        is_transformed: some items have `ItemPlace.transforms`, and can't be read as they are stored.
     """
 
     entries: Mapping[str, Entry]
@@ -114,3 +123,4 @@ class Index:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     format: Format = "dcp"
     wrapped: str | None = None
+    is_transformed: bool = False

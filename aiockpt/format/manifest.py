@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiockpt.format.index import Index
+    from aiockpt.format.transformed import ItemFacts
 
 FORMAT_VERSION = 1
 
@@ -47,6 +48,7 @@ class Manifest:
         times_s: durations in seconds.
         containers: those containers of the state dict that `.metadata` can't describe.
         index: what the checkpoint holds, as far as it was read from the manifest.
+        transformed: the items that are stored otherwise than as they are, by file and offset.
     """
 
     writer: str
@@ -57,14 +59,16 @@ class Manifest:
     times_s: Mapping[str, float] = field(default_factory=dict)
     containers: list[dict[str, JsonValue]] = field(default_factory=list)
     index: Index | None = None
+    transformed: Mapping[tuple[str, int], ItemFacts] = field(default_factory=dict)
 
 
-def encode_manifest(manifest: Manifest, index: str | None = None) -> bytes:
+def encode_manifest(manifest: Manifest, index: str | None = None, transformed: str | None = None) -> bytes:
     """Write a manifest as JSON text that ends with its own CRC-32.
 
     Args:
         manifest: what to write, but for its index.
         index: the text of the index, see `aiockpt.format.manifest_index`; None to leave it out.
+        transformed: the text of that section, see `aiockpt.format.transformed`; None to leave it out.
     """
     document = {
         "format": "aiockpt",
@@ -82,6 +86,8 @@ def encode_manifest(manifest: Manifest, index: str | None = None) -> bytes:
         body = json.dumps(document, indent=2).removesuffix("\n}")
     if index is not None:
         body += f',\n  "index": {index}'
+    if transformed is not None:
+        body += f',\n  "transformed": {transformed}'
     return f'{body}{SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
 
 

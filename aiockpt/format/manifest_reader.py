@@ -10,6 +10,7 @@ from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.manifest import FORMAT_VERSION, SEAL, FileFacts, Manifest
 from aiockpt.format.manifest_index import decode_index
 from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.format.transformed import decode_transformed
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -34,6 +35,7 @@ def decode_manifest(data: bytes) -> Manifest:
             times_s=document["times_s"],
             containers=document["containers"],
             index=decode_index(document) if "index" in document else None,
+            transformed=decode_transformed(document["transformed"]) if "transformed" in document else {},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as exc:
         raise CorruptCheckpointError(

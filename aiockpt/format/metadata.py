@@ -17,17 +17,15 @@ from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import ChunkEntry, Entry, Index, ItemPlace, ObjectEntry, ObjPath, TensorEntry
-from aiockpt.format.names import METADATA_NAME
+from aiockpt.format.names import DCP_MODULE, METADATA_NAME
 from aiockpt.format.pickles import DTYPES, Function, Record, read_pickle
 
-DCP_VERSION = "1.0.0"
-
-DCP_MODULE = "torch.distributed.checkpoint.metadata"
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
 _PLANNER_MODULE = "torch.distributed.checkpoint.planner"
 
 _MAX_SIZE = 2**63 - 1
 _MANY_BYTES = 1 << 20
+_MOST_TRANSFORMS = 16
 
 Sizes = tuple[int, ...]
 _Chunk = tuple[Sizes, Sizes, str]
@@ -124,6 +122,8 @@ class _Decoder:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._chunks_left = len(data)
+        self._transforms_left = len(data)
+        self._is_transformed = False
         # By name and offsets, as text: hashes of texts can't be foreseen, so that nobody can make them collide.
         self._places: dict[tuple[str, str | None], ItemPlace] = {}
         # By id: what was checked. The values keep living, so that no other gets their id.
@@ -139,7 +139,8 @@ class _Decoder:
             self._add_place(index, info)
         described = _dict_of(fields, "state_dict_metadata")
         entries = {_text(name): self._entry(name, value) for name, value in described.items()}
-        return Index(entries, self._paths(_dict_of(fields, "planner_data"), entries))
+        paths = self._paths(_dict_of(fields, "planner_data"), entries)
+        return Index(entries, paths, is_transformed=self._is_transformed)
 
     def _find_global(self, module: str, name: str) -> Any:
         known = _NAMES.get((module, name))
@@ -175,14 +176,24 @@ class _Decoder:
         else:
             fields = index.fields()
             name, offset = fields.get("fqn"), fields.get("offset")
+        transforms: tuple[str, ...] = ()
         if info.names == _INFO_NAMES:
             file, begin, length = info.values
         else:
             fields = info.fields()
             file, begin, length = (fields.get(each) for each in _INFO_NAMES)
-            _refuse_transforms(name, fields.get("transform_descriptors"))
-        where = ItemPlace(_text(file), _count(begin), _count(length))
+            transforms = self._transforms(name, fields.get("transform_descriptors"))
+        where = ItemPlace(_text(file), _count(begin), _count(length), transforms)
         self._places[_text(name), None if offset is None else self._checked(offset)[1]] = where
+
+    def _transforms(self, name: Any, descriptors: Any) -> tuple[str, ...]:
+        if not descriptors:
+            return ()
+        if type(descriptors) not in (list, tuple) or len(descriptors) > min(_MOST_TRANSFORMS, self._transforms_left):
+            raise ValueError(f"the transforms of {_text(name)[:200]} are no list of names, or an impossible one")
+        self._transforms_left -= len(descriptors)
+        self._is_transformed = True
+        return tuple(map(_text, descriptors))
 
     def _place(self, name: str, offsets: str | None) -> ItemPlace:
         place = self._places.pop((name, offsets), None)
@@ -258,14 +269,6 @@ def _dict_of(fields: dict[str, Any], name: str) -> dict[Any, Any]:
     if type(value) is not dict:
         raise TypeError(f"{name} is a {type(value).__name__}")
     return value
-
-
-def _refuse_transforms(name: Any, transforms: Any) -> None:
-    if transforms:
-        raise CorruptCheckpointError(
-            f"{_text(name)[:200]} is stored with the transforms {reprlib.repr(transforms)}, which this version "
-            "does not read; load it with the program that wrote it"
-        )
 
 
 def _dtype_of(properties: Any) -> torch.dtype:

@@ -1,5 +1,9 @@
 """What the files of a checkpoint are called."""
 
+DCP_MODULE = "torch.distributed.checkpoint.metadata"
+"""Where torch defines what `.metadata` holds."""
+DCP_VERSION = "1.0.0"
+"""The version of DCP's format."""
 METADATA_NAME = ".metadata"
 """The index of DCP's format; the last file to be written."""
 MANIFEST_NAME = ".aiockpt.json"

@@ -25,7 +25,8 @@ from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import ChunkEntry, ItemPlace, ObjectEntry, TensorEntry
 from aiockpt.format.metadata import decode_metadata
-from aiockpt.format.metadata_writer import encode_metadata, finish_metadata, int_opcodes, text_opcodes
+from aiockpt.format.metadata_tail import finish_metadata, int_opcodes, text_opcodes
+from aiockpt.format.metadata_writer import encode_metadata
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], file: str, offset: int, length: int) -> TensorEntry:
@@ -239,10 +240,22 @@ def test_the_garbage_collector_with_several_threads() -> None:
     assert gc.get_threshold() == before
 
 
-def test_transforms_are_refused_by_name() -> None:
+def test_transforms_are_part_of_the_place() -> None:
     metadata = _stock()
-    metadata.storage_data[MetadataIndex("n")].transform_descriptors = ["stream.zstd"]
-    with pytest.raises(CorruptCheckpointError, match=r"n is stored with the transforms \['stream.zstd'\]"):
+    assert not decode_metadata(pickle.dumps(metadata)).is_transformed
+    metadata.storage_data[MetadataIndex("n")].transform_descriptors = ["lock/2", "stream.zstd/1"]
+    index = decode_metadata(pickle.dumps(metadata))
+    assert index.is_transformed
+    places = {name: getattr(entry, "place", None) for name, entry in index.entries.items()}
+    assert places.pop("n").transforms == ("lock/2", "stream.zstd/1")
+    assert not any(place.transforms for place in places.values() if place)
+
+
+@pytest.mark.parametrize("wrong", ["stream.zstd/1", [7], {"a": 1}, ["x/1"] * 100], ids=str)
+def test_odd_transforms_are_corrupt(wrong: object) -> None:
+    metadata = _stock()
+    metadata.storage_data[MetadataIndex("n")].transform_descriptors = wrong
+    with pytest.raises(CorruptCheckpointError, match="is damaged"):
         decode_metadata(pickle.dumps(metadata))
 
 
