@@ -21,6 +21,13 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu`` look at tests/gpu alone: the others import packages that a machine for these may lack."""
+    if config.getoption("markexpr") != "gpu" or not collection_path.is_file():
+        return None
+    return True if collection_path.parent.name != "gpu" else None
+
+
 @pytest.fixture(scope="session", autouse=True)
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let what is opened once in a process, such as uvloop's pipe, be there before leaks are counted."""

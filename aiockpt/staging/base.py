@@ -43,7 +43,7 @@ class Stager(ABC):
 
     @abstractmethod
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout) -> Pending:
-        """Start to copy ``pieces`` into ``chunk``.
+        """Start to copy ``pieces`` into ``chunk``; those of other devices are left alone, and so is their place.
 
         When this returns, the copies are ordered before whatever the fence makes the caller's stream do
         next; when the result's `wait` returns, the bytes are there.
@@ -52,9 +52,11 @@ class Stager(ABC):
             LayoutMismatchError: a tensor is not what the layout assumed.
         """
 
-    def fence(self) -> Sequence[tuple[torch.device, torch.Event]]:
-        """Give, for each device, an event that comes after all copies issued so far."""
-        return ()
+    def fence(self) -> None:
+        """Let this thread's current stream of the device wait for all copies issued so far. Does not block.
+
+        May be called from any thread.
+        """
 
     async def pin(self, chunk: Chunk) -> None:
         """Prepare a chunk for fast copies ahead of its first use, where that helps."""

@@ -53,6 +53,8 @@ def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout:
     for piece in pieces:
         leaf, start, stop, at = piece
         tensor, spec = tensors[leaf], specs[leaf]
+        if spec is not None and spec.device != _CPU:
+            continue
         if tensor is None or spec is None or not spec.describes(tensor):
             raise LayoutMismatchError(capture.structure.names[leaf])
         early = eager.get(leaf)

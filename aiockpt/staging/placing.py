@@ -8,15 +8,17 @@ import torch
 
 from aiockpt.errors import LoadError
 from aiockpt.staging.base import RAW_DTYPES
-from aiockpt.staging.cuda import Copies, TorchRuntime
+from aiockpt.staging.cuda import Copies
+from aiockpt.staging.runtime import runtime_of
 from aiockpt.threads import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiockpt.staging.base import Pending
-    from aiockpt.staging.cuda import AcceleratorStager, Runtime
+    from aiockpt.staging.cuda import AcceleratorStager
     from aiockpt.staging.pool import Chunk
+    from aiockpt.staging.runtime import Runtime
 
 
 class Placement(NamedTuple):
@@ -35,8 +37,12 @@ class Placement(NamedTuple):
     neg: bool = False
 
 
-def place(placement: Placement, *, non_blocking: bool = False) -> None:
-    """Copy, casting where the dtypes differ, bit by bit where they don't."""
+def place(placement: Placement, *, non_blocking: bool = False) -> torch.Tensor:
+    """Copy, casting where the dtypes differ, bit by bit where they don't.
+
+    Returns:
+        What is read; to be kept until a copy that does not block is done.
+    """
     region, data, conj, neg = placement
     with torch.no_grad():
         if conj:
@@ -47,6 +53,7 @@ def place(placement: Placement, *, non_blocking: bool = False) -> None:
             raw = RAW_DTYPES[data.dtype.itemsize]
             region, data = region.view(raw), data.view(raw)
         region.copy_(data, non_blocking=non_blocking)
+    return data
 
 
 class AcceleratorPlacer:
@@ -54,13 +61,13 @@ class AcceleratorPlacer:
 
     Args:
         stager: the device's stager, which locks chunks in memory.
-        runtime: how to reach the device; `TorchRuntime` if None.
+        runtime: how to reach the device; the one that fits if None.
     """
 
     def __init__(self, stager: AcceleratorStager, runtime: Runtime | None = None) -> None:
         self.device = stager.device
         self._stager = stager
-        self._runtime = runtime if runtime is not None else TorchRuntime(stager.device)
+        self._runtime = runtime if runtime is not None else runtime_of(stager.device)
         self._issuer = Workers(1, f"aiockpt-place-{self.device}")
         self._waiter = Workers(2, f"aiockpt-placed-{self.device}")
 
@@ -79,8 +86,8 @@ class AcceleratorPlacer:
     async def issue(self, placements: Sequence[Placement], chunk: Chunk) -> Pending:
         """Enqueue copies whose data is in ``chunk``; when the result's `wait` returns, they are done."""
         await self._stager.pin(chunk)
-        event = await self._issuer.run(self._enqueue, placements)
-        return Copies(event, self._waiter, [])
+        event, sources = await self._issuer.run(self._enqueue, placements)
+        return Copies(event, self._runtime, self._waiter, sources)
 
     def close(self) -> None:
         """End the threads."""
@@ -102,14 +109,13 @@ class AcceleratorPlacer:
         self._runtime.wait_for(self._runtime.record_current())
         return made
 
-    def _enqueue(self, placements: Sequence[Placement]) -> torch.Event:
+    def _enqueue(self, placements: Sequence[Placement]) -> tuple[torch.Event, list[torch.Tensor]]:
         self._runtime.enter()
         with self._runtime.stream():
             try:
-                for placement in placements:
-                    place(placement, non_blocking=True)
+                sources = [place(placement, non_blocking=self._runtime.non_blocking) for placement in placements]
             except BaseException:
                 # The chunk goes back to the pool: nothing may still read it.
-                self._runtime.record().synchronize()
+                self._runtime.sleep_until(self._runtime.record())
                 raise
-            return self._runtime.record()
+            return self._runtime.record(), sources

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
+from typing import TYPE_CHECKING
 
 import anyio
 import torch
+
+if TYPE_CHECKING:
+    from aiockpt.staging.shared import SharedMemory
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -43,26 +48,39 @@ class Mapping:
         self.view = memoryview(whole)[skip : skip + nbytes]
         self.tensor = torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=skip)
 
+
+class Chunk:
+    """One piece of staging memory; see `Mapping` for its attributes.
+
+    Attributes:
+        number: its place in the memory that it was cut from.
+        pinned: it is locked in memory for a device.
+
+    Args:
+        nbytes: its size.
+        number: see above.
+        shared: the memory to cut it from; None for memory of its own.
+    """
+
+    __slots__ = ("_mapping", "address", "number", "pinned", "tensor", "view")
+
+    def __init__(self, nbytes: int, number: int = 0, shared: SharedMemory | None = None) -> None:
+        self.number = number
+        self.pinned = False
+        self._mapping: Mapping | SharedMemory
+        if shared is None:
+            self._mapping = mapping = Mapping(nbytes)
+            self.address, self.view, self.tensor = mapping.address, mapping.view, mapping.tensor
+            return
+        begin = number * nbytes
+        self._mapping = shared
+        self.address = shared.address + begin
+        self.view = shared.view[begin : begin + nbytes]
+        self.tensor = shared.tensor[begin : begin + nbytes]
+
     def touch(self) -> None:
         """Fault all pages in. Blocks; releases the interpreter."""
         ctypes.memset(self.address, 0, len(self.view))
-
-
-class Chunk:
-    """One piece of staging memory; see `Mapping` for its attributes."""
-
-    __slots__ = ("_mapping", "address", "pinned", "tensor", "view")
-
-    def __init__(self, nbytes: int) -> None:
-        self._mapping = Mapping(nbytes)
-        self.address = self._mapping.address
-        self.view = self._mapping.view
-        self.tensor = self._mapping.tensor
-        self.pinned = False
-
-    def touch(self) -> None:
-        """Fault all pages in. Blocks; releases the interpreter."""
-        self._mapping.touch()
 
 
 class Lease:
@@ -92,11 +110,14 @@ class ChunkPool:
     Args:
         chunk_bytes: the size of each, a multiple of 4096.
         capacity: how many there may be at most; see `allow`.
+        shared: the memory to cut them from; None: each has memory of its own.
     """
 
-    def __init__(self, chunk_bytes: int, capacity: int) -> None:
+    def __init__(self, chunk_bytes: int, capacity: int, shared: SharedMemory | None = None) -> None:
         self.chunk_bytes = chunk_bytes
-        self.capacity = capacity
+        self._shared = shared
+        self._most = sys.maxsize if shared is None else shared.nbytes // chunk_bytes
+        self.capacity = capacity = min(capacity, self._most)
         self._free: list[Chunk] = []
         self._made = 0
         self._permits = anyio.Semaphore(capacity)
@@ -124,7 +145,8 @@ class ChunkPool:
         return self._permits.value > 0
 
     def allow(self, capacity: int) -> None:
-        """Raise the bound to ``capacity`` chunks; it is never lowered."""
+        """Raise the bound to ``capacity`` chunks, as far as there is memory; it is never lowered."""
+        capacity = min(capacity, self._most)
         for _ in range(self.capacity, capacity):
             self._permits.release()
         self.capacity = max(self.capacity, capacity)
@@ -166,7 +188,7 @@ class ChunkPool:
         return Lease(self, chunk)
 
     def _make(self) -> Chunk:
-        chunk = Chunk(self.chunk_bytes)
+        chunk = Chunk(self.chunk_bytes, self._made, self._shared)
         self._made += 1
         return chunk
 

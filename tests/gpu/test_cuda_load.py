@@ -93,3 +93,26 @@ def test_host_memory_is_bounded_by_the_pool(saved: Path) -> None:
         ckpt.load(saved, map_location="cuda")
         assert ckpt._engine._pool.made <= 8
         assert ckpt._engine._pool.leased == 0
+
+
+def test_loading_takes_little_device_memory_beyond_the_state(tmp_path: Path) -> None:
+    state = {f"w{i}": random_tensor(torch.float32, (2000, 1000 + i), i) for i in range(12)}
+    chunk = 1 << 20
+    with aiockpt.SyncCheckpointer(chunk_bytes=chunk) as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loaded = ckpt.load(tmp_path / "c", map_location="cuda")
+        own = torch.cuda.memory_allocated() - before
+        assert torch.cuda.max_memory_allocated() - before <= own + 8 * chunk
+        assert_same(state, {name: tensor.cpu() for name, tensor in loaded.items()})
+        # Into strided tensors, and with a cast: what that takes is of a chunk's size.
+        target = {name: torch.zeros(1000 + i, 2000, device="cuda").t() for i, name in enumerate(state)}
+        cast = {name: torch.zeros(2000, 1000 + i, dtype=torch.float64, device="cuda") for i, name in enumerate(state)}
+        for goal, options in ((target, {}), (cast, {"dtype": torch.float64})):
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            ckpt.load(tmp_path / "c", goal, **options)
+            assert torch.cuda.max_memory_allocated() - before <= 16 * chunk
+        assert_same(state, {name: tensor.cpu() for name, tensor in target.items()})
+        assert all(torch.equal(cast[name].cpu().nan_to_num(), state[name].double().nan_to_num()) for name in state)

@@ -64,3 +64,24 @@ def test_two_ranks_save_and_load_their_parts(tmp_path: Path) -> None:
     assert torch.equal(state["rows"], _whole())
     assert torch.equal(state["columns"], _whole())
     assert torch.equal(state["all"], _whole().bfloat16())
+
+
+def _load_with_little_memory(rank: int, world_size: int, path: Path) -> int:
+    target = _parts(rank, world_size, empty=True)
+    with aiockpt.SyncCheckpointer(chunk_bytes=1 << 20) as ckpt:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        ckpt.load(path, {"model": target})
+        peak = torch.cuda.max_memory_allocated() - before
+    assert all(target[name].device.type == "cuda" for name in target)
+    assert torch.equal(target["rows"].to_local(), _parts(rank, world_size)["rows"].to_local())
+    return peak
+
+
+def test_parts_go_straight_to_their_device(tmp_path: Path) -> None:
+    """One rank loads what two have saved: nothing is put together on the way, neither here nor there."""
+    with World(2) as world:
+        world.results(_save, tmp_path / "c")
+    with World(1) as world:
+        (peak,) = world.results(_load_with_little_memory, tmp_path / "c")
+    assert peak <= 4 << 20

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
+import aiockpt
 from aiockpt.capture import capture_state
 from aiockpt.errors import StageError
 from aiockpt.planning.layout import Sealer
@@ -15,6 +18,8 @@ from aiockpt.planning.planner import Planner
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.pool import ChunkPool
+from aiockpt.staging.runtime import is_capturing, ready_event, runtime_of
+from aiockpt.transfer import _All
 from tests.states import random_tensor, raw_bytes
 
 CPU = torch.device("cpu")
@@ -35,11 +40,15 @@ class FakeEvent:
 class FakeRuntime:
     """A device whose stream is done at once, and which writes down what it was asked for."""
 
+    non_blocking = True
+
     def __init__(self) -> None:
         self.log: list[str] = []
         self.pinned: set[int] = set()
         self.threads: set[str] = set()
+        self.waiters: set[str] = set()
         self.error: RuntimeError | None = None
+        self.pins = True
 
     def enter(self) -> None:
         self.threads.add(threading.current_thread().name)
@@ -58,7 +67,17 @@ class FakeRuntime:
         self.log.append("record")
         return event
 
+    def order_behind(self, event) -> None:
+        self.log.append(f"order behind {event.name}")
+
+    def sleep_until(self, event) -> None:
+        self.waiters.add(threading.current_thread().name)
+        event.synchronize()
+
     def pin(self, address: int, nbytes: int) -> bool:
+        self.log.append("pin")
+        if not self.pins:
+            return False
         assert address not in self.pinned
         self.pinned.add(address)
         return True
@@ -71,6 +90,35 @@ def _captured(state, runtime: FakeRuntime):
     capture = capture_state(state)
     capture.events[CPU] = FakeEvent(runtime.log, "caller")
     return capture, Planner(1).plan(capture)
+
+
+async def _check_all(state, capture, plan, stager: AcceleratorStager, chunk_bytes: int) -> None:
+    """Stage a whole state and compare what comes with it; closes the stager."""
+    pool = ChunkPool(chunk_bytes, 1)
+    (image,) = plan.layout.images
+    sealer = Sealer(image, plan.heads[0])
+    file = b""
+    try:
+        for start in range(0, image.nbytes, chunk_bytes):
+            stop = min(start + chunk_bytes, image.nbytes)
+            lease = await pool.acquire()
+            lease.chunk.tensor.fill_(0xAA)
+            try:
+                pending = await stager.issue(image.pieces(start, stop), lease.chunk, capture, plan.layout)
+                await pending.wait()
+                sealer.seal(lease.chunk.view, start, stop)
+                file += bytes(lease.chunk.view[: stop - start])
+            finally:
+                lease.release()
+    finally:
+        stager.close()
+    names = capture.structure.names
+    for slot in image.slots:
+        tensor = state[names[slot.leaf]]
+        spec = plan.layout.specs[slot.leaf]
+        payload = torch.frombuffer(bytearray(file[slot.payload_offset : slot.payload_end]), dtype=torch.uint8)
+        seen = payload.view(tensor.dtype).as_strided(spec.shape, spec.saved_stride)
+        assert raw_bytes(seen) == raw_bytes(tensor), names[slot.leaf]
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 1 << 16, 1 << 22])
@@ -88,32 +136,10 @@ async def test_every_kind_of_piece_arrives(chunk_bytes: int) -> None:
     runtime = FakeRuntime()
     capture, plan = _captured(state, runtime)
     assert len(capture.eager) == 29
-    stager = AcceleratorStager(CPU, runtime)
-    pool = ChunkPool(chunk_bytes, 1)
-    (image,) = plan.layout.images
-    sealer = Sealer(image, plan.heads[0])
-    file = b""
-    try:
-        for start in range(0, image.nbytes, chunk_bytes):
-            stop = min(start + chunk_bytes, image.nbytes)
-            lease = await pool.acquire()
-            lease.chunk.tensor.fill_(0xAA)
-            pending = await stager.issue(image.pieces(start, stop), lease.chunk, capture, plan.layout)
-            await pending.wait()
-            sealer.seal(lease.chunk.view, start, stop)
-            file += bytes(lease.chunk.view[: stop - start])
-            lease.release()
-    finally:
-        stager.close()
-    names = capture.structure.names
-    for slot in image.slots:
-        tensor = state[names[slot.leaf]]
-        spec = plan.layout.specs[slot.leaf]
-        payload = torch.frombuffer(bytearray(file[slot.payload_offset : slot.payload_end]), dtype=torch.uint8)
-        seen = payload.view(tensor.dtype).as_strided(spec.shape, spec.saved_stride)
-        assert raw_bytes(seen) == raw_bytes(tensor), names[slot.leaf]
-    assert runtime.log[:5] == ["enter", "stream", "wait for caller", "record", "synchronized copies"]
+    await _check_all(state, capture, plan, AcceleratorStager(CPU, runtime), chunk_bytes)
+    assert runtime.log[:6] == ["enter", "pin", "stream", "wait for caller", "record", "synchronized copies"]
     assert runtime.threads == {"aiockpt-stage-cpu_0"}
+    assert runtime.waiters <= {"aiockpt-wait-cpu_0", "aiockpt-wait-cpu_1"}
     assert not runtime.pinned
 
 
@@ -148,7 +174,123 @@ async def test_an_error_of_the_device_is_a_stage_error() -> None:
         pending = await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
         with pytest.raises(StageError, match="illegal memory access"):
             await pending.wait()
-        assert stager.fence()[0][0] == CPU
+        stager.fence()
+        assert runtime.log[-2:] == ["record", "order behind copies"]
     finally:
         lease.release()
         stager.close()
+
+
+async def test_a_device_without_memory_to_spare_is_copied_from_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither gathering nor making dense finds memory: small pieces go one by one, strided ones in parts."""
+    state = {
+        **{f"small{i}": random_tensor(torch.int16, (i, 7), i) for i in range(1, 30)},
+        "strided": random_tensor(torch.float64, (800, 300), 4)[::2, 5:77],
+        "middle": random_tensor(torch.uint8, (100_000,), 3),
+    }
+    capture, plan = _captured(state, FakeRuntime())
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def no_cat(*_args, **_options):
+        raise torch.OutOfMemoryError("none left")
+
+    def little(nbytes, **options):
+        if "device" in options:
+            sizes.append(nbytes)
+            if nbytes > 100_000:
+                raise torch.OutOfMemoryError("none left")
+        return empty(nbytes, **options)
+
+    stager = AcceleratorStager(CPU, FakeRuntime())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", no_cat)
+        patch.setattr(torch, "empty", little)
+        await _check_all(state, capture, plan, stager, 1 << 20)
+    assert max(sizes) == 400 * 72 * 8
+    assert sum(size for size in sizes if size <= 100_000) == max(sizes)
+
+
+async def test_the_place_of_other_devices_pieces_is_left_alone() -> None:
+    """What is gathered is copied with the gaps in it, which must hold nothing but framing."""
+    state = {f"w{i}": random_tensor(torch.int16, (i, 7), i) for i in range(1, 9)}
+    runtime = FakeRuntime()
+    capture, plan = _captured(state, runtime)
+    (image,) = plan.layout.images
+    specs = plan.layout.survey.specs
+    others = [slot for slot in image.slots if slot.leaf % 3 == 1]
+    for slot in others:
+        specs[slot.leaf] = specs[slot.leaf]._replace(device=torch.device("meta"))
+    stager = AcceleratorStager(CPU, runtime)
+    lease = await ChunkPool(1 << 20, 1).acquire()
+    try:
+        lease.chunk.tensor.fill_(0xAA)
+        pending = await stager.issue(image.pieces(0, image.nbytes), lease.chunk, capture, plan.layout)
+        await pending.wait()
+        for slot in image.slots:
+            found = bytes(lease.chunk.view[slot.payload_offset : slot.payload_end])
+            expected = raw_bytes(state[capture.structure.names[slot.leaf]])
+            assert found == (b"\xaa" * len(expected) if slot in others else expected)
+    finally:
+        lease.release()
+        stager.close()
+
+
+async def test_a_device_without_streams_is_copied_from_in_place() -> None:
+    state = {"large": random_tensor(torch.int32, (300, 500), 1), "s": random_tensor(torch.int16, (3, 7), 2)}
+    capture = capture_state(state)
+    assert ready_event(CPU) is None
+    assert not is_capturing(CPU)
+    stager = AcceleratorStager(CPU, runtime_of(CPU))
+    stager.fence()
+    await _check_all(state, capture, Planner(1).plan(capture), stager, 1 << 16)
+
+
+async def test_memory_that_can_not_be_locked_is_tried_once() -> None:
+    state = {"large": random_tensor(torch.int32, (300, 500), 1)}
+    runtime = FakeRuntime()
+    runtime.pins = False
+    capture, plan = _captured(state, runtime)
+    await _check_all(state, capture, plan, AcceleratorStager(CPU, runtime), 1 << 16)
+    assert runtime.log.count("pin") == 1
+    assert runtime.log.count("record") > 5
+
+
+async def test_tensors_live_until_the_copies_are_done() -> None:
+    runtime = FakeRuntime()
+    capture, plan = _captured({"w": torch.zeros(50_000)}, runtime)
+    stager = AcceleratorStager(CPU, runtime)
+    lease = await ChunkPool(1 << 20, 1).acquire()
+    try:
+        pending = await stager.issue(plan.layout.images[0].pieces(0, 4096), lease.chunk, capture, plan.layout)
+        capture.release()
+        assert len(pending._sources) == 1
+        await pending.wait()
+        assert not pending._sources
+    finally:
+        lease.release()
+        stager.close()
+
+
+async def test_all_devices_are_waited_for_when_one_fails() -> None:
+    done = []
+
+    class Copying:
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        async def wait(self) -> None:
+            done.append(self)
+            if self.error:
+                raise self.error
+
+    pending = [Copying(StageError("the first")), Copying(StageError("the second")), Copying(None)]
+    with pytest.raises(StageError, match="the first"):
+        await _All(pending).wait()
+    assert done == pending
+
+
+async def test_no_device_is_ever_synchronised() -> None:
+    package = Path(aiockpt.__file__).parent
+    calls = re.compile(r"\b(?:cuda|accelerator|xpu|mps|stream)\.synchronize\(")
+    assert not [str(file) for file in package.rglob("*.py") if calls.search(file.read_text())]

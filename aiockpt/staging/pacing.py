@@ -1,0 +1,201 @@
+"""When staging may copy: a window that the caller sets, so that copies and training don't crowd each other.
+
+What may be copied when is decided by `Budget`, which knows no clock and no loop; `Pacing` waits accordingly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+logger = logging.getLogger("aiockpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingWindow:
+    """How much may be copied when, so that staging leaves the bus and the memory to training.
+
+    ::
+
+        StagingWindow(bytes_per_s=4e9)             # so many bytes per second
+        StagingWindow(bytes_per_window=64 << 20)   # so many after each `await ckpt.window()`, once per step, say
+
+    Copies come in whole chunks (``chunk_bytes``); a chunk that is larger than the allowance uses up several.
+    A save is staged without a pause from the moment on that somebody waits for it: at `fence()`, in a step behind
+    `guard()`, for `staged`, for ``written.result()``, or when the checkpointer closes.
+
+    Attributes:
+        bytes_per_s: bytes per second; None for as fast as it goes.
+        bytes_per_window: bytes after each `window()`; what is left of them does not add up. None: no windows.
+        patience_s: seconds without a `window()` after which a save goes on all the same.
+    """
+
+    bytes_per_s: float | None = None
+    bytes_per_window: int | None = None
+    patience_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_s", "bytes_per_window", "patience_s"):
+            value = getattr(self, name)
+            if value is None and name != "patience_s":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} of a StagingWindow must be a positive number, not {value!r}")
+        if self.bytes_per_s is None and self.bytes_per_window is None:
+            raise ValueError("a StagingWindow needs bytes_per_s or bytes_per_window")
+
+
+def check_window(window: StagingWindow | None) -> StagingWindow | None:
+    """Check an option's type.
+
+    Raises:
+        TypeError: it is something else, such as a number that could mean either allowance.
+    """
+    if window is None or isinstance(window, StagingWindow):
+        return window
+    raise TypeError(
+        f"staging_window is {window!r}; it must be a StagingWindow, with bytes_per_s for a rate or bytes_per_window "
+        "for an allowance per step"
+    )
+
+
+class Budget:
+    """What a window allows at a time; pure: times are given.
+
+    An allowance may be overdrawn by one copy, and the copies after it wait until that is made up for.
+    """
+
+    def __init__(self, window: StagingWindow) -> None:
+        self._window = window
+        self._free_at = -math.inf
+        self._credit = 0
+
+    def open(self) -> None:
+        """Allow the bytes of one more window."""
+        allowed = self._window.bytes_per_window
+        if allowed is not None:
+            self._credit = min(allowed, self._credit + allowed)
+
+    def wait_s(self, now: float) -> float:
+        """Tell how long the next copy has to wait: 0 for not at all, infinity for until a window opens."""
+        if self._window.bytes_per_window is not None and self._credit <= 0:
+            return math.inf
+        return max(0.0, self._free_at - now)
+
+    def take(self, nbytes: int, now: float) -> None:
+        """Use up so many bytes."""
+        if self._window.bytes_per_window is not None:
+            self._credit -= nbytes
+        if self._window.bytes_per_s is not None:
+            self._free_at = max(self._free_at, now) + nbytes / self._window.bytes_per_s
+
+
+class Pacing:
+    """Lets copies go as a window allows, for all saves of an engine; waits in its loop.
+
+    Args:
+        window: what is allowed; None for everything.
+        post: lets the engine's loop call a function, from any thread.
+    """
+
+    def __init__(self, window: StagingWindow | None, post: Callable[[Callable[[], object]], object]) -> None:
+        self._budget = None if window is None else Budget(window)
+        self._patience_s = math.inf if window is None else window.patience_s
+        self._has_windows = window is not None and window.bytes_per_window is not None
+        self._post = post
+        self._numbers = itertools.count(1)
+        self._hurried = 0
+        self._news: anyio.Event | None = None
+        self._opened_at = -math.inf
+
+    def pace(self) -> Pace:
+        """Give the next save its pace; saves are staged in this order."""
+        return Pace(self, next(self._numbers))
+
+    def open(self) -> None:
+        """Open a window; from any thread. Does not wait."""
+        if self._has_windows:
+            self._tell(self._open)
+
+    def hurry(self, number: int) -> None:
+        """Let a save, and those before it, go on without a pause; from any thread."""
+        if self._budget is not None and number > self._hurried:
+            self._tell(partial(self._hurry, number))
+
+    def wait_s(self, number: int) -> float:
+        """Tell how long the next copy of a save would wait."""
+        if self._budget is None or number <= self._hurried:
+            return 0.0
+        return self._budget.wait_s(anyio.current_time())
+
+    async def admit(self, number: int, nbytes: int) -> None:
+        """Wait until a save may copy so many bytes. Safe to cancel."""
+        if self._budget is None:
+            return
+        begun = anyio.current_time()
+        while wait_s := self.wait_s(number):
+            if math.isinf(wait_s):  # a rate is kept whatever happens; windows may have been forgotten
+                wait_s = max(begun, self._opened_at) + self._patience_s - anyio.current_time()
+                if wait_s <= 0:
+                    logger.warning("no window() for %s s: staging goes on without", self._patience_s)
+                    self._hurry(number)
+                    break
+            if self._news is None:
+                self._news = anyio.Event()
+            with anyio.move_on_after(wait_s):
+                await self._news.wait()
+        self._budget.take(nbytes, anyio.current_time())
+
+    def _tell(self, function: Callable[[], object]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            self._post(function)
+
+    def _open(self) -> None:
+        if self._budget is not None:
+            self._budget.open()
+        self._opened_at = anyio.current_time()
+        self._wake()
+
+    def _hurry(self, number: int) -> None:
+        self._hurried = max(self._hurried, number)
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, None
+        if news is not None:
+            news.set()
+
+
+class Pace:
+    """The pace of one save; without arguments, that of a save whose copies wait for nothing."""
+
+    __slots__ = ("_number", "_pacing")
+
+    def __init__(self, pacing: Pacing | None = None, number: int = 0) -> None:
+        self._pacing = pacing
+        self._number = number
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the next copy would wait."""
+        return self._pacing is not None and self._pacing.wait_s(self._number) > 0
+
+    async def admit(self, nbytes: int) -> None:
+        """Wait until so many bytes may be copied. Safe to cancel."""
+        if self._pacing is not None:
+            await self._pacing.admit(self._number, nbytes)
+
+    def hurry(self) -> None:
+        """Let this save, and those before it, go on without a pause; from any thread."""
+        if self._pacing is not None:
+            self._pacing.hurry(self._number)

@@ -1,0 +1,192 @@
+"""How a CUDA device is copied from: locked chunks, little device memory, no waiting of who must not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.staging.pacing import StagingWindow
+from aiockpt.staging.pool import Chunk
+from aiockpt.staging.runtime import CudaRuntime, _allow_captures
+from tests.states import assert_same, random_tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+
+CHUNK = 4 << 20
+
+
+def _state(mib: int = 32) -> dict[str, torch.Tensor]:
+    """Large tensors, strided ones, and some that are gathered; none that is copied at the call."""
+    half = mib << 17
+    return {
+        "large": torch.arange(half, device="cuda", dtype=torch.float32),
+        "strided": torch.arange(4 * half, device="cuda", dtype=torch.int32).to(torch.int16).view(-1, 4)[:, ::2],
+        "transposed": torch.arange(half, device="cuda", dtype=torch.int32).view(1024, -1).t()[1:],
+        **{f"w{i}": torch.full((30_000 + i,), i, device="cuda", dtype=torch.float32) for i in range(100)},
+    }
+
+
+def _on_host(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+def _cycles(seconds: float) -> int:
+    return int(seconds * 2e9)
+
+
+def test_chunks_are_locked_and_direct_writes_take_them(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4 * CHUNK) as ckpt:
+        ckpt.save(_state(), tmp_path / "c")
+        (stager,) = (each for device, each in ckpt._engine._stagers.items() if device.type == "cuda")
+        chunks = list(stager._pinned)
+        assert 1 <= len(chunks) <= 4
+        assert all(chunk.tensor.is_pinned() and chunk.address % 4096 == 0 for chunk in chunks)
+        try:
+            file = os.open(tmp_path / "direct", os.O_CREAT | os.O_RDWR | os.O_DIRECT)
+        except OSError as exc:
+            assert exc.errno == errno.EINVAL
+            pytest.skip("this file system has no direct I/O")
+        try:
+            chunks[0].tensor.copy_(random_tensor(torch.uint8, (CHUNK,), 5))
+            assert os.pwrite(file, chunks[0].view, 0) == CHUNK
+        finally:
+            os.close(file)
+        assert (tmp_path / "direct").read_bytes() == bytes(chunks[0].view)
+    assert not any(chunk.pinned or chunk.tensor.is_pinned() for chunk in chunks)
+
+
+def test_a_refused_lock_is_nobody_elses_error() -> None:
+    runtime, chunk = CudaRuntime(torch.device("cuda", 0)), Chunk(1 << 20)
+    runtime.enter()
+    assert runtime.pin(chunk.address, 1 << 20)
+    try:
+        assert not runtime.pin(chunk.address, 1 << 20)  # it is locked already
+        assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]
+    finally:
+        runtime.unpin(chunk.address)
+
+
+def test_saving_takes_little_device_memory(tmp_path: Path) -> None:
+    state = _state(64)
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
+        for name in "ab":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            ckpt.save(state, tmp_path / name)
+            assert torch.cuda.max_memory_allocated() - before <= 3 * CHUNK
+            assert torch.cuda.memory_allocated() == before
+        assert_same(_on_host(state), ckpt.load(tmp_path / "b"))
+
+
+def test_a_full_device_is_copied_from_all_the_same(tmp_path: Path) -> None:
+    """No new segment of 20 MiB can be had, so whatever needs more than 1 MiB goes in parts, or piece by piece."""
+    state = _state() | {f"s{i}": torch.full((1000,), i, device="cuda") for i in range(1000)}
+    expected = _on_host(state)
+    torch.cuda.empty_cache()
+    allowed = torch.cuda.memory_reserved() + (8 << 20)
+    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save(state, tmp_path / "c")
+            assert_same(expected, ckpt.load(tmp_path / "c"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_small_tensors_of_host_and_device_lie_side_by_side(tmp_path: Path) -> None:
+    """As in the state of an optimizer: what is gathered on the device must leave the host's tensors alone."""
+    state = {}
+    for i in range(400):
+        state[f"{i:03}.exp_avg"] = torch.full((i + 1,), i + 0.5, device="cuda")
+        state[f"{i:03}.step"] = torch.tensor(float(i))
+        state[f"{i:03}.exp_avg_sq"] = torch.full((25_000,), -i - 0.5, device="cuda")
+        state[f"{i:03}.z"] = torch.full((20_000,), i)
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
+        for name in "ab":
+            ckpt.save(state, tmp_path / name)
+            assert_same(_on_host(state), ckpt.load(tmp_path / name))
+
+
+@pytest.mark.asyncio
+async def test_the_loop_goes_on_while_copies_wait(tmp_path: Path) -> None:
+    state = _state()
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
+        await ckpt.prewarm(state)
+        torch.cuda._sleep(_cycles(1.0))
+        state["large"].add_(1)
+        save = ckpt.save(state, tmp_path / "c")
+        ticks = 0
+        while not save.staged.done():
+            ticks += 1
+            await asyncio.sleep(0)
+        assert ticks > 100
+        await save
+        assert_same(_on_host(state), await ckpt.load(tmp_path / "c"))
+
+
+def test_each_save_follows_the_stream_that_it_was_called_in(tmp_path: Path) -> None:
+    tensors = [torch.zeros(1 << 20, device="cuda") for _ in range(3)]
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
+        saves = []
+        for i, tensor in enumerate(tensors):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(_cycles(0.2))
+                tensor.fill_(i + 1)
+                saves.append(ckpt.submit({"w": tensor}, tmp_path / str(i)))
+                saves[-1].fence()
+                tensor.fill_(-1)  # behind the copies
+        for i, save in enumerate(saves):
+            save.written.result(60)
+            assert (ckpt.load(save.path)["w"] == i + 1).all()
+
+
+def test_a_graph_can_be_captured_while_chunks_are_locked_and_filled(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        told = pool.submit(_allow_captures).result()
+    if not told:
+        pytest.skip("this driver can't be told")
+    state = _state()
+    expected = _on_host(state)
+    x = torch.zeros(1000, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    window = StagingWindow(bytes_per_window=1)
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_window=window) as ckpt:
+        save = ckpt.submit(state, tmp_path / "c")
+        with torch.cuda.graph(graph):
+            y = x + 1
+            save.staged.result(60)  # before this no chunk was locked, no memory taken, nothing copied
+            y = y * 2
+        save.written.result(60)
+        graph.replay()
+        assert (y == 2).all()
+        assert_same(expected, ckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.asyncio
+async def test_windows_hold_copies_back(tmp_path: Path) -> None:
+    state = _state()
+    window = StagingWindow(bytes_per_window=2 * CHUNK)
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_window=window) as ckpt:
+        save = ckpt.save(state, tmp_path / "c")
+        opened = 0
+        async for event in save.progress():
+            assert event.staged_bytes <= (opened + 1) * 2 * CHUNK
+            if event.staged_bytes >= opened * 2 * CHUNK:
+                await ckpt.window()
+                opened += 1
+        assert opened > 3
+        await save
+        assert_same(_on_host(state), await ckpt.load(tmp_path / "c"))

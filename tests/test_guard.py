@@ -1,0 +1,235 @@
+"""Training while saves are copied: what is announced as written is a state that existed between two steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.guard import StepGuard
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import FaultyStorage, GatedStorage
+from tests.states import assert_same, large_state
+
+CHUNK = 64 << 10
+STEPS = 4
+
+
+class Trainer:
+    """A small model with statistics that forward changes, and its optimizer."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(128, 160), torch.nn.BatchNorm1d(160), torch.nn.ReLU(), torch.nn.Linear(160, 128)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **options)
+        self.step_number = 0
+        self.apply: Callable[[], Any] = self.optimizer.step
+
+    def forward_backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(16, 128)).square().mean().backward()
+
+    def step(self) -> None:
+        self.apply()
+        self.step_number += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict(), "step": self.step_number}
+
+    def copied(self) -> Any:
+        return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, self.state())
+
+
+def _train(ckpt: aiockpt.SyncCheckpointer, trainer: Trainer, directory: Path, before_step: Callable[[], Any]):
+    """Save before every step; give the states that existed, and the saves."""
+    states, saves = [], []
+    for number in range(STEPS):
+        trainer.forward_backward()
+        states.append(trainer.copied())
+        while True:
+            try:
+                saves.append(ckpt.submit(trainer.state(), directory / str(number)))
+                break
+            except aiockpt.TornSnapshotError:  # that of an earlier one, which nobody awaited
+                continue
+        trainer.model(torch.randn(4, 128))  # which changes the statistics
+        before_step()
+        trainer.step()
+    return states, saves
+
+
+def _check(ckpt: aiockpt.SyncCheckpointer, states: list[Any], saves: list[aiockpt.SaveHandle]) -> list[bool]:
+    """Compare every checkpoint that was announced with the state that existed; tell which were."""
+    announced = []
+    for state, save in zip(states, saves, strict=True):
+        error = save.written.exception(60)
+        announced.append(error is None)
+        if error is None:
+            assert_same(state, ckpt.load(save.path))
+        else:
+            assert isinstance(error, aiockpt.TornSnapshotError)
+            assert not Path(save.path).exists()
+    return announced
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("how", ["fence", "guard", "nothing"])
+def test_every_checkpoint_is_a_state_between_two_steps(how, options, tmp_path: Path) -> None:
+    trainer = Trainer(**options)
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=2 * CHUNK, fsync=False) as ckpt:
+        if how == "guard":
+            with ckpt.guard(trainer.optimizer):
+                states, saves = _train(ckpt, trainer, tmp_path, lambda: None)
+        else:
+            states, saves = _train(ckpt, trainer, tmp_path, ckpt.fence if how == "fence" else lambda: None)
+        announced = _check(ckpt, states, saves)
+    if how != "nothing":
+        assert announced == [True] * STEPS
+
+
+def test_a_step_that_does_not_wait_tears_what_is_held_up(tmp_path: Path) -> None:
+    trainer = Trainer(foreach=True)
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
+        trainer.forward_backward()
+        save = ckpt.submit(trainer.state(), tmp_path / "c", storage=storage)
+        storage.reached["create"].result(60)
+        trainer.step()
+        storage.open("create")
+        with pytest.raises(aiockpt.TornSnapshotError, match=r"model\.0\.weight"):
+            ckpt.fence(timeout=60)
+        with pytest.raises(aiockpt.TornSnapshotError):
+            save.written.result(60)
+        ckpt.fence()  # with nothing in flight
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+def test_a_step_counts_from_its_beginning(options, tmp_path: Path) -> None:
+    """Copies that end while a step is under way are torn, though nothing has been counted by torch yet."""
+    trainer = Trainer(**options)
+    trainer.forward_backward()
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
+        save = ckpt.submit(trainer.state(), tmp_path / "c", storage=storage)
+        storage.reached["create"].result(60)
+        errors = []
+
+        def within_the_step(*_) -> None:
+            storage.open("create")
+            errors.append(save.written.exception(60))
+
+        trainer.optimizer.register_step_pre_hook(within_the_step)
+        trainer.step()
+        assert isinstance(errors[0], aiockpt.TornSnapshotError)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # which the compiler itself uses
+def test_compiled_steps_wait_each_time(tmp_path: Path) -> None:
+    trainer = Trainer(fused=True)  # whose changes only our own hook counts
+    trainer.apply = torch.compile(lambda: trainer.optimizer.step(), backend="eager")
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=2 * CHUNK, fsync=False) as ckpt:
+        asked = []
+
+        def jobs():
+            asked.append(torch.compiler.is_compiling())
+            return ckpt._engine.staging()
+
+        with StepGuard(trainer.optimizer, jobs, 60):
+            states, saves = _train(ckpt, trainer, tmp_path, lambda: None)
+            assert asked == [False] * STEPS
+        assert _check(ckpt, states, saves) == [True] * STEPS
+        trainer.step()
+        assert len(asked) == STEPS
+    torch.compiler.reset()
+
+
+def test_a_step_waits_while_copies_are_held_up(tmp_path: Path) -> None:
+    trainer = Trainer()
+    trainer.forward_backward()
+    expected = trainer.copied()
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
+        guard = ckpt.guard(trainer.optimizer)
+        save = ckpt.submit(trainer.state(), tmp_path / "c", storage=storage)
+        storage.reached["create"].result(60)
+        step = threading.Thread(target=trainer.step)
+        step.start()
+        assert_same(expected, trainer.copied())
+        storage.open("create")
+        step.join()
+        guard.remove()
+        guard.remove()
+        save.written.result(60)
+        assert_same(expected, ckpt.load(tmp_path / "c"))
+        assert trainer.step_number == 1
+
+
+def test_a_snapshot_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
+    trainer = Trainer()
+    trainer.forward_backward()
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
+        with ckpt.guard(trainer.optimizer, timeout=0):
+            # What the version counters would not show:
+            save = ckpt.submit({"w": torch.ones(100_000)}, tmp_path / "c", storage=storage)
+            storage.reached["create"].result(60)
+            trainer.step()
+            trainer.step()
+        with pytest.raises(aiockpt.TornSnapshotError, match=r"given up: .* timeout of guard"):
+            save.staged.result(60)
+        with pytest.raises(aiockpt.TornSnapshotError, match="given up"):
+            save.written.result(60)
+        storage.open("create")
+        ckpt.save(trainer.state(), tmp_path / "d")
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_failures_come_through_the_handle_and_never_out_of_a_step(tmp_path: Path) -> None:
+    trainer = Trainer()
+    trainer.forward_backward()
+    storage = FaultyStorage(LocalStorage(), "create", OSError("the disk is on fire"))
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt, ckpt.guard(trainer.optimizer):
+        ckpt.submit(trainer.state(), tmp_path / "c", storage=storage)
+        trainer.step()
+        torn = GatedStorage(LocalStorage(), ["create"])
+        with pytest.raises(aiockpt.WriteError, match="on fire"):  # nobody awaited it, so nobody was told
+            while True:
+                ckpt.save({"x": torch.ones(1)}, tmp_path / "d", overwrite=True)
+        save = ckpt.submit(large_state(2) | trainer.state(), tmp_path / "e", storage=torn)
+        torn.reached["create"].result(60)
+        with torch.no_grad():
+            trainer.model[0].weight.zero_()
+        torn.open("create")
+        trainer.step()
+        with pytest.raises(aiockpt.TornSnapshotError, match=r"model\.0\.weight"):
+            save.written.result(60)
+
+
+@pytest.mark.asyncio
+async def test_both_work_within_a_loop(tmp_path: Path) -> None:
+    trainer = Trainer()
+    async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=2 * CHUNK) as ckpt:
+        trainer.forward_backward()
+        expected = trainer.copied()
+        with ckpt.guard(trainer.optimizer):
+            save = ckpt.save(trainer.state(), tmp_path / "c")
+            trainer.step()
+        await save
+        assert_same(expected, await ckpt.load(tmp_path / "c"))
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    ckpt = aiockpt.SyncCheckpointer()
+    with pytest.raises(TypeError, match=r"call fence\(\) before their steps"):
+        ckpt.guard(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(ValueError, match="timeout"):
+        ckpt.guard(optimizer, timeout=-1)
+    with ckpt.guard(optimizer):
+        optimizer.step()  # of a checkpointer that was never used
