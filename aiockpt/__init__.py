@@ -30,9 +30,14 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
         WriteError,
     )
+    from aiockpt.guard import StepGuard
     from aiockpt.handle import Completion, ProgressEvent, SaveHandle, SaveResult
+    from aiockpt.options import ProcessWriter
     from aiockpt.reader import CheckpointReader, SyncCheckpointReader
+    from aiockpt.staging.pacing import StagingWindow
     from aiockpt.sync_checkpointer import SyncCheckpointer
+    from aiockpt.transforms.base import Transform
+    from aiockpt.transforms.zstd import Zstd
     from aiockpt.verify_report import Problem, VerifyReport
 
 __all__ = [
@@ -51,6 +56,7 @@ __all__ = [
     "MissingKeysError",
     "ObjectInfo",
     "Problem",
+    "ProcessWriter",
     "ProgressEvent",
     "SaveCancelledError",
     "SaveError",
@@ -58,13 +64,17 @@ __all__ = [
     "SaveResult",
     "ShapeMismatchError",
     "StageError",
+    "StagingWindow",
+    "StepGuard",
     "SyncCheckpointReader",
     "SyncCheckpointer",
     "TensorInfo",
     "TornSnapshotError",
+    "Transform",
     "UnsafeCheckpointError",
     "VerifyReport",
     "WriteError",
+    "Zstd",
     "__version__",
     "open",
 ]
@@ -91,9 +101,14 @@ _HOMES = {
         "UnsafeCheckpointError",
         "WriteError",
     ),
+    "guard": ("StepGuard",),
     "handle": ("Completion", "ProgressEvent", "SaveHandle", "SaveResult"),
+    "options": ("ProcessWriter",),
     "reader": ("CheckpointReader", "SyncCheckpointReader"),
+    "staging.pacing": ("StagingWindow",),
     "sync_checkpointer": ("SyncCheckpointer",),
+    "transforms.base": ("Transform",),
+    "transforms.zstd": ("Zstd",),
     "verify_report": ("Problem", "VerifyReport"),
 }
 _HOME_OF = {name: f"aiockpt.{home}" for home, names in _HOMES.items() for name in names}

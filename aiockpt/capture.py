@@ -6,6 +6,8 @@ For the others a version counter is noted, which tells later whether they change
 
 from __future__ import annotations
 
+import sys
+import weakref
 import zlib
 from functools import cache
 from itertools import accumulate
@@ -29,9 +31,10 @@ from aiockpt.sharded import (
 )
 from aiockpt.staging.pool import Mapping as MappedMemory
 from aiockpt.staging.pool import copy_small
+from aiockpt.staging.runtime import ready_event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from aiockpt.planning.source import Shard
     from aiockpt.planning.tree import NameMemo
@@ -42,6 +45,16 @@ EAGER_TENSOR_BYTES = 64 << 10
 EAGER_BYTES = 16 << 20
 """... until this much has been copied."""
 
+_GUARDS = "_aiockpt_guards"
+
+
+class _Token:
+    """Lives as long as a capture that is not released."""
+
+    __slots__ = ("__weakref__",)
+
+
+_live: weakref.WeakSet[_Token] = weakref.WeakSet()
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -52,24 +65,45 @@ def count_change(tensors: Iterable[torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def _count_silent_steps(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Advance the version counters that a step leaves as they are, though it changes the tensors.
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Wait where that was asked for, and only then count the change, as if it had happened."""
+    for wait in getattr(optimizer, _GUARDS, ()):
+        wait()
+    if _live:
+        _count_step(optimizer)
 
-    Fused steps don't count, nor do those that take many DTensors at once.
+
+def wait_before_steps(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
+    """Call a function before each step of an optimizer. It may be given to one optimizer once.
+
+    A hook of the optimizer's own would come after `watch_optimizers`' one, which is for all.
+    """
+    watch_optimizers()
+    setattr(optimizer, _GUARDS, (*getattr(optimizer, _GUARDS, ()), wait))
+
+
+def wait_no_more(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
+    """Undo `wait_before_steps`. Idempotent."""
+    setattr(optimizer, _GUARDS, tuple(each for each in getattr(optimizer, _GUARDS, ()) if each is not wait))
+
+
+def _count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Advance the version counters of all that a step is about to change.
+
+    Operators do so when they are done, and what was copied meanwhile would be taken for good. Fused steps never do,
+    nor do those that take many DTensors at once.
     """
     for group in optimizer.param_groups:
-        parameters = group["params"]
-        silent = parameters if group.get("fused") else [each for each in parameters if is_distributed(each)]
-        if silent:
-            states = (optimizer.state.get(parameter, {}) for parameter in silent)
-            tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-            count_change([*tensors, *silent])
+        states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        count_change([*tensors, *group["params"]])
 
 
 @cache
 def watch_optimizers() -> None:
-    """Let the changes be seen that optimizers make without counting, from now on; once for the process."""
-    register_optimizer_step_pre_hook(_count_silent_steps)
+    """Take note of the steps of all optimizers from now on; once for the process."""
+    # A compiler that traced it would let it run once, or never.
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))  # type: ignore[no-untyped-call]
 
 
 def capture_state(
@@ -119,6 +153,8 @@ def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]]) -> Capture:
 
 def _hold(flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes] | None = None) -> Capture:
     """Take hold of leaves, of which some may be pickled already."""
+    if "torch._dynamo" in sys.modules:  # which every optimizer imports; without any this would take a second
+        watch_optimizers()
     leaves = flat.leaves
     values: dict[int, Any] = {}
     blobs: dict[int, bytes] = dict(pickled or {})
@@ -139,9 +175,9 @@ def _hold(flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes
     devices = _check_devices(flat.names, tensors)
     capture.versions = _versions(tensors)
     _copy_small(capture, devices)
-    for device in devices:
-        if device.type != "cpu":
-            capture.events[device] = _record_event(device)
+    capture.events = _ready_events(devices)
+    capture.token = token = _Token()
+    _live.add(token)
     return capture
 
 
@@ -283,7 +319,18 @@ def _copy_small(capture: Capture, devices: set[torch.device]) -> None:
             break
     for device, sizes in chosen.items():
         if sizes:
-            capture.arenas[device] = _pack(capture, device, sizes)
+            try:
+                capture.arenas[device] = _pack(capture, device, sizes)
+            except torch.OutOfMemoryError:
+                _copy_later(capture, sizes)
+
+
+def _copy_later(capture: Capture, leaves: Iterable[int]) -> None:
+    """Let tensors be copied with the large ones after all: their device has no memory to spare."""
+    for leaf in leaves:
+        tensor = capture.tensors[leaf]
+        del capture.eager[leaf]
+        capture.versions[leaf] = None if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _pack(capture: Capture, device: torch.device, sizes: dict[int, int]) -> torch.Tensor:
@@ -311,12 +358,6 @@ def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _record_event(device: torch.device) -> torch.Event:
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return event
-
-
 def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
     """Record, for each accelerator that holds tensors of a state dict, where the caller's stream is now."""
     if not torch.accelerator.is_available():
@@ -325,5 +366,9 @@ def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Even
         leaves = flatten(state_dict).leaves
     except StructureError:
         return {}  # which is told when it is loaded into
-    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return {device: _record_event(device) for device in devices if device.type not in ("cpu", "meta")}
+    return _ready_events({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)})
+
+
+def _ready_events(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
+    events = {device: ready_event(device) for device in devices if device.type not in ("cpu", "meta")}
+    return {device: event for device, event in events.items() if event is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
+import anyio.lowlevel
 
 from aiockpt.checkpointer_base import CheckpointerBase, Path, SaveOptions, StateDict
 from aiockpt.errors import AiockptError
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from aiockpt.job import SaveFormat
     from aiockpt.load_options import MapLocation
     from aiockpt.storage.base import Storage
+    from aiockpt.transforms.base import Transform
+    from aiockpt.transforms.rules import CompressRule
     from aiockpt.verify_report import VerifyReport
 
 
@@ -66,14 +69,16 @@ class AsyncCheckpointer(CheckpointerBase):
         pre_commit: Hook | None = None,
         post_commit: Hook | None = None,
         storage: Storage | None = None,
+        compress: CompressRule = None,
     ) -> SaveHandle:
         """Start to save a state dict. A plain function: it holds the caller for the capture only.
 
         Before it returns it has walked over the state, pickled the objects that could change, and copied small
         tensors (up to 64 KiB each, 16 MiB in all). Other tensors must stay as they are until `staged`; one
         that is changed in place before is found out, and the save fails with `TornSnapshotError`. Steps of
-        fused optimizers are seen as well. Changes through ``tensor.data``, NumPy views, custom kernels that
-        don't count, and replayed CUDA graphs can't be seen.
+        optimizers are seen from their beginning, fused ones as well; `guard` lets them wait instead. Changes
+        through ``tensor.data``, NumPy views, custom kernels that don't count, and replayed CUDA graphs can't be seen:
+        call `fence` before those.
 
         Saves go one after the other, in the order of the calls.
 
@@ -100,12 +105,17 @@ class AsyncCheckpointer(CheckpointerBase):
             post_commit: the same, called when the checkpoint is published, before `written` comes. If it fails, the
                 save has succeeded all the same: its result has ``post_commit_error``, and it is logged.
             storage: where to keep it; None for the file system.
+            compress: which items to compress: None for none; "zstd" or `aiockpt.Zstd` for all; a mapping of names,
+                names of containers and patterns (as ``keys`` in `load`) to these or None, of which the first that
+                means a name counts, and what none means stays plain; or a function of name and tensor that gives one
+                of these, which is not asked for objects. What hardly becomes smaller is stored as it is. Loading needs
+                no option, and ``torch.distributed.checkpoint`` reads it too. For the "dcp" format.
 
         Returns:
             A handle with the futures ``staged`` and ``written``.
 
         Raises:
-            ValueError: the format is not known, or ``shard_bytes`` is no number of bytes or is of no use here.
+            ValueError: the format is not known, or ``shard_bytes`` or ``compress`` is none or of no use here.
             SaveError: something can't be saved; the message names the key.
             CheckpointExistsError: the path is taken.
             CheckpointerClosedError: the checkpointer is closed.
@@ -120,6 +130,7 @@ class AsyncCheckpointer(CheckpointerBase):
             pre_commit=pre_commit,
             post_commit=post_commit,
             storage=storage,
+            compress=compress,
         )
         return self._submit(state_dict, path, options)
 
@@ -211,7 +222,7 @@ class AsyncCheckpointer(CheckpointerBase):
             A mapping of keys to what is stored, with methods to read it.
         """
         storage, where = self._located(path, storage)
-        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
+        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, transforms=self._transforms)
         check_options(options, into=False)
         return CheckpointReader(self._engine, storage, where, options)
 
@@ -242,6 +253,14 @@ class AsyncCheckpointer(CheckpointerBase):
         """
         await self._prewarm(state_dict)
 
+    async def window(self) -> None:
+        """Let staging copy the next ``bytes_per_window`` of the ``staging_window``; does not wait until it has.
+
+        For where the training loop can best spare the bus, once per step, say.
+        """
+        self._engine.open_window()
+        await anyio.lowlevel.checkpoint()
+
     async def aclose(self) -> None:
         """Finish the saves in flight, join every thread and free staging memory. Idempotent.
 
@@ -257,12 +276,21 @@ class AsyncCheckpointer(CheckpointerBase):
         await closed
 
 
-def open(path: Path, *, verify: bool = True, safe_globals: Sequence[Any] = (), trust: bool = False) -> CheckpointReader:
+def open(
+    path: Path,
+    *,
+    verify: bool = True,
+    safe_globals: Sequence[Any] = (),
+    trust: bool = False,
+    transforms: Sequence[Transform] = (),
+) -> CheckpointReader:
     """Look into a checkpoint without a checkpointer: ``async with aiockpt.open(path) as reader:``.
 
     See `AsyncCheckpointer.open`. The threads that read are the reader's own, and end with it.
     """
-    return _LoneReader(AsyncCheckpointer(), path, LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust))
+    checkpointer = AsyncCheckpointer(transforms=transforms)
+    options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, transforms=checkpointer._transforms)
+    return _LoneReader(checkpointer, path, options)
 
 
 class _LoneReader(CheckpointReader):

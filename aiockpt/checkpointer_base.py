@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiockpt.capture import capture_items, capture_state, ready_events, watch_optimizers
+from aiockpt.capture import capture_items, capture_state, ready_events
 from aiockpt.coordination.choose import check_group, choose_coordinator, is_distributed
 from aiockpt.engine import Engine
 from aiockpt.errors import CheckpointExistsError, SaveError
 from aiockpt.format.manifest import check_user_metadata
+from aiockpt.guard import StepGuard, fence_all
 from aiockpt.job import SaveJob, choose_form
 from aiockpt.load import load_checkpoint
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.load_together import Gathering, load_together
-from aiockpt.options import EngineOptions
+from aiockpt.options import EngineOptions, ProcessWriter, check_writer
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.planner import stored_bytes
+from aiockpt.staging.pacing import check_window
 from aiockpt.storage.local import LocalStorage
+from aiockpt.transforms.base import check_transforms
+from aiockpt.transforms.rules import choose_compression
 from aiockpt.verify import verify_checkpoint
 
 if TYPE_CHECKING:
@@ -39,7 +44,10 @@ if TYPE_CHECKING:
     from aiockpt.job import SaveFormat
     from aiockpt.planning.tree import NameMemo
     from aiockpt.planning.world_planner import WorldPlanner
+    from aiockpt.staging.pacing import StagingWindow
     from aiockpt.storage.base import Storage
+    from aiockpt.transforms.base import Transform
+    from aiockpt.transforms.rules import CompressRule
     from aiockpt.verify_report import VerifyReport
 
 Planning = Literal["central", "decentralized"]
@@ -59,6 +67,7 @@ class SaveOptions:
     pre_commit: Hook | None = None
     post_commit: Hook | None = None
     storage: Storage | None = None
+    compress: CompressRule = None
 
 
 class CheckpointerBase:
@@ -76,6 +85,9 @@ class CheckpointerBase:
         direct_io: bool = True,
         fsync: bool = True,
         drain_timeout: float = 1800.0,
+        staging_window: StagingWindow | None = None,
+        writer: Literal["thread", "process"] | ProcessWriter = "thread",
+        transforms: Sequence[Transform] = (),
     ) -> None:
         """Make a checkpointer. Nothing runs before its first use.
 
@@ -101,16 +113,30 @@ class CheckpointerBase:
             fsync: make every file and directory durable before `written`. Without it a crash of the machine
                 can lose a checkpoint that was announced.
             drain_timeout: how long closing waits for saves in flight, in seconds, before it cancels them.
+            staging_window: when tensors may be copied: so many bytes per second, or so many after each `window()`.
+                None: as fast as it goes.
+            writer: who computes CRCs, writes and commits. "thread": threads of this process. "process", or a
+                `ProcessWriter`: a process of its own, which is started in the background at the first use, shares
+                staging memory with this one, and outlives it: a save that was staged becomes a checkpoint even if
+                this process is killed, unless it has a ``pre_commit`` hook. Linux only; a ``storage`` must be
+                picklable.
+            transforms: what is done to every item of checkpoints in DCP's format, such as encryption: applied in this
+                order when saving, after compression, and undone when loading; see `Transform`.
         """
+        self._transforms = check_transforms(transforms)
         options = EngineOptions(
-            staging_bytes=staging_bytes, chunk_bytes=chunk_bytes, io_threads=io_threads, drain_timeout=drain_timeout
+            staging_bytes=staging_bytes,
+            chunk_bytes=chunk_bytes,
+            io_threads=io_threads,
+            drain_timeout=drain_timeout,
+            staging_window=check_window(staging_window),
+            writer=check_writer(writer),
         )
         check_group(process_group)
         if not coordination_timeout > 0:
             raise ValueError(f"coordination_timeout must be positive, not {coordination_timeout!r}")
         if planning not in ("central", "decentralized"):
             raise ValueError(f"planning is {planning!r}; it must be 'central' or 'decentralized'")
-        watch_optimizers()
         self._decentralized = planning == "decentralized"
         self._group = process_group
         self._was_distributed = is_distributed()
@@ -151,6 +177,9 @@ class CheckpointerBase:
         if self._engine.in_flight(where):
             raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
         storage.check(where, overwrite=options.overwrite)
+        self._check_transforms(options, where, together=together)
+        if self._engine.options.writer is not None:
+            check_portable(storage, *self._transforms)
         try:
             facts = check_user_metadata({} if options.metadata is None else options.metadata)
         except TypeError as exc:
@@ -167,6 +196,8 @@ class CheckpointerBase:
         capture = capture_state(state_dict, self._names, together=together, once=together and self._decentralized)
         if form is not None:
             form.admit(capture)
+        names = capture.structure.names
+        compression = None if options.compress is None else choose_compression(options.compress, names, capture.tensors)
         return SaveJob(
             path=where,
             storage=storage,
@@ -177,7 +208,27 @@ class CheckpointerBase:
             form=form,
             pre_commit=options.pre_commit,
             post_commit=options.post_commit,
+            compression=compression,
+            transforms=self._transforms,
         )
+
+    def _check_transforms(self, options: SaveOptions, where: str, *, together: bool) -> None:
+        """Refuse to compress, or to transform otherwise, what can't be.
+
+        Raises:
+            ValueError: it is for another format.
+            SaveError: several ranks save together.
+        """
+        if options.compress is None and not self._transforms:
+            return
+        what = "transforms" if self._transforms else "compress"
+        if options.format != "dcp":
+            raise ValueError(f"{what} is for format='dcp'; {options.format} files hold tensors as they are")
+        if together:
+            raise SaveError(
+                f"{where}: {what} is for one process; several ranks save their items as they are. Leave it out, or "
+                "save with process_group=None"
+            )
 
     def submit_items(
         self,
@@ -208,6 +259,8 @@ class CheckpointerBase:
             CheckpointerClosedError: the checkpointer is closed.
         """
         started = time.perf_counter()
+        if self._transforms:
+            raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
         storage, where = self._located(directory, None)
         job = SaveJob(
             path=where,
@@ -249,6 +302,7 @@ class CheckpointerBase:
     ) -> Callable[..., Coroutine[Any, Any, Any]]:
         """Check what can be checked at the call; give what does the rest."""
         check_options(options, into=state_dict is not None)
+        options = replace(options, transforms=self._transforms)
         storage, where = self._located(path, storage)
         ready = {} if state_dict is None else ready_events(state_dict)
 
@@ -259,7 +313,9 @@ class CheckpointerBase:
 
     def _verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
         storage, where = self._located(path, storage)
-        return self._engine.call(lambda tools: verify_checkpoint(storage, where, tools.workers), f"verify {where}")
+        return self._engine.call(
+            lambda tools: verify_checkpoint(storage, where, tools.workers, self._transforms), f"verify {where}"
+        )
 
     def _located(self, path: Path, storage: Storage | None) -> tuple[Storage, str]:
         where = os.fspath(path)
@@ -268,9 +324,67 @@ class CheckpointerBase:
         storage = storage if storage is not None else self._storage
         return storage, storage.locate(where)
 
+    def fence(self, timeout: float | None = None) -> None:
+        """Let the caller's current accelerator streams wait for the copies of all saves in flight.
+
+        As `SaveHandle.fence`, for every save that is not staged yet: call it before whatever changes tensors, such as
+        the replay of a CUDA graph that holds an optimizer's step. Costs nothing when there is none.
+
+        Args:
+            timeout: seconds to block at most; None for as long as it takes.
+
+        Raises:
+            TornSnapshotError: a tensor has changed already; all saves were waited for.
+            SaveError: a save has failed meanwhile.
+            TimeoutError: the copies were not enqueued in time.
+        """
+        fence_all(self._engine.staging(), timeout)
+
+    def guard(self, optimizer: torch.optim.Optimizer, *, timeout: float = 1800.0) -> StepGuard:
+        """Let every ``optimizer.step()`` wait for the copies of saves in flight, so that none is torn.
+
+        The waiting is that of `SaveHandle.fence`: for tensors on an accelerator the stream waits, not the program.
+        Nothing is ever raised out of a step: a save that failed tells so through its handle. Steps that are compiled
+        with ``torch.compile`` wait as well (the guard breaks the graph, so not with ``fullgraph=True``). A CUDA graph
+        that holds a step is not guarded: call `fence` before its replay.
+
+        ::
+
+            with ckpt.guard(optimizer):
+                for batch in batches:
+                    loss(model(batch)).backward()
+                    optimizer.step()                 # waits for what is still being copied
+                    ckpt.save(state, path)           # SyncCheckpointer: submit
+
+        Args:
+            optimizer: whose steps are to wait.
+            timeout: seconds that a step blocks at most; then the save's snapshot is given up: it fails with
+                `TornSnapshotError`, and training goes on.
+
+        Returns:
+            The guard, in force until its ``remove()``, or the end of its ``with`` block.
+        """
+        return StepGuard(optimizer, self._engine.staging, timeout)
+
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
         nbytes, devices = stored_bytes(state_dict)
         return self._engine.prewarm(nbytes, devices)
+
+
+def check_portable(*tools: Storage | Transform) -> None:
+    """Refuse a storage, or a transform, that a writer process can't have.
+
+    Raises:
+        SaveError: it can't be pickled.
+    """
+    for tool in tools:
+        try:
+            pickle.dumps(tool)
+        except Exception as exc:  # whatever its class does
+            raise SaveError(
+                f"{type(tool).__name__} can't be sent to the writer process ({exc}): make it picklable, or use "
+                "writer='thread'"
+            ) from exc
 
 
 def _named(path: Path) -> str:

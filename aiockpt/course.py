@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from aiockpt.ending import Ending
     from aiockpt.format.manifest import FileFacts
     from aiockpt.handle import SaveResult
     from aiockpt.planning.plans import SavePlan
     from aiockpt.storage.base import Transaction
+    from aiockpt.writing import Writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,14 @@ class Transferred:
         files: the files with items.
         crcs: for each image the CRC-32 of each slot's payload.
         times_s: durations so far, in seconds.
+        writing: who has written it.
     """
 
     plan: SavePlan = field(repr=False)
     files: dict[str, FileFacts]
     crcs: Sequence[Sequence[int]] = field(repr=False)
     times_s: Mapping[str, float]
+    writing: Writing = field(repr=False)
 
 
 class Course(ABC):
@@ -52,6 +56,18 @@ class Course(ABC):
     @abstractmethod
     async def begin(self) -> Transaction:
         """Start to write."""
+
+    async def ending(self, plan: SavePlan) -> Ending | None:
+        """Encode what makes a checkpoint of the files with items; None where that is for somebody else."""
+        return None
+
+    async def parting(self, plan: SavePlan) -> bytes | None:
+        """Give what the writers of several ranks need to agree without the trainers, pickled; None for one rank."""
+        return None
+
+    async def ticket(self) -> str | None:
+        """Give what a writer process needs to take part in what rank 0 has begun; None: it is to begin itself."""
+        return None
 
     @abstractmethod
     async def finish(self, transferred: Transferred) -> SaveResult:

@@ -33,9 +33,12 @@ from aiockpt.save_leading import WorldTools
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.memory import TensorMemory
+from aiockpt.staging.pacing import Pacing
 from aiockpt.staging.placing import AcceleratorPlacer
 from aiockpt.staging.pool import ChunkPool
+from aiockpt.staging.shared import SharedMemory
 from aiockpt.threads import Workers
+from aiockpt.writer.host import WriterHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -95,6 +98,9 @@ class Engine:
         self._stagers: dict[torch.device, Stager] = {}
         self._placers: dict[torch.device, AcceleratorPlacer] = {}
         self._world: WorldTools | None = None
+        self._pacing = Pacing(options.staging_window, self._post)
+        self._shared: SharedMemory | None = None
+        self._writer: WriterHost | None = None
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._thread else "idle"
@@ -177,7 +183,11 @@ class Engine:
         # Twice as many as write, for each also checks and places what it has read, while the disk waits.
         self._load_workers = Workers(2 * self.io_threads, "aiockpt-load")
         capacity = 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)
-        self._pool = ChunkPool(options.chunk, capacity)
+        if options.writer is not None:
+            most = capacity * options.chunk if options.staging_bytes is not None else available_memory_bytes() // 2
+            self._shared = SharedMemory(max(1, most // options.chunk) * options.chunk)
+            self._writer = WriterHost(options.writer, options.chunk, self.io_threads, self._shared)
+        self._pool = ChunkPool(options.chunk, capacity, self._shared)
         self._tools = SaveTools(
             pool=self._pool,
             planner=Planner(self.io_threads),
@@ -187,6 +197,7 @@ class Engine:
             stager_for=self._stager_for,
             reserve=self._reserve,
             world=lambda: self._world,
+            writer=self._writer,
         )
         self._memory = TensorMemory(available_memory_bytes() // 2)
         self._load_tools = LoadTools(self._load_workers, self._memory, self._pool, self._placer_for)
@@ -194,13 +205,19 @@ class Engine:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 self._accept()
+                if self._writer is not None:
+                    self._writer.start(tasks)
                 # Torch's first steps in saving take a while: let them not delay the first save.
                 await self._copy_workers.run(tensor_framing, torch.float32, (1,), (1,))
                 await self._stop.wait()
+                if self._writer is not None:
+                    await self._writer.aclose()
         finally:
             with contextlib.ExitStack() as stack:  # all are closed, whatever one of them raises
                 stack.callback(self._memory.close)
                 stack.callback(self._pool.drop)
+                if self._shared is not None:
+                    stack.callback(self._shared.close)
                 if self._world is not None:
                     stack.callback(self._world.coordinator.close)
                 for workers in (self._copy_workers, self._io_workers, self._seal_workers, self._load_workers):
@@ -264,6 +281,7 @@ class Engine:
             self._raise_unseen()
             self._start()
             job.post = self._post
+            job.pace = self._pacing.pace()
             self._jobs.append(job)
             self._unseen.append(job)
             self._post(lambda: self._admit(job))
@@ -276,6 +294,18 @@ class Engine:
                 job.post = self._post
                 self._jobs.append(job)
                 self._post(lambda: self._admit(job))
+
+    def staging(self) -> list[SaveJob]:
+        """Give the saves whose tensors are not all copied, in order."""
+        with self._lock:
+            mine = self._jobs if self._pid == os.getpid() else []
+            return [job for job in mine if not job.handle.staged.done() and not job.refused]
+
+    def open_window(self) -> None:
+        """Let staging copy what is allowed for one more window, see `StagingWindow`."""
+        with self._lock:
+            if self._thread is not None:
+                self._pacing.open()
 
     def in_flight(self, path: str) -> bool:
         """Tell whether a save to this path is in line or under way."""
@@ -416,6 +446,8 @@ class Engine:
         """
         timeout = min(self.options.drain_timeout, threading.TIMEOUT_MAX)
         deadline = time.monotonic() + timeout
+        for job in self.staging():
+            job.hurry()
         with self._idle:
             self._idle.wait_for(lambda: not self._jobs, timeout)
             late = list(self._jobs)
@@ -424,6 +456,8 @@ class Engine:
         stuck = bool(late) and not self._end_within(_CANCEL_GRACE_S / 3)
         if stuck and self._world is not None:  # other ranks may have been waited for
             self._world.coordinator.abandon()
+        if stuck and self._writer is not None:
+            self._writer.kill()
         stuck = stuck and not self._end_within(_CANCEL_GRACE_S * 2 / 3)
         self._stuck = stuck
         self._drain_calls(deadline)

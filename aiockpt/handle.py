@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -37,6 +37,8 @@ class Completion(Awaitable[T], Generic[T]):
         self._wakers: list[Any] = []
         self._waiting = 0
         self.observed = False
+        self._on_block: Callable[[], object] | None = None
+        self._on_await: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else f"failed: {self._error!r}" if self._error else "done"
@@ -82,6 +84,8 @@ class Completion(Awaitable[T], Generic[T]):
                 raise TimeoutError(f"{self._what} has not come within {timeout} s")
 
     def _block(self, timeout: float | None) -> None:
+        if self._on_block is not None and not self._done:
+            self._on_block()
         with self._condition:
             self._waiting += 1
             try:
@@ -98,6 +102,8 @@ class Completion(Awaitable[T], Generic[T]):
         """Wait until the moment has come, without its value or error."""
         if self._done:
             return
+        if self._on_await is not None:
+            self._on_await()
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
@@ -107,9 +108,26 @@ def _read_dcp(source: Source, path: str) -> tuple[Index, Manifest | None]:
         raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
     index = _with_path(path, decode_metadata, metadata)
     check_index(path, index, source.files)
+    index = presented(source, path, index, manifest)
     if manifest is not None:
         index = Index(index.entries, index.paths, manifest.containers, manifest.metadata, "aiockpt")
     return index, manifest
+
+
+def presented(source: Source, path: str, index: Index, manifest: Manifest | None) -> Index:
+    """Give an index whose transformed items, if it has any, are files of their own.
+
+    Raises:
+        CorruptCheckpointError: index and manifest contradict each other.
+        LoadError: this source can't read them.
+    """
+    if not index.is_transformed:
+        return index
+    if not isinstance(source, DecodedSource):
+        raise LoadError(f"{path} holds compressed or otherwise transformed items, which can't be read in this way")
+    index = source.present(index, {} if manifest is None else manifest.transformed)
+    check_index(path, index, source.files)
+    return index
 
 
 def read_manifest(source: Source, path: str) -> Manifest | None:

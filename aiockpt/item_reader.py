@@ -18,6 +18,7 @@ from aiockpt.format.objects import decode_object
 from aiockpt.format.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.ziparchive import FramingError
 from aiockpt.item_batch import ItemBatch, batches
+from aiockpt.planning.layout import align_up
 from aiockpt.staging.placing import place
 from aiockpt.staging.pool import Mapping as MappedMemory
 from aiockpt.tensor_stream import TensorStream, memory_of
@@ -43,6 +44,7 @@ PART_BYTES = 16 << 20
 BUFFER_BYTES = 8 << 20
 """The most that one thread reads into its buffer at a time."""
 _PAGE_BYTES = 4096
+_SETTLED_AT_ONCE = 16
 _CPU = torch.device("cpu")
 
 
@@ -103,6 +105,9 @@ class ItemReader:
 
     async def prepare(self, reads: Sequence[TensorRead]) -> None:
         """Read the framing of those items that are not read as a whole, so that what is wrong there shows early."""
+        made = [read for read in reads if self._source.comes_whole(read.chunk.place.file)]
+        groups = [made[at : at + _SETTLED_AT_ONCE] for at in range(0, len(made), _SETTLED_AT_ONCE)]
+        await self._each([functools.partial(self._hop, self._settle, group) for group in groups])
         unknown: list[TensorRead] = []
         for read in reads:
             read.item = read.item or read.chunk.item or self._known.get(read.chunk.place)
@@ -149,7 +154,8 @@ class ItemReader:
         if read.target is None:
             read.memory = self._tools.memory.take(item.nbytes)
             memory = memory_of(read.memory)
-        stream = TensorStream(read, item, memory, PART_BYTES)
+        whole = self._source.comes_whole(read.chunk.place.file)
+        stream = TensorStream(read, item, memory, align_up(item.nbytes, _PAGE_BYTES) if whole else PART_BYTES)
         if not stream.is_direct:
             stream = TensorStream(read, item, memory, most)
         read.pending = stream.parts
@@ -243,6 +249,7 @@ class ItemReader:
 
     def _decode(self, read: ObjectRead) -> None:
         options = self._options
+        read.place = self._source.settled(read.place)
         blob = self._bytes(read.place, 0, read.place.length)
         try:
             read.value = decode_object(
@@ -254,6 +261,11 @@ class ItemReader:
             )
         except LoadError as exc:
             raise type(exc)(f"{self._path}/{read.place.file}: {exc}") from exc
+
+    def _settle(self, reads: Sequence[TensorRead]) -> None:
+        """Find out how long items are, where that shows only when they are read."""
+        for read in reads:
+            read.chunk = read.chunk._replace(place=self._source.settled(read.chunk.place))
 
     def _find_payload(self, read: TensorRead) -> None:
         """Read the framing of an item."""

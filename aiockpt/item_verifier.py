@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import mmap
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import anyio
 import anyio.lowlevel
 from isal.isal_zlib import crc32, crc32_combine
 
-from aiockpt.errors import LoadError, UnsafeCheckpointError
+from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.item_check import Framed, ItemChecker, Span, agree, read_framing
 from aiockpt.format.tensor_item import HEAD_BYTES, TAIL_BYTES
 from aiockpt.format.ziparchive import FramingError
@@ -20,6 +21,7 @@ from aiockpt.planning.stored import StoredFile, StoredItem, Stream, combined
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from aiockpt.decoded_source import DecodedSource
     from aiockpt.storage.base import Source
     from aiockpt.threads import Workers
     from aiockpt.verify_report import Findings, ProblemKind
@@ -30,6 +32,7 @@ STEP_BYTES = 4 << 20
 """The most that one thread has in memory."""
 _FETCH_BYTES = 16 << 20  # no directory and no data.pkl is larger, unless its size is damaged
 _BLOCK_BYTES = 1024
+_DECODED_AT_ONCE = 64
 _PAGE_BYTES = 4096
 
 
@@ -65,6 +68,32 @@ class ItemVerifier:
         await self._run([functools.partial(self._prepare, item) for item in large])
         await self._run(await self._workers.run(self._jobs, files))
         await self._workers.run(self._conclude, files)
+
+    async def verify_decoded(self, files: Sequence[StoredFile], source: DecodedSource) -> None:
+        """Check items that are files of their own; each is made as a whole, in memory."""
+        small = [file for file in files if file.nbytes < STEP_BYTES]
+        groups = [[file] for file in files if file.nbytes >= STEP_BYTES]
+        groups += [small[at : at + _DECODED_AT_ONCE] for at in range(0, len(small), _DECODED_AT_ONCE)]
+        await self._run([functools.partial(self._check_decoded, group, source) for group in groups])
+
+    def _check_decoded(self, files: Sequence[StoredFile], source: DecodedSource) -> None:
+        for file in files:
+            self._check_decoded_file(file, source)
+
+    def _check_decoded_file(self, file: StoredFile, source: DecodedSource) -> None:
+        known = source.items[file.name]
+        for item in file.items:
+            place = known.place
+            stored = dataclasses.replace(item, file=place.file, start=place.offset, covered=known.crc is not None)
+            try:
+                data = source.decode(file.name)
+            except CorruptCheckpointError as exc:
+                self._report(stored, "item crc", str(exc))
+            except LoadError as exc:
+                self._report(stored, "unreadable", str(exc))
+            else:
+                self._counts.append(place.length)
+                self._check_small(stored, data)
 
     async def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run blocking jobs in all threads, each taking the next."""
@@ -201,7 +230,9 @@ class ItemVerifier:
             if (found.dtype, found.shape) != (owner.dtype, owner.sizes):
                 message = f"it holds {found.dtype} {found.shape}, but the metadata says {owner.dtype} {owner.sizes}"
                 self._findings.add("mismatch", item.file, message, key=owner.key, offset=item.start)
-            if framed is not None and owner.given is not None and not agree(found, framed.payload_crc, owner.given):
+            given = owner.given
+            crc = None if framed is None or given is None or given.crc is None else framed.payload_crc
+            if framed is not None and given is not None and not agree(found, crc, given):
                 message = "the manifest describes it in another way than its item does"
                 self._findings.add("disagreement", item.file, message, key=owner.key, offset=item.start)
 

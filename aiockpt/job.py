@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
 import anyio
-import torch
 
 from aiockpt.errors import SaveError, TornSnapshotError
 from aiockpt.format.names import SUFFIX
@@ -16,6 +15,7 @@ from aiockpt.handle import Completion, SaveHandle
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.safetensors_plan import SafetensorsForm
 from aiockpt.planning.source import Capture, Structure
+from aiockpt.staging.pacing import Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.staging.base import Stager
     from aiockpt.storage.base import Storage
+    from aiockpt.transforms.base import Transform
+    from aiockpt.transforms.zstd import Zstd
 
 SaveFormat = Literal["dcp", "safetensors"]
 
@@ -76,7 +78,8 @@ class SaveJob:
 
     ``form`` is the format to save in; None for DCP's. ``refused`` is why it can't be made: it is in line only to tell
     the other ranks. ``part`` plans the files of one that only adds files to a directory; ``places`` then tells where
-    each leaf is, when it is written.
+    each leaf is, when it is written. ``compression`` tells for each leaf how it is compressed, ``transforms`` what is
+    applied to all of them besides.
 
     Implements `aiockpt.handle.Control`. ``cancel`` and ``fence`` may be called from any thread.
     """
@@ -93,6 +96,8 @@ class SaveJob:
     refused: BaseException | None = None
     part: WorldPlanner | None = None
     places: dict[int, ItemPlace] = field(default_factory=dict)
+    compression: Sequence[Zstd | None] | None = None
+    transforms: Sequence[Transform] = ()
     captured_s: float = 0.0
     handle: SaveHandle = field(init=False)
     post: Callable[[Callable[[], None]], object] = lambda _: None
@@ -104,17 +109,26 @@ class SaveJob:
     scope: anyio.CancelScope = field(init=False)
     cancel_asked: bool = False
     checked: bool = False
+    torn: TornSnapshotError | None = None
+    pace: Pace = field(default_factory=Pace)
     check_lock: threading.Lock = field(default_factory=threading.Lock)
     stagers: list[Stager] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.handle = SaveHandle(self.path, self, self.started)
+        self.handle = handle = SaveHandle(self.path, self, self.started)
+        # Who awaits `written` may go on with other things meanwhile; who blocks can't.
+        handle.staged._on_await = handle.staged._on_block = handle.written._on_block = self.hurry
 
     @classmethod
     def of_refusal(cls, path: str, storage: Storage, error: BaseException, started: float) -> Self:
         """Make a job that does nothing but to tell the other ranks why this one does not save."""
         nothing = Capture(Structure([], [], frozenset()), [], [], [])
         return cls(path, storage, overwrite=False, metadata={}, capture=nothing, started=started, refused=error)
+
+    @property
+    def is_transformed(self) -> bool:
+        """Whether items are stored otherwise than as they are."""
+        return self.compression is not None or bool(self.transforms)
 
     def admit(self) -> None:
         """Make what belongs to the engine's loop, in that loop."""
@@ -131,27 +145,56 @@ class SaveJob:
             self.post(lambda: self.scope.cancel())
         return self.cancelled
 
+    def hurry(self) -> None:
+        """Copy without a pause from now on; from any thread."""
+        self.pace.hurry()
+
     def fence(self, timeout: float | None) -> None:
         """See `SaveHandle.fence`."""
+        if self.order_behind(timeout):
+            self.check_for_changes()
+        else:
+            self.handle.staged.result()
+
+    def order_behind(self, timeout: float | None) -> bool:
+        """Let the caller's current streams wait for the copies, and block until they are enqueued.
+
+        Returns:
+            Whether there is anything left to wait for; if not, the save is staged or has failed.
+
+        Raises:
+            TimeoutError: they were not enqueued in time.
+        """
+        self.hurry()
         if not self.issued.wait(timeout):
             raise TimeoutError(f"the copies of {self.path} were not enqueued within {timeout} s; the save goes on")
         if self.handle.staged.done():
-            self.handle.staged.result()
-            return
+            return False
         for stager in self.stagers:
-            for device, event in stager.fence():
-                torch.accelerator.current_stream(device).wait_event(event)
-        self.check_for_changes()
+            stager.fence()
+        return True
+
+    def give_up(self, reason: str) -> None:
+        """Let the save fail, unless it is staged: its tensors are about to change. From any thread."""
+        with self.check_lock:
+            if self.checked or self.torn is not None:
+                return
+            self.torn = TornSnapshotError(f"the snapshot of {self.path} was given up: {reason}")
+        self.handle.staged._settle(None, self.torn)
+        with contextlib.suppress(RuntimeError):  # see `cancel`
+            self.post(lambda: self.scope.cancel())
 
     def check_for_changes(self) -> None:
         """Compare the version counters, once.
 
         Raises:
-            TornSnapshotError: a tensor was changed in place since `save()`.
+            TornSnapshotError: a tensor was changed in place since `save()`, or may have been.
         """
         with self.check_lock:
             if self.checked:
                 return
+            if self.torn is not None:
+                raise self.torn
             changed = self.capture.changed()
             if not changed:
                 self.checked = True

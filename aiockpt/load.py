@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import MissingKeysError
 from aiockpt.index_reader import read_index
 from aiockpt.planning.selection import matching
@@ -44,7 +45,7 @@ async def load_checkpoint(
         ready: for each accelerator, the moment in the caller's stream from which on targets may be filled.
         gathering: the other ranks, if they load as well, and all are to succeed or fail.
     """
-    source = await storage.open(path, workers=tools.workers)
+    source = DecodedSource(await storage.open(path, workers=tools.workers), path, options.transforms)
     try:
         index, _ = await tools.workers.run(
             read_index, source, path, safe_globals=options.safe_globals, trust=options.trust

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from aiockpt.transforms.base import Transform
 
 _CPU = torch.device("cpu")
 
@@ -25,6 +28,7 @@ class LoadOptions:
     mmap: bool = False
     safe_globals: Sequence[Any] = ()
     trust: bool = False
+    transforms: Sequence[Transform] = ()
 
 
 def check_options(options: LoadOptions, *, into: bool) -> None:

@@ -6,10 +6,74 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from aiockpt.planning.layout import BLOCK_BYTES
 
+if TYPE_CHECKING:
+    from aiockpt.staging.pacing import StagingWindow
+
 DEFAULT_CHUNK_BYTES = 16 << 20
+
+
+_IONICE = {"realtime": 1, "best-effort": 2, "idle": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessWriter:
+    """A process of its own that computes CRCs, writes and commits; for ``writer=``.
+
+    It shares staging memory with the trainer, and outlives it: what was staged becomes a checkpoint even if the
+    trainer is killed.
+
+    Attributes:
+        nice: how far it steps back when others want the processor, 0 to 19; see nice(1).
+        ionice: "idle", or "best-effort" or "realtime" with a level of 0 to 7, as in ``("best-effort", 7)``; see
+            ionice(1). None: as the trainer.
+        agreement_timeout: of several ranks, when a trainer has died: how long, in seconds, the writers wait for each
+            other while nothing goes on, before they remove the unfinished checkpoint.
+    """
+
+    nice: int = 0
+    ionice: Literal["idle"] | tuple[Literal["best-effort", "realtime"], int] | None = None
+    agreement_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not self.agreement_timeout > 0:
+            raise ValueError(f"agreement_timeout must be positive, not {self.agreement_timeout!r}")
+        if not isinstance(self.nice, int) or not 0 <= self.nice <= 19:
+            raise ValueError(f"nice is {self.nice!r}; it must be 0 to 19")
+        numbers = self.ionice_numbers
+        if numbers is not None and not 0 <= numbers[1] <= 7:
+            raise ValueError(f"ionice is {self.ionice!r}; its level must be 0 to 7")
+
+    @property
+    def ionice_numbers(self) -> tuple[int, int] | None:
+        """The class and level, as the kernel counts them."""
+        if self.ionice is None:
+            return None
+        try:
+            name, level = (self.ionice, 0) if isinstance(self.ionice, str) else self.ionice
+            return _IONICE[name], int(level)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"ionice is {self.ionice!r}; it must be 'idle', ('best-effort', level) or ('realtime', level)"
+            ) from None
+
+
+def check_writer(writer: object) -> ProcessWriter | None:
+    """Give the process that is to write; None for threads.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if writer == "thread":
+        return None
+    if writer == "process":
+        return ProcessWriter()
+    if isinstance(writer, ProcessWriter):
+        return writer
+    raise ValueError(f"writer is {writer!r}; it must be 'thread', 'process' or an aiockpt.ProcessWriter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +84,8 @@ class EngineOptions:
     chunk_bytes: int | None = None
     io_threads: int | None = None
     drain_timeout: float = 1800.0
+    staging_window: StagingWindow | None = None
+    writer: ProcessWriter | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("staging_bytes", BLOCK_BYTES), ("chunk_bytes", BLOCK_BYTES), ("io_threads", 1)):

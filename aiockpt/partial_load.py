@@ -10,6 +10,7 @@ import anyio
 import torch
 
 from aiockpt.capture import count_change
+from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import LoadError, MissingKeysError
 from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.index_reader import read_index
@@ -134,7 +135,7 @@ class OpenCheckpoint:
 
 async def index_of(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> OpenCheckpoint:
     """Open a checkpoint: read its index."""
-    source = await storage.open(path, workers=tools.workers)
+    source = DecodedSource(await storage.open(path, workers=tools.workers), path, options.transforms)
     try:
         index, _ = await tools.workers.run(
             read_index, source, path, safe_globals=options.safe_globals, trust=options.trust

@@ -16,13 +16,15 @@ from aiockpt.course import Transferred
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, TornSnapshotError
 from aiockpt.handle import Phase, ProgressEvent
 from aiockpt.hooks import run_hook
-from aiockpt.planning.dcp_plan import DcpForm
+from aiockpt.planning.codings import codings_of
+from aiockpt.planning.dcp_plan import DcpForm, DcpPlan
 from aiockpt.save_alone import AloneCourse
 from aiockpt.save_part import PartCourse
 from aiockpt.save_together import TogetherCourse
 from aiockpt.staging.base import Done, LayoutMismatchError
 from aiockpt.transfer import Filled, Leases, Router
-from aiockpt.writing import Part, Writing, WritingTools
+from aiockpt.writer.remote import Order, RemoteWriting
+from aiockpt.writing import FileWriting, Part, Prepared, WritingTools
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
     from aiockpt.threads import Workers
+    from aiockpt.writer.host import WriterHost
+    from aiockpt.writing import Writing
 
 logger = logging.getLogger("aiockpt")
 
@@ -46,7 +50,10 @@ Put = Callable[[Filled], Awaitable[None]]
 
 @dataclass(frozen=True)
 class SaveTools:
-    """What the engine lends to every save; ``world`` where there are other ranks to save with."""
+    """What the engine lends to every save.
+
+    ``world`` where there are other ranks to save with, ``writer`` where another process is to write.
+    """
 
     pool: ChunkPool
     planner: Planner
@@ -56,6 +63,7 @@ class SaveTools:
     stager_for: Callable[[torch.device], Stager]
     reserve: Callable[[int], None]
     world: Callable[[], WorldTools | None]
+    writer: WriterHost | None = None
 
 
 async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> None:
@@ -68,7 +76,7 @@ async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> 
                 job.scope.cancel()
             result = await _Save(job, tools, previous, _course_of(job, tools, previous)).run()
         if result is None:
-            error = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
+            error = job.torn or SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
     except BaseException as exc:  # delivered to whoever waits, never dropped
         error = _first(exc)
     finally:
@@ -130,6 +138,7 @@ class _Save:
         self._planned_s = 0.0
         self._staged_s = 0.0
         self._images_left = 0
+        self._writing: Writing | None = None
 
     async def run(self) -> SaveResult:
         previous = self._previous
@@ -163,15 +172,19 @@ class _Save:
             if previous is not None:
                 await previous.staging_over.wait()
             self._tools.reserve(self._total_bytes)
-            writing = await self._transfer(plan, previous)
+            self._writing = writing = self._writing_of(plan, previous)
+            await self._transfer(plan, previous, writing)
             self._report("written")
             if job.pre_commit is not None:
                 await self._tools.io_workers.run(run_hook, job.pre_commit, job.path, "pre_commit")
                 await anyio.lowlevel.checkpoint_if_cancelled()
             with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
-                result = await course.finish(Transferred(plan, writing.files, writing.crcs, self._times_s()))
+                result = await course.finish(Transferred(plan, writing.files, writing.crcs, self._times_s(), writing))
+                await writing.over()
         except BaseException as exc:
             with anyio.CancelScope(shield=True):
+                if self._writing is not None:
+                    await self._writing.abandon()
                 error = await course.fail(_unwrapped(exc))
             if error is _unwrapped(exc):
                 raise
@@ -188,7 +201,7 @@ class _Save:
             return replace(result, post_commit_error=exc)
         return result
 
-    async def _transfer(self, plan: SavePlan, previous: SaveJob | None) -> Writing:
+    async def _transfer(self, plan: SavePlan, previous: SaveJob | None, writing: Writing) -> None:
         """Stage and write all files. Staging waits for nothing but staging memory."""
         job = self._job
         layout = plan.layout
@@ -197,7 +210,6 @@ class _Save:
         self._images_left = len(layout.images)
         if not layout.images:
             job.issued.set()
-        writing = self._writing(plan, previous)
         # So many files at a time, in order, as they are written.
         turn = anyio.Semaphore(self._tools.io_workers.count)
         async with Leases(self._tools.pool) as leases, anyio.create_task_group() as tasks:
@@ -208,21 +220,49 @@ class _Save:
                     staging.start_soon(self._stage, image, router, leases, put, partial(writing.end, number), turn)
             await self._tools.copy_workers.run(job.check_for_changes)
             self._staged_s = job.handle._elapsed()
+            await writing.hand_over(self._prepared(plan))
             job.capture.release()
             job.staging_over.set()
             self._report("staged")
             job.handle.staged._settle(None)
-        return writing
 
-    def _writing(self, plan: SavePlan, previous: SaveJob | None) -> Writing:
+    def _prepared(self, plan: SavePlan) -> Prepared:
+        """Say what is left to do when the files are written."""
+        job, course = self._job, self._course
+        return Prepared(
+            ending=partial(course.ending, plan),
+            times_s=self._times_s(),
+            started=job.started,
+            waits=job.pre_commit is not None,
+            parting=partial(course.parting, plan),
+        )
+
+    def _writing_of(self, plan: SavePlan, previous: SaveJob | None) -> Writing:
+        job, layout = self._job, plan.layout
+        names = [""] if plan.is_single_file else [image.name for image in layout.images]
+        codings = None
+        if job.is_transformed and isinstance(plan, DcpPlan):
+            codings = codings_of(plan, job.compression, job.transforms)
+        if self._tools.writer is not None and job.part is None:
+            order = Order(
+                path=job.path,
+                storage=job.storage,
+                overwrite=job.overwrite,
+                names=names,
+                layout=layout,
+                heads=plan.heads,
+                started=job.started,
+                ticket=self._course.ticket,
+                codings=codings,
+            )
+            return RemoteWriting(self._tools.writer, order, self._wrote, self._tools.io_workers)
+
         async def turn() -> None:
             if previous is not None:
                 await previous.over.wait()
 
-        images = plan.layout.images
-        names = [""] if plan.is_single_file else [image.name for image in images]
         tools = WritingTools(self._tools.seal_workers, self._tools.io_workers)
-        return Writing(images, plan.heads, names, tools, self._course.begin, turn, self._wrote)
+        return FileWriting(layout.images, plan.heads, names, tools, self._course.begin, turn, self._wrote, codings)
 
     def _wrote(self, nbytes: int) -> None:
         self._written_bytes += nbytes
@@ -245,14 +285,16 @@ class _Save:
             end()
 
     async def _fill(self, image: FileImage, router: Router, leases: Leases, put: Put) -> None:
-        step = self._tools.pool.chunk_bytes
+        step, pace = self._tools.pool.chunk_bytes, self._job.pace
         before: Filled | None = None
         for start in range(0, max(image.nbytes, 1), step):
             stop = min(start + step, image.nbytes)
-            if before is not None and (isinstance(before.pending, Done) or not leases.available):
+            is_done = before is not None and isinstance(before.pending, Done)
+            if before is not None and (is_done or pace.is_held or not leases.available):
                 # Never wait for a chunk while holding one that could be written and given back.
                 await put(before)
                 before = None
+            await pace.admit(stop - start)
             lease = await leases.acquire()
             filled = Filled(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
             leases.pending[lease] = filled.pending
@@ -271,7 +313,8 @@ class _Save:
         self._staged_bytes += filled.stop - filled.start
         self._report("staging")
         lease = filled.lease
-        writing.put(number, Part(lease.chunk.view, filled.start, filled.stop, lease.release))
+        chunk = lease.chunk
+        await writing.put(number, Part(chunk.view, filled.start, filled.stop, lease.release, chunk.number))
 
     def _times_s(self) -> dict[str, float]:
         return {"captured": self._job.captured_s, "planned": self._planned_s, "staged": self._staged_s}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiockpt.course import Course, Transferred
-from aiockpt.ending import complete
 from aiockpt.errors import AiockptError
 from aiockpt.save_summary import ending_of, result_of
 
 if TYPE_CHECKING:
+    from aiockpt.ending import Ending
     from aiockpt.handle import SaveResult
     from aiockpt.job import SaveJob
     from aiockpt.planning.planner import Planner
@@ -51,16 +51,14 @@ class AloneCourse(Course):
         self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         return self._transaction
 
+    async def ending(self, plan: SavePlan) -> Ending | None:
+        """Encode the manifest and what makes it a checkpoint of its format."""
+        return await self._io.run(ending_of, self._job, plan)
+
     async def finish(self, transferred: Transferred) -> SaveResult:
-        """Write the manifest and what makes it a checkpoint of its format, and publish it."""
-        transaction = self._transaction
-        if transaction is None:
-            raise RuntimeError("a save can't be finished before it has begun")
-        plan = transferred.plan
-        ending = await self._io.run(ending_of, self._job, plan)
-        times_s = {**transferred.times_s, "data_written": self._job.handle._elapsed()}
-        sizes = await complete(transaction, ending, transferred.files, transferred.crcs, times_s, self._io)
-        return result_of(self._job, plan, sizes, transferred.times_s)
+        """Publish what was written."""
+        sizes = await transferred.writing.publish()
+        return result_of(self._job, transferred.plan, sizes, transferred.times_s)
 
     async def fail(self, error: BaseException) -> BaseException:
         """Remove what was written; should that fail too, say so on the error that led here."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from isal.isal_zlib import crc32
-
-from aiockpt.ending import write_documents
 from aiockpt.errors import SaveError
-from aiockpt.format.manifest import FileFacts
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.planning.world_book import WorldBook, Written, book_of, book_of_written, files_of
-from aiockpt.save_summary import world_manifest
+from aiockpt.planning.world_book import WorldBook, Written, book_of
 from aiockpt.world_messages import Call, Orders, Summary
+from aiockpt.world_publishing import WorldFacts, publish_together
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -97,8 +93,10 @@ class Leading:
         job = self._job
         self.transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         shares: Sequence[list[int] | None] = book.plan.shares if fresh and book is not None else [None] * len(calls)
-        tell = book is None or not book.knows_places
-        return [Orders(self.transaction.ticket, self._token, share, tell_places=tell) for share in shares]
+        tell, secret = book is None or not book.knows_places, secrets.token_bytes(32)
+        return [
+            Orders(self.transaction.ticket, self._token, share, tell_places=tell, secret=secret) for share in shares
+        ]
 
     def _check_alike(self, calls: Sequence[Call]) -> None:
         for rank, call in enumerate(calls):
@@ -126,41 +124,24 @@ class Leading:
             WriteError: the index can't be written.
             CommitError: it can't be published.
         """
-        transaction, job = self.transaction, self._job
-        if transaction is None:
+        if self.transaction is None:
             raise RuntimeError("a save can't be published before it has begun")
-        for rank, written in enumerate(results):
-            if written.token != self._token:
-                raise SaveError(f"rank {rank} has written by another plan than rank 0 has; nothing was published")
+        facts = self._facts()
+        book, summaries = await publish_together(self.transaction, self._book, facts, results, self._compute)
         if self._book is None:  # each rank has decided alone what it writes
-            self._book = self._books[self._form] = await self._compute.run(book_of_written, self._token, results)
-        book = self._book
-        await self._compute.run(book.check, results)
-        files = files_of(results)
-        await _look_for(transaction, results)
-        document = await self._compute.run(book.documents, results)
-        files = {**files, METADATA_NAME: FileFacts(len(document), crc32(document))}
-        manifest = await self._compute.run(world_manifest, job, book, files, len(results))
-        await write_documents(transaction, {MANIFEST_NAME: manifest, METADATA_NAME: document})
-        await transaction.commit()
-        sizes = {name: facts.nbytes for name, facts in files.items()}
-        return Summary.for_ranks(len(results), sizes, book)
+            self._book = self._books[self._form] = book
+        return summaries
+
+    def _facts(self) -> WorldFacts:
+        job = self._job
+        return WorldFacts(self._token, job.metadata, {"captured": job.captured_s}, job.started)
+
+    def parting(self) -> tuple[WorldBook | None, WorldFacts]:
+        """Give what it takes to publish."""
+        return self._book, self._facts()
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""
         transaction, self.transaction = self.transaction, None
         if transaction is not None:
             await transaction.abort()
-
-
-async def _look_for(transaction: Transaction, results: Sequence[Written]) -> None:
-    """Check that the files of all ranks can be seen from here."""
-    seen = await transaction.sizes()
-    for rank, written in enumerate(results):
-        for name, facts in written.files.items():
-            if seen.get(name) != facts.nbytes:
-                found = "is not there" if name not in seen else f"has {seen[name]} bytes there"
-                raise SaveError(
-                    f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
-                    "ranks must save to one file system that every host has mounted"
-                )

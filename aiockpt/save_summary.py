@@ -12,10 +12,13 @@ from aiockpt.ending import Ending
 from aiockpt.format.manifest import FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.handle import SaveResult
+from aiockpt.planning.codings import draft_of
+from aiockpt.planning.dcp_plan import DcpPlan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aiockpt.format.manifest import JsonValue
     from aiockpt.job import SaveJob
     from aiockpt.planning.plans import SavePlan
     from aiockpt.planning.world_book import WorldBook
@@ -42,7 +45,10 @@ def ending_of(job: SaveJob, plan: SavePlan) -> Ending | None:
         },
         containers=job.capture.containers,
     )
-    return Ending([image.name for image in plan.layout.images], plan.documents(), manifest, plan.index())
+    names = [image.name for image in plan.layout.images]
+    if job.is_transformed and isinstance(plan, DcpPlan):
+        return Ending(names, {}, manifest, None, draft_of(plan))
+    return Ending(names, plan.documents(), manifest, plan.index())
 
 
 def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: Mapping[str, float]) -> SaveResult:
@@ -52,7 +58,7 @@ def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: M
         sizes = {job.path.rpartition("/")[2]: plan.layout.nbytes}
     return SaveResult(
         path=job.path,
-        nbytes=plan.layout.nbytes,
+        nbytes=sum(sizes[image.name] for image in plan.layout.images) if job.is_transformed else plan.layout.nbytes,
         tensor_bytes=plan.layout.tensor_bytes,
         tensors=tensors,
         objects=objects,
@@ -64,11 +70,18 @@ def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: M
     )
 
 
-def world_manifest(job: SaveJob, book: WorldBook, files: Mapping[str, FileFacts], ranks: int) -> bytes:
+def world_manifest(
+    metadata: dict[str, JsonValue],
+    times_s: Mapping[str, float],
+    book: WorldBook,
+    files: Mapping[str, FileFacts],
+    ranks: int,
+) -> bytes:
     """Encode the manifest of a checkpoint that several ranks have written.
 
     Args:
-        job: the save, on rank 0.
+        metadata: the user's own facts.
+        times_s: durations in seconds.
         book: the plan of all ranks.
         files: every other file of the checkpoint.
         ranks: how many ranks there are.
@@ -77,7 +90,7 @@ def world_manifest(job: SaveJob, book: WorldBook, files: Mapping[str, FileFacts]
     manifest = Manifest(
         writer=_WRITER,
         created=_now(),
-        metadata=job.metadata,
+        metadata=metadata,
         files=files,
         totals={
             "tensors": book.tensors,
@@ -86,7 +99,7 @@ def world_manifest(job: SaveJob, book: WorldBook, files: Mapping[str, FileFacts]
             "file_bytes": items,
             "ranks": ranks,
         },
-        times_s={"captured": job.captured_s, "data_written": job.handle._elapsed()},
+        times_s=times_s,
         containers=book.plan.containers,
     )
     return encode_manifest(manifest)

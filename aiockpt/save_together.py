@@ -8,7 +8,9 @@ to the second, where all fail with it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+import pickle
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -21,10 +23,12 @@ from aiockpt.save_leading import Leading, WorldTools
 from aiockpt.save_summary import world_result
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.world_messages import Call, Orders, Summary
+from aiockpt.writer.parting import Leadership, Parting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiockpt.format.manifest import FileFacts
     from aiockpt.handle import SaveResult
     from aiockpt.job import SaveJob
     from aiockpt.planning.dcp_plan import DcpForm
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
     from aiockpt.planning.world_planner import Offer
     from aiockpt.storage.base import Transaction
     from aiockpt.threads import Workers
+    from aiockpt.writing import Writing
+
+logger = logging.getLogger("aiockpt")
 
 
 class TogetherCourse(Course):
@@ -62,6 +69,7 @@ class TogetherCourse(Course):
         self._ticket = ""
         self._token = 0
         self._tell_places = False
+        self._secret = b""
         self._holdings: Holdings | None = None
         self._over = False
 
@@ -77,6 +85,7 @@ class TogetherCourse(Course):
                 mine, offer = await self._look(again=False)
                 orders = await self._first_round(mine)
         self._ticket, self._token, self._tell_places = orders.ticket or "", orders.token, orders.tell_places
+        self._secret = orders.secret
         try:
             return await self._share(offer, orders)
         except BaseException as exc:
@@ -136,6 +145,31 @@ class TogetherCourse(Course):
             self._transaction = await job.storage.join(job.path, self._ticket, workers=self._io)
         return self._transaction
 
+    async def ticket(self) -> str:
+        """Give the ticket of what rank 0 has begun."""
+        return (await self.begin()).ticket
+
+    async def parting(self, plan: SavePlan) -> bytes | None:
+        """Give what the writer processes of the ranks need to agree without the trainers."""
+        if not isinstance(plan, DcpPlan):
+            raise TypeError("ranks save together in DCP's format only")
+        return await self._compute.run(self._parted, plan)
+
+    def _parted(self, plan: DcpPlan) -> bytes:
+        coordinator = self._world.coordinator
+        lead = None
+        if coordinator.leads:
+            book, facts = self._leading.parting()
+            lead = Leadership(None if book is None else book.pickled(), facts, self._job.overwrite)
+        written = self._written(plan, {})
+        return pickle.dumps(Parting(coordinator.rank, coordinator.world_size, self._secret, written, lead))
+
+    def _written(self, plan: DcpPlan, files: dict[str, FileFacts]) -> Written:
+        places = places_of(plan.layout) if self._tell_places else None
+        objects = dict(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
+        items = sum(len(image.slots) for image in plan.layout.images)
+        return Written(files, items, objects, places, self._holdings, self._token)
+
     async def finish(self, transferred: Transferred) -> SaveResult:
         """Say what this rank has written, and wait until all of it is published."""
         plan, transaction, leads = transferred.plan, self._transaction, self._world.coordinator.leads
@@ -143,24 +177,50 @@ class TogetherCourse(Course):
             raise RuntimeError("a save can't be finished before it has begun")
         if not leads:
             await transaction.commit()
-        places = places_of(plan.layout) if self._tell_places else None
-        objects = dict(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
-        mine = Written(transferred.files, sum(map(len, transferred.crcs)), objects, places, self._holdings, self._token)
-        summary: Summary = await self._last_round(mine)
+        summary = await self._last_round(self._written(plan, transferred.files), transferred.writing)
+        if summary is None:
+            summary = _own_summary(plan, transferred.files)
         return world_result(self._job, transferred.files, transferred.times_s, summary)
 
-    async def _last_round(self, mine: Written | BaseException) -> Any:
-        """Bring what was written, or an error, to rank 0; clean up if that fails."""
+    async def _last_round(self, mine: Written | BaseException, writing: Writing | None = None) -> Summary | None:
+        """Bring what was written, or an error, to rank 0; clean up if that fails.
+
+        Args:
+            mine: what to bring.
+            writing: who has written it; if that is a process of its own, it can agree with those of the other ranks
+                when a trainer is gone.
+
+        Returns:
+            What rank 0 says of the checkpoint; None where the writers have agreed.
+        """
         if self._previous is not None:
             await self._previous.over.wait()
         self._over = True
         coordinator = self._world.coordinator
+        may_agree = writing is not None and writing.agrees
+        undo = None if may_agree else self._leading.undo
         try:
-            return await coordinator.round("finish", self._what, mine, self._leading.publish, self._leading.undo)
-        except CoordinationError as exc:
-            if not coordinator.leads:
+            summary: Summary = await coordinator.round("finish", self._what, mine, self._leading.publish, undo)
+        except AiockptError as exc:
+            lost = isinstance(exc, CoordinationError)
+            if writing is not None and may_agree and lost and await self._agreed(writing, exc):
+                return None
+            if may_agree:
+                await self._leading.undo()
+            if lost and not coordinator.leads:
                 await self._leave(exc, sweep=not coordinator.leader_lives)
             raise
+        return summary
+
+    async def _agreed(self, writing: Writing, error: AiockptError) -> bool:
+        """Let the writers of all ranks agree, for a trainer is gone; tell whether they have published."""
+        try:
+            await writing.agree()
+        except AiockptError as exc:
+            error.add_note(str(exc))
+            return False
+        logger.warning("%s; its writer had all of its part, so %s was published", error, self._job.path)
+        return True
 
     async def _leave(self, error: BaseException, *, sweep: bool = False) -> None:
         """Close what this rank has open; should that fail too, say so on the error that led here."""
@@ -191,6 +251,14 @@ class TogetherCourse(Course):
         except AiockptError as exc:
             return exc
         return error
+
+
+def _own_summary(plan: DcpPlan, files: dict[str, FileFacts]) -> Summary:
+    """Sum up this rank's part, where nobody tells what the others have."""
+    layout = plan.layout
+    tensors = sum(len(image.slots) for image in layout.images)
+    nbytes = sum(facts.nbytes for facts in files.values())
+    return Summary(None, nbytes, layout.tensor_bytes, tensors, len(layout.objects))
 
 
 async def _agree(values: Sequence[None]) -> Sequence[None]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from aiockpt.job import SaveFormat
     from aiockpt.load_options import MapLocation
     from aiockpt.storage.base import Storage
+    from aiockpt.transforms.rules import CompressRule
     from aiockpt.verify_report import VerifyReport
 
 
@@ -62,6 +63,7 @@ class SyncCheckpointer(CheckpointerBase):
         pre_commit: Hook | None = None,
         post_commit: Hook | None = None,
         storage: Storage | None = None,
+        compress: CompressRule = None,
     ) -> SaveResult:
         """Save a state dict and block until it is durable; see `AsyncCheckpointer.save`."""
         handle = self.submit(
@@ -75,6 +77,7 @@ class SyncCheckpointer(CheckpointerBase):
             pre_commit=pre_commit,
             post_commit=post_commit,
             storage=storage,
+            compress=compress,
         )
         return handle.written.result()
 
@@ -91,6 +94,7 @@ class SyncCheckpointer(CheckpointerBase):
         pre_commit: Hook | None = None,
         post_commit: Hook | None = None,
         storage: Storage | None = None,
+        compress: CompressRule = None,
     ) -> SaveHandle:
         """Start to save; see `AsyncCheckpointer.save`.
 
@@ -106,6 +110,7 @@ class SyncCheckpointer(CheckpointerBase):
             pre_commit=pre_commit,
             post_commit=post_commit,
             storage=storage,
+            compress=compress,
         )
         return self._submit(state_dict, path, options)
 
@@ -148,7 +153,7 @@ class SyncCheckpointer(CheckpointerBase):
     ) -> SyncCheckpointReader:
         """Look into a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
         storage, where = self._located(path, storage)
-        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
+        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, transforms=self._transforms)
         check_options(options, into=False)
         return SyncCheckpointReader(self._engine, storage, where, options)
 
@@ -159,6 +164,10 @@ class SyncCheckpointer(CheckpointerBase):
     def prewarm(self, state_dict: StateDict) -> None:
         """Make and fault in staging memory for such a state, blocking; see `AsyncCheckpointer.prewarm`."""
         self._prewarm(state_dict).result()
+
+    def window(self) -> None:
+        """Let staging copy the next ``bytes_per_window``, without waiting; see `AsyncCheckpointer.window`."""
+        self._engine.open_window()
 
     def close(self) -> None:
         """Finish the saves in flight and end all threads, blocking; see `AsyncCheckpointer.aclose`."""

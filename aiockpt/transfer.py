@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -96,16 +95,14 @@ class Router:
             raise StageError(f"copying tensors into staging memory failed: {type(exc).__name__}: {exc}") from exc
 
     async def _issue_to_several(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
-        groups: dict[torch.device, list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            spec = self._layout.specs[piece.leaf]
-            if spec is not None:
-                groups[spec.device].append(piece)
+        specs = [self._layout.specs[piece.leaf] for piece in pieces]
+        devices = dict.fromkeys(spec.device for spec in specs if spec is not None)
         issued = _All([])
         try:
-            for device, group in groups.items():
+            for device in devices:
+                # Each gets all pieces: what lies between two of its own is not its to write.
                 stager = self._by_device[device]
-                issued.pending.append(await stager.issue(group, chunk, self._capture, self._layout))
+                issued.pending.append(await stager.issue(pieces, chunk, self._capture, self._layout))
         except BaseException:
             with anyio.CancelScope(shield=True):  # the chunk goes back: nothing may be on its way into it
                 await issued.wait()
@@ -120,5 +117,11 @@ class _All:
         self.pending = pending
 
     async def wait(self) -> None:
-        for each in self.pending:
-            await each.wait()
+        errors = []
+        for each in self.pending:  # all of them: the chunk may be given back after this
+            try:
+                await each.wait()
+            except Exception as exc:
+                errors.append(exc)
+        if errors:
+            raise errors[0]

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 from isal.isal_zlib import crc32
 
+from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
 from aiockpt.format.garbage import few_collections
-from aiockpt.format.index import Index, TensorEntry
+from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.format.manifest_reader import decode_manifest
 from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.index_reader import read_index
+from aiockpt.index_reader import presented, read_index
 from aiockpt.item_verifier import ItemVerifier
 from aiockpt.planning.inventory import Inventory
 from aiockpt.planning.tree import StructureError, unflatten
 from aiockpt.verify_report import Findings, VerifyReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from aiockpt.format.index import Entry
     from aiockpt.format.manifest import FileFacts, Manifest
-    from aiockpt.storage.base import Source, Storage
+    from aiockpt.storage.base import Storage
     from aiockpt.threads import Workers
+    from aiockpt.transforms.base import Transform
     from aiockpt.verify_report import ProblemKind
 
 T = TypeVar("T")
@@ -36,29 +38,40 @@ T = TypeVar("T")
 _SHOWN_KEYS = 100
 
 
-async def verify_checkpoint(storage: Storage, path: str, workers: Workers) -> VerifyReport:
+async def verify_checkpoint(
+    storage: Storage, path: str, workers: Workers, transforms: Sequence[Transform] = ()
+) -> VerifyReport:
     """Check everything about a checkpoint; see `aiockpt.AsyncCheckpointer.verify`.
 
-    Reads every file once, in all threads, a few MiB in each. Changes nothing. Cancelling stops it, and returns
-    when its threads are done.
+    Reads every file once, in all threads, a few MiB in each; of what is compressed, or transformed otherwise, each
+    thread reads one item more, to undo that. Changes nothing. Cancelling stops it, and returns when its threads are
+    done.
+
+    Args:
+        storage: where it is kept.
+        path: where it is there.
+        workers: the threads.
+        transforms: what can be undone, besides zstd.
 
     Raises:
         CheckpointNotFoundError: nothing is there.
         LoadError: the file system fails to read what describes the checkpoint.
     """
     started = time.perf_counter()
-    source = await storage.open(path, workers=workers)
+    source = DecodedSource(await storage.open(path, workers=workers), path, transforms)
     try:
         findings = Findings()
         reading = _Reading(source, path, findings)
         inventory = await workers.run(reading.take_inventory)
         verifier = ItemVerifier(source, workers, findings)
-        await verifier.verify(list(inventory.files.values()))
+        files = [file for name, file in inventory.files.items() if name not in source.items]
+        await verifier.verify_decoded([inventory.files[n] for n in source.items if n in inventory.files], source)
+        await verifier.verify(files)
         return VerifyReport(
             path=path,
             format=reading.format,
             problems=await workers.run(findings.ordered),
-            files=len(inventory.files) + reading.described_files,
+            files=len(files) + reading.described_files,
             items=inventory.entries,
             checked_bytes=verifier.read_bytes + reading.described_bytes,
             unverifiable=len(verifier.without_crc),
@@ -83,7 +96,7 @@ class _Reading:
         described_bytes: how many bytes they have.
     """
 
-    source: Source
+    source: DecodedSource
     path: str
     findings: Findings
     format: str = "unknown"
@@ -113,6 +126,8 @@ class _Reading:
         """Add what metadata in the format of DCP says, or the manifest."""
         self.format = "dcp" if MANIFEST_NAME not in self.source.files else "aiockpt"
         index, given = self._read_metadata(manifest)
+        if index is not None and index.is_transformed:
+            index = self._presented(index, inventory, manifest)
         if index is not None:
             inventory.add(index, given)
             self._check_structure(index if given is None else given, manifest)
@@ -121,6 +136,18 @@ class _Reading:
             inventory.find_unreferenced()
         elif self._trouble is not None:
             raise self._trouble
+
+    def _presented(self, index: Index, inventory: Inventory, manifest: Manifest | None) -> Index:
+        """Make files of their own of transformed items; leave them out if they can't be found."""
+        try:
+            index = presented(self.source, self.path, index, manifest)
+        except LoadError as exc:
+            self.findings.add("metadata", METADATA_NAME, str(exc))
+            plain = {key: entry for key, entry in index.entries.items() if not _is_transformed(entry)}
+            index = replace(index, entries=plain, paths={key: index.paths[key] for key in plain})
+        for item in self.source.items.values():
+            inventory.add_decoded(item.name, item.most, item.place.file)
+        return index
 
     def _add_other(self, inventory: Inventory) -> None:
         """Add what the index of a checkpoint in another format says."""
@@ -235,6 +262,12 @@ class _Reading:
         except (StructureError, KeyError, TypeError, ValueError) as exc:
             name = METADATA_NAME if manifest is None else MANIFEST_NAME
             self.findings.add("structure", name, f"the keys do not make up a state dict: {exc}")
+
+
+def _is_transformed(entry: Entry) -> bool:
+    if isinstance(entry, TensorEntry):
+        return any(chunk.place.transforms for chunk in entry.chunks)
+    return isinstance(entry, ObjectEntry) and bool(entry.place.transforms)
 
 
 def _facts_of(entry: Entry) -> tuple[object, ...]:

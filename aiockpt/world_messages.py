@@ -40,12 +40,14 @@ class Orders:
         token: the plan of all ranks.
         leaves: what to write; None: the same as last time, or what the rank decides.
         tell_places: say where the items are.
+        secret: what the writer processes of the ranks know each other by.
     """
 
     ticket: str | None
     token: int
     leaves: list[int] | None = field(repr=False)
     tell_places: bool
+    secret: bytes = field(repr=False, default=b"")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -36,6 +37,9 @@ ROWS = [
     },
     {
         "course",
+        "writer",
+        "world_publishing",
+        "guard",
         "job",
         "save_summary",
         "item_verifier",
@@ -46,10 +50,23 @@ ROWS = [
         "index_reader",
         "options",
     },
-    {"reads", "transfer", "targets", "entry_info", "load_options", "world_messages", "writing", "ending"},
+    {
+        "reads",
+        "transfer",
+        "targets",
+        "entry_info",
+        "load_options",
+        "world_messages",
+        "writing",
+        "ending",
+        "transforming",
+        "decoded_source",
+        "item_cache",
+        "presenting",
+    },
     {"capture", "staging", "storage", "coordination"},
     {"sharded"},
-    {"planning"},
+    {"planning", "transforms"},
     {"format"},
     {"call", "hooks"},
     {"handle", "verify_report"},
@@ -58,6 +75,7 @@ ROWS = [
 LEVEL = {name: number for number, row in enumerate(ROWS) for name in row}
 
 
+@functools.cache
 def _imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in PACKAGE.rglob("*.py"):

@@ -18,10 +18,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from aiockpt.errors import CorruptCheckpointError, MissingKeysError
 from aiockpt.format.index import ChunkEntry, InlineEntry, ItemPlace, TensorEntry
-from aiockpt.format.metadata import DCP_VERSION
+from aiockpt.format.names import DCP_VERSION
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from aiockpt.format.index import Entry, Index
+    from aiockpt.presenting import Presented
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +33,7 @@ class StoredItem:
 
     Attributes:
         info: where torch's metadata says that it is.
+        presented: what a transformed item is seen as.
         dtype: the dtype of a tensor's item; None for an object.
         chunk: the piece of a tensor that it holds; None for an object.
         inline: the object itself, where it is a part of the index.
@@ -39,10 +43,13 @@ class StoredItem:
     dtype: torch.dtype | None = None
     chunk: ChunkEntry | None = None
     inline: InlineEntry | None = None
+    presented: Presented | None = None
 
     @property
     def place(self) -> ItemPlace:
-        """Where the item is."""
+        """Where the item is, for who reads it."""
+        if self.presented is not None:
+            return ItemPlace(self.presented.name, 0, self.presented.most)
         return ItemPlace(self.info.relative_path, self.info.offset, self.info.length)
 
 
@@ -51,15 +58,19 @@ class DescribedCheckpoint:
 
     Attributes:
         metadata: for torch's planners.
+
+    Args:
+        index: what it holds.
+        transformed: the items that are stored otherwise than as they are, by the files that they are seen as.
     """
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, transformed: Mapping[str, Presented] | None = None) -> None:
         self._items: dict[int, StoredItem] = {}
         described: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
         for name, entry in index.entries.items():
             described[name] = _describe(entry)
-            for key, item in _items(name, entry):
+            for key, item in _items(name, entry, transformed or {}):
                 places[key] = item.info
                 self._items[id(item.info)] = item
         self.metadata = Metadata(described, planner_data=dict(index.paths.items()), storage_data=places)
@@ -73,6 +84,9 @@ class DescribedCheckpoint:
 
 
 def _is_unchanged(item: StoredItem) -> bool:
+    if item.presented is not None:
+        info = item.info
+        return item.presented.place[:3] == (info.relative_path, info.offset, info.length)
     return item.chunk is None or item.chunk.place == item.place
 
 
@@ -83,18 +97,32 @@ def _describe(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
 
 
-def _items(name: str, entry: Entry) -> list[tuple[MetadataIndex, StoredItem]]:
+def _items(name: str, entry: Entry, transformed: Mapping[str, Presented]) -> list[tuple[MetadataIndex, StoredItem]]:
     if isinstance(entry, TensorEntry):
         return [
             (
                 MetadataIndex(name, torch.Size(chunk.offsets), number),
-                StoredItem(_StorageInfo(*chunk.place), entry.dtype, chunk),
+                _item_at(chunk.place, transformed, entry.dtype, chunk),
             )
             for number, chunk in enumerate(entry.chunks)
         ]
     if isinstance(entry, InlineEntry):
         return [(MetadataIndex(name), StoredItem(_StorageInfo("", 0, 0), inline=entry))]
-    return [(MetadataIndex(name), StoredItem(_StorageInfo(*entry.place)))]
+    return [(MetadataIndex(name), _item_at(entry.place, transformed))]
+
+
+def _item_at(
+    place: ItemPlace,
+    transformed: Mapping[str, Presented],
+    dtype: torch.dtype | None = None,
+    chunk: ChunkEntry | None = None,
+) -> StoredItem:
+    presented = transformed.get(place.file)
+    if presented is None:
+        return StoredItem(_StorageInfo(*place[:3]), dtype, chunk)
+    stored = presented.place
+    info = _StorageInfo(*stored[:3], transform_descriptors=list(stored.transforms))
+    return StoredItem(info, dtype, chunk, presented=presented)
 
 
 def stored_item(

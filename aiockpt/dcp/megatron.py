@@ -31,6 +31,7 @@ from aiockpt.dcp.items import resolved, results_of
 from aiockpt.dcp.writer import FileSystemWriter
 from aiockpt.errors import AiockptError, SaveError, WriteError
 from aiockpt.planning.world_planner import WorldPlanner
+from aiockpt.staging.runtime import has_events, ready_event
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -190,11 +191,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         for name, value in values:
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 moved.add(value.device)
-                staged.append((name, value.to("cpu", non_blocking=non_blocking)))
+                staged.append((name, value.to("cpu", non_blocking=non_blocking and has_events(value.device))))
             else:
                 staged.append((name, value.clone() if shared and isinstance(value, torch.Tensor) else value))
-        for device in moved:
-            torch.accelerator.synchronize(device)
+        for event in map(ready_event, moved):
+            if event is not None:
+                event.synchronize()
         return staged
 
     @staticmethod
@@ -265,7 +267,7 @@ def _write(options: PartOptions, hidden: str, values: Values) -> Sequence[tuple[
         except BaseException:
             job.handle.cancel().result()
             raise
-        return [job.places[number] for number in range(len(values))]
+        return [job.places[number][:3] for number in range(len(values))]
 
 
 def _write_note(path: str, note: dict[str, Any]) -> None:

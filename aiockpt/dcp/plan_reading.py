@@ -225,7 +225,7 @@ class PlanReading:
             request.blob = self._object(request)
 
     def _object(self, request: _Request) -> bytes:
-        place, name = request.stored.place, request.item.storage_index.fqn
+        place, name = self._source.settled(request.stored.place), request.item.storage_index.fqn
         if request.stored.inline is not None:
             buffer = io.BytesIO()
             torch.save(request.stored.inline.value, buffer)

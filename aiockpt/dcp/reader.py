@@ -15,22 +15,24 @@ from torch.futures import Future
 
 from aiockpt.dcp.described import DescribedCheckpoint, stored_item
 from aiockpt.dcp.plan_reading import PlanReading
+from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CheckpointNotFoundError, LoadError
 from aiockpt.format.checks import check_index
 from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.index_reader import read_index
+from aiockpt.index_reader import presented, read_index
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
     from aiockpt.checkpointer import AsyncCheckpointer
     from aiockpt.format.index import Index
     from aiockpt.item_reader import LoadTools
+    from aiockpt.presenting import Presented
     from aiockpt.storage.base import Source, Storage
 
     Path = str | os.PathLike[str]
@@ -49,8 +51,8 @@ class FileSystemReader(StorageReader):
 
     Args:
         path: the checkpoint's directory.
-        _extension_registry: must be None: checkpoints that were written through torch's stream transforms are not
-            read here.
+        _extension_registry: must be None. What torch's ZStandard extension has compressed is read without it; other
+            transforms are those of the checkpointer.
         verify: check the CRC of every stored item that is read as a whole.
         safe_globals: classes and functions that pickled objects may use, besides those torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
@@ -76,8 +78,8 @@ class FileSystemReader(StorageReader):
         super().__init__()
         if _extension_registry is not None:
             raise ValueError(
-                "this reader knows no stream transforms; leave _extension_registry out, or read such a checkpoint "
-                "with torch.distributed.checkpoint.FileSystemReader"
+                "this reader takes no stream transforms of torch's: ZStandard is read without, others with "
+                "checkpointer=SyncCheckpointer(transforms=...), or with torch.distributed.checkpoint.FileSystemReader"
             )
         self.path = _fs_path(path)
         self.load_id = str(uuid.uuid4())
@@ -89,6 +91,7 @@ class FileSystemReader(StorageReader):
         self._storage = storage
         self._metadata: Metadata | None = None
         self._described: DescribedCheckpoint | None = None
+        self._transformed: Mapping[str, Presented] = {}
 
     def __repr__(self) -> str:
         return f"FileSystemReader({os.fspath(self.path)!r})"
@@ -124,7 +127,7 @@ class FileSystemReader(StorageReader):
         """
         rank = kwargs.get("rank")
 
-        def read(source: Source, path: str) -> Index:
+        def read(source: DecodedSource, path: str) -> Index:
             if rank is not None:
                 return _rank_index(source, path, rank)
             options = self._options
@@ -136,7 +139,8 @@ class FileSystemReader(StorageReader):
                 return await tools.workers.run(read, source, path)
 
             index = checkpointer._engine.call(run, f"metadata of {path}").result()
-        self._described = DescribedCheckpoint(index)
+            self._transformed = source.items
+        self._described = DescribedCheckpoint(index, self._transformed)
         metadata = self._described.metadata
         metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         return metadata
@@ -180,6 +184,7 @@ class FileSystemReader(StorageReader):
         if self._metadata is None:
             raise LoadError("read_data needs set_up_storage_reader before it, which dcp.load calls")
         with self._lent() as checkpointer, self._opened(checkpointer) as (source, path):
+            source.know(self._transformed)
             items = [(i, stored_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items]
             PlanReading(checkpointer._engine, source, path, self._options, planner).run(items)
         future: Future[None] = Future()
@@ -196,11 +201,11 @@ class FileSystemReader(StorageReader):
             yield checkpointer
 
     @contextmanager
-    def _opened(self, checkpointer: SyncCheckpointer | AsyncCheckpointer) -> Iterator[tuple[Source, str]]:
+    def _opened(self, checkpointer: SyncCheckpointer | AsyncCheckpointer) -> Iterator[tuple[DecodedSource, str]]:
         """Open the checkpoint's files."""
         storage, path = checkpointer._located(self.path, self._storage)
         call = checkpointer._engine.call(lambda tools: storage.open(path, workers=tools.workers), f"open {path}")
-        source = call.result(drop=lambda opened: opened.close())
+        source = DecodedSource(call.result(drop=lambda opened: opened.close()), path, checkpointer._transforms)
         try:
             yield source, path
         finally:
@@ -226,4 +231,4 @@ def _rank_index(source: Source, path: str, rank: int) -> Index:
     except LoadError as exc:
         raise type(exc)(f"{path}/{name}: {exc}") from exc
     check_index(path, index, source.files)
-    return index
+    return presented(source, path, index, None)

@@ -11,6 +11,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.dcp.torch_file import TorchFileWriter
+from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.torchzip import _unbacked_tensor
@@ -41,7 +42,7 @@ async def write_torch_file(
     storage: Storage, path: str, target: str, options: LoadOptions, tools: LoadTools, *, overwrite: bool
 ) -> None:
     """Convert; see `aiockpt.dcp.format_utils.dcp_to_torch_save`."""
-    source = await storage.open(path, workers=tools.workers)
+    source = DecodedSource(await storage.open(path, workers=tools.workers), path, options.transforms)
     try:
         index, _ = await tools.workers.run(
             read_index, source, path, safe_globals=options.safe_globals, trust=options.trust

@@ -20,7 +20,7 @@ from torch.futures import Future
 from aiockpt.dcp import unpublished
 from aiockpt.dcp.items import files_of, places_of, resolved, results_of
 from aiockpt.errors import CheckpointExistsError
-from aiockpt.format.metadata import DCP_VERSION
+from aiockpt.format.names import DCP_VERSION
 from aiockpt.planning.world_planner import WorldPlanner
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
@@ -213,7 +213,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             except BaseException:
                 job.handle.cancel().result()
                 raise
-        return results_of(items, (job.places[number] for number in range(len(items))))
+        return results_of(items, (job.places[number][:3] for number in range(len(items))))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make a checkpoint of what all ranks have written: durable, complete, under its final name.

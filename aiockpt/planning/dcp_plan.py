@@ -10,7 +10,8 @@ from aiockpt.errors import SaveError
 from aiockpt.format.index import ChunkEntry, Entry, ItemPlace, ObjectEntry, TensorEntry
 from aiockpt.format.index_writer import IndexDraft, Places, encode_index
 from aiockpt.format.indexed_entries import Form
-from aiockpt.format.metadata_writer import MetadataHead, encode_metadata, finish_metadata
+from aiockpt.format.metadata_tail import MetadataHead, finish_metadata
+from aiockpt.format.metadata_writer import encode_metadata
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.objects import encode_object
 from aiockpt.format.torchzip import tensor_framing
@@ -59,6 +60,14 @@ class DcpLayout(Layout):
     @cached_property
     def metadata_head(self) -> MetadataHead:
         """The beginning of `.metadata`."""
+        return self._head(placed=True)
+
+    @cached_property
+    def bare_head(self) -> MetadataHead:
+        """The beginning of `.metadata` for items whose places are not those of the images."""
+        return self._head(placed=False)
+
+    def _head(self, *, placed: bool) -> MetadataHead:
         places: dict[int, ItemPlace] = {
             slot.leaf: ItemPlace(image.name, slot.offset, slot.framing.length)
             for image in self.images
@@ -75,7 +84,8 @@ class DcpLayout(Layout):
                 shape = tuple(spec.shape)
                 chunk = ChunkEntry((0,) * len(shape), shape, places[survey.tied.get(leaf, leaf)])
                 entries.append((name, TensorEntry(spec.dtype, shape, (chunk,))))
-        return encode_metadata(entries, dict(zip(survey.structure.names, survey.structure.paths, strict=True)))
+        paths = dict(zip(survey.structure.names, survey.structure.paths, strict=True))
+        return encode_metadata(entries, paths, placed=placed)
 
     @cached_property
     def index_head(self) -> str | None:

@@ -33,7 +33,7 @@ class Inventory:
     """
 
     def __init__(self, sizes: Mapping[str, int], facts: Mapping[str, FileFacts], findings: Findings) -> None:
-        self._sizes = sizes
+        self._sizes = dict(sizes)
         self._findings = findings
         self._items: dict[tuple[object, ...], StoredItem] = {}
         self._told: set[str] = set()
@@ -63,6 +63,11 @@ class Inventory:
             else:
                 self._findings.add("missing file", name, "the checkpoint refers to it, but it is not there")
         return False
+
+    def add_decoded(self, name: str, nbytes: int, file: str) -> None:
+        """Add an item of a file that is seen as a file of its own."""
+        self._sizes[name] = nbytes
+        self._referenced |= {name, file}
 
     def add(self, index: Index, given: Index | None) -> None:
         """Add what an index says there is.

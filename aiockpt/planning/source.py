@@ -64,6 +64,7 @@ class Capture:
         eager: for each tensor copied at the call its place in the arena of its device: offset and bytes.
         arenas: for each device the bytes of the tensors copied at the call, dtype uint8.
         events: for each accelerator the moment in the caller's stream at which the tensors are ready.
+        token: is let go of when the tensors are.
     """
 
     structure: Structure
@@ -76,6 +77,7 @@ class Capture:
     eager: dict[int, tuple[int, int]] = field(default_factory=dict)
     arenas: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     events: dict[torch.device, torch.Event] = field(default_factory=dict)
+    token: object = None
 
     def changed(self) -> list[str]:
         """Give the names of the tensors that were changed in place since the capture."""
@@ -91,6 +93,7 @@ class Capture:
 
     def release(self) -> None:
         """Let go of the tensors and objects."""
+        self.token = None
         self.values = {}
         self.blobs = {}
         self.tensors = []

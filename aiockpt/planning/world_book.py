@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,7 +13,8 @@ from aiockpt.errors import SaveError
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import Entry, ItemPlace, ObjectEntry
 from aiockpt.format.metadata_rows import CutEntry, PlaceTable
-from aiockpt.format.metadata_writer import MetadataHead, encode_metadata, metadata_tail
+from aiockpt.format.metadata_tail import MetadataHead, metadata_tail
+from aiockpt.format.metadata_writer import encode_metadata
 from aiockpt.planning.world_plan import plan_world
 
 if TYPE_CHECKING:
@@ -43,6 +46,13 @@ class Written:
     token: int = 0
 
 
+class _Yielding(pickle.Pickler):
+    """Lets go of the interpreter now and then, which the plain one holds from beginning to end."""
+
+    def persistent_id(self, _obj: Any) -> None:
+        """Treat nothing otherwise; that this is Python is what counts."""
+
+
 class WorldBook:
     """A plan of all ranks, and what was made from it.
 
@@ -70,11 +80,24 @@ class WorldBook:
         self._places: list[ItemPlaces] | None = None
         self._document: bytearray | None = None
         self._head_bytes = self._remembered = 0
+        self._pickled: tuple[bool, bytes] | None = None
 
     @property
     def knows_places(self) -> bool:
         """Whether it is known where the items of all ranks are."""
         return self._places is not None
+
+    def pickled(self) -> bytes:
+        """Pickle it, but for what can be encoded again. Takes long after a change, for many items."""
+        knows = self.knows_places
+        if self._pickled is None or self._pickled[0] != knows:
+            data = io.BytesIO()
+            _Yielding(data, pickle.HIGHEST_PROTOCOL).dump(self)
+            self._pickled = knows, data.getvalue()
+        return self._pickled[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_document": None, "_pickled": None}
 
     def check(self, results: Sequence[Written]) -> None:
         """Check that every planned item was written once, and note where. Takes long the first time for many items.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import LoadError, SaveError
 
@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Mapping, Sequence
 
+    from aiockpt.format.index import ItemPlace
     from aiockpt.threads import Workers
+
+
+Fate = Literal["open", "published", "gone"]
+"""Of a transaction: it is still being written, is under its final name, or was removed."""
 
 
 class FileSink(ABC):
@@ -22,8 +27,8 @@ class FileSink(ABC):
         """Write the next bytes.
 
         All writes but the last are of whole blocks of 4096 bytes. The last may be longer than what is left
-        of the announced size, with zeros, up to a whole block. Cancellation waits until ``view`` is no longer
-        in use.
+        of the announced size, with zeros, up to a whole block; without an announced size it ends where the file
+        ends. Cancellation waits until ``view`` is no longer in use.
 
         Raises:
             WriteError: with the cause chained.
@@ -31,7 +36,7 @@ class FileSink(ABC):
 
     @abstractmethod
     async def finish(self) -> None:
-        """Make the file durable at its announced size, and close it.
+        """Make the file durable at its announced size, or with what was written, and close it.
 
         Raises:
             WriteError: with the cause chained.
@@ -42,13 +47,13 @@ class Transaction(ABC):
     """A checkpoint that is being written. Nobody sees it before `commit`."""
 
     @abstractmethod
-    async def create(self, name: str, nbytes: int) -> FileSink:
-        """Start a file of ``nbytes`` bytes.
+    async def create(self, name: str, nbytes: int | None) -> FileSink:
+        """Start a file.
 
         Args:
             name: its path relative to the checkpoint. The empty name is the checkpoint itself, which then is
                 this one file instead of a directory; no other file is created beside it.
-            nbytes: its size.
+            nbytes: its size; None where it is known only when all is written.
 
         Raises:
             WriteError: with the cause chained.
@@ -83,6 +88,30 @@ class Transaction(ABC):
 
     async def sizes(self) -> Mapping[str, int]:
         """Give the size in bytes of each file that can be seen from here, whichever process wrote it.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def read(self, name: str) -> bytes | None:
+        """Give the contents of a small file, whichever process wrote it; None if it is not there.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def discard(self, name: str) -> None:
+        """Remove a file that another process has written, if it is there.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def fate(self) -> Fate:
+        """Tell what has become of a transaction that was joined.
 
         Raises:
             WriteError: with the cause chained.
@@ -136,6 +165,18 @@ class Source(ABC):
         for offset, length in runs:
             self.read(name, offset, view[at : at + length])
             at += length
+
+    def settled(self, place: ItemPlace) -> ItemPlace:
+        """Give the place of an item with its true length, where that shows only when it is read. Blocks then.
+
+        Raises:
+            LoadError: it can't be read.
+        """
+        return place
+
+    def comes_whole(self, name: str) -> bool:
+        """Tell whether a file is made as it is read, from its beginning on, so that it is best read at once."""
+        return False
 
     def map(self, name: str) -> mmap.mmap:
         """Map a file into memory, copy-on-write. Blocks for a moment.
@@ -191,6 +232,20 @@ class Storage(ABC):
 
         Raises:
             WriteError: what the other process has begun can't be seen from here.
+        """
+        raise SaveError(f"{path}: this storage takes the files of one process only; save with process_group=None")
+
+    async def adopt(self, path: str, ticket: str, *, overwrite: bool, workers: Workers) -> Transaction:
+        """Take a transaction over from the process that has begun it, which is gone, to commit or to abort it.
+
+        Args:
+            path: as there.
+            ticket: its `Transaction.ticket`.
+            overwrite: as there.
+            workers: for blocking work.
+
+        Raises:
+            WriteError: it can't be seen from here.
         """
         raise SaveError(f"{path}: this storage takes the files of one process only; save with process_group=None")
 

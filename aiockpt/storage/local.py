@@ -14,16 +14,19 @@ import os
 import socket
 import uuid
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import aiofiles
 
 from aiockpt.errors import AiockptError, CommitError, WriteError
-from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+from aiockpt.storage.base import Fate, FileSink, Source, Storage, Transaction
 from aiockpt.storage.local_source import open_source
 from aiockpt.storage.publish import (
     NotTakenBackError,
     check_free,
+    contents,
+    identity,
     make_directories,
     publish,
     remove,
@@ -63,6 +66,9 @@ class LocalStorage(Storage):
     def __repr__(self) -> str:
         return f"LocalStorage(direct_io={self._direct_io}, fsync={self._fsync})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(LocalStorage, direct_io=self._direct_io, fsync=self._fsync), ()
+
     def locate(self, path: str) -> str:
         """Give the absolute path."""
         if "://" in path:
@@ -95,6 +101,17 @@ class LocalStorage(Storage):
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
         """Write to the hidden directory that another process has made."""
+        path, hidden = self.locate(path), await self._hidden(path, ticket, workers)
+        joined = _JoinedTransaction(self, path, hidden, overwrite=False, workers=workers)
+        await joined.fate()  # so that it is known again under another name
+        return joined
+
+    async def adopt(self, path: str, ticket: str, *, overwrite: bool, workers: Workers) -> Transaction:
+        """Go on with the hidden directory that another process has made."""
+        path, hidden = self.locate(path), await self._hidden(path, ticket, workers)
+        return _LocalTransaction(self, path, hidden, overwrite=overwrite, workers=workers)
+
+    async def _hidden(self, path: str, ticket: str, workers: Workers) -> str:
         path = self.locate(path)
         hidden = os.path.join(os.path.dirname(path), ticket)
         if os.path.basename(ticket) != ticket or not await workers.run(os.path.isdir, hidden):
@@ -102,7 +119,7 @@ class LocalStorage(Storage):
                 f"{hidden}, which rank 0 has made for {path}, can't be seen on {socket.gethostname()}: all ranks must "
                 "save to one file system that every host has mounted"
             )
-        return _JoinedTransaction(self, path, hidden, overwrite=False, workers=workers)
+        return hidden
 
     def within(self, path: str, *, workers: Workers) -> Transaction:
         """Write files into a directory that is there, for who publishes it by other means."""
@@ -124,9 +141,11 @@ class _LocalTransaction(Transaction):
         self._single = ""
         self._sinks: list[_LocalSink] = []
         self._over = False
+        self._identity: tuple[int, int] | None = None
 
-    async def create(self, name: str, nbytes: int) -> FileSink:
-        direct = self._storage._direct_io and nbytes >= _DIRECT_MIN_BYTES and _O_DIRECT != 0
+    async def create(self, name: str, nbytes: int | None) -> FileSink:
+        is_large = nbytes is None or nbytes >= _DIRECT_MIN_BYTES
+        direct = self._storage._direct_io and is_large and _O_DIRECT != 0
         if not name:
             self._single = os.path.basename(self._path)
         path = os.path.join(self._hidden, name or self._single)
@@ -174,6 +193,28 @@ class _LocalTransaction(Transaction):
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
+    async def read(self, name: str) -> bytes | None:
+        try:
+            return await self._workers.run(contents, os.path.join(self._hidden, name))
+        except OSError as exc:
+            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+
+    async def discard(self, name: str) -> None:
+        try:
+            await self._workers.run(remove, os.path.join(self._hidden, name))
+        except OSError as exc:
+            raise WriteError(f"can't remove {name} of {self._path}: {exc}") from exc
+
+    async def fate(self) -> Fate:
+        try:
+            if self._identity is None:
+                self._identity = await self._workers.run(identity, self._hidden)
+            if await self._workers.run(identity, self._hidden) == self._identity is not None:
+                return "open"
+            return "published" if await self._workers.run(identity, self._path) == self._identity else "gone"
+        except OSError as exc:
+            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+
 
 class _JoinedTransaction(_LocalTransaction):
     """A part in what another process has begun, and commits or aborts."""
@@ -214,7 +255,7 @@ class _WithinTransaction(_JoinedTransaction):
 class _LocalSink(FileSink):
     """A file under the engine's executor, through aiofiles; direct I/O until the file system refuses it."""
 
-    def __init__(self, path: str, final: str, nbytes: int, *, fsync: bool, workers: Workers) -> None:
+    def __init__(self, path: str, final: str, nbytes: int | None, *, fsync: bool, workers: Workers) -> None:
         self.path = path
         self._final = final
         self._nbytes = nbytes
@@ -238,7 +279,7 @@ class _LocalSink(FileSink):
                 # Some file systems create the file before they refuse direct I/O.
                 fd = os.open(path, flags & ~os.O_EXCL, 0o666)
             try:
-                if self._nbytes >= _DIRECT_MIN_BYTES:
+                if self._nbytes is not None and self._nbytes >= _DIRECT_MIN_BYTES:
                     allocate(fd, self._nbytes)
             except BaseException:
                 os.close(fd)
@@ -250,14 +291,17 @@ class _LocalSink(FileSink):
                 aiofiles.open(self.path, "wb", buffering=0, opener=opener, executor=self._workers.executor).__aenter__()
             )
         except OSError as exc:
-            raise WriteError(f"can't create {self._final} ({self._nbytes} bytes): {exc}") from exc
+            size = "" if self._nbytes is None else f" ({self._nbytes} bytes)"
+            raise WriteError(f"can't create {self._final}{size}: {exc}") from exc
 
     async def write(self, view: memoryview) -> None:
         rest = view
         try:
             while rest:
+                if self._direct and len(rest) < _BLOCK_BYTES:
+                    await self._workers.run(self._leave_direct)  # the end of a file whose size was not announced
                 try:
-                    count = await drained(self._file.write(rest if self._direct else self._wanted(rest)))
+                    count = await drained(self._file.write(self._next(rest)))
                 except OSError as exc:
                     if exc.errno != errno.EINVAL or not self._direct:
                         raise
@@ -267,15 +311,18 @@ class _LocalSink(FileSink):
                     raise OSError(errno.EIO, "the file system wrote nothing")
                 self._written += count
                 rest = rest[count:]
-                if self._direct and len(rest) % _BLOCK_BYTES:
+                if self._direct and self._written % _BLOCK_BYTES:
                     await self._workers.run(self._leave_direct)  # a short write left an unaligned rest
-                if self._written >= self._nbytes:
+                if self._nbytes is not None and self._written >= self._nbytes:
                     return
         except OSError as exc:
             raise WriteError(f"can't write {self._final} at offset {self._written}: {exc}") from exc
 
-    def _wanted(self, view: memoryview) -> memoryview:
-        return view[: self._nbytes - self._written]
+    def _next(self, view: memoryview) -> memoryview:
+        """Give what can be written at once."""
+        if self._direct:
+            return view[: len(view) - len(view) % _BLOCK_BYTES]
+        return view if self._nbytes is None else view[: self._nbytes - self._written]
 
     def _leave_direct(self) -> None:
         """Go on through the page cache: address, offset or length can't be written directly."""
@@ -285,7 +332,7 @@ class _LocalSink(FileSink):
 
     async def finish(self) -> None:
         try:
-            if self._written != self._nbytes:
+            if self._nbytes is not None and self._written != self._nbytes:
                 await drained(self._file.truncate(self._nbytes))
             if self._fsync:
                 await self._workers.run(os.fsync, self._file.fileno())

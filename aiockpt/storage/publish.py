@@ -84,6 +84,25 @@ def sizes_in(path: str) -> dict[str, int]:
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
 
 
+def contents(path: str) -> bytes | None:
+    """Give the contents of a file; None if it is not there."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+def identity(path: str) -> tuple[int, int] | None:
+    """Give what tells a directory from all others, whatever it is called; None if there is none."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def remove(path: str) -> None:
     """Remove a directory with all that is in it, or a file, if it is there; others may be at it at the same time."""
     for _ in range(_ATTEMPTS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+from aiockpt.storage.base import Fate, FileSink, Source, Storage, Transaction
 
 if TYPE_CHECKING:
     import mmap
@@ -46,6 +46,11 @@ class WrapperStorage(Storage):
         await self.before("join", path)
         return _WrapperTransaction(self, await self.inner.join(path, ticket, workers=workers), path)
 
+    async def adopt(self, path: str, ticket: str, *, overwrite: bool, workers: Workers) -> Transaction:
+        """See `Storage.adopt`."""
+        inner = await self.inner.adopt(path, ticket, overwrite=overwrite, workers=workers)
+        return _WrapperTransaction(self, inner, path)
+
     async def open(self, path: str, *, workers: Workers) -> Source:
         """See `Storage.open`."""
         return _WrapperSource(self, await self.inner.open(path, workers=workers))
@@ -57,7 +62,7 @@ class _WrapperTransaction(Transaction):
         self._inner = inner
         self._path = path
 
-    async def create(self, name: str, nbytes: int) -> FileSink:
+    async def create(self, name: str, nbytes: int | None) -> FileSink:
         await self._storage.before("create", name)
         return _WrapperSink(self._storage, await self._inner.create(name, nbytes), name)
 
@@ -77,6 +82,15 @@ class _WrapperTransaction(Transaction):
 
     async def sizes(self) -> Mapping[str, int]:
         return await self._inner.sizes()
+
+    async def read(self, name: str) -> bytes | None:
+        return await self._inner.read(name)
+
+    async def discard(self, name: str) -> None:
+        await self._inner.discard(name)
+
+    async def fate(self) -> Fate:
+        return await self._inner.fate()
 
     async def sweep(self) -> None:
         await self._inner.sweep()

@@ -1,0 +1,45 @@
+"""Errors on their way from one process to another, with their causes and notes."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import AiockptError, SaveError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_MOST = 8
+
+
+def carried(error: BaseException) -> list[BaseException]:
+    """Give an error, its cause, and that one's, as they can be pickled."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and len(chain) < _MOST:
+        chain.append(_picklable(link))
+        link = link.__cause__
+    return chain
+
+
+def arrived(chain: Sequence[BaseException]) -> BaseException:
+    """Put an error together again."""
+    for error, cause in itertools.pairwise(chain):
+        error.__cause__ = cause
+    return chain[0]
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """Give the error without what it refers to; if it can't be pickled, one that says the same."""
+    notes = list(getattr(error, "__notes__", ()))
+    try:
+        copy: BaseException = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does
+        kind = SaveError if isinstance(error, AiockptError) else RuntimeError
+        copy = kind(str(error) if isinstance(error, AiockptError) else f"{type(error).__name__}: {error}")
+    if not hasattr(copy, "__notes__"):
+        for note in notes:
+            copy.add_note(note)
+    return copy

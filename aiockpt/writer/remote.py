@@ -1,0 +1,250 @@
+"""One save whose files a writer process writes, as the trainer sees it."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiockpt.errors import AiockptError, SaveError, WriteError
+from aiockpt.writer.carried import arrived
+from aiockpt.writer.messages import (
+    Agree,
+    Began,
+    Begin,
+    Cancel,
+    Failed,
+    Filled,
+    Message,
+    Over,
+    Publish,
+    Published,
+    Staged,
+    Written,
+    Wrote,
+)
+from aiockpt.writing import Later, Part, Prepared, Writing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from anyio.abc import TaskGroup
+
+    from aiockpt.format.manifest import FileFacts
+    from aiockpt.planning.codings import ImageCoding
+    from aiockpt.planning.plans import Layout
+    from aiockpt.storage.base import Storage
+    from aiockpt.threads import Workers
+    from aiockpt.writer.host import WriterHost
+    from aiockpt.writer.link import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be written.
+
+    Attributes:
+        path: where the checkpoint is to be.
+        storage: where to keep it.
+        overwrite: replace what is there.
+        names: what the files are called.
+        layout: the files.
+        heads: what each begins with.
+        started: when the save was called.
+        ticket: gives the ticket of the transaction that rank 0 has begun, or None: the process begins one.
+        codings: what becomes of the items of each file; None: they are stored as they are.
+    """
+
+    path: str
+    storage: Storage = field(repr=False)
+    overwrite: bool
+    names: Sequence[str] = field(repr=False)
+    layout: Layout = field(repr=False)
+    heads: Sequence[bytes] = field(repr=False)
+    started: float
+    ticket: Callable[[], Awaitable[str | None]]
+    codings: Sequence[ImageCoding] | None = field(repr=False, default=None)
+
+
+class RemoteWriting(Writing):
+    """Has the files of one save written by a writer process.
+
+    Args:
+        host: gives the process.
+        order: what is to be written.
+        report: is called with the bytes that were written, each time.
+        workers: threads to clean up in.
+    """
+
+    agrees = True
+
+    def __init__(self, host: WriterHost, order: Order, report: Callable[[int], None], workers: Workers) -> None:
+        self._workers = workers
+        self._host = host
+        self._order = order
+        self._report = report
+        self._number = host.number()
+        self._link: Later[Link] = Later()
+        self._begun: Link | None = None
+        self._out: dict[int, Callable[[], None]] = {}
+        self._news = anyio.Event()
+        self._written: Written | None = None
+        self._sizes: dict[str, int] | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+        self._lost = False
+        self._ticket = ""
+        self.files: dict[str, FileFacts] = {}
+
+    @property
+    def crcs(self) -> Sequence[Sequence[int]]:
+        """For each image the CRC-32 of each slot's payload, once all is written."""
+        return () if self._written is None else self._written.crcs
+
+    # --- what the process says --------------------------------------------------------------------
+
+    def take(self, message: Message) -> None:
+        """Take note of what the process says."""
+        match message:
+            case Wrote():
+                self._out.pop(message.chunk)()
+                self._report(message.nbytes)
+                return
+            case Began():
+                self._ticket = message.ticket
+                return
+            case Written():
+                self._written = message
+                self.files = message.files
+            case Published():
+                self._sizes = message.sizes
+                self._end()
+            case Failed():
+                self._error = arrived(message.error)
+                for note in message.notes:
+                    if note not in getattr(self._error, "__notes__", ()):
+                        self._error.add_note(note)
+                self._end()
+        self._news.set()
+
+    def lose(self, error: WriteError) -> None:
+        """Take note that the process has died."""
+        self._error = WriteError(str(error))
+        self._lost = True
+        self._end()
+        self._news.set()
+
+    def _end(self) -> None:
+        self._ended = True
+        if self._begun is not None:
+            self._begun.leave(self._number)
+
+    # --- what the save does -----------------------------------------------------------------------
+
+    def start(self, tasks: TaskGroup) -> None:
+        """Begin, and be ready for parts; the task ends when all files are written."""
+        tasks.start_soon(self._run)
+
+    async def _run(self) -> None:
+        try:
+            await self._begin()
+            await self._until(lambda: self._written is not None)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.abandon()
+            raise
+
+    async def _begin(self) -> None:
+        order = self._order
+        ticket = await order.ticket()
+        link = await self._host.link()
+        number, images = await self._host.images_for(link, order.layout)
+        link.enter(self._number, self)
+        self._begun = link
+        await link.send(
+            Begin(
+                self._number,
+                order.path,
+                pickle.dumps(order.storage),
+                order.overwrite,
+                order.names,
+                number,
+                images,
+                order.heads,
+                ticket,
+                order.started,
+                None if order.codings is None else pickle.dumps(order.codings),
+            )
+        )
+        self._link.set(link)
+
+    async def _until(self, come: Callable[[], bool]) -> None:
+        """Wait until something has come; raise what has come instead."""
+        while not come():
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise SaveError(f"the save of {self._order.path} has ended too early in the writer process")
+            await self._news.wait()
+            self._news = anyio.Event()
+
+    async def put(self, number: int, part: Part) -> None:
+        """Tell the process that a chunk is filled."""
+        link = await self._link.get()
+        self._out[part.chunk] = part.release
+        await link.send(Filled(self._number, number, part.start, part.stop, part.chunk))
+
+    def end(self, number: int) -> None:
+        """Do nothing: the process knows the sizes of the files."""
+
+    async def hand_over(self, prepared: Prepared) -> None:
+        """Let the process have what it needs to complete the checkpoint should this one die."""
+        link = await self._link.get()
+        ending = await prepared.ending()
+        parting = None if prepared.parting is None else await prepared.parting()
+        await link.send(Staged(self._number, ending, prepared.times_s, prepared.waits, parting))
+        if self._error is not None:  # it has died: nobody has what was staged
+            raise self._error
+
+    async def publish(self) -> dict[str, int]:
+        """Have the process complete the checkpoint, and publish it."""
+        link = await self._link.get()
+        await link.send(Publish(self._number))
+        await self._until(lambda: self._sizes is not None)
+        return {} if self._sizes is None else self._sizes
+
+    async def abandon(self) -> None:
+        """Have it called off, and wait until nothing of it is left."""
+        link = self._begun
+        if link is not None and not self._ended:
+            await link.send(Cancel(self._number))
+            while not self._ended:
+                await self._news.wait()
+                self._news = anyio.Event()
+        if self._lost and self._ticket:
+            await self._clean_up()
+
+    async def _clean_up(self) -> None:
+        """Remove what the process has left that has died."""
+        order, self._lost = self._order, False
+        storage = order.storage
+        try:
+            adopted = await storage.adopt(order.path, self._ticket, overwrite=order.overwrite, workers=self._workers)
+            await adopted.abort()
+        except AiockptError as exc:
+            if self._error is not None:
+                self._error.add_note(str(exc))
+
+    async def agree(self) -> None:
+        """Have the writer processes of all ranks agree."""
+        link = await self._link.get()
+        await link.send(Agree(self._number))
+        await self._until(lambda: self._sizes is not None)
+
+    async def over(self) -> None:
+        """Tell the process that rank 0 has published."""
+        if self._begun is not None and not self._ended:
+            await self._begun.send(Over(self._number))
+            self._end()

@@ -1,0 +1,115 @@
+"""Storages that stop or fail in a writer process, led from outside by named pipes."""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+from typing import Self
+
+import anyio
+import psutil
+
+from aiockpt.errors import WriteError
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
+
+WAIT_S = 60.0
+
+
+class PipedStorage(WrapperStorage):
+    """Stops before a step: says so in one pipe, and goes on when it gets a byte from another.
+
+    Args:
+        folder: where the pipes are, which `Gate` makes.
+        step: see `WrapperStorage.before`.
+        nth: which occurrence of it, counted from 1, in each process.
+    """
+
+    def __init__(self, folder: Path, step: str, nth: int = 1) -> None:
+        super().__init__(LocalStorage())
+        self._folder = folder
+        self._step = step
+        self._nth = nth
+        self._seen = 0
+
+    async def before(self, step: str, name: str) -> None:
+        if step == self._step:
+            self._seen += 1
+            if self._seen == self._nth:
+                await anyio.to_thread.run_sync(self._stop)
+
+    def _stop(self) -> None:
+        (self._folder / "reached").open("wb").close()  # until somebody reads
+        with (self._folder / "go").open("rb") as go:
+            go.read(1)
+
+
+class BrokenStorage(WrapperStorage):
+    """Fails at a step, in the process that gets there."""
+
+    def __init__(self, step: str) -> None:
+        super().__init__(LocalStorage())
+        self._step = step
+
+    async def before(self, step: str, name: str) -> None:
+        if step == self._step:
+            raise WriteError(f"{step} of {os.path.basename(name)} in process {os.getpid()}: no space") from OSError(
+                28, "No space left on device"
+            )
+
+
+class Gate:
+    """The test's end of the pipes of a `PipedStorage`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in ("reached", "go"):
+            os.mkfifo(folder / name)
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Give the end of pipes that another process has made."""
+        gate = cls.__new__(cls)
+        gate.folder = folder
+        return gate
+
+    def storage(self, step: str, nth: int = 1) -> PipedStorage:
+        return PipedStorage(self.folder, step, nth)
+
+    def wait(self) -> None:
+        """Wait until a process stands at the step."""
+        fd = os.open(self.folder / "reached", os.O_RDONLY | os.O_NONBLOCK)
+        poll = select.poll()
+        poll.register(fd, select.POLLIN | select.POLLHUP)
+        try:
+            assert poll.poll(WAIT_S * 1000), "the step was not reached"
+        finally:
+            os.close(fd)
+
+    def open(self) -> None:
+        """Let it go on."""
+        with (self.folder / "go").open("wb") as go:
+            go.write(b"x")
+
+
+def writers_of(pid: int, *, running: bool = True) -> list[psutil.Process]:
+    """Give the writer processes of a trainer; wait until there is one if it is to be running."""
+    while True:
+        found = [child for child in psutil.Process(pid).children() if "aiockpt.writer" in " ".join(child.cmdline())]
+        if found or not running:
+            return found
+        os.sched_yield()
+
+
+def ended(pid: int, timeout_s: float = WAIT_S) -> bool:
+    """Wait until a process, of whoever, has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], timeout_s)[0])
+    finally:
+        os.close(fd)

@@ -1,0 +1,178 @@
+"""Trainers that are killed: what was staged becomes a checkpoint, all else is removed, and nothing runs on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import aiockpt
+from tests.ranks import failing
+from tests.ranks.world import World, start_server
+from tests.states import assert_same, large_state
+from tests.writer.gates import Gate, ended, writers_of
+
+TRAINER = """
+import os, signal, sys
+import aiockpt
+from pathlib import Path
+from tests.states import large_state
+from tests.writer.gates import PipedStorage, writers_of
+
+folder, step, moment, plan = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+options = {"overwrite": plan == "overwrite", "storage": PipedStorage(folder / "gate", step)}
+if plan == "hook":
+    options["pre_commit"] = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+room = 1 << 22 if moment == "staged" else 1 << 17
+ckpt = aiockpt.SyncCheckpointer(writer="process", chunk_bytes=1 << 16, staging_bytes=room)
+ckpt.prewarm(large_state(1))
+(writer,) = writers_of(os.getpid())
+if plan == "fork" and os.fork() == 0:  # who is forked has the trainer's end of the socket as well
+    signal.pause()
+if plan == "overwrite":
+    ckpt.save(large_state(2), folder / "c")
+saves = [ckpt.submit(large_state(4), folder / "c", **options)]
+if plan == "two":
+    saves.append(ckpt.submit(large_state(3), folder / "d"))
+if moment == "staged":
+    for save in saves:
+        save.staged.result(60)
+print(writer.pid, flush=True)
+if plan == "hook":
+    saves[0].written.result(60)
+if moment != "staged":
+    sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def _trainer(folder: Path, *args: str) -> tuple[subprocess.Popen[str], int]:
+    """Start a trainer; give it, and its writer's number."""
+    shown = subprocess.PIPE
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(folder), *args], stdin=shown, stdout=shown, text=True, cwd=os.getcwd()
+    )
+    assert trainer.stdout is not None
+    return trainer, int(trainer.stdout.readline())
+
+
+def _contents(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()} - {"gate"}
+
+
+@pytest.mark.parametrize("plan", ["plain", "overwrite", "two", "fork"])
+def test_what_was_staged_is_committed(plan: str, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    trainer, writer = _trainer(tmp_path, "write", "staged", plan)
+    gate.wait()
+    assert trainer.wait(60) == -signal.SIGKILL
+    for pipe in (trainer.stdin, trainer.stdout):  # which what it has forked holds open as well
+        pipe.close()
+    children = [
+        each for each in psutil.process_iter(["ppid", "cmdline"]) if str(tmp_path) in (each.info["cmdline"] or [])
+    ]
+    assert len(children) == (plan == "fork")
+    assert _contents(tmp_path) - {"c"} != set() or plan == "overwrite"  # hidden, not published
+    gate.open()
+    assert ended(writer)
+    for child in children:
+        child.kill()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert_same(large_state(4), ckpt.load(tmp_path / "c"))
+        assert ckpt.verify(tmp_path / "c").ok
+        if plan == "two":
+            assert_same(large_state(3), ckpt.load(tmp_path / "d"))
+    assert _contents(tmp_path) == ({"c", "d"} if plan == "two" else {"c"})
+
+
+def test_what_was_not_staged_is_removed(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    trainer, writer = _trainer(tmp_path, "write", "before", "plain")
+    gate.wait()
+    trainer.communicate("die\n", timeout=60)
+    gate.open()
+    assert ended(writer)
+    assert _contents(tmp_path) == set()
+
+
+def test_what_a_hook_had_not_allowed_is_removed(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    trainer, writer = _trainer(tmp_path, "write", "staged", "hook")
+    gate.wait()
+    gate.open()
+    trainer.communicate(timeout=60)
+    assert ended(writer)
+    assert _contents(tmp_path) == set()
+
+
+# --- several ranks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server() -> None:
+    start_server()
+
+
+def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> Any:
+    """Save; the ranks in ``dead`` are killed when they have staged, or half way, with their writers or without."""
+    failing.expect_no_word()
+    dies = rank in dead
+    room = 1 << 17 if dies and moment == "before" else 1 << 24
+    writer = aiockpt.ProcessWriter(agreement_timeout=2.5)
+    with aiockpt.SyncCheckpointer(
+        chunk_bytes=1 << 16, staging_bytes=room, io_threads=1, coordination_timeout=60, writer=writer
+    ) as ckpt:
+        if moment == "second":  # the plan is kept
+            ckpt.save(failing.state_of(rank, size, 1), folder / "first")
+        storage = Gate(folder / f"gate{rank}").storage("write") if dies and moment == "before" else None
+        save = ckpt.submit(failing.state_of(rank, size, 2), folder / "c", storage=storage)
+        if not dies or moment != "before":
+            save.staged.result(60)
+        if dies and moment == "before":
+            Gate.of(folder / f"gate{rank}").wait()
+        (child,) = writers_of(os.getpid())
+        (folder / f"pid{rank}").write_text(str(child.pid))
+        if dies:
+            if moment == "writer":
+                child.kill()
+                child.wait(60)
+            failing.die()
+        return save.written.result(60).tensors
+
+
+def _run(folder: Path, dead: list[int], moment: str) -> list[Any]:
+    """Let three ranks save; wait for the writers of all."""
+    with World(3, may_start=True) as world:
+        outcomes = world.run(_save, folder, dead, moment)
+        for gate in folder.glob("gate*"):
+            Gate.of(gate).open()
+        for rank in range(3):
+            assert ended(int((folder / f"pid{rank}").read_text()))
+    for rank in dead:
+        assert outcomes[rank].killed
+    left = [path for path in folder.iterdir() if not path.name.startswith(("gate", "pid"))]
+    assert {path.name for path in left} <= {"first", "c"}
+    return [outcome for rank, outcome in enumerate(outcomes) if rank not in dead]
+
+
+@pytest.mark.parametrize(("dead", "moment"), [([1], "staged"), ([0], "second"), ([0, 1, 2], "staged")])
+def test_the_writers_of_all_ranks_publish_without_the_trainers(dead: list[int], moment: str, tmp_path: Path) -> None:
+    outcomes = _run(tmp_path, dead, moment)
+    assert all(isinstance(outcome, int) for outcome in outcomes), outcomes
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert_same(failing.whole_state(3, 2), ckpt.load(tmp_path / "c"))
+        assert ckpt.verify(tmp_path / "c").ok
+        assert not ckpt.verify(tmp_path / "c").problems
+
+
+@pytest.mark.parametrize(("dead", "moment"), [([1], "before"), ([0, 1, 2], "before"), ([2], "writer"), ([0], "writer")])
+def test_nothing_is_left_where_a_part_is_missing(dead: list[int], moment: str, tmp_path: Path) -> None:
+    outcomes = _run(tmp_path, dead, moment)
+    assert {outcome.kind for outcome in outcomes} <= {"CoordinationError"}, outcomes
+    assert not (tmp_path / "c").exists()

@@ -1,0 +1,227 @@
+"""Saves through a writer process: the same checkpoints, whoever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import GatedStorage
+from tests.states import assert_same, large_state, training_state
+from tests.writer.gates import BrokenStorage, Gate, ended, writers_of
+
+
+def _writers() -> list[psutil.Process]:
+    return writers_of(os.getpid())
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    return Gate(tmp_path / "gate")
+
+
+@pytest.fixture
+def kept() -> Iterator[aiockpt.SyncCheckpointer]:
+    with aiockpt.SyncCheckpointer(writer="process", chunk_bytes=1 << 16, staging_bytes=1 << 20) as ckpt:
+        yield ckpt
+
+
+def test_the_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
+    state = {"train": training_state(), "large": large_state(5), "big": torch.arange(3_000_000).view(1000, 3000).t()}
+    with (
+        aiockpt.SyncCheckpointer(writer=aiockpt.ProcessWriter(nice=3, ionice="idle"), chunk_bytes=1 << 20) as ours,
+        aiockpt.SyncCheckpointer(chunk_bytes=1 << 20) as threads,
+    ):
+        theirs = threads.save(state, tmp_path / "threads", metadata={"k": 1})
+        for number in range(3):  # the layout is sent once
+            state["train"]["step"] = number
+            result = ours.save(state, tmp_path / str(number), metadata={"k": number})
+            assert_same(state, threads.load(tmp_path / str(number)))
+            assert threads.verify(tmp_path / str(number)).ok
+            assert dict(result.files) == dict(theirs.files)
+            assert (result.nbytes, result.tensors, result.objects) == (theirs.nbytes, theirs.tensors, theirs.objects)
+        for name in theirs.files:
+            if name != ".metadata":  # which has places of objects
+                assert (tmp_path / "2" / name).stat().st_size == (tmp_path / "threads" / name).stat().st_size
+        (writer,) = _writers()
+        assert writer.nice() == 3
+        assert writer.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
+
+
+def test_other_formats_hooks_and_overwriting(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
+    state, told = large_state(3), []
+    kept.save(state, tmp_path / "one.safetensors", format="safetensors")
+    kept.save(state, tmp_path / "set", format="safetensors", shard_bytes=600_000)
+    for name in ("one.safetensors", "set"):
+        assert_same(state, kept.load(tmp_path / name))
+    for seed in (1, 2):
+        state = {"w": torch.full((200_000,), seed), "t": training_state(seed)}
+        kept.save(
+            state,
+            tmp_path / "c",
+            overwrite=True,
+            pre_commit=lambda path: told.append((path, os.path.exists(path))),
+            post_commit=lambda path: told.append((path, os.path.exists(path))),
+        )
+        assert_same(state, kept.load(tmp_path / "c"))
+    path = str(tmp_path / "c")
+    assert told == [(path, False), (path, True), (path, True), (path, True)]
+    with pytest.raises(aiockpt.SaveError, match="not this one"):
+        kept.save(state, tmp_path / "d", pre_commit=_refuse)
+    kept.save({}, tmp_path / "empty")
+    assert kept.load(tmp_path / "empty") == {}
+    assert {entry.name for entry in tmp_path.iterdir()} == {"one.safetensors", "set", "c", "empty"}
+
+
+def _refuse(path: str) -> None:
+    raise ValueError("not this one")
+
+
+@pytest.mark.asyncio
+async def test_many_saves_in_line_and_one_called_off(tmp_path: Path, gate: Gate) -> None:
+    async with aiockpt.AsyncCheckpointer(writer="process", chunk_bytes=1 << 16, staging_bytes=1 << 19) as ckpt:
+        saves = []
+        for number in range(4):
+            state = {k: v + number for k, v in large_state(3).items()}
+            storage = gate.storage("write", nth=3) if number == 1 else None
+            saves.append(ckpt.save(state, tmp_path / str(number), storage=storage))
+        await asyncio.to_thread(gate.wait)
+        cancelled = saves[1].cancel()
+        gate.open()
+        assert await cancelled
+        with pytest.raises(aiockpt.SaveCancelledError):
+            await saves[1]
+        for number in (0, 2, 3):
+            events = [event async for event in saves[number].progress()]
+            assert events[-1].phase == "committed"
+            assert events[-1].written_bytes == events[-1].total_bytes == (await saves[number]).nbytes
+            assert_same({k: v + number for k, v in large_state(3).items()}, await ckpt.load(tmp_path / str(number)))
+    assert {entry.name for entry in tmp_path.iterdir()} == {"gate", "0", "2", "3"}
+
+
+def test_an_error_comes_back_with_its_cause(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
+    for step in ("begin", "create", "write", "finish", "commit"):
+        with pytest.raises(aiockpt.WriteError, match=rf"{step} of .* in process {_writers()[0].pid}: no space") as info:
+            kept.save(large_state(2), tmp_path / "c", storage=BrokenStorage(step))
+        assert isinstance(info.value.__cause__, OSError)
+        assert info.value.__cause__.errno == 28
+        assert list(tmp_path.iterdir()) == []
+    kept.save(large_state(2), tmp_path / "c")
+    assert_same(large_state(2), kept.load(tmp_path / "c"))
+
+
+def test_a_storage_that_stays_here_is_refused_at_the_call(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["write"])
+    with pytest.raises(aiockpt.SaveError, match=r"GatedStorage can't be sent to the writer process .* writer='thread'"):
+        kept.submit(large_state(1), tmp_path / "c", storage=storage)
+    for wrong in ("processes", None, 3):
+        with pytest.raises(ValueError, match=r"must be 'thread', 'process' or an aiockpt\.ProcessWriter"):
+            aiockpt.SyncCheckpointer(writer=wrong)
+    for wrong in ({"nice": 20}, {"ionice": "lazy"}, {"ionice": ("best-effort", 8)}, {"agreement_timeout": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            aiockpt.ProcessWriter(**wrong)
+
+
+def test_the_process_needs_little(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
+    """No torch, no main module, no descriptor for each tensor; one process for all saves."""
+    kept.save(large_state(1), tmp_path / "few")
+    (writer,) = _writers()
+    mine, its = psutil.Process().num_fds(), writer.num_fds()
+    kept.save({f"t{i}": torch.full((i + 1, 300), i) for i in range(1000)}, tmp_path / "many")
+    assert (psutil.Process().num_fds(), writer.num_fds()) == (mine, its)
+    assert _writers() == [writer]
+    maps = Path(f"/proc/{writer.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "numpy" not in maps
+    assert "memfd:aiockpt-staging" in maps
+    assert os.getsid(writer.pid) == writer.pid  # a signal for the trainer's group does not reach it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        writer.send_signal(number)
+    kept.save(large_state(2), tmp_path / "after")
+    assert _writers() == [writer]
+
+
+@pytest.mark.asyncio
+async def test_it_starts_ahead_of_the_first_save_and_ends_with_the_checkpointer() -> None:
+    async with aiockpt.AsyncCheckpointer(writer="process"):
+        (writer,) = await asyncio.to_thread(_writers)
+    assert not writer.is_running()
+
+
+def test_when_it_dies_the_save_fails_and_the_next_starts_another(tmp_path: Path, gate: Gate) -> None:
+    with aiockpt.SyncCheckpointer(writer="process") as ckpt:
+        ckpt.save(large_state(1), tmp_path / "before")
+        save = ckpt.submit(large_state(3), tmp_path / "c", storage=gate.storage("write", nth=2))
+        later = ckpt.submit(large_state(2), tmp_path / "d")
+        gate.wait()
+        (writer,) = _writers()
+        writer.kill()
+        with pytest.raises(aiockpt.WriteError, match=rf"process {writer.pid} has died \(exit code -9 \(SIGKILL\)"):
+            save.written.result(60)
+        assert later.written.exception(60) is None or "has died" in str(later.written.exception())
+        ckpt.save(large_state(4), tmp_path / "after")
+        assert _writers() != [writer]
+        assert_same(large_state(4), ckpt.load(tmp_path / "after"))
+        assert not (tmp_path / "c").exists()
+    assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+def test_its_last_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one of its modules it can't start."""
+    monkeypatch.setattr("aiockpt.writer.process._PROGRAM", "raise SystemExit('no such luck')")
+    with aiockpt.SyncCheckpointer(writer="process") as ckpt:
+        for _ in range(2):
+            with pytest.raises(aiockpt.WriteError, match=r"exit code 1; its last words: no such luck"):
+                ckpt.save(large_state(1), tmp_path / "c")
+    monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: "/nowhere/python")
+    with (
+        aiockpt.SyncCheckpointer(writer="process") as ckpt,
+        pytest.raises(aiockpt.WriteError, match=r"can't be started: .*/nowhere/python"),
+    ):
+        ckpt.save(large_state(1), tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_without_a_guard_works_as_well(tmp_path: Path) -> None:
+    """Its main module is not imported by the process; its end finishes what is in flight."""
+    program = (
+        "import torch, aiockpt, sys\n"
+        "print('once', flush=True)\n"
+        "ckpt = aiockpt.SyncCheckpointer(writer='process')\n"
+        "ckpt.submit({'w': torch.arange(500_000)}, sys.argv[1])\n"
+    )
+    (tmp_path / "anyio.py").write_text("raise RuntimeError('not this one')\n")  # nor what lies about
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-P", "program.py", str(tmp_path / "c")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "once\n", "")
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert torch.equal(ckpt.load(tmp_path / "c")["w"], torch.arange(500_000))
+
+
+def test_a_stuck_process_is_killed_in_the_end(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiockpt.engine._CANCEL_GRACE_S", 1.5)
+    ckpt = aiockpt.SyncCheckpointer(writer="process", drain_timeout=0.2)
+    ckpt.submit(large_state(2), tmp_path / "c", storage=gate.storage("write"))
+    gate.wait()
+    (writer,) = _writers()
+    with pytest.raises(aiockpt.SaveCancelledError, match="drain_timeout"):
+        ckpt.close()
+    assert ended(writer.pid)
+    assert not (tmp_path / "c").exists()
