@@ -31,6 +31,9 @@ MODULES = {
     "lag": "benchmarks.lag",
     "ranks": "benchmarks.ranks",
     "coordination": "benchmarks.coordination",
+    "compress": "benchmarks.compress",
+    "writers": "benchmarks.writers",
+    "gpu": "benchmarks.gpu",
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,6 +48,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "items": {"default": "1000,10000,100000", "help": "how many parts of tensors: numbers separated by commas"},
     "counted": {"default": "all,each", "help": "whether the items are those of all ranks together or of each"},
     "limit": {"type": float, "default": 120.0, "help": "how long one save may take, in seconds"},
+    "work": {"help": "which kinds of work: parts of their names, separated by commas"},
+    "alone": {"type": float, "default": 1.0, "help": "how long work goes on alone before each save, in seconds"},
+    "device": {"choices": ("cuda", "cpu"), "default": "cuda", "help": "where the state is; cpu is a small dry run"},
+    "part": {"help": "which parts of the benchmark: parts of their names, separated by commas"},
+    "seconds": {"type": float, "default": 420.0, "help": "when no round begins any more, in seconds"},
     "plot": {"type": Path, "help": "a file for a plot, as SVG"},
     "hold": {"choices": ("sleep", "torch", "python"), "help": "what holds the loop (sleep and torch, one by one)"},
 }
@@ -82,7 +90,10 @@ def _add_options(command: argparse.ArgumentParser, options: Mapping[str, Mapping
     for name, option in options.items():
         command.add_argument(f"--{name}", **option)
     command.add_argument(
-        "--dir", type=Path, help="where to write: a directory on the disk to measure (the system's for temporary files)"
+        "--dir",
+        "--directory",
+        type=Path,
+        help="where to write: a directory on the disk to measure (the system's for temporary files)",
     )
     command.add_argument("--json", type=Path, help="where the figures go (a file for temporary files)")
 
@@ -103,9 +114,13 @@ def run_all(options: argparse.Namespace) -> int:
     """Run every benchmark in a process of its own, so that none inherits another's memory and threads."""
     reports, failed = [], 0
     for name, path in MODULES.items():
+        module = importlib.import_module(path)
+        if not getattr(module, "possible", lambda: True)():
+            print(f"{name}: not possible on this machine, left out")
+            continue
         file = default_json(name)
         file.unlink(missing_ok=True)
-        known = (*importlib.import_module(path).OPTIONS, "dir")
+        known = (*module.OPTIONS, "dir")
         values = {key: getattr(options, key) for key in known}
         given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in values.items() if value]
         failed |= subprocess.run(

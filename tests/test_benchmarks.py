@@ -17,7 +17,19 @@ import pytest
 import torch
 
 import benchmarks.__main__ as command
-from benchmarks import checkpoints, load, loglog, machine, openers, slice, slicers
+from benchmarks import (
+    checkpoints,
+    gpu_device,
+    gpu_rounds,
+    gpu_training,
+    gpu_whole,
+    load,
+    loglog,
+    machine,
+    openers,
+    slice,
+    slicers,
+)
 from benchmarks import open as opening
 from benchmarks.imagined import Imagined
 from benchmarks.imagined_ours import Coordinator
@@ -27,11 +39,15 @@ from benchmarks.loglog import Line, Panel
 from benchmarks.measure import Transfers
 from benchmarks.new_process import NewProcess
 from benchmarks.states import State, checksums, empty_like, random_tensor, same_bits, small_state
+from benchmarks.writers_pace import Pace, compared
+from benchmarks.writers_work import Loader as LoadingThreads
 
 ROOT = Path(command.__file__).parents[1]
 SMALL = ("--gib=0.004", "--tensors=8", "--rounds=1")
 # Everybody but the new process, which has a test of its own.
 LOADERS = "raw,fresh,new tensors,target,mmap,file,dcp,torch,safetensors,Run:ai"
+# One process that writes is enough: the one that a fence is for.
+ON_DEVICE = "plain,no save,thread,await,fence,guard,neither"
 ARGUMENTS = {
     "save": (*SMALL, "--only=raw,aiockpt,dcp.save,torch.save"),
     "load": (*SMALL, f"--only={LOADERS}"),
@@ -42,7 +58,10 @@ ARGUMENTS = {
     "blocked-loop": (*SMALL, "--hold=sleep"),
     "lag": SMALL,
     "ranks": (*SMALL, "--ranks=2", "--count=20", "--only=raw,aiockpt,count=1"),
+    "compress": ("--gib=0.004", "--rounds=1"),
     "coordination": ("--ranks=4", "--items=50", "--rounds=1", "--limit=60"),
+    "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
+    "gpu": ("--device=cpu", "--gib=0.004", "--rounds=1", "--alone=0.05", f"--only={ON_DEVICE}"),
 }
 OPTIONAL = ("safetensors", "Run:ai", "fastsafetensors", "torch_checkpointing", "aiockpt, a file of safetensors")
 
@@ -114,6 +133,7 @@ def test_every_bar_was_measured(name: str, reports: dict[str, dict[str, Any]]) -
     assert judged
     missing = [bar["text"] for bar in judged if bar["measured"] is None]
     peers = ("dcp.async_save", "safetensors")  # left out above; may not be installed
+    peers += ("aiockpt, process",) * (name == "gpu")
     assert not [text for text in missing if not any(peer in text for peer in peers)]
 
 
@@ -168,6 +188,29 @@ def test_the_report_of_coordination(reports: dict[str, dict[str, Any]]) -> None:
     for few, many in zip(in_all, on_each, strict=True):
         assert many["samples"][0]["index_bytes"] > 2 * few["samples"][0]["index_bytes"]
         assert few["first"]["plan"] > 0
+
+
+def test_the_report_of_writers(reports: dict[str, dict[str, Any]]) -> None:
+    (table,) = reports["writers"]["tables"]
+    nothing, *ours = table["runs"]
+    assert [run["name"] for run in ours] == ["aiockpt, thread", "aiockpt, process", "aiockpt, process, nice 19"]
+    assert nothing["name"] == "no save"
+    for run in ours:
+        assert {"kept", "lost_s", "blocked_s", "longest_s", "staged_s", "durable_s"} <= run["samples"][0].keys()
+
+
+def test_the_report_of_gpu(reports: dict[str, dict[str, Any]]) -> None:
+    staged, held, trained, whole = ({run["name"]: run for run in table["runs"]} for table in reports["gpu"]["tables"])
+    assert list(staged) == ["plain pinned copy", "aiockpt, thread"]
+    ways = ["no save", "await", "fence", "guard", "neither", "fence, process"]
+    assert list(held) == [*ways, *(f"{way}, host ahead" for way in ways)]
+    refused = [name for name, run in held.items() if run["samples"][0]["refused"]]
+    assert not [name for name in refused if not name.startswith("neither")]
+    assert list(trained) == ["no save", "aiockpt, thread", "dcp.async_save, thread"]
+    assert all(run["samples"][0]["steps"] >= 1 for run in trained.values())
+    assert set(whole) > {"raw O_DIRECT, 4 threads", "aiockpt, thread", "dcp.save, thread_count=1"}
+    judged = [(bar["bound"], bar["unit"]) for bar in reports["gpu"]["bars"] if bar["bound"] is not None]
+    assert judged == [(0.9, "x")] * 2 + [(2, "ms")] * 6 + [(0.97, "x")] * 2
 
 
 def test_both_coordinators_index_the_same(tmp_path: Path) -> None:
@@ -303,6 +346,78 @@ def test_the_stock_checkpoint_is_what_dcp_writes(tmp_path: Path) -> None:
     assert made.storage_data.keys() == real.storage_data.keys()
 
 
+async def one_value(contender: Any, count: int) -> dict[str, float]:
+    return {"value": count}
+
+
+def bench_of(directory: Path, seconds: float) -> gpu_rounds.Bench:
+    device = gpu_device.Device("cpu")
+    return gpu_rounds.Bench(device, gpu_device.Pinned(device), directory, gpu_rounds.Deadline(seconds))
+
+
+@pytest.mark.parametrize(("share", "counts"), [(0, [0]), (0.5, [0, 1, 2])])
+def test_rounds_end_in_time(share: float, counts: list[int], tmp_path: Path) -> None:
+    bench = bench_of(tmp_path, 3600)
+    both = [Namespace(name=name, note="") for name in ("a", "b")]
+    runs = asyncio.run(bench.rounds(both, 3, one_value, share=share, what="it"))
+    assert [(run.name, run.first) for run in runs] == [("a", {"value": -1}), ("b", {"value": -1})]
+    assert [run.values("value") for run in runs] == [counts, counts]
+    assert bench.deadline.cut == (["it: 1 of 3 rounds, to end in time"] if len(counts) == 1 else [])
+
+
+def test_who_comes_too_late_is_left_out(tmp_path: Path) -> None:
+    bench = bench_of(tmp_path, -1)
+    (run,) = asyncio.run(bench.rounds([Namespace(name="a", note="")], 3, one_value, share=0.5, what="it"))
+    assert run.error == f"TimeoutError: {gpu_rounds.Deadline.OVER}"
+    assert (run.first, run.samples) == ({}, [])
+
+
+def test_what_trains_changes_what_is_saved() -> None:
+    training = gpu_training.Training(gpu_device.Device("cpu"), 1 << 20)
+    before = checksums(training.state)
+    training.step()
+    assert not [name for name, crc in checksums(training.state).items() if crc == before[name]]
+    assert set(training.state) == set(training._state())
+    assert len(training.state) == 4 * len(list(training.model.parameters()))
+
+
+class Forgetful(gpu_whole.Whole):
+    """Loads all but one tensor."""
+
+    name = "forgetful"
+
+    async def save(self, state: State, path: Path) -> None:
+        path.write_bytes(b"")
+        self._state = state
+
+    async def load(self, target: State, path: Path) -> None:
+        for name, tensor in list(self._state.items())[1:]:
+            target[name].copy_(tensor)
+
+
+def test_a_load_on_the_device_that_is_not_complete_is_found_out(tmp_path: Path) -> None:
+    state = state_of((3, 5), (4,))
+    work = gpu_whole.save_and_load(
+        Forgetful(), gpu_device.Device("cpu"), state, empty_like(state), tmp_path / "forgetful"
+    )
+    with pytest.raises(ValueError, match="differs"):
+        asyncio.run(work)
+
+
+def test_paces_are_compared() -> None:
+    alone, saved = Pace([0.1] * 10, 1.0), Pace([0.5, 0.125, 0.125, 0.25], 1.0)
+    found = compared(alone, saved, per_step=32)
+    assert (found["alone_per_s"], found["saving_per_s"]) == (320, 128)
+    assert (found["kept"], found["lost_s"], found["longest_s"]) == (0.4, 0.6, 0.5)
+
+
+def test_threads_that_load_data_give_batches_and_end() -> None:
+    work = LoadingThreads(threads=2, batch=4)
+    with work.running():
+        work.step()
+        assert work._ready.get(timeout=60).shape == (64, 64, 3)
+
+
 def test_options_of_all_reach_who_knows_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, list[str]] = {}
 
@@ -313,7 +428,7 @@ def test_options_of_all_reach_who_knows_them(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(subprocess, "run", run)
     options = command.parser().parse_args(["all", "--gib=0.5", "--load", "--rounds=2", f"--json={tmp_path / 'all'}"])
     assert command.run_all(options) == 0
-    assert list(given) == list(command.MODULES)
+    assert list(given) == [name for name in command.MODULES if name != "gpu" or torch.cuda.is_available()]
     assert given["open"] == ["--rounds=2", "--load"]
     assert given["slice"] == given["save"] == ["--gib=0.5", "--rounds=2"]
 

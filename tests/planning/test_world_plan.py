@@ -299,14 +299,14 @@ def test_the_index_is_what_torch_and_we_read() -> None:
                 stored += 1
                 expected = place_in(ranks, each.writer)
                 info = metadata.storage_data[MetadataIndex(name, each.offsets, number)]
-                assert (info.relative_path, info.offset, info.length) == expected
+                assert (info.relative_path, info.offset, info.length) == expected[:3]
                 assert all(c.place == expected for c in entry.chunks if c.offsets == each.offsets and 0 not in c.sizes)
         for name, (rank, leaf) in plan.objects.items():
             expected = results[rank].objects[leaf]
             assert expected.offset >= step
             assert isinstance(metadata.state_dict_metadata[name], BytesStorageMetadata)
             info = metadata.storage_data[MetadataIndex(name)]
-            assert (info.relative_path, info.offset, info.length) == expected
+            assert (info.relative_path, info.offset, info.length) == expected[:3]
             assert entries[name] == ObjectEntry(expected)
         assert len(metadata.storage_data) == stored + len(plan.objects)
 
@@ -430,4 +430,4 @@ def test_many_ranks_with_the_same_names() -> None:
     metadata = pickle.loads(bytes(book.documents(results)))
     assert len(metadata.storage_data) == size * 60
     info = metadata.storage_data[MetadataIndex("layers.31.weight", (4 * 17, 0))]
-    assert (info.relative_path, info.offset, info.length) == place_in(ranks, (17, 31))
+    assert (info.relative_path, info.offset, info.length) == place_in(ranks, (17, 31))[:3]

@@ -58,6 +58,19 @@ async def test_a_file_has_its_announced_size(direct_io: bool, nbytes: int, worke
     assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["c"]
 
 
+@pytest.mark.parametrize("direct_io", [True, False])
+@pytest.mark.parametrize("nbytes", [0, 5, 4096, (2 << 20) + 4096 + 17, 3 << 20])
+async def test_a_file_without_an_announced_size(direct_io: bool, nbytes: int, workers, data, tmp_path: Path) -> None:
+    storage = LocalStorage(direct_io=direct_io)
+    transaction = await storage.begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    sink = await transaction.create("f", None)
+    for start in range(0, nbytes, 1 << 20):
+        await sink.write(data.view[start : min(start + (1 << 20), nbytes)])
+    await sink.finish()
+    await transaction.commit()
+    assert (tmp_path / "c" / "f").read_bytes() == bytes(data.view[:nbytes])
+
+
 async def test_direct_io_is_used_where_it_can_be(workers, data, tmp_path: Path) -> None:
     transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     sink = await transaction.create("f", 2 << 20)

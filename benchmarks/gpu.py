@@ -1,0 +1,107 @@
+"""A GPU: staging against a pinned copy, the step held, training beside a save, saves and loads from end to end."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks import gpu_hold, gpu_stage, gpu_train, gpu_whole, machine
+from benchmarks.bars import Bar
+from benchmarks.gpu_device import Device, Pinned
+from benchmarks.gpu_rounds import Bench, Deadline
+from benchmarks.gpu_training import Training
+from benchmarks.report import Report, Table
+from benchmarks.selection import chosen
+from benchmarks.states import size_of
+
+OPTIONS = ("gib", "device", "rounds", "only", "part", "alone", "seconds")
+DEFAULTS = {"gib": 8.0, "alone": 2.0}
+
+_DRY_GIB = 0.05
+
+
+def possible() -> bool:
+    """Tell whether there is a GPU here."""
+    return torch.cuda.is_available()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the benchmark.
+
+    Attributes:
+        name: for `--part`.
+        run: gives its table and bars.
+    """
+
+    name: str
+    run: Callable[[], Awaitable[tuple[Table, list[Bar]]]]
+    note: str = ""
+
+
+def parts(options: Namespace, bench: Bench, training: Training) -> list[Part]:
+    """Give all of them, in their order."""
+    nbytes = size_of(training.state)
+    size = f"{nbytes / 2**30:.2f} GiB in {len(training.state)} tensors"
+    only = options.only
+
+    async def staging() -> tuple[Table, list[Bar]]:
+        runs = await gpu_stage.measure(bench, training.state, options.rounds or gpu_stage.ROUNDS, only)
+        return gpu_stage.table(runs, nbytes, size), gpu_stage.bars(runs)
+
+    async def hold() -> tuple[Table, list[Bar]]:
+        runs = await gpu_hold.measure(bench, training, options.rounds or gpu_hold.ROUNDS, only)
+        return gpu_hold.table(runs, size), gpu_hold.bars(runs)
+
+    async def train() -> tuple[Table, list[Bar]]:
+        runs = await gpu_train.measure(bench, training, options.rounds or gpu_train.ROUNDS, only, options.alone)
+        return gpu_train.table(runs, nbytes, training, size), gpu_train.bars(runs)
+
+    async def whole() -> tuple[Table, list[Bar]]:
+        runs = await gpu_whole.measure(bench, training, options.rounds or gpu_whole.ROUNDS, only)
+        return gpu_whole.table(runs, nbytes, size), gpu_whole.bars(runs)
+
+    return [Part("staging", staging), Part("hold", hold), Part("training", train), Part("whole", whole)]
+
+
+async def run(options: Namespace, directory: Path) -> Report:
+    """Measure, and judge.
+
+    Raises:
+        SystemExit: there is no GPU, and no dry run was asked for.
+    """
+    if options.device == "cuda" and not possible():
+        raise SystemExit("torch sees no GPU here; --device=cpu runs the same code, small, to see that it works")
+    device = Device(options.device)
+    gib = options.gib if device.is_gpu else min(options.gib, _DRY_GIB)
+    if not device.is_gpu:
+        torch.set_num_threads(1)
+    deadline = Deadline(options.seconds)
+    with Pinned(device) as pinned:
+        bench = Bench(device, pinned, directory, deadline)
+        training = Training(device, int(gib * 2**30))
+        measured = [await part.run() for part in chosen(parts(options, bench, training), options.part)]
+    tables = [table for table, _ in measured if table.runs]
+    bars = [bar for _, found in measured for bar in found]
+    facts = {**machine.facts(directory), **device.describe()}
+    return Report("gpu", vars(options), facts, tables, bars, [*remarks(device), *deadline.cut])
+
+
+def remarks(device: Device) -> list[str]:
+    """Say what the columns mean, and who is missing."""
+    said = [
+        "step held: how much longer optimizer.step(), with what waits before it, held the program than without a save",
+        "host ahead: the program did not wait for the gradients, so the device still computes them",
+        "kept: the pace from the call until durable, as a part of the pace just before; the call counts in it",
+        "device: memory of tensors beyond what is there without a save; pinned, resident: of this process, as the most",
+    ]
+    if importlib.util.find_spec("torch_checkpointing") is None:
+        said.append("torch_checkpointing is not installed, and was left out")
+    if not device.is_gpu:
+        said.append("a dry run on the CPU: its figures say nothing")
+    return said

@@ -1,0 +1,188 @@
+"""A writer in a thread against one in a process, beside work that wants the interpreter or the cores."""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiockpt
+from benchmarks import machine, raw
+from benchmarks.bars import Bar, compare, one, shortest
+from benchmarks.contenders import RawWrite
+from benchmarks.measure import Runs, Sample, close, interleave
+from benchmarks.report import Report, Table, median_time, number, spread
+from benchmarks.selection import chosen
+from benchmarks.states import State, size_of, small_state, transformer_state
+from benchmarks.writers_beside import AiockptBeside, Beside, DcpBeside, Saving, peers
+from benchmarks.writers_pace import beside
+from benchmarks.writers_work import Loader, PythonLoop, Work
+
+OPTIONS = ("gib", "tensors", "count", "nbytes", "rounds", "only", "work", "alone")
+ROUNDS = 3
+
+_ARENA_BYTES = 256 << 20
+
+
+class NoSave(Beside):
+    """Nothing is saved: how far the pace differs by itself.
+
+    Args:
+        seconds: how long.
+    """
+
+    name, note = "no save", "how far the pace differs by itself"
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def begin(self, state: State, path: Path) -> Saving:
+        return _Nothing(self._seconds)
+
+
+class _Nothing(Saving):
+    blocked_s = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self._over = time.perf_counter() + seconds
+
+    def let_change(self) -> None:
+        """Nothing is copied."""
+
+    def done(self) -> bool:
+        return time.perf_counter() > self._over
+
+    def finish(self) -> Sample:
+        return {}
+
+
+Contender = Beside | RawWrite
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kind of work, with what is saved beside it.
+
+    Attributes:
+        name: for `--work`.
+        work: what goes on.
+        state: makes what is saved.
+        many: whether it is of very many tensors.
+    """
+
+    name: str
+    work: Work
+    state: Callable[[], State]
+    many: bool = False
+
+    def contenders(self, nbytes: int, alone_s: float) -> list[Contender]:
+        """Give everybody who saves it, and the limit."""
+        arena = raw.Arena(min(nbytes, _ARENA_BYTES))
+        kept_back = aiockpt.ProcessWriter(nice=19)
+        ours = [AiockptBeside("thread"), AiockptBeside("process"), AiockptBeside(kept_back)]
+        # In a process, the others have a file descriptor for each tensor: more than a program may have open.
+        others = [DcpBeside("thread")] if self.many else peers()
+        return [*(RawWrite(threads, arena) for threads in (1, 2, 4)), NoSave(alone_s), *ours, *others]
+
+
+def cases(options: Namespace) -> list[Case]:
+    """Give all of them, of the sizes that are asked for."""
+
+    def large() -> State:
+        return transformer_state(int(options.gib * 2**30), options.tensors)
+
+    def small() -> State:
+        return small_state(options.count, options.nbytes)
+
+    return [
+        Case("python", PythonLoop(), large),
+        Case("loader", Loader(), large),
+        Case("small", PythonLoop(), small, many=True),
+    ]
+
+
+async def measure(
+    case: Case, taking_part: Sequence[Contender], state: State, directory: Path, rounds: int, alone_s: float
+) -> list[Runs]:
+    """Save in rounds, each time with the work beside it; the limit is measured with nothing beside."""
+
+    async def save_once(saver: Contender, count: int) -> Sample:
+        path = directory / f"{case.name}-{taking_part.index(saver)}-{count}"
+        if count < 0:
+            await saver.open(state)
+        machine.settle()
+        try:
+            if isinstance(saver, RawWrite):
+                return await saver.save(state, path)
+            return beside(case.work, saver, state, path, alone_s)
+        finally:
+            machine.remove(path)
+
+    runs = await interleave(taking_part, rounds, save_once)
+    for saver, run in zip(taking_part, runs, strict=True):
+        await close(saver, run)
+    return runs
+
+
+async def run(options: Namespace, directory: Path) -> Report:
+    """Measure, and judge."""
+    rounds = options.rounds or ROUNDS
+    tables, found = [], []
+    for case in chosen(cases(options), options.work):
+        state = case.state()
+        taking_part = chosen(case.contenders(size_of(state), options.alone), options.only)
+        runs = await measure(case, taking_part, state, directory, rounds, options.alone)
+        size = f"{size_of(state) / 2**30:.2f} GiB in {len(state)} tensors"
+        title = f"writers, {case.name}: {size} beside {case.work.name}, medians of {rounds} rounds"
+        tables.append(Table(title, columns(runs, case.work.unit), runs))
+        found += bars(case, runs)
+    return Report("writers", vars(options), machine.facts(directory), tables, found, remarks())
+
+
+def columns(runs: Sequence[Runs], unit: str) -> dict[str, Callable[[Runs], str]]:
+    """Give what is shown of one kind of work."""
+    limit_s = shortest(runs, "raw", "durable_s")
+    return {
+        f"{unit}/s alone": lambda run: number(run.median("alone_per_s"), 0),
+        "while saving": lambda run: number(run.median("saving_per_s"), 0),
+        "kept (min..max)": kept,
+        "lost per save": median_time("lost_s"),
+        "caller blocked": median_time("blocked_s"),
+        "longest step": median_time("longest_s"),
+        "staged": median_time("staged_s"),
+        "durable (min..max)": lambda run: spread("durable_s")(run) if run.values("durable_s") else "-",
+        "of limit's time": lambda run: number(run.median("durable_s") / limit_s, 1),
+    }
+
+
+def kept(run: Runs) -> str:
+    """Show which part of the pace is left, and the least and the most of all rounds."""
+    values = run.values("kept")
+    return f"{run.median('kept'):.2f} ({min(values):.2f}..{max(values):.2f})" if values else "-"
+
+
+def remarks() -> list[str]:
+    """Say what the columns mean."""
+    return [
+        "kept: the pace from the call until durable, as a part of the pace just before; the call counts in it",
+        "lost per save: how much later the work is because of it",
+        "of limit's time: time to durable, in times that of the best raw O_DIRECT write with nothing beside",
+    ]
+
+
+def bars(case: Case, runs: Sequence[Runs]) -> list[Bar]:
+    """Ask that neither writer is slower than the peer's of its kind, and show the one against the other."""
+    found = []
+    what = f"{case.name}, aiockpt"
+    for kind in ("thread", "process"):
+        ours, peer = one(runs, f"aiockpt, {kind}"), one(runs, f"dcp.async_save, {kind}")
+        if case.many and kind == "process":
+            continue
+        found.append(compare(f"{what}, {kind} : {peer.name}, speed to durable", [peer], ours, "durable_s", 1))
+        found.append(Bar(f"{what}, {kind} : {peer.name}, pace kept", ours.median("kept") / peer.median("kept")))
+    thread, process = one(runs, "aiockpt, thread"), one(runs, "aiockpt, process")
+    found.append(compare(f"{what}, process : in a thread, speed to durable", [thread], process, "durable_s"))
+    found.append(Bar(f"{what}, process : in a thread, pace kept", process.median("kept") / thread.median("kept")))
+    return found
