@@ -1,7 +1,8 @@
 """The worked example of a transform: every item is encrypted with ChaCha20-Poly1305, in sealed pieces.
 
-A stored item is a random beginning of all its nonces, then pieces, each with a tag of its own. The nonce of a piece
-counts the pieces and says whether it is the last, so that none can be left out, added, or put elsewhere.
+A stored item is a random salt, then pieces, each with a tag of its own. The salt makes a key for the item alone, so
+that no nonce is used twice with one key, however many items there are. The nonce of a piece counts the pieces and
+says whether it is the last, so that none can be left out, added, or put elsewhere.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import struct
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 PIECE_BYTES = 64 << 10
 _TAG_BYTES = 16
-_START_BYTES = 7
+_SALT_BYTES = 16
 
 
-def _nonce(start: bytes, number: int, *, is_last: bool) -> bytes:
-    return start + struct.pack("<I?", number, is_last)
+def _cipher(key: bytes, salt: bytes) -> ChaCha20Poly1305:
+    return ChaCha20Poly1305(HKDF(SHA256(), length=32, salt=salt, info=b"item").derive(key))
+
+
+def _nonce(number: int, *, is_last: bool) -> bytes:
+    return struct.pack("<Q?3x", number, is_last)
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,9 @@ class ChaCha20:
 
 class _Encoder:
     def __init__(self, key: bytes) -> None:
-        self._cipher = ChaCha20Poly1305(key)
-        self._start = os.urandom(_START_BYTES)
-        self._out = self._start  # goes before the first piece
+        salt = os.urandom(_SALT_BYTES)
+        self._cipher = _cipher(key, salt)
+        self._out = salt  # goes before the first piece
         self._held = bytearray()
         self._number = 0
 
@@ -54,7 +61,7 @@ class _Encoder:
         return self._taken()
 
     def _seal(self, nbytes: int, *, is_last: bool) -> None:
-        nonce = _nonce(self._start, self._number, is_last=is_last)
+        nonce = _nonce(self._number, is_last=is_last)
         self._out += self._cipher.encrypt(nonce, bytes(self._held[:nbytes]), None)
         del self._held[:nbytes]
         self._number += 1
@@ -66,18 +73,18 @@ class _Encoder:
 
 class _Decoder:
     def __init__(self, key: bytes) -> None:
-        self._cipher = ChaCha20Poly1305(key)
-        self._start = b""
+        self._key = key
+        self._cipher: ChaCha20Poly1305 | None = None
         self._held = bytearray()
         self._number = 0
 
     def update(self, data: memoryview, most: int) -> bytes:
         self._held += data
-        if not self._start:
-            if len(self._held) < _START_BYTES:
+        if self._cipher is None:
+            if len(self._held) < _SALT_BYTES:
                 return b""
-            self._start = bytes(self._held[:_START_BYTES])
-            del self._held[:_START_BYTES]
+            self._cipher = _cipher(self._key, bytes(self._held[:_SALT_BYTES]))
+            del self._held[:_SALT_BYTES]
         made = []
         while len(self._held) > PIECE_BYTES + _TAG_BYTES:
             made.append(self._open(PIECE_BYTES + _TAG_BYTES, is_last=False))
@@ -87,7 +94,9 @@ class _Decoder:
         return self._open(len(self._held), is_last=True)
 
     def _open(self, nbytes: int, *, is_last: bool) -> bytes:
-        nonce = _nonce(self._start, self._number, is_last=is_last)
+        if self._cipher is None:
+            raise ValueError("an encrypted item ends within its salt")
+        nonce = _nonce(self._number, is_last=is_last)
         made = self._cipher.decrypt(nonce, bytes(self._held[:nbytes]), None)
         del self._held[:nbytes]
         self._number += 1
