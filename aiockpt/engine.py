@@ -55,7 +55,7 @@ logger = logging.getLogger("aiockpt")
 T = TypeVar("T")
 
 _CANCEL_GRACE_S = 30.0
-# The threads that compute give way to the caller's: half the lag of its loop, and staging as fast as before.
+# The threads that compute give way to the caller's. Not those that copy, for which training may be waiting.
 _NICE = 10
 
 
@@ -177,7 +177,7 @@ class Engine:
     async def _main(self) -> None:
         options = self.options
         self._stop = anyio.Event()
-        self._copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy", nice=_NICE)
+        self._copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy")
         self._io_workers = Workers(self.io_threads, "aiockpt-io")
         self._seal_workers = Workers(min(self.io_threads, max(2, cores())), "aiockpt-seal", nice=_NICE)
         # Twice as many as write, for each also checks and places what it has read, while the disk waits.

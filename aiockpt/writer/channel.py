@@ -31,7 +31,10 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
         self._socket = end
-        self._turn = anyio.Lock()
+        self._outbox: list[bytes] = []
+        self._posted = anyio.Event()
+        self._sent = anyio.Event()
+        self._broken: OSError | None = None
         self._buffer = bytearray()
         self.ended = False
 
@@ -39,18 +42,43 @@ class Channel:
         """Give the descriptor, to see whether there is something to receive."""
         return self._socket.fileno()
 
-    async def send(self, message: Message) -> None:
-        """Send a message, whole: a cancellation comes through afterwards.
+    def post(self, message: Message) -> None:
+        """Let a message be sent, after those that were posted before; does not wait.
+
+        What comes together is sent at once: each call of the kernel lets go of the interpreter, and getting it back
+        takes long beside a program that holds it.
+        """
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._outbox += (_LENGTH.pack(len(data)), data)
+        self._posted.set()
+
+    async def flush(self) -> None:
+        """Wait until all that was posted is in the kernel.
 
         Raises:
             OSError: the other end is gone.
         """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with anyio.CancelScope(shield=True):
-            async with self._turn:
-                loop = asyncio.get_running_loop()
-                await loop.sock_sendall(self._socket, _LENGTH.pack(len(data)))
-                await loop.sock_sendall(self._socket, data)
+        while self._outbox and self._broken is None:
+            await self._sent.wait()
+        if self._broken is not None:
+            raise self._broken
+
+    async def pump(self) -> None:
+        """Send what is posted, until the other end is gone; as a task of its own."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                await self._posted.wait()
+                self._posted = anyio.Event()
+                while self._outbox:
+                    count = len(self._outbox)
+                    await loop.sock_sendall(self._socket, b"".join(self._outbox))
+                    del self._outbox[:count]
+                sent, self._sent = self._sent, anyio.Event()
+                sent.set()
+        except OSError as exc:
+            self._broken = exc
+            self._sent.set()
 
     async def receive(self) -> Message:
         """Wait for the next message.

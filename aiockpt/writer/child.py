@@ -25,7 +25,6 @@ from aiockpt.writing import WritingTools
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
-    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 
 _NICE = 10
@@ -65,22 +64,23 @@ class _Child:
             raise TypeError(f"the trainer has begun with {type(hello).__name__}")
         step_back(hello)
         whole = mmap.mmap(self._fd, os.fstat(self._fd).st_size, flags=mmap.MAP_SHARED)
-        send, outbox = anyio.create_memory_object_stream[Message](float("inf"))
         threads = hello.io_threads
         tools = WritingTools(
             Workers(min(threads, max(2, os.cpu_count() or 1)), "seal", nice=_NICE), Workers(threads, "io")
         )
-        shared = Saves(hello.chunk_bytes, memoryview(whole), tools, send, hello.patience_s)
-        logger.addHandler(_Forwarding(send))
+        shared = Saves(hello.chunk_bytes, memoryview(whole), tools, self._channel.post, hello.patience_s)
+        logger.addHandler(_Forwarding(self._channel))
         logger.propagate = False
         async with death_of(hello.trainer) as dead, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._post, outbox)
-            send.send_nowait(Ready())
+            tasks.start_soon(self._channel.pump)
+            self._channel.post(Ready())
             async with anyio.create_task_group() as saving:
                 await self._listen(shared, saving, dead)
                 for save in self._saves.values():
                     save.trainer_is_gone()
-            send.close()
+            with contextlib.suppress(OSError):  # nobody is left to be told
+                await self._channel.flush()
+            tasks.cancel_scope.cancel()
         tools.io_workers.close()
         tools.seal_workers.close()
 
@@ -125,23 +125,17 @@ class _Child:
             if self._last is save:
                 self._last = None
 
-    async def _post(self, outbox: MemoryObjectReceiveStream[Message]) -> None:
-        with outbox:
-            async for message in outbox:
-                with contextlib.suppress(OSError):  # nobody is left to be told
-                    await self._channel.send(message)
-
 
 class _Forwarding(logging.Handler):
     """Sends what is logged to the trainer."""
 
-    def __init__(self, send: MemoryObjectSendStream[Message]) -> None:
+    def __init__(self, channel: Channel) -> None:
         super().__init__()
-        self._send = send
+        self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
-            self._send.send_nowait(Log(record.levelno, self.format(record)))
+        """Send it."""
+        self._channel.post(Log(record.levelno, self.format(record)))
 
 
 def step_back(hello: Hello) -> None:

@@ -31,9 +31,7 @@ from aiockpt.writer.messages import (
 from aiockpt.writing import FileWriting, Part, Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from anyio.streams.memory import MemoryObjectSendStream
+    from collections.abc import Callable, Sequence
 
     from aiockpt.ending import Ending
     from aiockpt.format.manifest import FileFacts
@@ -49,7 +47,7 @@ class Saves:
     chunk_bytes: int
     memory: memoryview
     tools: WritingTools
-    send: MemoryObjectSendStream[Message]
+    post: Callable[[Message], None]
     patience_s: float
     layouts: dict[int, list[FileImage]] = field(default_factory=dict)
 
@@ -130,7 +128,7 @@ class ChildSave:
                 self._writing.end(number)
 
     def _tell(self, message: Message) -> None:
-        self._shared.send.send_nowait(message)
+        self._shared.post(message)
 
     # --- its course -------------------------------------------------------------------------------
 

@@ -84,10 +84,15 @@ class Link:
         """Let nobody hear of that save any more."""
         self._saves.pop(number, None)
 
+    def post(self, message: Message) -> None:
+        """Let a message be sent; one that nobody can take any more is dropped: the end of the process is told apart."""
+        self._channel.post(message)
+
     async def send(self, message: Message) -> None:
-        """Send a message; one that nobody can take any more is dropped, for the end of the process is told apart."""
+        """Send a message, and wait until it is in the kernel, which delivers it even if this process dies."""
+        self._channel.post(message)
         with contextlib.suppress(OSError):
-            await self._channel.send(message)
+            await self._channel.flush()
 
     def kill(self) -> None:
         """End the process at once. From any thread."""
@@ -107,6 +112,7 @@ class Link:
 
     async def _look_after(self) -> None:
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._channel.pump)
             tasks.start_soon(self._listen)
             tasks.start_soon(self._expect_ready)
             await self.send(self._hello)

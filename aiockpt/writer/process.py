@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import multiprocessing.spawn
 import os
 import signal
 import socket
-import subprocess
 import sys
+from typing import Any
 
 _LAST_WORDS_BYTES = 2000
+_END, _MEMORY = 3, 4  # what the descriptors are called in the process
+_ABOVE = 64  # where none of those that are to be kept can be overwritten by one that is put in its place
 # Not `-m`, nor anything that runs the trainer's own main module; isolated, so that no file beside the trainer's
 # program passes for one of the modules that are imported.
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from aiockpt.writer.child import main; main(*map(int, sys.argv[2:]))"
-)
+_PROGRAM = f"""
+import contextlib, json, os, sys
+for fd in map(int, os.listdir("/proc/self/fd")):
+    if fd > {_MEMORY}:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+os.chdir("/")
+sys.path[:] = json.loads(sys.argv[1])
+from aiockpt.writer.child import main
+main({_END}, {_MEMORY})
+"""
 
 
 class WriterProcess:
@@ -31,46 +42,41 @@ class WriterProcess:
     """
 
     def __init__(self, memory: int) -> None:
-        self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._code: int | None = None
+        self._reaped = False
         self._words = os.memfd_create("aiockpt-writer-words", os.MFD_CLOEXEC)
-        paths = json.dumps([os.path.abspath(path) for path in sys.path])
-        python = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable)
+        self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._process = subprocess.Popen(
-                [python, "-I", "-c", _PROGRAM, paths, str(theirs.fileno()), str(memory)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._words,
-                cwd="/",
-                pass_fds=(theirs.fileno(), memory),
-                start_new_session=True,  # what ends the trainer's group, Ctrl-C or a launcher, is not meant for it
-            )
+            with theirs, contextlib.ExitStack() as stack:
+                kept = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for fd in (theirs.fileno(), memory, self._words)]
+                for fd in kept:
+                    stack.callback(os.close, fd)
+                self.pid = _spawn(*kept)
         except BaseException:
             self.end.close()
             os.close(self._words)
             raise
-        finally:
-            theirs.close()
-        self.pid = self._process.pid
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it has ended; tell whether it has. Blocks."""
+    def wait(self) -> None:
+        """Wait until it has ended. Blocks; for one thread."""
         try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+            _, status = os.waitpid(self.pid, 0)
+            self._code = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:  # the program waits for every child of its own accord
+            self._code = None
+        self._reaped = True
 
     def kill(self) -> None:
-        """End it at once."""
-        self._process.kill()
+        """End it at once. From any thread."""
+        if not self._reaped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def how_it_ended(self) -> str:
         """Say how it ended, and the last words that it left."""
-        code = self._process.returncode
-        how = f"exit code {code}"
-        if code is not None and code < 0:
-            how = f"exit code {code} ({signal.Signals(-code).name})"
+        how = f"exit code {self._code}"
+        if self._code is not None and self._code < 0:
+            how = f"exit code {self._code} ({signal.Signals(-self._code).name})"
         size = os.fstat(self._words).st_size
         words = os.pread(self._words, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         text = words.decode(errors="replace").strip()
@@ -82,3 +88,34 @@ class WriterProcess:
         if self._words >= 0:
             os.close(self._words)
             self._words = -1
+
+
+def _spawn(end: int, memory: int, words: int) -> int:
+    """Start the process; give its number.
+
+    Not with `subprocess`: that waits for a pipe to be closed, which a fork of the program's own at that moment would
+    hold open for as long as the forked process lives.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    python = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable)
+    paths = json.dumps(list(map(_absolute, sys.path)))
+    actions: list[Any] = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0),
+        (os.POSIX_SPAWN_DUP2, 0, 1),
+        (os.POSIX_SPAWN_DUP2, words, 2),
+        (os.POSIX_SPAWN_DUP2, end, _END),
+        (os.POSIX_SPAWN_DUP2, memory, _MEMORY),
+    ]
+    argv = [python, "-I", "-c", _PROGRAM, paths]
+    try:  # what ends the trainer's session or group, Ctrl-C or a launcher, is not meant for it
+        return os.posix_spawn(python, argv, os.environ, file_actions=actions, setsid=True)
+    except NotImplementedError:
+        return os.posix_spawn(python, argv, os.environ, file_actions=actions, setpgroup=0)
+
+
+def _absolute(path: str) -> str:
+    with contextlib.suppress(OSError):  # the working directory is gone: then nothing is found by such a path
+        return os.path.abspath(path)
+    return path

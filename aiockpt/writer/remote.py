@@ -194,7 +194,7 @@ class RemoteWriting(Writing):
         """Tell the process that a chunk is filled."""
         link = await self._link.get()
         self._out[part.chunk] = part.release
-        await link.send(Filled(self._number, number, part.start, part.stop, part.chunk))
+        link.post(Filled(self._number, number, part.start, part.stop, part.chunk))
 
     def end(self, number: int) -> None:
         """Do nothing: the process knows the sizes of the files."""
