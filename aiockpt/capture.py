@@ -6,9 +6,12 @@ For the others a version counter is noted, which tells later whether they change
 
 from __future__ import annotations
 
+import logging
 import sys
+import threading
 import weakref
 import zlib
+from collections.abc import Mapping as MappingType
 from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -31,10 +34,10 @@ from aiockpt.sharded import (
 )
 from aiockpt.staging.pool import Mapping as MappedMemory
 from aiockpt.staging.pool import copy_small
-from aiockpt.staging.runtime import ready_event
+from aiockpt.staging.runtime import reading_behind, ready_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from aiockpt.planning.source import Shard
     from aiockpt.planning.tree import NameMemo
@@ -45,16 +48,22 @@ EAGER_TENSOR_BYTES = 64 << 10
 EAGER_BYTES = 16 << 20
 """... until this much has been copied."""
 
+logger = logging.getLogger("aiockpt")
+
 _GUARDS = "_aiockpt_guards"
 
 
 class _Token:
     """Lives as long as a capture that is not released."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "is_blind")
+
+    def __init__(self) -> None:
+        self.is_blind = False
 
 
 _live: weakref.WeakSet[_Token] = weakref.WeakSet()
+_live_lock = threading.Lock()
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -66,11 +75,27 @@ def count_change(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Wait where that was asked for, and only then count the change, as if it had happened."""
+    """Wait where that was asked for, and only then count the change, as if it had happened. Raises nothing."""
     for wait in getattr(optimizer, _GUARDS, ()):
         wait()
-    if _live:
-        _count_step(optimizer)
+    if not _live:
+        return
+    try:
+        count_change(tensors_of(optimizer))
+    except Exception:
+        logger.warning(
+            "what a step of %s changes can't be told, so the saves in flight are dropped",
+            type(optimizer).__name__,
+            exc_info=True,
+        )
+        with _live_lock:
+            for token in _live:
+                token.is_blind = True
+
+
+def saw_all(capture: Capture) -> bool:
+    """Tell whether all steps of optimizers since a capture could be counted."""
+    return not getattr(capture.token, "is_blind", False)
 
 
 def wait_before_steps(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
@@ -87,16 +112,27 @@ def wait_no_more(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -
     setattr(optimizer, _GUARDS, tuple(each for each in getattr(optimizer, _GUARDS, ()) if each is not wait))
 
 
-def _count_step(optimizer: torch.optim.Optimizer) -> None:
-    """Advance the version counters of all that a step is about to change.
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Give all that a step is about to change: the parameters, and their state.
 
-    Operators do so when they are done, and what was copied meanwhile would be taken for good. Fused steps never do,
-    nor do those that take many DTensors at once.
+    These are counted before: operators do so when they are done, and what was copied meanwhile would be taken for
+    good. Fused steps never do, nor do those that take many DTensors at once.
     """
-    for group in optimizer.param_groups:
-        states = [optimizer.state.get(parameter, {}) for parameter in group["params"]]
-        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        count_change([*tensors, *group["params"]])
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for value in list(optimizer.state.values()):
+        found += _tensors_in(value)
+    return found
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, MappingType):
+        for each in list(value.values()):
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
 
 
 @cache
@@ -176,8 +212,10 @@ def _hold(flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes
     capture.versions = _versions(tensors)
     _copy_small(capture, devices)
     capture.events = _ready_events(devices)
+    capture.behind = reading_behind
     capture.token = token = _Token()
-    _live.add(token)
+    with _live_lock:
+        _live.add(token)
     return capture
 
 
@@ -307,13 +345,16 @@ def _copy_small(capture: Capture, devices: set[torch.device]) -> None:
             raise SaveError(freed_message(capture.structure.names[leaf]))
         if not 0 < nbytes <= EAGER_TENSOR_BYTES or tensor.is_quantized:
             continue
-        versions[leaf] = None
         if tensor.is_contiguous():
             chosen[only or tensor.device][leaf] = nbytes
             capture.tensors[leaf] = tensor.detach()  # its form is taken now as well, not only its bytes
         else:
-            # The copy keeps the strides that it will be stored with, and is nobody else's.
-            capture.tensors[leaf] = tensor.clone()
+            try:
+                # The copy keeps the strides that it will be stored with, and is nobody else's.
+                capture.tensors[leaf] = tensor.clone()
+            except torch.OutOfMemoryError:
+                continue  # it is copied with the large ones
+        versions[leaf] = None
         total += nbytes
         if total > EAGER_BYTES:
             break

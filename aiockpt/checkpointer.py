@@ -75,10 +75,12 @@ class AsyncCheckpointer(CheckpointerBase):
 
         Before it returns it has walked over the state, pickled the objects that could change, and copied small
         tensors (up to 64 KiB each, 16 MiB in all). Other tensors must stay as they are until `staged`; one
-        that is changed in place before is found out, and the save fails with `TornSnapshotError`. Steps of
-        optimizers are seen from their beginning, fused ones as well; `guard` lets them wait instead. Changes
-        through ``tensor.data``, NumPy views, custom kernels that don't count, and replayed CUDA graphs can't be seen:
-        call `fence` before those.
+        that is changed in place before is found out, and the save fails with `TornSnapshotError`. Only steps of
+        optimizers are seen from their beginning, fused ones as well; `guard` lets them wait instead. Any other
+        operator counts as a change when it is done, and one that is still running when the copies are is not seen:
+        call `fence` before other updates in place, such as those of averaged weights (EMA), or loading into the
+        tensors. Changes through ``tensor.data``, NumPy views, custom kernels that don't count, and replayed CUDA
+        graphs can't be seen at all: call `fence` before those as well.
 
         Saves go one after the other, in the order of the calls.
 

@@ -328,7 +328,8 @@ class CheckpointerBase:
         """Let the caller's current accelerator streams wait for the copies of all saves in flight.
 
         As `SaveHandle.fence`, for every save that is not staged yet: call it before whatever changes tensors, such as
-        the replay of a CUDA graph that holds an optimizer's step. Costs nothing when there is none.
+        an update of averaged weights (EMA), or the replay of a CUDA graph that holds an optimizer's step, in the
+        stream that does so. Changes in other streams are not seen after it. Costs nothing when there is no such save.
 
         Args:
             timeout: seconds to block at most; None for as long as it takes.
@@ -337,6 +338,8 @@ class CheckpointerBase:
             TornSnapshotError: a tensor has changed already; all saves were waited for.
             SaveError: a save has failed meanwhile.
             TimeoutError: the copies were not enqueued in time.
+            ValueError: the timeout is negative, or no number.
+            AiockptError: a CUDA graph is being captured; see `SaveHandle.fence`.
         """
         fence_all(self._engine.staging(), timeout)
 
@@ -348,6 +351,10 @@ class CheckpointerBase:
         with ``torch.compile`` wait as well (the guard breaks the graph, so not with ``fullgraph=True``). A CUDA graph
         that holds a step is not guarded: call `fence` before its replay.
 
+        The optimizer's parameters and state may change from then on. For other tensors, such as averaged weights (EMA)
+        or what another optimizer has, a change before the copies are done still fails the save: guard that one as
+        well, or call `fence` before the update.
+
         ::
 
             with ckpt.guard(optimizer):
@@ -357,12 +364,16 @@ class CheckpointerBase:
                     ckpt.save(state, path)           # SyncCheckpointer: submit
 
         Args:
-            optimizer: whose steps are to wait.
+            optimizer: whose steps are to wait. One that only hands them on to its ``optimizer`` stands for that.
             timeout: seconds that a step blocks at most; then the save's snapshot is given up: it fails with
                 `TornSnapshotError`, and training goes on.
 
         Returns:
             The guard, in force until its ``remove()``, or the end of its ``with`` block.
+
+        Raises:
+            TypeError: it is no ``torch.optim.Optimizer``, or one whose steps call no hooks.
+            ValueError: the timeout is negative, or no number.
         """
         return StepGuard(optimizer, self._engine.staging, timeout)
 
@@ -375,11 +386,12 @@ def check_portable(*tools: Storage | Transform) -> None:
     """Refuse a storage, or a transform, that a writer process can't have.
 
     Raises:
-        SaveError: it can't be pickled.
+        SaveError: it can't be pickled, or its class is defined where the process does not look.
     """
     for tool in tools:
         try:
-            pickle.dumps(tool)
+            if b"__main__" in pickle.dumps(tool):
+                raise TypeError("it is defined in the main module, which that process does not import: move it to one")
         except Exception as exc:  # whatever its class does
             raise SaveError(
                 f"{type(tool).__name__} can't be sent to the writer process ({exc}): make it picklable, or use "

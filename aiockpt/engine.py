@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -36,6 +37,7 @@ from aiockpt.staging.memory import TensorMemory
 from aiockpt.staging.pacing import Pacing
 from aiockpt.staging.placing import AcceleratorPlacer
 from aiockpt.staging.pool import ChunkPool
+from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.shared import SharedMemory
 from aiockpt.threads import Workers
 from aiockpt.writer.host import WriterHost
@@ -379,7 +381,8 @@ class Engine:
 
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine function on the engine's loop, with the tools for reading."""
-        call = Call(lambda: function(self._load_tools), what)
+        streams = current_streams()  # the caller's, to which what is made belongs
+        call = Call(lambda: function(replace(self._load_tools, streams=streams)), what)
         with self._lock:
             self._start()
             call.post = self._post

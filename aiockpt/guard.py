@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from aiockpt.capture import wait_before_steps, wait_no_more
+from aiockpt.capture import tensors_of, wait_before_steps, wait_no_more
 from aiockpt.errors import AiockptError, TornSnapshotError
+from aiockpt.job import check_timeout
 from aiockpt.staging.runtime import is_capturing
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 def fence_all(jobs: Sequence[SaveJob], timeout: float | None) -> None:
     """Do what `SaveHandle.fence` does for several saves; raises the first error, when all were waited for."""
+    timeout = check_timeout(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     errors: list[Exception] = []
     for job in jobs:
@@ -46,14 +48,12 @@ class StepGuard:
                 f"guard() is for a torch.optim.Optimizer, not a {type(optimizer).__name__}; for others call fence() "
                 "before their steps"
             )
-        if not timeout >= 0:
-            raise ValueError(f"timeout must not be negative, not {timeout!r}")
         self._jobs = jobs
-        self._timeout = timeout
+        self._timeout = check_timeout(timeout)
         # A compiler that traced it would let it run once, or never.
         self._before = torch.compiler.disable(self._wait)  # type: ignore[no-untyped-call]
-        self._optimizer = optimizer
-        wait_before_steps(optimizer, self._before)
+        self._optimizer = _with_hooks(optimizer)
+        wait_before_steps(self._optimizer, self._before)
 
     def __enter__(self) -> Self:
         return self
@@ -68,13 +68,47 @@ class StepGuard:
         wait_no_more(self._optimizer, self._before)
 
     def _wait(self) -> None:
-        deadline = time.monotonic() + self._timeout
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
         for job in self._jobs():
-            hold_back(job, max(0.0, deadline - time.monotonic()))
+            hold_back(job, None if deadline is None else max(0.0, deadline - time.monotonic()), self._optimizer)
 
 
-def hold_back(job: SaveJob, timeout_s: float) -> None:
-    """Order this thread's streams behind the copies of a save, or give its snapshot up. Raises nothing of the save's.
+def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Find the optimizer whose steps call hooks: this one, or the one that it hands them on to.
+
+    Raises:
+        TypeError: there is none.
+    """
+    found, seen = optimizer, {id(optimizer)}
+    while not getattr(type(found).step, "hooked", False):
+        held = (getattr(found, name, None) for name in ("optimizer", "_optimizer"))
+        inner = next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
+        if inner is None or id(inner) in seen:
+            raise TypeError(
+                f"steps of a {type(optimizer).__name__} call no hooks (its __init__ does not call that of "
+                "torch.optim.Optimizer), so they can't wait: guard() the optimizer within it, or call fence() before "
+                "each step"
+            )
+        found = inner
+        seen.add(id(found))
+    return found
+
+
+def _changed_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Give what a step changes, those of optimizers within this one included."""
+    found: list[torch.Tensor] = []
+    waiting, seen = [optimizer], {id(optimizer)}
+    while waiting:
+        each = waiting.pop()
+        found += tensors_of(each)
+        inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+        waiting += [value for value in inner if id(value) not in seen]
+        seen |= set(map(id, inner))
+    return found
+
+
+def hold_back(job: SaveJob, timeout_s: float | None, optimizer: torch.optim.Optimizer) -> None:
+    """Order a step behind the copies of a save, or give its snapshot up. Raises nothing of the save's.
 
     While a stream captures a graph nothing is done: it can't wait for what is outside, and nothing runs yet.
     """
@@ -82,7 +116,7 @@ def hold_back(job: SaveJob, timeout_s: float) -> None:
         if any(is_capturing(device) for device in list(job.capture.events)):
             return
         if job.order_behind(timeout_s):
-            job.check_for_changes()  # before there are any that come behind the copies
+            job.allow_changes(_changed_by(optimizer))
     except TornSnapshotError:
         return  # which the save finds as well
     except TimeoutError:

@@ -277,9 +277,10 @@ class SaveHandle(Awaitable[SaveResult]):
     def fence(self, timeout: float | None = None) -> None:
         """Make the caller's current accelerator streams wait for the copies, without blocking on them.
 
-        Work that is enqueued after this may change the tensors. For tensors on an accelerator this returns as
-        soon as all copies are enqueued; for those in host memory it blocks until they are copied. Either way
-        it checks that no tensor has changed since `save()`.
+        Work that is enqueued in these streams after this may change the tensors. For tensors on an accelerator this
+        returns as soon as all copies are enqueued; for those in host memory it blocks until they are copied. Either
+        way it checks that no tensor has changed since `save()`. Nothing is checked after that, for changes in these
+        streams can't be told from others: who changes tensors in another stream or thread has to call it there too.
 
         Args:
             timeout: seconds to block at most; None for as long as it takes.
@@ -287,6 +288,9 @@ class SaveHandle(Awaitable[SaveResult]):
         Raises:
             TornSnapshotError: a tensor has changed already.
             TimeoutError: the copies were not enqueued in time.
+            ValueError: the timeout is negative, or no number.
+            AiockptError: a CUDA graph is being captured, which can't wait: call it before that, and before each
+                replay.
         """
         self._control.fence(timeout)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -24,7 +24,7 @@ from aiockpt.staging.pool import Mapping as MappedMemory
 from aiockpt.tensor_stream import TensorStream, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from aiockpt.format.index import ItemPlace, TensorItem
     from aiockpt.load_options import LoadOptions
@@ -57,12 +57,20 @@ class LoadTools:
         memory: memory for new tensors.
         pool: chunks that the bytes for accelerators pass through.
         placer_for: gives who copies to an accelerator.
+        streams: for each accelerator the stream that was the caller's at the call.
     """
 
     workers: Workers
     memory: TensorMemory
     pool: ChunkPool
     placer_for: Callable[[torch.device], AcceleratorPlacer]
+    streams: Mapping[torch.device, Any] = field(default_factory=dict)
+
+    async def new(
+        self, device: torch.device, forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    ) -> list[torch.Tensor]:
+        """Make tensors on an accelerator, see `AcceleratorPlacer.new`."""
+        return await self.placer_for(device).new(forms, self.streams.get(device))
 
 
 class _Job(Protocol):

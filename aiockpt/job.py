@@ -8,17 +8,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
 import anyio
+import torch
 
-from aiockpt.errors import SaveError, TornSnapshotError
+from aiockpt.capture import saw_all
+from aiockpt.errors import AiockptError, SaveError, TornSnapshotError
 from aiockpt.format.names import SUFFIX
 from aiockpt.handle import Completion, SaveHandle
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.safetensors_plan import SafetensorsForm
 from aiockpt.planning.source import Capture, Structure
+from aiockpt.sharded import ShardingError, is_distributed, local_parts
 from aiockpt.staging.pacing import Pace
+from aiockpt.staging.runtime import is_capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from aiockpt.format.index import ItemPlace
     from aiockpt.format.manifest import JsonValue
@@ -82,6 +86,7 @@ class SaveJob:
     applied to all of them besides.
 
     Implements `aiockpt.handle.Control`. ``cancel`` and ``fence`` may be called from any thread.
+    ``overlooked`` says that all changes are taken to come behind the copies, ``copied`` that these are done.
     """
 
     path: str
@@ -108,7 +113,8 @@ class SaveJob:
     over: anyio.Event = field(init=False)
     scope: anyio.CancelScope = field(init=False)
     cancel_asked: bool = False
-    checked: bool = False
+    overlooked: bool = False
+    copied: bool = False
     torn: TornSnapshotError | None = None
     pace: Pace = field(default_factory=Pace)
     check_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -151,8 +157,14 @@ class SaveJob:
 
     def fence(self, timeout: float | None) -> None:
         """See `SaveHandle.fence`."""
+        timeout = check_timeout(timeout)
+        if any(map(is_capturing, list(self.capture.events))):
+            raise AiockptError(
+                f"fence() was called while a CUDA graph is captured, which can't wait for the copies of {self.path}: "
+                "call it before the capture, and before each replay"
+            )
         if self.order_behind(timeout):
-            self.check_for_changes()
+            self.allow_changes()
         else:
             self.handle.staged.result()
 
@@ -165,6 +177,7 @@ class SaveJob:
         Raises:
             TimeoutError: they were not enqueued in time.
         """
+        timeout = check_timeout(timeout)
         self.hurry()
         if not self.issued.wait(timeout):
             raise TimeoutError(f"the copies of {self.path} were not enqueued within {timeout} s; the save goes on")
@@ -175,9 +188,9 @@ class SaveJob:
         return True
 
     def give_up(self, reason: str) -> None:
-        """Let the save fail, unless it is staged: its tensors are about to change. From any thread."""
+        """Let the save fail, unless all is copied: its tensors are about to change. From any thread."""
         with self.check_lock:
-            if self.checked or self.torn is not None:
+            if self.copied or self.torn is not None:
                 return
             self.torn = TornSnapshotError(f"the snapshot of {self.path} was given up: {reason}")
         self.handle.staged._settle(None, self.torn)
@@ -185,23 +198,84 @@ class SaveJob:
             self.post(lambda: self.scope.cancel())
 
     def check_for_changes(self) -> None:
-        """Compare the version counters, once.
+        """Compare the version counters, when all is copied.
 
         Raises:
             TornSnapshotError: a tensor was changed in place since `save()`, or may have been.
         """
         with self.check_lock:
-            if self.checked:
+            self._compare()
+            self.copied = True
+
+    def allow_changes(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
+        """Compare the version counters, and look no longer at what the caller, who comes behind the copies, changes.
+
+        Args:
+            tensors: what that is; None: it can be anything, so that no other's changes are seen either.
+
+        Raises:
+            TornSnapshotError: as `check_for_changes`.
+        """
+        with self.check_lock:
+            if self.copied:
                 return
-            if self.torn is not None:
-                raise self.torn
-            changed = self.capture.changed()
-            if not changed:
-                self.checked = True
+            self._compare()
+            if tensors is None or not any(stager.lags for stager in self.stagers):
+                self.overlooked = True
                 return
+            memory = {_memory(part) for tensor in tensors for part in _parts(tensor)} - {None}
+            host_is_copied = not all(stager.lags for stager in self.stagers)  # host memory has one that doesn't
+
+            def is_safe(tensor: torch.Tensor) -> bool:
+                if tensor.layout is not torch.strided or tensor.is_quantized:
+                    return True  # it was pickled before any copy was issued
+                return (host_is_copied and tensor.device.type == "cpu") or _memory(tensor) in memory
+
+            self.capture.overlook(is_safe)
+
+    def _compare(self) -> None:
+        if self.torn is not None:
+            raise self.torn
+        if self.copied or self.overlooked:
+            return
+        changed = self.capture.changed()
+        if not changed and saw_all(self.capture):
+            return
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        what = f"{', '.join(changed[:3])}{more}" if changed else "what a step of an optimizer changes (see the log)"
         raise TornSnapshotError(
-            f"{', '.join(changed[:3])}{more} changed between save() and staged, so the copy of {self.path} may mix "
+            f"{what} changed between save() and staged, so the copy of {self.path} may mix "
             "two states and was dropped. Await `staged` before the optimizer's step (or whatever changed it), "
             "call fence() before it, or save a clone."
         )
+
+
+def check_timeout(timeout: float | None) -> float | None:
+    """Bound the seconds to wait by what a lock can take.
+
+    Raises:
+        ValueError: they are negative, or no number.
+    """
+    if timeout is None:
+        return None
+    if not timeout >= 0:
+        raise ValueError(f"timeout must not be negative, nor NaN; it is {timeout!r}")
+    return min(timeout, threading.TIMEOUT_MAX)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Give the tensors of this process that hold the values."""
+    if not is_distributed(tensor):
+        return [tensor]
+    try:
+        return [part.tensor for part in local_parts("", tensor)]
+    except ShardingError:  # such a one can't be saved either
+        return []
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Tell tensors apart by their memory: what shares it shares its version counter."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:  # it has none of its own, and what is saved of it is a copy
+        return None

@@ -203,7 +203,7 @@ async def _made(parts: Sequence[Wanted], options: LoadOptions, tools: LoadTools)
     elif device.type == "meta":
         new = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms]
     else:
-        new = await tools.placer_for(device).new(forms)
+        new = await tools.new(device, forms)
     return {each.name: tensor for (each, _), tensor in zip(made, new, strict=True)}
 
 

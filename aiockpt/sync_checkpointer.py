@@ -98,6 +98,9 @@ class SyncCheckpointer(CheckpointerBase):
     ) -> SaveHandle:
         """Start to save; see `AsyncCheckpointer.save`.
 
+        Until `staged`, steps of optimizers alone are seen from their beginning: call `fence` before whatever else
+        changes the tensors in place.
+
         Returns:
             The handle; ``stage, write = submit(...)`` gives its two futures, each with ``result(timeout)``.
         """

@@ -134,7 +134,7 @@ class WholeLoad:
         if device.type == "cpu":
             made = [new_tensor(self._tools, shape, dtype) for shape, dtype in forms]
         else:
-            made = await self._tools.placer_for(device).new(forms)
+            made = await self._tools.new(device, forms)
         for each, target in zip(wanted, made, strict=True):
             each.target = target
             each.reads = reads_of(each.names[0], each.entry, target)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from isal.isal_zlib import crc32
@@ -121,8 +120,8 @@ class Coordinator:
         crc = clock("metadata", crc32, document)
         self.index_bytes = len(document)
         files = {**files, METADATA_NAME: FileFacts(len(document), crc)}
-        job = SimpleNamespace(metadata={}, captured_s=0.001, handle=SimpleNamespace(_elapsed=lambda: 1.0))
-        clock("manifest", world_manifest, job, book, files, world.ranks)
+        times_s = {"captured": 0.001, "data_written": 1.0}
+        clock("manifest", world_manifest, {}, times_s, book, files, world.ranks)
         sizes = {name: facts.nbytes for name, facts in files.items()}
         self._told(clock, Summary.for_ranks(world.ranks, sizes, book))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,15 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt import job as save_job
+from aiockpt.capture import capture_state
+from aiockpt.engine import Engine
 from aiockpt.guard import StepGuard
+from aiockpt.staging.base import Stager
+from aiockpt.staging.cpu import copy_pieces
 from aiockpt.storage.local import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
+from aiockpt.threads import Workers
 from tests.states import assert_same, large_state
 
 CHUNK = 64 << 10
@@ -229,7 +236,185 @@ def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(TypeError, match=r"call fence\(\) before their steps"):
         ckpt.guard(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(ValueError, match="timeout"):
-        ckpt.guard(optimizer, timeout=-1)
+    for timeout in (-1, math.nan):
+        with pytest.raises(ValueError, match="timeout"):
+            ckpt.guard(optimizer, timeout=timeout)
+        with pytest.raises(ValueError, match="timeout"):
+            ckpt.fence(timeout)
     with ckpt.guard(optimizer):
         optimizer.step()  # of a checkpointer that was never used
+
+
+class LaggingStager(Stager):
+    """Takes the bytes when they are issued, as a stream would see them, but says that they are there only when let."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.error: Exception | None = None
+        self._workers = Workers(1, "aiockpt-lagging")
+
+    async def issue(self, pieces, chunk, capture, layout):
+        copy_pieces(pieces, chunk, capture, layout)
+        return self
+
+    async def wait(self) -> None:
+        await self._workers.run(self.gate.wait, 60)
+
+    def fence(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+@pytest.fixture
+def lagging(monkeypatch: pytest.MonkeyPatch):
+    """Let host tensors be staged as those of an accelerator are."""
+    stager = LaggingStager()
+    monkeypatch.setattr(Engine, "_stager_for", lambda self, device: self._stagers.setdefault(device, stager))
+    yield stager
+    stager.gate.set()
+
+
+def _two() -> tuple[dict[str, torch.Tensor], list[torch.optim.Optimizer]]:
+    """Give two parameters with the state of momentum, and an optimizer for each."""
+    parameters = [torch.nn.Parameter(torch.full((200, 200), float(number))) for number in range(2)]
+    optimizers = [torch.optim.SGD([each], lr=1.0, momentum=0.9) for each in parameters]
+    for each, optimizer in zip(parameters, optimizers, strict=True):
+        each.grad = torch.ones_like(each)
+        optimizer.step()
+    momenta = [optimizer.state[each]["momentum_buffer"] for each, optimizer in zip(parameters, optimizers, strict=True)]
+    return dict(zip(("a", "b", "a.m", "b.m"), (*parameters, *momenta), strict=True)), optimizers
+
+
+@pytest.mark.parametrize("other", ["nothing", "guarded", "fenced", "step", "average"])
+def test_a_guard_speaks_for_its_own_optimizer_alone(other, lagging, tmp_path: Path) -> None:
+    state, (one, two) = _two()
+    expected = {name: tensor.detach().clone() for name, tensor in state.items()}
+    with aiockpt.SyncCheckpointer() as ckpt, ckpt.guard(one):
+        save = ckpt.submit(state, tmp_path / "c")
+        one.step()
+        if other == "guarded":
+            with ckpt.guard(two):
+                two.step()
+        elif other == "fenced":
+            ckpt.fence()
+            two.step()
+        elif other == "step":
+            thread = threading.Thread(target=two.step)
+            thread.start()
+            thread.join()
+        elif other == "average":
+            state["b.m"].lerp_(state["a.m"], 0.5)
+        one.step()
+        lagging.gate.set()
+        if other in ("step", "average"):
+            with pytest.raises(aiockpt.TornSnapshotError, match=r"b\.m"):
+                save.written.result(60)
+        else:
+            save.written.result(60)
+            assert_same(expected, ckpt.load(tmp_path / "c"))
+
+
+def test_a_snapshot_can_be_given_up_until_it_is_copied(lagging, tmp_path: Path) -> None:
+    state, (one, _) = _two()
+    with aiockpt.SyncCheckpointer() as ckpt, ckpt.guard(one):
+        save = ckpt.submit(state, tmp_path / "c")
+        ckpt.fence()
+        lagging.error = RuntimeError("the device is gone")
+        one.step()
+        lagging.gate.set()
+        with pytest.raises(aiockpt.TornSnapshotError, match=r"given up: .*the device is gone"):
+            save.written.result(60)
+
+
+def test_a_fence_can_not_be_captured(lagging, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        save = ckpt.submit(_two()[0], tmp_path / "c")
+        with monkeypatch.context() as patch:
+            patch.setattr(save_job, "is_capturing", lambda device: True)
+            save._control.capture.events[torch.device("cpu")] = torch.device("cpu")  # any object does
+            for fence in (ckpt.fence, save.fence):
+                with pytest.raises(aiockpt.AiockptError, match="before the capture"):
+                    fence()
+            save._control.capture.events.clear()
+        save.fence(math.inf)
+        lagging.gate.set()
+        save.written.result(60)
+
+
+def test_a_fence_may_come_while_the_tensors_are_released() -> None:
+    capture = capture_state({"w": torch.ones(300, 300)})
+
+    class Releasing(list):
+        def __len__(self) -> int:
+            capture.release()
+            return super().__len__()
+
+    capture.tensors = Releasing(capture.tensors)
+    assert capture.changed() == []
+    assert capture.changed() == []
+
+
+class Delegating(torch.optim.Optimizer):
+    """Hands steps on, without what would let hooks be called."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+def test_a_guard_finds_the_optimizer_within(tmp_path: Path) -> None:
+    trainer = Trainer()
+    trainer.forward_backward()
+    trainer.optimizer.step()
+    outer = Delegating(Delegating(trainer.optimizer))
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt, ckpt.guard(outer, timeout=0):
+        save = ckpt.submit(trainer.state(), tmp_path / "c", storage=storage)
+        storage.reached["create"].result(60)
+        outer.step()
+        storage.open("create")
+        with pytest.raises(aiockpt.TornSnapshotError, match="timeout of guard"):
+            save.written.result(60)
+        with pytest.raises(TypeError, match="steps of a Delegating call no hooks"):
+            ckpt.guard(Delegating(None))
+
+
+class Odd(torch.optim.SGD):
+    """Keeps its state in other ways than torch's own optimizers."""
+
+    broken = False
+
+    @property
+    def param_groups(self) -> Any:
+        if self.broken:
+            raise LookupError("no groups today")
+        return self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def step(self, closure: Any = None) -> None:
+        """Change nothing."""
+
+
+@pytest.mark.parametrize("changed", ["tensor", "nested", "listed", "anything"])
+def test_any_state_of_an_optimizer_is_counted_and_none_fails_its_step(changed, lagging, tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(200, 200))
+    optimizer = Odd([parameter])
+    value = torch.ones(200, 200)
+    optimizer.state[parameter] = {"tensor": value, "nested": {"x": {"y": value}}, "listed": {"old": [value]}}.get(
+        changed
+    )
+    optimizer.broken = changed == "anything"
+    with aiockpt.SyncCheckpointer() as ckpt:
+        save = ckpt.submit({"value": value}, tmp_path / "c")
+        optimizer.step()
+        lagging.gate.set()
+        with pytest.raises(aiockpt.TornSnapshotError, match="a step of an optimizer" if optimizer.broken else "value"):
+            save.written.result(60)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.staging.pacing import Budget, StagingWindow
+from aiockpt.staging.pacing import Budget, Pacing, StagingWindow
 from tests.states import assert_same, large_state
 
 CHUNK = 64 << 10
@@ -38,11 +38,24 @@ def test_a_rate_is_kept_whatever_the_sizes_and_pauses_earn_nothing() -> None:
     assert budget.wait_s(5.0) == 0
     budget.take(50, 5.0)
     assert budget.wait_s(5.0) == 0.5
-    budget.take(100, 5.25)  # taken early, by one that need not wait
-    assert budget.wait_s(5.5) == 1.0
+    budget.take(100, 5.25)  # taken early: that adds nothing to the debt of its own
+    assert budget.wait_s(5.5) == 0.75
     assert budget.wait_s(100.0) == 0
     budget.take(10, 100.0)
     assert budget.wait_s(100.0) == pytest.approx(0.1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("window", [TWO_CHUNKS, StagingWindow(bytes_per_s=CHUNK)])
+async def test_who_is_hurried_leaves_no_debt(window) -> None:
+    pacing = Pacing(window, lambda function: function())
+    first, second = pacing.pace(), pacing.pace()
+    first.hurry()
+    for _ in range(200):
+        await first.admit(CHUNK)
+    pacing.open()
+    assert not second.is_held
+    await second.admit(CHUNK)
 
 
 @pytest.mark.parametrize(

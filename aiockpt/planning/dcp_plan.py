@@ -246,8 +246,12 @@ def _encode_objects(capture: Capture, leaves: Sequence[int]) -> dict[int, bytes]
         blob = capture.blobs.get(leaf)
         if blob is None:
             tensor = capture.tensors[leaf]
-            value = capture.values[leaf] if tensor is None else tensor
-            blob = encode_object(capture.structure.names[leaf], value)
+            name = capture.structure.names[leaf]
+            if tensor is None:
+                blob = encode_object(name, capture.values[leaf])
+            else:  # a sparse or quantized one
+                with capture.readable(tensor.device):
+                    blob = encode_object(name, tensor)
         blobs[leaf] = blob
     return blobs
 

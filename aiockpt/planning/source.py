@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     import torch
 
     from aiockpt.format.index import ObjPath
@@ -64,6 +68,7 @@ class Capture:
         eager: for each tensor copied at the call its place in the arena of its device: offset and bytes.
         arenas: for each device the bytes of the tensors copied at the call, dtype uint8.
         events: for each accelerator the moment in the caller's stream at which the tensors are ready.
+        behind: makes a stream current that comes behind one of these events; for reading in another thread.
         token: is let go of when the tensors are.
     """
 
@@ -77,19 +82,35 @@ class Capture:
     eager: dict[int, tuple[int, int]] = field(default_factory=dict)
     arenas: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     events: dict[torch.device, torch.Event] = field(default_factory=dict)
+    behind: Callable[[torch.device, torch.Event], AbstractContextManager[object]] | None = None
     token: object = None
 
+    def readable(self, device: torch.device) -> AbstractContextManager[object]:
+        """Let this thread read tensors of a device, once they are ready."""
+        event = self.events.get(device)
+        return nullcontext() if event is None or self.behind is None else self.behind(device, event)
+
     def changed(self) -> list[str]:
-        """Give the names of the tensors that were changed in place since the capture."""
-        if not self.tensors:
+        """Give the names of the tensors that were changed in place since the capture; none when it is released."""
+        # Each is read once: another thread may release them meanwhile.
+        tensors, versions, wholes, names = self.tensors, self.versions, self.wholes, self.structure.names
+        if not len(tensors) == len(versions) == len(names):
             return []
-        names = self.structure.names
-        parts = [names[leaf] for leaf, whole, version in self.wholes if whole._version != version]
+        parts = [names[leaf] for leaf, whole, version in wholes if whole._version != version]
         return parts + [
             name
-            for name, tensor, version in zip(names, self.tensors, self.versions, strict=True)
+            for name, tensor, version in zip(names, tensors, versions, strict=True)
             if version is not None and tensor is not None and tensor._version != version
         ]
+
+    def overlook(self, allowed: Callable[[torch.Tensor], bool]) -> None:
+        """No longer tell of changes of some tensors, and of the DTensors that they are parts of."""
+        tensors, versions, wholes = self.tensors, self.versions, self.wholes  # see `changed`
+        leaves = {leaf for leaf, tensor in enumerate(tensors) if tensor is not None and allowed(tensor)}
+        if len(tensors) == len(versions):
+            for leaf in leaves:
+                versions[leaf] = None
+        wholes[:] = [each for each in wholes if each[0] not in leaves]
 
     def release(self) -> None:
         """Let go of the tensors and objects."""

@@ -39,7 +39,13 @@ class Done:
 
 
 class Stager(ABC):
-    """Copies pieces of tensors on one kind of device into chunks."""
+    """Copies pieces of tensors on one kind of device into chunks.
+
+    Attributes:
+        lags: whether copies may be still under way when they are issued.
+    """
+
+    lags: bool = True
 
     @abstractmethod
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout) -> Pending:

@@ -36,6 +36,8 @@ class CpuStager(Stager):
         workers: the copy threads. One fills about half of the memory's bandwidth, so two help and more don't.
     """
 
+    lags = False
+
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 

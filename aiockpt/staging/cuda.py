@@ -61,6 +61,7 @@ class AcceleratorStager(Stager):
     def __init__(self, device: torch.device, runtime: Runtime | None = None) -> None:
         self.device = device
         self._runtime = runtime if runtime is not None else runtime_of(device)
+        self.lags = self._runtime.non_blocking
         self._issuer = Workers(1, f"aiockpt-stage-{device}")
         self._waiter = Workers(2, f"aiockpt-wait-{device}")
         self._pinned: list[Chunk] = []
@@ -95,10 +96,11 @@ class AcceleratorStager(Stager):
             )
 
     def close(self) -> None:
-        """Unlock the chunks and end the threads."""
+        """Unlock the chunks, end the threads, and let go of the stream."""
         self._waiter.close()
         self._issuer.executor.submit(self._unpin).result()
         self._issuer.close()
+        self._runtime.close()
 
     def _unpin(self) -> None:
         if self._pinned:

@@ -72,7 +72,7 @@ def check_window(window: StagingWindow | None) -> StagingWindow | None:
 class Budget:
     """What a window allows at a time; pure: times are given.
 
-    An allowance may be overdrawn by one copy, and the copies after it wait until that is made up for.
+    An allowance may be overdrawn by one copy, never by more, and those after it wait until that is made up for.
     """
 
     def __init__(self, window: StagingWindow) -> None:
@@ -95,9 +95,9 @@ class Budget:
     def take(self, nbytes: int, now: float) -> None:
         """Use up so many bytes."""
         if self._window.bytes_per_window is not None:
-            self._credit -= nbytes
+            self._credit = max(self._credit, 0) - nbytes
         if self._window.bytes_per_s is not None:
-            self._free_at = max(self._free_at, now) + nbytes / self._window.bytes_per_s
+            self._free_at = now + nbytes / self._window.bytes_per_s
 
 
 class Pacing:
@@ -149,12 +149,13 @@ class Pacing:
                 if wait_s <= 0:
                     logger.warning("no window() for %s s: staging goes on without", self._patience_s)
                     self._hurry(number)
-                    break
+                    return
             if self._news is None:
                 self._news = anyio.Event()
             with anyio.move_on_after(wait_s):
                 await self._news.wait()
-        self._budget.take(nbytes, anyio.current_time())
+        if number > self._hurried:  # who is hurried leaves no debt to those that come after
+            self._budget.take(nbytes, anyio.current_time())
 
     def _tell(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from aiockpt.errors import LoadError
 from aiockpt.staging.base import RAW_DTYPES
 from aiockpt.staging.cuda import Copies
-from aiockpt.staging.runtime import runtime_of
+from aiockpt.staging.runtime import making_in, runtime_of
 from aiockpt.threads import Workers
 
 if TYPE_CHECKING:
@@ -75,13 +75,20 @@ class AcceleratorPlacer:
         """Let the copies to come wait for an event of the caller's stream, whose work may use the targets."""
         await self._issuer.run(self._begin, ready)
 
-    async def new(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+    async def new(
+        self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], stream: Any = None
+    ) -> list[torch.Tensor]:
         """Make tensors on the device, to be filled by `issue`.
+
+        Args:
+            shapes: their shapes and dtypes.
+            stream: the stream that will use them, so that their memory goes back in order with its work; None for
+                the device's default stream.
 
         Raises:
             LoadError: the device has not enough memory.
         """
-        return await self._issuer.run(self._new, shapes)
+        return await self._issuer.run(self._new, shapes, stream)
 
     async def issue(self, placements: Sequence[Placement], chunk: Chunk) -> Pending:
         """Enqueue copies whose data is in ``chunk``; when the result's `wait` returns, they are done."""
@@ -90,23 +97,25 @@ class AcceleratorPlacer:
         return Copies(event, self._runtime, self._waiter, sources)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and let go of the stream."""
         self._waiter.close()
         self._issuer.close()
+        self._runtime.close()
 
     def _begin(self, ready: torch.Event | None) -> None:
         self._runtime.enter()
         if ready is not None:
             self._runtime.wait_for(ready)
 
-    def _new(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+    def _new(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], stream: Any) -> list[torch.Tensor]:
         self._runtime.enter()
-        try:
-            made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
-        except torch.OutOfMemoryError as exc:
-            raise LoadError(f"{self.device} has no memory for what is to be loaded: {exc}") from exc
-        # The allocator may have given memory that work in its stream still uses.
-        self._runtime.wait_for(self._runtime.record_current())
+        with making_in(stream):
+            try:
+                made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
+            except torch.OutOfMemoryError as exc:
+                raise LoadError(f"{self.device} has no memory for what is to be loaded: {exc}") from exc
+            # The allocator may have given memory that work in its stream still uses.
+            self._runtime.wait_for(self._runtime.record_current())
         return made
 
     def _enqueue(self, placements: Sequence[Placement]) -> tuple[torch.Event, list[torch.Tensor]]:

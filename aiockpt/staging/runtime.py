@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from aiockpt.staging.driver import allow_captures, give_stream_back, take_stream
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
 
@@ -50,6 +52,35 @@ class Runtime(Protocol):
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
 
+    def close(self) -> None:
+        """Let go of the staging stream, whose work is done."""
+
+
+def current_streams() -> dict[torch.device, Any]:
+    """Give this thread's current stream of each device, where new tensors belong to one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return {device: torch.cuda.current_stream(device) for device in devices}
+
+
+def making_in(stream: Any) -> AbstractContextManager[object]:
+    """Let new tensors belong to a stream that `current_streams` gave; None changes nothing."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+@contextlib.contextmanager
+def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
+    """Let this thread read tensors of a device once an event has come; with operators that block."""
+    runtime = runtime_of(device)
+    try:
+        runtime.enter()
+        with runtime.stream():
+            runtime.wait_for(event)
+            yield
+    finally:
+        runtime.close()
+
 
 def runtime_of(device: torch.device) -> Runtime:
     """Give the way to reach a device, with a new stream."""
@@ -88,13 +119,13 @@ class CudaRuntime:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = take_stream(device)
 
     def enter(self) -> None:
         """Make the device current in this thread: device 0 would get a context otherwise."""
         torch.cuda.set_device(self._device)
         if not hasattr(_thread, "allows_captures"):
-            _thread.allows_captures = _allow_captures()
+            _thread.allows_captures = allow_captures()
 
     def stream(self) -> AbstractContextManager[object]:
         """Make the staging stream current in this thread."""
@@ -134,6 +165,10 @@ class CudaRuntime:
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
         _cudart().cudaHostUnregister(address)
+
+    def close(self) -> None:
+        """Let the stream be used by another."""
+        give_stream_back(self._stream)
 
 
 class StreamRuntime:
@@ -182,6 +217,9 @@ class StreamRuntime:
     def unpin(self, address: int) -> None:
         """Do nothing."""
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class PlainRuntime:
     """A device without streams: copies block, in order with whatever else it was given to do."""
@@ -222,6 +260,9 @@ class PlainRuntime:
     def unpin(self, address: int) -> None:
         """Do nothing."""
 
+    def close(self) -> None:
+        """Do nothing."""
+
 
 _PAST = cast("torch.Event", object())
 _thread = threading.local()
@@ -256,16 +297,3 @@ def _has_streams(kind: str) -> bool:
     except (RuntimeError, AttributeError):
         return False
     return True
-
-
-def _allow_captures() -> bool:
-    """Let this thread allocate, lock memory and wait while another thread captures a CUDA graph.
-
-    Otherwise such calls fail, and the capture with them; see cuThreadExchangeStreamCaptureMode in CUDA's driver API.
-    """
-    thread_local = ctypes.c_int(1)
-    try:
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # another system, or HIP
-        return False
-    return int(exchange(ctypes.byref(thread_local))) == 0

@@ -13,6 +13,8 @@ import torch
 
 from aiockpt.errors import AiockptError
 
+_LEAST_BYTES = 64 << 20
+
 
 class SharedMemory:
     """Memory for chunks, in one file descriptor and one mapping, however many chunks there are.
@@ -27,7 +29,7 @@ class SharedMemory:
         tensor: the same bytes as a tensor of dtype uint8; it keeps the mapping alive.
 
     Args:
-        nbytes: the most that will be used.
+        nbytes: the most that will be used; less is taken where the process may not map so much.
 
     Raises:
         AiockptError: there is no such memory here.
@@ -36,14 +38,15 @@ class SharedMemory:
     def __init__(self, nbytes: int) -> None:
         if not hasattr(os, "memfd_create"):
             raise AiockptError("writer='process' needs Linux (memfd_create); use writer='thread' here")
-        self.nbytes = nbytes
         self.fd = os.memfd_create("aiockpt-staging", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(self.fd, nbytes)
-            self.address = map_shared(self.fd, nbytes)
+            self.address, nbytes = _map_most(self.fd, nbytes)
         except OSError as exc:
             os.close(self.fd)
-            raise AiockptError(f"can't map {nbytes} bytes of staging memory to share with a process: {exc}") from exc
+            raise AiockptError(
+                f"can't map {nbytes} bytes of staging memory to share with a process: {exc}; set staging_bytes to less"
+            ) from exc
+        self.nbytes = nbytes
         whole = (ctypes.c_char * nbytes).from_address(self.address)
         weakref.finalize(whole, _libc().munmap, self.address, nbytes).atexit = False
         self.view = memoryview(whole).cast("B")
@@ -55,6 +58,22 @@ class SharedMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _map_most(fd: int, nbytes: int) -> tuple[int, int]:
+    """Map as much of a file as the process may; give the address and the size.
+
+    Raises:
+        OSError: not even a little can be mapped.
+    """
+    while True:
+        try:
+            os.ftruncate(fd, nbytes)
+            return map_shared(fd, nbytes), nbytes
+        except OSError:
+            nbytes //= 2
+            if nbytes < _LEAST_BYTES:
+                raise
 
 
 @cache

@@ -19,6 +19,9 @@ Fate = Literal["open", "published", "gone"]
 """Of a transaction: it is still being written, is under its final name, or was removed."""
 
 
+Identity = tuple[int, int]
+
+
 class FileSink(ABC):
     """A file that is being written, from its beginning to its end."""
 
@@ -94,8 +97,37 @@ class Transaction(ABC):
         """
         raise SaveError("this storage takes the files of one process only; save with process_group=None")
 
-    async def read(self, name: str) -> bytes | None:
-        """Give the contents of a small file, whichever process wrote it; None if it is not there.
+    @property
+    def identity(self) -> Identity | None:
+        """What tells it from all others, whatever it is called; None where that is not known."""
+        return None
+
+    async def leave_word(self, name: str, data: bytes) -> None:
+        """Leave a word for other processes that take part; it is never part of the checkpoint.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def word(self, name: str) -> bytes | None:
+        """Give a word that was left, as much of it as there is; None if there is none.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def take_back(self, name: str) -> None:
+        """Remove a word, if it is there.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def tidy(self) -> None:
+        """Complete what is under its final name, though who published it is gone: durably, and nothing beside it.
 
         Raises:
             WriteError: with the cause chained.
@@ -213,9 +245,19 @@ class Storage(ABC):
             CheckpointExistsError: the path exists, and may not or can't safely be overwritten.
         """
 
+    def new_ticket(self, path: str) -> str | None:
+        """Choose a `Transaction.ticket` for a transaction to come; None if there is nothing to choose."""
+        return None
+
     @abstractmethod
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         """Start to write a checkpoint; blocking work goes to ``workers``.
+
+        Args:
+            path: where it is to be.
+            overwrite: replace what is there.
+            workers: for blocking work.
+            ticket: see `new_ticket`.
 
         Raises:
             WriteError: with the cause chained.
@@ -235,7 +277,9 @@ class Storage(ABC):
         """
         raise SaveError(f"{path}: this storage takes the files of one process only; save with process_group=None")
 
-    async def adopt(self, path: str, ticket: str, *, overwrite: bool, workers: Workers) -> Transaction:
+    async def adopt(
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
+    ) -> Transaction:
         """Take a transaction over from the process that has begun it, which is gone, to commit or to abort it.
 
         Args:
@@ -243,9 +287,7 @@ class Storage(ABC):
             ticket: its `Transaction.ticket`.
             overwrite: as there.
             workers: for blocking work.
-
-        Raises:
-            WriteError: it can't be seen from here.
+            identity: its `Transaction.identity`.
         """
         raise SaveError(f"{path}: this storage takes the files of one process only; save with process_group=None")
 

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import aiofiles
 
 from aiockpt.errors import AiockptError, CommitError, WriteError
-from aiockpt.storage.base import Fate, FileSink, Source, Storage, Transaction
+from aiockpt.storage.base import Fate, FileSink, Identity, Source, Storage, Transaction
 from aiockpt.storage.local_source import open_source
 from aiockpt.storage.publish import (
     NotTakenBackError,
     check_free,
     contents,
+    fate_of,
     identity,
     make_directories,
     publish,
@@ -33,6 +34,7 @@ from aiockpt.storage.publish import (
     sizes_in,
     sweep,
     sync_directory,
+    write_word,
 )
 from aiockpt.storage.syscalls import allocate
 from aiockpt.threads import drained
@@ -86,45 +88,47 @@ class LocalStorage(Storage):
                 raise
             raise WriteError(f"can't look at {path}: {exc}") from exc
 
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+    def new_ticket(self, path: str) -> str:
+        """Choose a name for the hidden directory."""
+        # Shortened, for a name may have 255 bytes at most.
+        name = os.fsdecode(os.fsencode(os.path.basename(self.locate(path)))[:180])
+        return f".{name}.aiockpt-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         """Make the hidden directory that the files go to."""
         path = self.locate(path)
         await workers.run(self.check, path, overwrite=overwrite)
-        # Shortened, for a name may have 255 bytes at most.
-        name = os.fsdecode(os.fsencode(os.path.basename(path))[:180])
-        hidden = os.path.join(os.path.dirname(path), f".{name}.aiockpt-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+        hidden = _beside(path, ticket or self.new_ticket(path))
         try:
             await workers.run(make_directories, hidden, self._fsync)
+            own = await workers.run(identity, hidden)
         except OSError as exc:
             raise WriteError(f"can't make the directory for {path}: {exc}") from exc
-        return _LocalTransaction(self, path, hidden, overwrite=overwrite, workers=workers)
+        return _LocalTransaction(self, path, hidden, overwrite=overwrite, workers=workers, own=own)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
         """Write to the hidden directory that another process has made."""
-        path, hidden = self.locate(path), await self._hidden(path, ticket, workers)
-        joined = _JoinedTransaction(self, path, hidden, overwrite=False, workers=workers)
-        await joined.fate()  # so that it is known again under another name
-        return joined
-
-    async def adopt(self, path: str, ticket: str, *, overwrite: bool, workers: Workers) -> Transaction:
-        """Go on with the hidden directory that another process has made."""
-        path, hidden = self.locate(path), await self._hidden(path, ticket, workers)
-        return _LocalTransaction(self, path, hidden, overwrite=overwrite, workers=workers)
-
-    async def _hidden(self, path: str, ticket: str, workers: Workers) -> str:
         path = self.locate(path)
-        hidden = os.path.join(os.path.dirname(path), ticket)
-        if os.path.basename(ticket) != ticket or not await workers.run(os.path.isdir, hidden):
+        hidden = _beside(path, ticket)
+        own = await workers.run(identity, hidden)
+        if own is None:
             raise WriteError(
                 f"{hidden}, which rank 0 has made for {path}, can't be seen on {socket.gethostname()}: all ranks must "
                 "save to one file system that every host has mounted"
             )
-        return hidden
+        return _JoinedTransaction(self, path, hidden, overwrite=False, workers=workers, own=own)
+
+    async def adopt(
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
+    ) -> Transaction:
+        """Go on with the hidden directory that another process has made."""
+        path = self.locate(path)
+        return _LocalTransaction(self, path, _beside(path, ticket), overwrite=overwrite, workers=workers, own=identity)
 
     def within(self, path: str, *, workers: Workers) -> Transaction:
         """Write files into a directory that is there, for who publishes it by other means."""
         path = self.locate(path)
-        return _WithinTransaction(self, path, path, overwrite=False, workers=workers)
+        return _WithinTransaction(self, path, path, overwrite=False, workers=workers, own=None)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         """Look at a checkpoint's directory."""
@@ -132,7 +136,16 @@ class LocalStorage(Storage):
 
 
 class _LocalTransaction(Transaction):
-    def __init__(self, storage: LocalStorage, path: str, hidden: str, *, overwrite: bool, workers: Workers) -> None:
+    def __init__(
+        self,
+        storage: LocalStorage,
+        path: str,
+        hidden: str,
+        *,
+        overwrite: bool,
+        workers: Workers,
+        own: Identity | None,
+    ) -> None:
         self._storage = storage
         self._path = path
         self._hidden = hidden
@@ -141,7 +154,7 @@ class _LocalTransaction(Transaction):
         self._single = ""
         self._sinks: list[_LocalSink] = []
         self._over = False
-        self._identity: tuple[int, int] | None = None
+        self._identity = own
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         is_large = nbytes is None or nbytes >= _DIRECT_MIN_BYTES
@@ -193,27 +206,48 @@ class _LocalTransaction(Transaction):
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
-    async def read(self, name: str) -> bytes | None:
+    @property
+    def identity(self) -> Identity | None:
+        return self._identity
+
+    async def leave_word(self, name: str, data: bytes) -> None:
         try:
-            return await self._workers.run(contents, os.path.join(self._hidden, name))
+            await self._workers.run(write_word, f"{self._hidden}-{name}", data)
+        except OSError as exc:
+            raise WriteError(f"can't leave a word beside {self._path}: {exc}") from exc
+
+    async def word(self, name: str) -> bytes | None:
+        try:
+            return await self._workers.run(contents, f"{self._hidden}-{name}")
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
+    async def take_back(self, name: str) -> None:
+        await self._remove(f"{self._hidden}-{name}")
+
     async def discard(self, name: str) -> None:
+        await self._remove(os.path.join(self._hidden, name))
+
+    async def _remove(self, path: str) -> None:
         try:
-            await self._workers.run(remove, os.path.join(self._hidden, name))
+            await self._workers.run(remove, path)
         except OSError as exc:
-            raise WriteError(f"can't remove {name} of {self._path}: {exc}") from exc
+            raise WriteError(f"can't remove {path}: {exc}; remove it by hand") from exc
 
     async def fate(self) -> Fate:
         try:
-            if self._identity is None:
-                self._identity = await self._workers.run(identity, self._hidden)
-            if await self._workers.run(identity, self._hidden) == self._identity is not None:
-                return "open"
-            return "published" if await self._workers.run(identity, self._path) == self._identity else "gone"
+            return await self._workers.run(fate_of, self._hidden, self._path, self._identity)
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+
+    async def tidy(self) -> None:
+        self._over = True
+        try:
+            if await self._workers.run(fate_of, self._hidden, self._path, self._identity) == "published":
+                await self._workers.run(remove, self._hidden)  # what it replaced
+                await self._workers.run(sync_directory, os.path.dirname(self._path))
+        except OSError as exc:
+            raise WriteError(f"{self._path} was published, but can't be made durable: {exc}") from exc
 
 
 class _JoinedTransaction(_LocalTransaction):
@@ -347,3 +381,14 @@ class _LocalSink(FileSink):
                 await drained(self._file.close())
             except OSError as exc:
                 logger.debug("closing the abandoned file %s: %s", self.path, exc)
+
+
+def _beside(path: str, ticket: str) -> str:
+    """Give the hidden directory of a ticket.
+
+    Raises:
+        WriteError: it is no name of one.
+    """
+    if os.path.basename(ticket) != ticket or not ticket.startswith("."):
+        raise WriteError(f"{ticket!r} is no ticket of an unfinished checkpoint")
+    return os.path.join(os.path.dirname(path), ticket)

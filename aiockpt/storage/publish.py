@@ -103,6 +103,23 @@ def identity(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def fate_of(hidden: str, path: str, own: tuple[int, int] | None) -> Literal["open", "published", "gone"]:
+    """Tell what has become of a hidden directory; None as its identity if that was never known."""
+    found = identity(hidden)
+    if own is None:
+        return "gone" if found is None else "open"
+    if found == own:
+        return "open"
+    return "published" if identity(path) == own else "gone"
+
+
+def write_word(path: str, data: bytes) -> None:
+    """Write a small file that only takes part in an agreement of running processes: it need not be durable."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    with open(fd, "wb") as file:
+        file.write(data)
+
+
 def remove(path: str) -> None:
     """Remove a directory with all that is in it, or a file, if it is there; others may be at it at the same time."""
     for _ in range(_ATTEMPTS):

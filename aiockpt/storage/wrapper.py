@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiockpt.storage.base import Fate, FileSink, Source, Storage, Transaction
+from aiockpt.storage.base import Fate, FileSink, Identity, Source, Storage, Transaction
 
 if TYPE_CHECKING:
     import mmap
@@ -36,19 +36,26 @@ class WrapperStorage(Storage):
         """See `Storage.check`."""
         self.inner.check(path, overwrite=overwrite)
 
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+    def new_ticket(self, path: str) -> str | None:
+        """See `Storage.new_ticket`."""
+        return self.inner.new_ticket(path)
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         """See `Storage.begin`."""
         await self.before("begin", path)
-        return _WrapperTransaction(self, await self.inner.begin(path, overwrite=overwrite, workers=workers), path)
+        inner = await self.inner.begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
+        return _WrapperTransaction(self, inner, path)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
         """See `Storage.join`."""
         await self.before("join", path)
         return _WrapperTransaction(self, await self.inner.join(path, ticket, workers=workers), path)
 
-    async def adopt(self, path: str, ticket: str, *, overwrite: bool, workers: Workers) -> Transaction:
+    async def adopt(
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
+    ) -> Transaction:
         """See `Storage.adopt`."""
-        inner = await self.inner.adopt(path, ticket, overwrite=overwrite, workers=workers)
+        inner = await self.inner.adopt(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
         return _WrapperTransaction(self, inner, path)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
@@ -83,8 +90,21 @@ class _WrapperTransaction(Transaction):
     async def sizes(self) -> Mapping[str, int]:
         return await self._inner.sizes()
 
-    async def read(self, name: str) -> bytes | None:
-        return await self._inner.read(name)
+    @property
+    def identity(self) -> Identity | None:
+        return self._inner.identity
+
+    async def leave_word(self, name: str, data: bytes) -> None:
+        await self._inner.leave_word(name, data)
+
+    async def word(self, name: str) -> bytes | None:
+        return await self._inner.word(name)
+
+    async def take_back(self, name: str) -> None:
+        await self._inner.take_back(name)
+
+    async def tidy(self) -> None:
+        await self._inner.tidy()
 
     async def discard(self, name: str) -> None:
         await self._inner.discard(name)

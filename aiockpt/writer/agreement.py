@@ -59,35 +59,39 @@ class Agreement:
         self._deadline = time.monotonic() + patience_s
         self._seen: object = None
 
-    async def settle(self, files: dict[str, FileFacts] | None) -> None:
+    async def settle(self, files: dict[str, FileFacts]) -> None:
         """Agree. When it returns, the checkpoint is published.
 
         Args:
-            files: what this rank has written; None: it has failed.
+            files: what this rank has written.
 
         Raises:
             CommitError: it was given up, and removed.
         """
-        lead = self._parting.leadership
+        lead, transaction = self._parting.leadership, self._transaction
         try:
-            if files is None and lead is not None:
-                raise CommitError("rank 0 had not staged all of its part")
-            await self._say(files)
-            await (self._follow() if lead is None else self._lead(lead))
+            if await transaction.fate() == "open":  # else the trainer of rank 0 has got as far as that
+                await self._say(files)
+                await (self._follow() if lead is None else self._lead(lead))
         except AiockptError as exc:
-            if await self._transaction.fate() == "published":
-                return
-            await self._transaction.sweep()
-            raise CommitError(f"{self._begin.path} was not finished without the trainers: {exc}") from exc
+            if await transaction.fate() != "published":
+                await transaction.sweep()
+                raise self._given_up(exc) from exc
+        finally:
+            for rank in range(self._parting.ranks) if lead is not None else (self._parting.rank,):
+                await transaction.take_back(part_name(rank))
+        if await transaction.fate() != "published":
+            raise self._given_up("another rank's writer has given it up")
+        await transaction.tidy()
 
-    async def _say(self, files: dict[str, FileFacts] | None) -> None:
+    def _given_up(self, reason: object) -> CommitError:
+        return CommitError(f"{self._begin.path} was not finished without the trainers: {reason}")
+
+    async def _say(self, files: dict[str, FileFacts]) -> None:
         """Tell the others what this rank has."""
         parting = self._parting
-        written = None if files is None else replace(parting.written, files=files)
-        data = sealed(parting.secret, written)
-        sink = await self._transaction.create(part_name(parting.rank), len(data))
-        await sink.write(memoryview(data))
-        await sink.finish()
+        data = sealed(parting.secret, replace(parting.written, files=files))
+        await self._transaction.leave_word(part_name(parting.rank), data)
 
     async def _lead(self, lead: Leadership) -> None:
         """Publish when all have written their parts."""
@@ -100,30 +104,28 @@ class Agreement:
             if len(written) < parting.ranks:
                 await self._pause()
         adopted = await self._storage.adopt(
-            begin.path, begin.ticket or "", overwrite=lead.overwrite, workers=self._workers
+            begin.path,
+            begin.ticket or "",
+            overwrite=lead.overwrite,
+            workers=self._workers,
+            identity=self._transaction.identity,
         )
-        for name in (*map(part_name, range(parting.ranks)), MANIFEST_NAME, METADATA_NAME):
+        for name in (MANIFEST_NAME, METADATA_NAME):
             await adopted.discard(name)  # the trainer may have got so far
         results = [written[rank] for rank in range(parting.ranks)]
         book = None if lead.book is None else pickle.loads(lead.book)
         await publish_together(adopted, book, lead.facts, results, self._workers)
 
     async def _hear(self, rank: int, written: dict[int, Written]) -> None:
-        data = await self._transaction.read(part_name(rank))
+        data = await self._transaction.word(part_name(rank))
         found = None if data is None else unsealed(self._parting.secret, data)
-        if found is None:  # not there, or not yet all of it
-            return
-        (said,) = found
-        if said is None:
-            raise CommitError(f"rank {rank} had not staged all of its part")
-        written[rank] = said
+        if found is not None:  # else it is not there, or not yet all of it
+            written[rank] = found
 
     async def _follow(self) -> None:
         """Wait until the writer of rank 0 has published."""
-        while (fate := await self._transaction.fate()) == "open":
+        while await self._transaction.fate() == "open":
             await self._pause()
-        if fate == "gone":
-            raise CommitError("the writer of another rank has given it up")
 
     async def _pause(self) -> None:
         """Wait for a moment.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import pickle
 import socket
 import struct
@@ -78,6 +79,8 @@ class Channel:
                 sent.set()
         except OSError as exc:
             self._broken = exc
+        finally:  # who waits is not to wait for ever
+            self._broken = self._broken or OSError(errno.EPIPE, "nothing is sent any more")
             self._sent.set()
 
     async def receive(self) -> Message:

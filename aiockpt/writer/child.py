@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import importlib
@@ -12,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -24,6 +26,8 @@ from aiockpt.writer.trainer_watch import death_of
 from aiockpt.writing import WritingTools
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
     from anyio.abc import TaskGroup
 
 
@@ -34,10 +38,11 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s39
 logger = logging.getLogger("aiockpt")
 
 
-def main(end: int, memory: int) -> None:
+def main(trainer: int, end: int, memory: int) -> None:
     """Run until the trainer closes its end, or has died, and everything staged is done with.
 
     Args:
+        trainer: the process to outlive.
         end: the descriptor of the socket to the trainer.
         memory: the descriptor of the memory with the chunks.
     """
@@ -47,21 +52,32 @@ def main(end: int, memory: int) -> None:
     with contextlib.suppress(Exception):  # missing, or broken: whatever its import raises
         importlib.import_module("uvloop")
         use_uvloop = True
-    with socket.socket(fileno=end) as trainer:
-        anyio.run(_Child(Channel(trainer), memory).serve, backend="asyncio", backend_options={"use_uvloop": use_uvloop})
+    with socket.socket(fileno=end) as ours:
+        anyio.run(
+            _Child(trainer, Channel(ours), memory).serve, backend="asyncio", backend_options={"use_uvloop": use_uvloop}
+        )
 
 
 class _Child:
-    def __init__(self, channel: Channel, memory: int) -> None:
+    def __init__(self, trainer: int, channel: Channel, memory: int) -> None:
+        self._trainer = trainer
         self._channel = channel
         self._fd = memory
         self._saves: dict[int, ChildSave] = {}
         self._last: ChildSave | None = None
 
     async def serve(self) -> None:
-        hello = await self._channel.receive()
-        if not isinstance(hello, Hello):
-            raise TypeError(f"the trainer has begun with {type(hello).__name__}")
+        async with death_of(self._trainer) as dead, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._channel.pump)
+            async for hello in self._said(dead):
+                await self._work(hello, dead)
+                break
+            async with _until(dead.wait):  # then nobody is left to be told
+                with contextlib.suppress(OSError):
+                    await self._channel.flush()
+            tasks.cancel_scope.cancel()
+
+    async def _work(self, hello: Hello, dead: anyio.Event) -> None:
         step_back(hello)
         whole = mmap.mmap(self._fd, os.fstat(self._fd).st_size, flags=mmap.MAP_SHARED)
         threads = hello.io_threads
@@ -69,40 +85,36 @@ class _Child:
             Workers(min(threads, max(2, os.cpu_count() or 1)), "seal", nice=_NICE), Workers(threads, "io")
         )
         shared = Saves(hello.chunk_bytes, memoryview(whole), tools, self._channel.post, hello.patience_s)
-        logger.addHandler(_Forwarding(self._channel))
+        logger.addHandler(_Forwarding(self._channel, asyncio.get_running_loop()))
         logger.propagate = False
-        async with death_of(hello.trainer) as dead, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._channel.pump)
-            self._channel.post(Ready())
-            async with anyio.create_task_group() as saving:
-                await self._listen(shared, saving, dead)
-                for save in self._saves.values():
-                    save.trainer_is_gone()
-            with contextlib.suppress(OSError):  # nobody is left to be told
-                await self._channel.flush()
-            tasks.cancel_scope.cancel()
+        self._channel.post(Ready())
+        async with anyio.create_task_group() as saving:
+            async for message in self._said(dead):
+                self._take(message, shared, saving)
+            for save in self._saves.values():
+                save.trainer_is_gone()
         tools.io_workers.close()
         tools.seal_workers.close()
 
-    async def _listen(self, shared: Saves, saving: TaskGroup, dead: anyio.Event) -> None:
-        """Do as the trainer says, until it says no more."""
-        with anyio.CancelScope() as scope:
-            async with anyio.create_task_group() as watching:
-                watching.start_soon(self._leave_when_dead, dead, scope)
+    async def _said(self, dead: anyio.Event) -> AsyncIterator[Message]:
+        """Give what the trainer says, until it has closed its end, or has died and nothing is left of what it said."""
+        while True:
+            message = None
+            async with _until(partial(self._silent, dead)):
                 with contextlib.suppress(EOFError, OSError):
-                    while True:
-                        self._take(await self._channel.receive(), shared, saving)
-                watching.cancel_scope.cancel()
+                    message = await self._channel.receive()
+            if message is None:
+                return
+            yield message
 
-    async def _leave_when_dead(self, dead: anyio.Event, scope: anyio.CancelScope) -> None:
-        """Stop listening when the trainer has died and nothing is left of what it said."""
+    async def _silent(self, dead: anyio.Event) -> None:
+        """Wait until the trainer has died and nothing is left to be received."""
         await dead.wait()
-        while select.select([self._channel.fileno()], [], [], 0)[0]:
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        while poll.poll(0) and not self._channel.ended:  # noqa: ASYNC110 - the loop has no event for that
             await anyio.sleep(_DRAIN_S)
-            if self._channel.ended:
-                break
         await anyio.sleep(_DRAIN_S)
-        scope.cancel()
 
     def _take(self, message: Message, shared: Saves, saving: TaskGroup) -> None:
         if isinstance(message, Begin):
@@ -126,16 +138,32 @@ class _Child:
                 self._last = None
 
 
+@contextlib.asynccontextmanager
+async def _until(comes: Callable[[], Awaitable[object]]) -> AsyncIterator[None]:
+    """Leave the body when something comes."""
+
+    async def leave() -> None:
+        await comes()
+        tasks.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(leave)
+        yield
+        tasks.cancel_scope.cancel()
+
+
 class _Forwarding(logging.Handler):
     """Sends what is logged to the trainer."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._channel = channel
+        self._loop = loop
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send it."""
-        self._channel.post(Log(record.levelno, self.format(record)))
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._channel.post, Log(record.levelno, self.format(record)))
 
 
 def step_back(hello: Hello) -> None:

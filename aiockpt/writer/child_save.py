@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import pickle
 from dataclasses import dataclass, field
@@ -93,8 +92,6 @@ class ChildSave:
             case Staged():
                 self._staged = message
                 self._all_staged.set()
-                if not message.waits:
-                    self._may_publish.set()
             case Publish() | Over():
                 self._may_publish.set()
                 self._told.set()
@@ -110,6 +107,7 @@ class ChildSave:
         self._told.set()
         if self._staged is None or (self._staged.waits and not self._may_publish.is_set()):
             self._scope.cancel()
+        self._may_publish.set()
 
     def _put(self, message: Filled) -> None:
         view = self._shared.chunk(message.chunk)
@@ -169,18 +167,17 @@ class ChildSave:
                 self._put_part(number, part)
             self._parts.clear()
         await self._all_staged.wait()
-        if begin.ticket is None:
-            await self._publish(writing)
-        else:
+        if begin.joins:
             await self._part(writing)
+        else:
+            await self._publish(writing)
 
     async def _publish(self, writing: FileWriting) -> None:
         """Publish what this process has begun."""
         staged = self._staged
         if staged is None:
             raise RuntimeError("a save goes on before it is staged")
-        if staged.waits:
-            self._tell(Written(self.number, writing.files, ()))
+        self._tell(Written(self.number, writing.files, ()))
         await self._may_publish.wait()
 
         async def ending() -> Ending | None:
@@ -190,8 +187,6 @@ class ChildSave:
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
             sizes = await writing.publish()
             self._transaction = None
-            if not staged.waits:
-                self._tell(Written(self.number, writing.files, ()))
             self._tell(Published(self.number, sizes))
 
     async def _part(self, writing: FileWriting) -> None:
@@ -206,11 +201,11 @@ class ChildSave:
                 await self._agree(writing.files)
             self._tell(Published(self.number, {name: facts.nbytes for name, facts in writing.files.items()}))
 
-    async def _agree(self, files: dict[str, FileFacts] | None) -> None:
+    async def _agree(self, files: dict[str, FileFacts]) -> None:
         """Agree with the writers of the other ranks, without the trainers."""
         transaction, self._transaction = self._transaction, None
         if transaction is None or self._staged is None or self._staged.parting is None:
-            return
+            raise SaveError("nothing is known of the other ranks")
         # Only now, for it takes long: what the ranks have planned is known in torch's terms.
         agreement = importlib.import_module("aiockpt.writer.agreement").Agreement
         workers = self._shared.tools.io_workers
@@ -220,12 +215,13 @@ class ChildSave:
     async def _open(self) -> Transaction:
         begin = self._begin
         workers = self._shared.tools.io_workers
-        if begin.ticket is None:
-            self._transaction = await self._storage.begin(begin.path, overwrite=begin.overwrite, workers=workers)
-            with contextlib.suppress(SaveError):  # a storage for one process alone cleans up by itself
-                self._tell(Began(self.number, self._transaction.ticket))
+        if begin.joins:
+            self._transaction = await self._storage.join(begin.path, begin.ticket or "", workers=workers)
         else:
-            self._transaction = await self._storage.join(begin.path, begin.ticket, workers=workers)
+            self._transaction = await self._storage.begin(
+                begin.path, overwrite=begin.overwrite, workers=workers, ticket=begin.ticket
+            )
+            self._tell(Began(self.number, self._transaction.identity))
         return self._transaction
 
     async def _turn(self) -> None:
@@ -238,7 +234,7 @@ class ChildSave:
         if transaction is None:
             return
         try:
-            await (transaction.sweep() if self._orphan and self._begin.ticket else transaction.abort())
+            await (transaction.sweep() if self._orphan and self._begin.joins else transaction.abort())
         except AiockptError as exc:
             error.add_note(str(exc))
 

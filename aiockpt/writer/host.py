@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import TYPE_CHECKING
 
 import anyio
@@ -36,7 +35,7 @@ class WriterHost:
 
     def __init__(self, options: ProcessWriter, chunk_bytes: int, io_threads: int, memory: SharedMemory) -> None:
         patience_s = options.agreement_timeout
-        self._hello = Hello(os.getpid(), chunk_bytes, io_threads, options.nice, options.ionice_numbers, patience_s)
+        self._hello = Hello(chunk_bytes, io_threads, options.nice, options.ionice_numbers, patience_s)
         self._memory = memory
         self._worker = Workers(1, "aiockpt-writer")
         self._turn = anyio.Lock()
@@ -70,7 +69,7 @@ class WriterHost:
                     raise WriteError("no writer process is started any more: the checkpointer is being closed")
                 try:
                     process = await self._worker.run(WriterProcess, self._memory.fd)
-                except OSError as exc:
+                except Exception as exc:  # of the system, or of what is in sys.path
                     raise WriteError(f"the writer process can't be started: {exc}") from exc
                 self._link = Link(process, self._hello)
                 self._link.start(self._tasks)

@@ -51,17 +51,16 @@ class Link:
 
     def __init__(self, process: WriterProcess, hello: Hello) -> None:
         self._process = process
-        self._hello = hello
         self._channel = Channel(process.end)
         self._saves: dict[int, Listener] = {}
         self._waiter = LoneThread(f"aiockpt-writer-{process.pid}")
-        self._told = anyio.Event()
         self._ready = anyio.Event()
         self._heard = anyio.Event()
         self._gone = anyio.Event()
         self._error: WriteError | None = None
         self.layout = 0
         self.dead = False
+        self._channel.post(hello)
 
     def __repr__(self) -> str:
         return f"<writer process {self._process.pid}, {len(self._saves)} saves>"
@@ -101,7 +100,8 @@ class Link:
     async def aclose(self) -> None:
         """Let the process end, and wait until it has. Idempotent."""
         self.dead = True
-        await self._told.wait()
+        with contextlib.suppress(OSError), anyio.move_on_after(_END_S):
+            await self._channel.flush()
         self._channel.finish()
         with anyio.move_on_after(_END_S):
             await self._gone.wait()
@@ -111,21 +111,35 @@ class Link:
             await self._gone.wait()
 
     async def _look_after(self) -> None:
+        what = "has died"
+        try:
+            await self._serve()
+        except Exception as exc:  # a defect: those who wait are to be told
+            logger.exception("looking after the writer process %d has failed", self._process.pid)
+            what = f"was given up ({type(exc).__name__}: {exc})"
+            self.kill()
+        finally:
+            self.dead = True
+            self._lose(what)
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._channel.pump)
             tasks.start_soon(self._listen)
             tasks.start_soon(self._expect_ready)
-            await self.send(self._hello)
-            self._told.set()
-            await asyncio.get_running_loop().run_in_executor(self._waiter, self._process.wait)
+            await loop.run_in_executor(self._waiter, self._process.wait)
             self.dead = True
             with anyio.move_on_after(_LEFT_S):  # what it said before; a forked process may hold the other end open
                 await self._heard.wait()
             tasks.cancel_scope.cancel()
-        await asyncio.get_running_loop().run_in_executor(None, self._waiter.end, _END_S)
+        await loop.run_in_executor(None, self._waiter.end, _END_S)
+
+    def _lose(self, what: str) -> None:
+        """Tell those who wait that the process is no more."""
         self._error = WriteError(
-            f"the writer process {self._process.pid} has died ({self._process.how_it_ended()}); the next save starts "
-            "a new one"
+            f"the writer process {self._process.pid} {what} ({self._process.how_it_ended()}); the next save starts a "
+            "new one"
         )
         self._process.close()
         saves, self._saves = self._saves, {}

@@ -59,7 +59,6 @@ class Hello:
     """The first message: how to work.
 
     Attributes:
-        trainer: the process to outlive.
         chunk_bytes: the size of a chunk of the memory.
         io_threads: how many threads write.
         nice: how far the process steps back when others want the processor, as in nice(1).
@@ -67,7 +66,6 @@ class Hello:
         patience_s: how long the writers of several ranks wait for each other while nothing goes on.
     """
 
-    trainer: int
     chunk_bytes: int
     io_threads: int
     nice: int
@@ -88,7 +86,8 @@ class Begin:
         layout: the number of the layout.
         images: the files; None: those of this layout as they were sent before.
         heads: what each file begins with.
-        ticket: of a transaction that was begun by rank 0; None: begin one.
+        ticket: of a transaction that was begun by rank 0, or of one to begin.
+        joins: it was begun by rank 0.
         started: when the save was called, by the clock that all processes share, in seconds.
         codings: what becomes of the items of each file, pickled; None: they are stored as they are.
     """
@@ -102,6 +101,7 @@ class Begin:
     images: Sequence[Image] | None = field(repr=False)
     heads: Sequence[bytes] = field(repr=False)
     ticket: str | None
+    joins: bool
     started: float
     codings: bytes | None = field(repr=False)
 
@@ -171,10 +171,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A transaction was begun, with this ticket: what is to be removed if the process dies."""
+    """A transaction was begun: by this it is known again if the process dies."""
 
     save: int
-    ticket: str
+    identity: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)

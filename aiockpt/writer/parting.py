@@ -50,19 +50,20 @@ class Parting:
 
 
 def part_name(rank: int) -> str:
-    """Name the file in which a rank's writer says what it has written."""
-    return f".aiockpt-part-{rank}"
+    """Name the word in which a rank's writer says what it has written."""
+    return f"part-{rank}"
 
 
-def sealed(secret: bytes, written: Written | None) -> bytes:
-    """Make bytes of what a rank has written; None: it has failed. Who does not know the secret can't make them."""
+def sealed(secret: bytes, written: Written) -> bytes:
+    """Make bytes of what a rank has written. Who does not know the secret can't make them."""
     data = pickle.dumps(written, pickle.HIGHEST_PROTOCOL)
     return hmac.digest(secret, data, hashlib.sha256) + data
 
 
-def unsealed(secret: bytes, data: bytes) -> tuple[Written | None] | None:
+def unsealed(secret: bytes, data: bytes) -> Written | None:
     """Read what a rank has written; None if the bytes are not, or not all, from somebody who knows the secret."""
     digest, rest = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if not hmac.compare_digest(hmac.digest(secret, rest, hashlib.sha256), digest):
         return None
-    return (pickle.loads(rest),)
+    written: Written = pickle.loads(rest)
+    return written

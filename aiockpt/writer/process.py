@@ -14,19 +14,20 @@ from typing import Any
 
 _LAST_WORDS_BYTES = 2000
 _END, _MEMORY = 3, 4  # what the descriptors are called in the process
-_ABOVE = 64  # where none of those that are to be kept can be overwritten by one that is put in its place
+_ABOVE = 5  # from here on, none is overwritten by one that is put in its place
 # Not `-m`, nor anything that runs the trainer's own main module; isolated, so that no file beside the trainer's
 # program passes for one of the modules that are imported.
 _PROGRAM = f"""
-import contextlib, json, os, sys
-for fd in map(int, os.listdir("/proc/self/fd")):
-    if fd > {_MEMORY}:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+import json, os, sys
+try:
+    most = max(map(int, os.listdir("/proc/self/fd")))
+except OSError:
+    most = 65536
+os.closerange({_MEMORY + 1}, most + 1)
 os.chdir("/")
 sys.path[:] = json.loads(sys.argv[1])
 from aiockpt.writer.child import main
-main({_END}, {_MEMORY})
+main(int(sys.argv[2]), {_END}, {_MEMORY})
 """
 
 
@@ -44,17 +45,17 @@ class WriterProcess:
     def __init__(self, memory: int) -> None:
         self._code: int | None = None
         self._reaped = False
-        self._words = os.memfd_create("aiockpt-writer-words", os.MFD_CLOEXEC)
         self.end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._words = -1
         try:
             with theirs, contextlib.ExitStack() as stack:
+                self._words = os.memfd_create("aiockpt-writer-words", os.MFD_CLOEXEC)
                 kept = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for fd in (theirs.fileno(), memory, self._words)]
                 for fd in kept:
                     stack.callback(os.close, fd)
                 self.pid = _spawn(*kept)
         except BaseException:
-            self.end.close()
-            os.close(self._words)
+            self.close()
             raise
 
     def wait(self) -> None:
@@ -76,7 +77,8 @@ class WriterProcess:
         """Say how it ended, and the last words that it left."""
         how = f"exit code {self._code}"
         if self._code is not None and self._code < 0:
-            how = f"exit code {self._code} ({signal.Signals(-self._code).name})"
+            with contextlib.suppress(ValueError):  # a signal without a name
+                how = f"exit code {self._code} ({signal.Signals(-self._code).name})"
         size = os.fstat(self._words).st_size
         words = os.pread(self._words, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES))
         text = words.decode(errors="replace").strip()
@@ -100,7 +102,7 @@ def _spawn(end: int, memory: int, words: int) -> int:
         OSError: it can't be started.
     """
     python = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable)
-    paths = json.dumps(list(map(_absolute, sys.path)))
+    paths = json.dumps([_absolute(path) for path in sys.path if isinstance(path, str)])
     actions: list[Any] = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0),
         (os.POSIX_SPAWN_DUP2, 0, 1),
@@ -108,7 +110,7 @@ def _spawn(end: int, memory: int, words: int) -> int:
         (os.POSIX_SPAWN_DUP2, end, _END),
         (os.POSIX_SPAWN_DUP2, memory, _MEMORY),
     ]
-    argv = [python, "-I", "-c", _PROGRAM, paths]
+    argv = [python, "-I", "-c", _PROGRAM, paths, str(os.getpid())]
     try:  # what ends the trainer's session or group, Ctrl-C or a launcher, is not meant for it
         return os.posix_spawn(python, argv, os.environ, file_actions=actions, setsid=True)
     except NotImplementedError:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest import FileFacts
     from aiockpt.planning.codings import ImageCoding
     from aiockpt.planning.plans import Layout
-    from aiockpt.storage.base import Storage
+    from aiockpt.storage.base import Fate, Identity, Storage
     from aiockpt.threads import Workers
     from aiockpt.writer.host import WriterHost
     from aiockpt.writer.link import Link
@@ -95,7 +95,8 @@ class RemoteWriting(Writing):
         self._error: BaseException | None = None
         self._ended = False
         self._lost = False
-        self._ticket = ""
+        self._ticket: str | None = None
+        self._identity: Identity | None = None
         self.files: dict[str, FileFacts] = {}
 
     @property
@@ -113,7 +114,7 @@ class RemoteWriting(Writing):
                 self._report(message.nbytes)
                 return
             case Began():
-                self._ticket = message.ticket
+                self._identity = message.identity
                 return
             case Written():
                 self._written = message
@@ -158,7 +159,8 @@ class RemoteWriting(Writing):
 
     async def _begin(self) -> None:
         order = self._order
-        ticket = await order.ticket()
+        joined = await order.ticket()
+        self._ticket = order.storage.new_ticket(order.path) if joined is None else None
         link = await self._host.link()
         number, images = await self._host.images_for(link, order.layout)
         link.enter(self._number, self)
@@ -173,7 +175,8 @@ class RemoteWriting(Writing):
                 number,
                 images,
                 order.heads,
-                ticket,
+                self._ticket if joined is None else joined,
+                joined is not None,
                 order.started,
                 None if order.codings is None else pickle.dumps(order.codings),
             )
@@ -212,7 +215,12 @@ class RemoteWriting(Writing):
         """Have the process complete the checkpoint, and publish it."""
         link = await self._link.get()
         await link.send(Publish(self._number))
-        await self._until(lambda: self._sizes is not None)
+        try:
+            await self._until(lambda: self._sizes is not None)
+        except WriteError:
+            if await self._clean_up() != "published":
+                raise
+            return {name: facts.nbytes for name, facts in self.files.items()}  # it died right after that
         return {} if self._sizes is None else self._sizes
 
     async def abandon(self) -> None:
@@ -223,19 +231,25 @@ class RemoteWriting(Writing):
             while not self._ended:
                 await self._news.wait()
                 self._news = anyio.Event()
-        if self._lost and self._ticket:
-            await self._clean_up()
+        await self._clean_up()
 
-    async def _clean_up(self) -> None:
-        """Remove what the process has left that has died."""
-        order, self._lost = self._order, False
-        storage = order.storage
+    async def _clean_up(self) -> Fate:
+        """Remove what the process has left, if it has died; tell what has become of the checkpoint."""
+        order = self._order
+        if not self._lost or self._ticket is None:
+            return "gone"
+        self._lost = False
         try:
-            adopted = await storage.adopt(order.path, self._ticket, overwrite=order.overwrite, workers=self._workers)
-            await adopted.abort()
+            adopted = await order.storage.adopt(
+                order.path, self._ticket, overwrite=order.overwrite, workers=self._workers, identity=self._identity
+            )
+            fate = await adopted.fate()
+            await (adopted.tidy() if fate == "published" else adopted.abort())
         except AiockptError as exc:
             if self._error is not None:
                 self._error.add_note(str(exc))
+            return "gone"
+        return fate
 
     async def agree(self) -> None:
         """Have the writer processes of all ranks agree."""

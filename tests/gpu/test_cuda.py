@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -107,13 +108,16 @@ def test_a_change_before_staged_is_found_out(tmp_path: Path) -> None:
 
 
 def test_device_memory_is_given_back(tmp_path: Path) -> None:
+    gc.collect()
     before = torch.cuda.memory_allocated()
     state = {"w": torch.randn(4000, 1000, device="cuda"), "s": torch.ones(3, device="cuda")}
     own = torch.cuda.memory_allocated()
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path / "c")
+        gc.collect()
         assert torch.cuda.memory_allocated() == own
     del state
+    gc.collect()
     assert torch.cuda.memory_allocated() == before
 
 

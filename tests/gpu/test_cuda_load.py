@@ -88,6 +88,30 @@ def test_work_on_the_targets_comes_before_the_load(saved: Path) -> None:
         assert torch.equal(target.cpu(), state["w0"])
 
 
+def test_what_is_loaded_belongs_to_the_stream_of_the_call(saved: Path) -> None:
+    """Memory that goes back to the allocator while a side stream still reads it is given to that stream alone."""
+    state, stream = _state(), torch.cuda.Stream()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.load(saved, map_location="cuda")
+        with torch.cuda.stream(stream):
+            loaded = ckpt.load(saved, map_location="cuda")
+            torch.cuda._sleep(300_000_000)
+            copies = {name: tensor.clone() for name, tensor in loaded.items()}
+            del loaded
+        others = [torch.full_like(copy, -1) for copy in copies.values()]  # in another stream, at once
+        stream.synchronize()
+        assert_same(state, {name: copy.cpu() for name, copy in copies.items()})
+        assert len(others) == len(copies)
+        with ckpt.open(saved) as reader, torch.cuda.stream(stream):
+            part = reader.read("w0", device="cuda")
+            torch.cuda._sleep(300_000_000)
+            copy = part.clone()
+            del part
+        torch.full_like(copy, -1)
+        stream.synchronize()
+        assert_same(state["w0"], copy.cpu())
+
+
 def test_host_memory_is_bounded_by_the_pool(saved: Path) -> None:
     with aiockpt.SyncCheckpointer(staging_bytes=8 << 20, chunk_bytes=1 << 20) as ckpt:
         ckpt.load(saved, map_location="cuda")

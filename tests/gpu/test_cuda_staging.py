@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.staging.driver import allow_captures
 from aiockpt.staging.pacing import StagingWindow
 from aiockpt.staging.pool import Chunk
-from aiockpt.staging.runtime import CudaRuntime, _allow_captures
+from aiockpt.staging.runtime import CudaRuntime
 from tests.states import assert_same, random_tensor
 
 pytestmark = [
@@ -66,7 +68,7 @@ def test_chunks_are_locked_and_direct_writes_take_them(tmp_path: Path) -> None:
     assert not any(chunk.pinned or chunk.tensor.is_pinned() for chunk in chunks)
 
 
-def test_a_refused_lock_is_nobody_elses_error() -> None:
+def _lock_twice() -> None:
     runtime, chunk = CudaRuntime(torch.device("cuda", 0)), Chunk(1 << 20)
     runtime.enter()
     assert runtime.pin(chunk.address, 1 << 20)
@@ -75,16 +77,57 @@ def test_a_refused_lock_is_nobody_elses_error() -> None:
         assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]
     finally:
         runtime.unpin(chunk.address)
+        runtime.close()
+
+
+def test_a_refused_lock_is_nobody_elses_error() -> None:
+    with ThreadPoolExecutor(1) as pool:  # for the thread lets captures of others be, from then on
+        pool.submit(_lock_twice).result()
+
+
+def test_the_stream_is_nobody_elses() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        if not pool.submit(allow_captures).result():
+            pytest.skip("this driver can't be asked for streams")
+    device = torch.device("cuda", 0)
+    runtimes = [CudaRuntime(device) for _ in range(3)]
+    ours = {runtime._stream.cuda_stream for runtime in runtimes}
+    assert len(ours) == 3
+    assert not ours & {torch.cuda.Stream(device).cuda_stream for _ in range(100)}
+    for runtime in runtimes:
+        runtime.close()
+    again = CudaRuntime(device)
+    assert again._stream.cuda_stream in ours
+    again.close()
+
+
+def test_what_is_pickled_comes_behind_the_callers_stream(tmp_path: Path) -> None:
+    stream = torch.cuda.Stream()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        values = torch.zeros(2000, device="cuda")
+        indices = torch.arange(2000, device="cuda").expand(2, -1).contiguous()
+        sparse = torch.sparse_coo_tensor(indices, values, (2000, 2000), is_coalesced=True, check_invariants=False)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(_cycles(0.5))
+            sparse._values().fill_(3)
+            save = ckpt.submit({"sparse": sparse, "w": torch.ones(300_000, device="cuda")}, tmp_path / "c")
+        save.written.result(60)
+        loaded = ckpt.load(tmp_path / "c")["sparse"]
+        assert (loaded._values() == 3).all()
+        stream.synchronize()
 
 
 def test_saving_takes_little_device_memory(tmp_path: Path) -> None:
     state = _state(64)
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
         for name in "ab":
+            gc.collect()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             ckpt.save(state, tmp_path / name)
             assert torch.cuda.max_memory_allocated() - before <= 3 * CHUNK
+            gc.collect()
             assert torch.cuda.memory_allocated() == before
         assert_same(_on_host(state), ckpt.load(tmp_path / "b"))
 
@@ -155,7 +198,7 @@ def test_each_save_follows_the_stream_that_it_was_called_in(tmp_path: Path) -> N
 
 def test_a_graph_can_be_captured_while_chunks_are_locked_and_filled(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(_allow_captures).result()
+        told = pool.submit(allow_captures).result()
     if not told:
         pytest.skip("this driver can't be told")
     state = _state()

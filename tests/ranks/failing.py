@@ -151,9 +151,9 @@ class Step(WrapperStorage):
         if not self._after and step == self._step and name.endswith(self._name):
             self._act()
 
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         """Begin, and act after the commit of it if that is the step."""
-        transaction = await WrapperStorage.begin(self, path, overwrite=overwrite, workers=workers)
+        transaction = await WrapperStorage.begin(self, path, overwrite=overwrite, workers=workers, ticket=ticket)
         if self._after and self._step == "begin":
             self._act()
         return _Acting(self, transaction, path, self._act) if self._after and self._step == "commit" else transaction

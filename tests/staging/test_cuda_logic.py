@@ -13,12 +13,14 @@ import torch
 import aiockpt
 from aiockpt.capture import capture_state
 from aiockpt.errors import StageError
+from aiockpt.format.objects import decode_object
 from aiockpt.planning.layout import Sealer
 from aiockpt.planning.planner import Planner
+from aiockpt.staging import runtime as device_runtime
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.pool import ChunkPool
-from aiockpt.staging.runtime import is_capturing, ready_event, runtime_of
+from aiockpt.staging.runtime import is_capturing, reading_behind, ready_event, runtime_of
 from aiockpt.transfer import _All
 from tests.states import random_tensor, raw_bytes
 
@@ -49,6 +51,7 @@ class FakeRuntime:
         self.waiters: set[str] = set()
         self.error: RuntimeError | None = None
         self.pins = True
+        self.closed = 0
 
     def enter(self) -> None:
         self.threads.add(threading.current_thread().name)
@@ -84,6 +87,9 @@ class FakeRuntime:
 
     def unpin(self, address: int) -> None:
         self.pinned.remove(address)
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 def _captured(state, runtime: FakeRuntime):
@@ -209,6 +215,41 @@ async def test_a_device_without_memory_to_spare_is_copied_from_all_the_same(monk
         await _check_all(state, capture, plan, stager, 1 << 20)
     assert max(sizes) == 400 * 72 * 8
     assert sum(size for size in sizes if size <= 100_000) == max(sizes)
+
+
+async def test_a_small_tensor_without_room_for_its_copy_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"s": random_tensor(torch.int32, (30, 50), 1)[:, ::2]}
+
+    def no_clone(*_args, **_options):
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", no_clone)
+        capture, plan = _captured(state, FakeRuntime())
+    await _check_all(state, capture, plan, AcceleratorStager(CPU, FakeRuntime()), 4096)
+    state["s"].add_(1)
+    assert capture.changed() == ["s"]
+
+
+async def test_what_is_pickled_for_the_plan_is_read_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    sparse = torch.eye(500).to_sparse()
+    capture = capture_state({"sparse": sparse, "w": torch.ones(50_000)})
+
+    class Device(FakeRuntime):
+        def wait_for(self, event) -> None:
+            super().wait_for(event)
+            sparse._values().fill_(7)  # by now it is computed
+
+    runtime = Device()
+    capture.events[CPU] = FakeEvent(runtime.log, "caller")
+    assert capture.behind is reading_behind
+    monkeypatch.setattr(device_runtime, "runtime_of", lambda device: runtime)
+    plan = Planner(1).plan(capture)
+    assert runtime.log == ["enter", "stream", "wait for caller"]
+    assert runtime.closed == 1
+    ((name, place),) = plan.objects
+    blob = plan.heads[0][place.offset : place.offset + place.length]
+    assert torch.equal(decode_object(name, bytes(blob)).to_dense(), torch.eye(500) * 7)
 
 
 async def test_the_place_of_other_devices_pieces_is_left_alone() -> None:

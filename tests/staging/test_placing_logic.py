@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import threading
 from pathlib import Path
 
 import anyio
@@ -9,9 +12,10 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt import item_reader, tensor_stream
+from aiockpt import engine, item_reader, tensor_stream
 from aiockpt.engine import Engine
 from aiockpt.errors import LoadError
+from aiockpt.staging import placing
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.placing import AcceleratorPlacer, Placement
 from aiockpt.staging.pool import ChunkPool
@@ -73,8 +77,7 @@ def test_every_kind_of_target_is_filled(staging_bytes, through_chunks, tmp_path:
             out = torch.zeros(40, 100)
             reader.read("t", (slice(5, 45), slice(100, 200)), out=out)
             assert torch.equal(out.view(torch.int32), state["t"][5:45, 100:200].view(torch.int32))
-        engine = ckpt._engine
-        assert engine._pool.leased == 0
+        assert ckpt._engine._pool.leased == 0
         log = through_chunks[1].log
         assert log.count("record") == log.count("synchronized copies") > 10
     assert not through_chunks[0].pinned
@@ -98,14 +101,22 @@ def test_a_damaged_tensor_is_found_on_its_way_to_a_device(through_chunks, tmp_pa
 
 
 @pytest.mark.asyncio
-async def test_copies_wait_for_the_callers_stream_and_for_the_allocator() -> None:
+async def test_copies_wait_for_the_callers_stream_and_for_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
+
+    @contextlib.contextmanager
+    def making_in(stream):
+        runtime.log.append(f"make in {stream}")
+        yield
+        runtime.log.append("made")
+
+    monkeypatch.setattr(placing, "making_in", making_in)
     stager = AcceleratorStager(CPU, FakeRuntime())
     placer = AcceleratorPlacer(stager, runtime)
     pool = ChunkPool(4096, 1)
     try:
         await placer.begin(FakeEvent(runtime.log, "caller"))  # type: ignore[arg-type]
-        (target,) = await placer.new([((3,), torch.float32)])
+        (target,) = await placer.new([((3,), torch.float32)], "side stream")
         lease = await pool.acquire()
         data = lease.chunk.tensor[:12].view(torch.float32)
         data.copy_(torch.tensor([1.0, 2.0, 3.0]))
@@ -119,12 +130,34 @@ async def test_copies_wait_for_the_callers_stream_and_for_the_allocator() -> Non
     steps = [step for step in runtime.log if step != "enter"]
     assert steps == [
         "wait for caller",
+        "make in side stream",
         "record current",
         "wait for allocation",
+        "made",
         "stream",
         "record",
         "synchronized copies",
     ]
+    assert runtime.closed == 1
+
+
+@pytest.mark.asyncio
+async def test_what_is_made_belongs_to_the_stream_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Placer:
+        async def new(self, forms, stream):
+            asked.append((forms, stream))
+
+    monkeypatch.setattr(engine, "current_streams", lambda: {CPU: threading.get_ident()})
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+
+        async def make(tools):
+            assert threading.get_ident() != tools.streams[CPU]
+            await dataclasses.replace(tools, placer_for=lambda device: Placer()).new(CPU, ["form"])
+
+        await ckpt._engine.call(make, "make").wait()
+    assert asked == [(["form"], threading.get_ident())]
 
 
 @pytest.mark.asyncio

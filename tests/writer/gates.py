@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 from pathlib import Path
 from typing import Self
 
@@ -11,8 +12,10 @@ import anyio
 import psutil
 
 from aiockpt.errors import WriteError
+from aiockpt.storage.base import Transaction
 from aiockpt.storage.local import LocalStorage
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
+from aiockpt.threads import Workers
 
 WAIT_S = 60.0
 
@@ -43,6 +46,23 @@ class PipedStorage(WrapperStorage):
         (self._folder / "reached").open("wb").close()  # until somebody reads
         with (self._folder / "go").open("rb") as go:
             go.read(1)
+
+
+class KilledAfterCommit(WrapperStorage):
+    """Ends its process at once when a checkpoint is published."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalStorage())
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+        inner = await self.inner.begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
+        return _Killed(self, inner, path)
+
+
+class _Killed(_WrapperTransaction):
+    async def commit(self) -> None:
+        await super().commit()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class BrokenStorage(WrapperStorage):

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import aiockpt
+from aiockpt.storage import publish
 from tests.ranks import failing
 from tests.ranks.world import World, start_server
 from tests.states import assert_same, large_state
@@ -130,8 +131,13 @@ def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> A
     ) as ckpt:
         if moment == "second":  # the plan is kept
             ckpt.save(failing.state_of(rank, size, 1), folder / "first")
+        if moment == "replacing":
+            ckpt.save(failing.state_of(rank, size, 1), folder / "c")
+            if dies:  # when the new one is in the place of the old, which is still there under the hidden name
+                publish.remove = lambda _: failing.die()
         storage = Gate(folder / f"gate{rank}").storage("write") if dies and moment == "before" else None
-        save = ckpt.submit(failing.state_of(rank, size, 2), folder / "c", storage=storage)
+        replaces = moment == "replacing"
+        save = ckpt.submit(failing.state_of(rank, size, 2), folder / "c", storage=storage, overwrite=replaces)
         if not dies or moment != "before":
             save.staged.result(60)
         if dies and moment == "before":
@@ -142,7 +148,8 @@ def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> A
             if moment == "writer":
                 child.kill()
                 child.wait(60)
-            failing.die()
+            if moment != "replacing":
+                failing.die()
         return save.written.result(60).tensors
 
 
@@ -161,7 +168,9 @@ def _run(folder: Path, dead: list[int], moment: str) -> list[Any]:
     return [outcome for rank, outcome in enumerate(outcomes) if rank not in dead]
 
 
-@pytest.mark.parametrize(("dead", "moment"), [([1], "staged"), ([0], "second"), ([0, 1, 2], "staged")])
+@pytest.mark.parametrize(
+    ("dead", "moment"), [([1], "staged"), ([0], "second"), ([0, 1, 2], "staged"), ([0], "replacing")]
+)
 def test_the_writers_of_all_ranks_publish_without_the_trainers(dead: list[int], moment: str, tmp_path: Path) -> None:
     outcomes = _run(tmp_path, dead, moment)
     assert all(isinstance(outcome, int) for outcome in outcomes), outcomes

@@ -18,7 +18,7 @@ import aiockpt
 from aiockpt.storage.local import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same, large_state, training_state
-from tests.writer.gates import BrokenStorage, Gate, ended, writers_of
+from tests.writer.gates import BrokenStorage, Gate, KilledAfterCommit, ended, writers_of
 
 
 def _writers() -> list[psutil.Process]:
@@ -174,6 +174,43 @@ def test_when_it_dies_the_save_fails_and_the_next_starts_another(tmp_path: Path,
         assert_same(large_state(4), ckpt.load(tmp_path / "after"))
         assert not (tmp_path / "c").exists()
     assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_is_being_published_can_not_be_called_off(overwrite: bool, tmp_path: Path, gate: Gate) -> None:
+    with aiockpt.SyncCheckpointer(writer="process") as ckpt:
+        if overwrite:
+            ckpt.save(large_state(1), tmp_path / "c")
+        save = ckpt.submit(large_state(3), tmp_path / "c", overwrite=overwrite, storage=gate.storage("commit"))
+        gate.wait()
+        cancelled = save.cancel()
+        gate.open()
+        assert not cancelled.result(60)
+        assert save.written.result(60).tensors == 3
+        assert_same(large_state(3), ckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_when_it_dies_right_after_publishing_the_save_has_succeeded(overwrite: bool, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer(writer="process") as ckpt:
+        if overwrite:
+            ckpt.save(large_state(1), tmp_path / "c")
+        assert ckpt.save(large_state(3), tmp_path / "c", overwrite=overwrite, storage=KilledAfterCommit()).tensors == 3
+        assert_same(large_state(3), ckpt.load(tmp_path / "c"))
+        assert ckpt.verify(tmp_path / "c").ok
+
+
+def test_when_it_dies_between_saves_or_in_a_hook(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer(writer="process") as ckpt:
+        for number in range(3):  # the same layout, which each process has to be sent
+            ckpt.save(large_state(2), tmp_path / str(number))
+            (writer,) = _writers()
+            writer.kill()
+            writer.wait(60)
+        with pytest.raises(aiockpt.WriteError, match="has died"):
+            ckpt.save(large_state(2), tmp_path / "hook", pre_commit=lambda _: [w.kill() for w in _writers()])
+        ckpt.save(large_state(2), tmp_path / "3")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1", "2", "3"}
 
 
 def test_its_last_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

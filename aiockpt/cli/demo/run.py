@@ -160,7 +160,7 @@ class Demo:
             nonlocal victim
             armed = victim is None and bool(history.saved)
             if armed and isinstance(event, Saving) and event.phase in HALF_DONE and event.step >= kill_from:
-                victim = event.step
+                victim = event.step if _has_begun(config.directory, event.step) else None
             history.add(event)
             self._display.show(event)
             return victim is not None
@@ -241,3 +241,8 @@ def describe_steps(history: History) -> Sequence[str]:
     if alone is None or saving is None:
         return ()
     return (f"The median step takes {alone * 1e3:.0f} ms; {saving * 1e3:.0f} ms with a save at work beside it.",)
+
+
+def _has_begun(directory: str | Path, step: int) -> bool:
+    """Tell whether a save has made the directory that it writes to."""
+    return any(Path(directory).glob(f".{checkpoint_name(step)}.aiockpt-*"))

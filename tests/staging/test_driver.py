@@ -1,0 +1,84 @@
+"""What is asked of the CUDA driver, as one sees it that writes the calls down."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aiockpt.staging import driver
+
+
+class FakeDriver:
+    """A driver of one device; calls that are named in ``failing`` give an error."""
+
+    def __init__(self, *failing: str) -> None:
+        self.failing = failing
+        self.calls: list[str] = []
+        self.mode = 0
+        self.modes: list[int] = []
+
+    def __getattr__(self, name: str):
+        def call(*args) -> int:
+            self.calls.append(name.removeprefix("cu"))
+            if name == "cuStreamCreate":
+                self.modes.append(self.mode)
+                assert args[1] == 1  # which does not wait for the default stream
+                args[0]._obj.value = 0x5000
+            elif name == "cuThreadExchangeStreamCaptureMode":
+                self.calls.pop()
+                args[0]._obj.value, self.mode = self.mode, args[0]._obj.value
+            return 999 if name in self.failing else 0
+
+        return call
+
+
+MADE = ["Init", "DeviceGet", "DevicePrimaryCtxRetain", "CtxPushCurrent_v2", "StreamCreate", "CtxPopCurrent_v2"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "address", "calls"),
+    [
+        (None, 0x5000, MADE),
+        ("cuInit", None, MADE[:1]),
+        ("cuDeviceGet", None, MADE[:2]),
+        ("cuDevicePrimaryCtxRetain", None, MADE[:3]),
+        ("cuCtxPushCurrent_v2", None, [*MADE[:4], "DevicePrimaryCtxRelease_v2"]),
+        ("cuStreamCreate", None, [*MADE, "DevicePrimaryCtxRelease_v2"]),
+    ],
+)
+def test_a_stream_is_made_or_nothing_is_left(failing, address, calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(*[failing] if failing else [])
+    monkeypatch.setattr(driver, "_driver", lambda: fake)
+    assert driver._new_stream(0) == address
+    assert fake.calls == calls
+    assert fake.mode == 0  # as the thread had it
+    assert set(fake.modes) <= {1}
+
+
+def test_a_stream_is_one_users_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def __init__(self, address: int, device: int) -> None:
+            self.address = address
+            self.device = torch.device("cuda", device)
+
+    addresses = iter(range(0x1000, 0x9000, 0x1000))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
+    monkeypatch.setattr(driver, "_new_stream", lambda index: next(addresses))
+    monkeypatch.setattr(driver, "_spare", driver.defaultdict(list))
+    first, second = (torch.device("cuda", index) for index in range(2))
+    one, two = driver.take_stream(first), driver.take_stream(first)
+    driver.give_stream_back(one)
+    assert driver.take_stream(second).address == 0x3000
+    assert driver.take_stream(first) is one
+    assert driver.take_stream(first).address == 0x4000
+    monkeypatch.setattr(driver, "_new_stream", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"one of torch's, on {index}")
+    assert driver.take_stream(first) == "one of torch's, on 0"
+    driver.give_stream_back("one of torch's")
+    assert [two.address] == [0x2000]
+
+
+def test_without_a_driver_nothing_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_driver", lambda: None)
+    assert driver._new_stream(0) is None
+    assert not driver.allow_captures()
