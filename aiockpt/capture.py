@@ -347,7 +347,9 @@ def _copy_small(capture: Capture, devices: set[torch.device]) -> None:
             continue
         if tensor.is_contiguous():
             chosen[only or tensor.device][leaf] = nbytes
-            capture.tensors[leaf] = tensor.detach()  # its form is taken now as well, not only its bytes
+            # Its form is taken now as well, not only its bytes. Not by detach(), which lets go of the interpreter; the
+            # version counter, which this one does not share, is of no use for what is copied at once.
+            capture.tensors[leaf] = tensor.data
         else:
             try:
                 # The copy keeps the strides that it will be stored with, and is nobody else's.

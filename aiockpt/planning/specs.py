@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+_KEYS: Any = getattr(torch._C, "_dispatch_keys", None)
+_KEY: Any = getattr(torch._C, "DispatchKey", None)
+_CONJUGATE, _NEGATIVE = getattr(_KEY, "Conjugate", None), getattr(_KEY, "Negative", None)
 
 
 class TensorSpec(NamedTuple):
@@ -42,9 +47,20 @@ class TensorSpec(NamedTuple):
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
             and tensor.device == self.device
-            and tensor.is_conj() is self.is_conj
-            and tensor.is_neg() is self.is_neg
+            and _lazy(tensor) == (self.is_conj, self.is_neg)
         )
+
+
+def _lazy(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Tell whether values are lazily conjugated, and negated.
+
+    `is_conj` and `is_neg` let go of the interpreter, which then takes milliseconds to come back beside threads that
+    want it; the keys of a tensor can be read without that.
+    """
+    if _KEYS is None or _CONJUGATE is None or _NEGATIVE is None:
+        return tensor.is_conj(), tensor.is_neg()
+    keys = _KEYS(tensor)
+    return keys.has(_CONJUGATE), keys.has(_NEGATIVE)
 
 
 def describe(tensor: torch.Tensor) -> TensorSpec | None:
@@ -52,7 +68,7 @@ def describe(tensor: torch.Tensor) -> TensorSpec | None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     shape, dtype, stride, device = tensor.shape, tensor.dtype, tensor.stride(), tensor.device
-    conj, neg = tensor.is_conj(), tensor.is_neg()
+    conj, neg = _lazy(tensor)
     if (tensor.is_contiguous() or is_dense(shape, stride)) and not (conj or neg):
         return TensorSpec(shape, dtype, stride, stride, True, device)
     # The strides that Tensor.clone gives, which is what DCP stores a view with.
@@ -65,7 +81,7 @@ def describe_contiguous(tensor: torch.Tensor) -> TensorSpec | None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     shape, stride = tensor.shape, tensor.stride()
-    conj, neg = tensor.is_conj(), tensor.is_neg()
+    conj, neg = _lazy(tensor)
     if tensor.is_contiguous() and not (conj or neg):
         return TensorSpec(shape, tensor.dtype, stride, stride, True, tensor.device)
     saved = tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1] if shape else ()
