@@ -1,4 +1,4 @@
-"""Writer processes of several ranks agree without their trainers, by files in the unfinished checkpoint.
+"""Writer processes of several ranks agree without their trainers, by files beside the unfinished checkpoint.
 
 Each says in a file of its own what it has written, once that is durable, or that it has failed. When all have written
 their parts, the one of rank 0 publishes; if one has failed, or nothing goes on for a while, all is removed. Who
