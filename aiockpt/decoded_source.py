@@ -57,11 +57,6 @@ class DecodedSource(Source):
         return self._inner.files if self._files is None else self._files
 
     @property
-    def stored_files(self) -> Mapping[str, int]:
-        """The size in bytes of each file that there is."""
-        return self._inner.files
-
-    @property
     def items(self) -> Mapping[str, Presented]:
         """The transformed items, by the names of their files."""
         return self._items

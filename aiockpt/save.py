@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from aiockpt.course import Transferred
-from aiockpt.errors import AiockptError, SaveCancelledError, SaveError, TornSnapshotError
+from aiockpt.errors import SaveCancelledError, SaveError, TornSnapshotError
 from aiockpt.handle import Phase, ProgressEvent
 from aiockpt.hooks import run_hook
 from aiockpt.planning.codings import codings_of
@@ -23,6 +23,7 @@ from aiockpt.save_part import PartCourse
 from aiockpt.save_together import TogetherCourse
 from aiockpt.staging.base import Done, LayoutMismatchError
 from aiockpt.transfer import Filled, Leases, Router
+from aiockpt.writer.carried import as_save_error, unwrapped
 from aiockpt.writer.remote import Order, RemoteWriting
 from aiockpt.writing import FileWriting, Part, Prepared, WritingTools
 
@@ -78,7 +79,7 @@ async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> 
         if result is None:
             error = job.torn or SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
     except BaseException as exc:  # delivered to whoever waits, never dropped
-        error = _first(exc)
+        error = as_save_error(exc)
     finally:
         if error is not None:
             job.handle.staged._settle(None, error)
@@ -107,23 +108,6 @@ def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> Cour
     return TogetherCourse(job, form, world, previous, tools.copy_workers, tools.io_workers)
 
 
-def _unwrapped(error: BaseException) -> BaseException:
-    """Give the first error in a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _first(error: BaseException) -> BaseException:
-    """Give the first error in a group; make it one of ours."""
-    error = _unwrapped(error)
-    if isinstance(error, AiockptError):
-        return error
-    wrapped = SaveError(f"the save failed: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
-
-
 class _Save:
     """The course of one save."""
 
@@ -148,7 +132,7 @@ class _Save:
         try:
             return await self._attempt(previous)
         except* LayoutMismatchError as group:
-            mismatch = _first(group)
+            mismatch = as_save_error(group)
         # A tensor is not what the kept layout says, though it has the same name: plan from the beginning.
         self._course.forget()
         self._staged_bytes = self._written_bytes = 0
@@ -185,8 +169,8 @@ class _Save:
             with anyio.CancelScope(shield=True):
                 if self._writing is not None:
                     await self._writing.abandon()
-                error = await course.fail(_unwrapped(exc))
-            if error is _unwrapped(exc):
+                error = await course.fail(unwrapped(exc))
+            if error is unwrapped(exc):
                 raise
             raise error from error.__cause__
         self._report("committed")

@@ -1,4 +1,4 @@
-"""Errors on their way from one process to another, with their causes and notes."""
+"""Errors of saves, and their way from one process to another, with their causes and notes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MOST = 8
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """Give the first error in a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def as_save_error(error: BaseException) -> BaseException:
+    """Give the first error in a group; make it one of ours."""
+    error = unwrapped(error)
+    if isinstance(error, AiockptError):
+        return error
+    wrapped = SaveError(f"the save failed: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def carried(error: BaseException) -> list[BaseException]:

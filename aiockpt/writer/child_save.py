@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError
-from aiockpt.writer.carried import carried
+from aiockpt.writer.carried import as_save_error, carried
 from aiockpt.writer.messages import (
     Agree,
     Began,
@@ -139,11 +139,11 @@ class ChildSave:
             if self._scope.cancelled_caught:
                 error = SaveCancelledError(f"the save of {self._begin.path} was cancelled; nothing of it is left")
         except BaseException as exc:  # the trainer is told
-            error = _first(exc)
+            error = as_save_error(exc)
         if error is not None:
             with anyio.CancelScope(shield=True):
                 await self._give_up(error)
-            self._tell(Failed(self.number, carried(error), getattr(error, "__notes__", ())))
+            self._tell(Failed(self.number, carried(error)))
         self._over.set()
         self._previous = None
 
@@ -237,14 +237,3 @@ class ChildSave:
             await (transaction.sweep() if self._orphan and self._begin.joins else transaction.abort())
         except AiockptError as exc:
             error.add_note(str(exc))
-
-
-def _first(error: BaseException) -> BaseException:
-    """Give the first error in a group; make it one of ours."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, AiockptError):
-        return error
-    wrapped = SaveError(f"the save failed: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped

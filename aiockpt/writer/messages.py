@@ -221,12 +221,10 @@ class Failed:
     Attributes:
         save: the number of the save.
         error: what happened, and its cause, and that one's.
-        notes: what else went wrong.
     """
 
     save: int
     error: Sequence[BaseException]
-    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,9 +124,6 @@ class RemoteWriting(Writing):
                 self._end()
             case Failed():
                 self._error = arrived(message.error)
-                for note in message.notes:
-                    if note not in getattr(self._error, "__notes__", ()):
-                        self._error.add_note(note)
                 self._end()
         self._news.set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 from pathlib import Path
 from typing import Self
 
@@ -114,13 +115,15 @@ class Gate:
             go.write(b"x")
 
 
-def writers_of(pid: int, *, running: bool = True) -> list[psutil.Process]:
-    """Give the writer processes of a trainer; wait until there is one if it is to be running."""
-    while True:
+def writers_of(pid: int) -> list[psutil.Process]:
+    """Give the writer processes of a trainer; wait until there is one."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
         found = [child for child in psutil.Process(pid).children() if "aiockpt.writer" in " ".join(child.cmdline())]
-        if found or not running:
+        if found:
             return found
         os.sched_yield()
+    raise AssertionError(f"process {pid} has started no writer")
 
 
 def ended(pid: int, timeout_s: float = WAIT_S) -> bool:
