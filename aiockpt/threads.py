@@ -12,8 +12,10 @@ import os
 import queue
 import sys
 import threading
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+import time
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import anyio
 
@@ -42,48 +44,113 @@ def _step_back(nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
 
 
-class LoneThread(Executor):
-    """One thread that runs functions in order, and that nobody waits for when the process ends.
+class DaemonThreads(Executor):
+    """Threads that run functions in order, and that nobody waits for when the process ends.
 
-    For waits that can't be called off: those for other processes. It starts when it is first needed.
+    For waits that can't be called off, those for other processes and for disks that hang: a thread that never comes
+    back must not keep the process. Each thread starts when it is first needed.
+
+    Args:
+        count: how many threads there are at most.
+        name: what they are called, for debuggers and profilers.
+        nice: how far they step back when others want the processor, as in nice(1); on Linux.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
+        self._count = count
         self._name = name
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._nice = nice
+        self._work: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function after those that were submitted before."""
-        future: Future[T] = Future()
+        """Run a function after those that were submitted before have begun.
 
-        def run() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = fn(*args, **kwargs)
-                except BaseException as exc:  # delivered to who waits
-                    future.set_exception(exc)
-                else:
-                    future.set_result(result)
+        Raises:
+            RuntimeError: the threads have been told to end.
+        """
+        task = _Task(partial(fn, *args, **kwargs))
+        with self._lock:
+            if self._ended:
+                raise RuntimeError(f"{self._name} has been shut down")
+            self._work.put(task)
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._count:
+                self._start()
+        return task.future
 
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-            self._thread.start()
-        self._work.put(run)
-        return future
+    def spare(self, count: int) -> None:
+        """Allow so many threads more, for some hang; or so many fewer, when these have come back."""
+        with self._lock:
+            self._count += count
+            for _ in range(min(count, self._work.qsize())):
+                if not self._ended and len(self._threads) < self._count:
+                    self._start()
+
+    def _start(self) -> None:
+        name = self._name if self._count == 1 else f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _serve(self) -> None:
-        while (run := self._work.get()) is not None:
-            run()
-            del run
+        _step_back(self._nice)
+        while (task := self._work.get()) is not None:
+            task.run()
+            del task
+            with self._lock:
+                if len(self._threads) > self._count and not self._ended:
+                    self._threads.remove(threading.current_thread())
+                    return
+            self._idle.release()
 
-    def end(self, timeout_s: float) -> bool:
-        """End the thread when it has done what was submitted; tell whether it has ended in time. Blocks."""
-        self._work.put(None)
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+    def end(self, timeout_s: float | None = None) -> bool:
+        """End the threads when they have done what was submitted; tell whether they have ended in time. Blocks."""
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                for _ in self._threads:
+                    self._work.put(None)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads; idempotent.
+
+        Args:
+            wait: block until they have ended.
+            cancel_futures: drop what has not begun.
+        """
+        if cancel_futures and not self._ended:  # else there are words to end among the work
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    if (task := self._work.get_nowait()) is not None:
+                        task.future.cancel()
+        self.end(None if wait else 0.0)
+
+
+class _Task(Generic[T]):
+    """A function that a thread is to run."""
+
+    __slots__ = ("_function", "future")
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self.future: Future[T] = Future()
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except BaseException as exc:  # delivered to who waits
+            self.future.set_exception(exc)
+        else:
+            self.future.set_result(result)
 
 
 class Workers:
@@ -97,7 +164,7 @@ class Workers:
 
     def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
         self.count = count
-        self.executor = ThreadPoolExecutor(count, thread_name_prefix=name, initializer=_step_back, initargs=(nice,))
+        self.executor = DaemonThreads(count, name, nice=nice)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` in one of the threads; cancellation waits for it to end."""
@@ -110,6 +177,10 @@ class Workers:
                 raise RuntimeError(f"{type(exc).__name__} was raised in a worker thread: {exc}") from exc
 
         return await drained(asyncio.get_running_loop().run_in_executor(self.executor, call))
+
+    def spare(self, count: int) -> None:
+        """Allow so many threads more, for some hang in the file system; or fewer, when they have come back."""
+        self.executor.spare(count)
 
     def close(self) -> None:
         """Wait for the running functions and end the threads. Blocks; idempotent."""

@@ -17,7 +17,7 @@ from aiockpt.coordination.leader import Leader
 from aiockpt.coordination.meeting import Place
 from aiockpt.coordination.verdict import Brought, coordination_trouble, gone_text, judge
 from aiockpt.errors import CoordinationError
-from aiockpt.threads import LoneThread
+from aiockpt.threads import DaemonThreads
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -38,7 +38,7 @@ class _Way:
     """What one lane has of its own: a thread, the order of its rounds, and links made in the first of them."""
 
     lane: Lane
-    thread: LoneThread
+    thread: DaemonThreads
     turn: anyio.Lock = field(default_factory=anyio.Lock)
     leader: Leader | None = None
     follower: Follower | None = None
@@ -78,7 +78,7 @@ class ProcessGroupCoordinator(Coordinator):
         self._timeout_s = timeout_s
         self._gone: dict[int, str] = {}
         self._ways: dict[Lane, _Way] = {
-            lane: _Way(lane, LoneThread(f"aiockpt-ranks-{lane}")) for lane in get_args(Lane)
+            lane: _Way(lane, DaemonThreads(1, f"aiockpt-ranks-{lane}")) for lane in get_args(Lane)
         }
         self._abandoned = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 
 from aiockpt.errors import WriteError
-from aiockpt.threads import LoneThread
+from aiockpt.threads import DaemonThreads
 from aiockpt.writer.channel import Channel
 from aiockpt.writer.messages import Hello, Log, Message, Ready
 
@@ -53,7 +53,7 @@ class Link:
         self._process = process
         self._channel = Channel(process.end)
         self._saves: dict[int, Listener] = {}
-        self._waiter = LoneThread(f"aiockpt-writer-{process.pid}")
+        self._waiter = DaemonThreads(1, f"aiockpt-writer-{process.pid}")
         self._ready = anyio.Event()
         self._heard = anyio.Event()
         self._gone = anyio.Event()
