@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Self
 
 import torch
 
-from aiockpt.capture import tensors_of, wait_before_steps, wait_no_more
 from aiockpt.errors import AiockptError, TornSnapshotError
 from aiockpt.job import check_timeout
 from aiockpt.staging.runtime import is_capturing
+from aiockpt.steps import tensors_of, wait_before_steps, wait_no_more
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import torch
 
-from aiockpt.capture import count_change
 from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import LoadError, MissingKeysError
 from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
@@ -20,6 +19,7 @@ from aiockpt.planning.ranges import Selection, select
 from aiockpt.planning.selection import check_patterns, matching
 from aiockpt.reads import TensorRead, reads_of, say_what_was_placed
 from aiockpt.sharded import is_distributed
+from aiockpt.steps import count_change
 from aiockpt.targets import Target, cast, target_of
 from aiockpt.whole_load import WholeLoad, check_expanded, new_tensor
 

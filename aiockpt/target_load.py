@@ -6,13 +6,13 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.capture import count_change
 from aiockpt.errors import LoadError, MissingKeysError
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import TensorEntry
 from aiockpt.planning.selection import matching
 from aiockpt.planning.tree import StructureError, flatten, replace_leaves
 from aiockpt.reads import TensorRead, reads_of, say_what_was_placed
+from aiockpt.steps import count_change
 from aiockpt.targets import target_of
 from aiockpt.whole_load import WholeLoad
 

@@ -11,13 +11,14 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from aiockpt.capture import count_change, ready_events
+from aiockpt.capture import ready_events
 from aiockpt.dcp.extents import Extents
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.objects import decode_object
 from aiockpt.item_reader import ItemReader
 from aiockpt.planning.ranges import Selection
 from aiockpt.reads import TensorRead, say_what_was_placed
+from aiockpt.steps import count_change
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

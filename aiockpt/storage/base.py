@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Literal
 
-from aiockpt.errors import LoadError, SaveError
+from aiockpt.errors import DeleteError, LoadError, SaveError
 
 if TYPE_CHECKING:
     import mmap
@@ -125,6 +125,9 @@ class Transaction(ABC):
             WriteError: with the cause chained.
         """
         raise SaveError("this storage takes the files of one process only; save with process_group=None")
+
+    async def leave(self) -> None:
+        """Stop taking part in a transaction that was joined, which belongs to others from now on. Idempotent."""
 
     async def tidy(self) -> None:
         """Complete what is under its final name, though who published it is gone: durably, and nothing beside it.
@@ -290,6 +293,31 @@ class Storage(ABC):
             identity: its `Transaction.identity`.
         """
         raise SaveError(f"{path}: this storage takes the files of one process only; save with process_group=None")
+
+    async def delete(self, path: str, *, workers: Workers) -> None:
+        """Remove a checkpoint: at once from its name, then its files. Who has it open can go on reading.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            DeleteError: it is no checkpoint, or can't be removed; the cause is chained.
+        """
+        raise DeleteError(f"{path}: this storage can't delete checkpoints; use its own tools")
+
+    async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
+        """Remove what killed processes have left in a directory.
+
+        Args:
+            directory: where checkpoints are kept.
+            older_than_s: from what age on to remove also what may be others', in seconds; None: never.
+            workers: for blocking work.
+
+        Returns:
+            The paths of what was removed.
+
+        Raises:
+            DeleteError: the directory can't be read.
+        """
+        return []
 
     @abstractmethod
     async def open(self, path: str, *, workers: Workers) -> Source:

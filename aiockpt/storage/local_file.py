@@ -15,6 +15,7 @@ import mmap
 import os
 import platform
 import re
+import stat
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
@@ -55,6 +56,35 @@ def _buffer(nbytes: int) -> memoryview:
     return memoryview(whole)[skip : skip + nbytes]
 
 
+def _open_regular(name: str, path: str, directory: int) -> int:
+    """Open a file, without ever waiting for who might write to a pipe, and without touching a device.
+
+    Raises:
+        CorruptCheckpointError: it is no regular file.
+    """
+    fd = -1
+    if stat.S_ISREG(os.stat(name, dir_fd=directory).st_mode):
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=directory)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            os.set_blocking(fd, True)
+            return fd
+        os.close(fd)  # it was replaced meanwhile
+    raise CorruptCheckpointError(f"{path} is no regular file: it was not written by a save; use another checkpoint")
+
+
+def _open_again(fd: int, name: str, directory: int) -> int:
+    """Open the same file past the page cache; -1 if the file system can't, or it was replaced meanwhile."""
+    direct_fd = -1
+    with contextlib.suppress(OSError):
+        direct_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _O_DIRECT, dir_fd=directory)
+        if os.path.samestat(os.fstat(fd), os.fstat(direct_fd)):
+            os.set_blocking(direct_fd, True)
+            return direct_fd
+    if direct_fd >= 0:
+        os.close(direct_fd)
+    return -1
+
+
 class LocalFile:
     """An open file: a descriptor for the page cache, and one past it where the file system has that.
 
@@ -81,11 +111,10 @@ class LocalFile:
         self.tells_cached = True
         self._shared = False
         self._direct_fd = -1
-        self._fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+        self._fd = _open_regular(name, path, directory)
         self.nbytes = os.fstat(self._fd).st_size
         if direct_io and _O_DIRECT:
-            with contextlib.suppress(OSError):  # this file system has no direct I/O: its page cache does
-                self._direct_fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT, dir_fd=directory)
+            self._direct_fd = _open_again(self._fd, name, directory)
         if self._direct_fd >= 0 and hasattr(os, "posix_fadvise"):  # only small parts come through the cache
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 

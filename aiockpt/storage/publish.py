@@ -7,11 +7,14 @@ import logging
 import os
 import shutil
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
 from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
 from aiockpt.storage.syscalls import UnsupportedError, rename_exchange, rename_noreplace
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _SAFETENSORS_FILES = (f"*{SUFFIX}", INDEX_NAME, MANIFEST_NAME)
 
@@ -38,35 +41,58 @@ def check_free(path: str, *, overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{path} exists already; save under another name, or pass overwrite=True to replace it"
         )
-    if not os.path.islink(path) and os.path.isfile(path) and path.endswith(SUFFIX):
-        return
-    if os.path.islink(path) or not os.path.isdir(path):
+    found = objection(path)
+    if found is not None:
         raise CheckpointExistsError(
-            f"{path} is not a directory, nor a {SUFFIX} file; overwrite=True replaces checkpoints only"
+            f"{path} {found}; overwrite=True replaces checkpoints only. Save under another name."
         )
+
+
+def objection(path: str) -> str | None:
+    """Say why what is at a path can't be taken for a checkpoint; None if it can."""
+    if not os.path.islink(path) and os.path.isfile(path) and path.endswith(SUFFIX):
+        return None
+    if os.path.islink(path) or not os.path.isdir(path):
+        return f"is not a directory, nor a {SUFFIX} file"
     entries = os.listdir(path)
     others = [name for name in entries if not any(fnmatchcase(name, known) for known in _SAFETENSORS_FILES)]
     if entries and METADATA_NAME not in entries and (others or entries == [MANIFEST_NAME]):
-        raise CheckpointExistsError(
-            f"{path} is a directory that holds other things than a checkpoint ({min(others or entries)}); "
-            "overwrite=True would delete them. Save under another name."
-        )
+        return f"is a directory that holds other things than a checkpoint ({min(others or entries)})"
+    return None
+
+
+def could_be_unfinished(names: Collection[str]) -> bool:
+    """Tell whether a directory with these names in it may be a checkpoint, or the beginning or the rest of one."""
+    return METADATA_NAME in names or all(
+        any(fnmatchcase(name, known) for known in (*_SAFETENSORS_FILES, "*.distcp")) for name in names
+    )
 
 
 def make_directories(path: str, fsync: bool) -> None:
-    """Make a directory with its parents, each durable in its own parent."""
+    """Make a directory with its parents, each of these durable in its own parent."""
+    make_parents(path, fsync)
+    _make_directory(path)
+
+
+def make_parents(path: str, fsync: bool) -> None:
+    """Make the directories above a path, each durable in its own parent."""
     missing = []
+    path = os.path.dirname(path)
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
     for directory in reversed(missing):
-        try:
-            os.mkdir(directory)
-        except FileExistsError:
-            if not os.path.isdir(directory):
-                raise
-        if fsync and directory != missing[0]:
+        _make_directory(directory)
+        if fsync:
             sync_directory(os.path.dirname(directory))
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
 
 
 def sync_directory(path: str) -> None:
@@ -78,22 +104,6 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def sizes_in(path: str) -> dict[str, int]:
-    """Give the size in bytes of each file in a directory."""
-    with os.scandir(path) as entries:
-        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
-
-
-def contents(path: str) -> bytes | None:
-    """Give the contents of a file; None if it is not there."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
-    except FileNotFoundError:
-        return None
-    with open(fd, "rb") as file:
-        return file.read()
-
-
 def identity(path: str) -> tuple[int, int] | None:
     """Give what tells a directory from all others, whatever it is called; None if there is none."""
     try:
@@ -101,23 +111,6 @@ def identity(path: str) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino
-
-
-def fate_of(hidden: str, path: str, own: tuple[int, int] | None) -> Literal["open", "published", "gone"]:
-    """Tell what has become of a hidden directory; None as its identity if that was never known."""
-    found = identity(hidden)
-    if own is None:
-        return "gone" if found is None else "open"
-    if found == own:
-        return "open"
-    return "published" if identity(path) == own else "gone"
-
-
-def write_word(path: str, data: bytes) -> None:
-    """Write a small file that only takes part in an agreement of running processes: it need not be durable."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o666)
-    with open(fd, "wb") as file:
-        file.write(data)
 
 
 def remove(path: str) -> None:
@@ -139,21 +132,17 @@ def remove(path: str) -> None:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
 
 
-def sweep(hidden: str) -> None:
-    """Remove an unfinished checkpoint whose owner is gone, as far as can be told.
-
-    It gets another name first: should its owner live after all, then either it publishes the whole of it, or it
-    finds that it is gone.
-    """
-    swept = f"{hidden}-swept"
-    try:
-        os.rename(hidden, swept)
-    except FileNotFoundError:  # it was published, or somebody else was faster
-        return
-    remove(swept)
+def remove_own(path: str, own: tuple[int, int] | None) -> None:
+    """Remove a hidden directory, unless it is no longer the one with this identity; None: whatever it is."""
+    found = identity(path)
+    if own is not None and found not in (None, own):
+        raise OSError(errno.ESTALE, "somebody has put another directory in its place", path)
+    remove(path)
 
 
-def publish(hidden: str, path: str, name: str, *, overwrite: bool, fsync: bool) -> None:
+def publish(
+    hidden: str, path: str, name: str, *, overwrite: bool, fsync: bool, own: tuple[int, int] | None = None
+) -> None:
     """Give a finished checkpoint its final name, durably.
 
     Args:
@@ -162,6 +151,7 @@ def publish(hidden: str, path: str, name: str, *, overwrite: bool, fsync: bool) 
         name: the file in ``hidden`` that is the checkpoint; empty if the directory is.
         overwrite: replace a checkpoint that is there.
         fsync: make it durable.
+        own: the identity of ``hidden``; None if it is not known.
 
     Raises:
         CheckpointExistsError: something else is there.
@@ -170,9 +160,14 @@ def publish(hidden: str, path: str, name: str, *, overwrite: bool, fsync: bool) 
     """
     finished = os.path.join(hidden, name) if name else hidden
     try:
+        if own is not None and identity(hidden) != own:
+            raise CommitError(
+                f"{path} can't be published: {hidden} is no longer the directory that it was written to; somebody has "
+                "removed or replaced it"
+            )
         if fsync and not name:
             sync_directory(hidden)
-        undo = _place(finished, path, overwrite)
+        undo, replaced = _place(finished, path, overwrite)
         try:
             if fsync:
                 sync_directory(os.path.dirname(path))
@@ -189,29 +184,36 @@ def publish(hidden: str, path: str, name: str, *, overwrite: bool, fsync: bool) 
         raise CommitError(f"can't publish {path}: {exc}") from exc
     if name or undo == "exchange":
         try:
-            remove(hidden)
+            remove_own(hidden, own if name else replaced)
         except OSError as exc:
             logger.warning("%s was published; what it replaced could not be removed from %s: %s", path, hidden, exc)
 
 
-def _place(finished: str, path: str, overwrite: bool) -> _Undo:
-    """Rename to the final name; tell how that is undone."""
-    try:
-        rename_noreplace(finished, path)
-    except FileExistsError as exc:
-        if not overwrite:
-            raise CheckpointExistsError(f"{path} has appeared during the save; it was left as it is") from exc
-    else:
-        return "rename"
-    check_free(path, overwrite=True)
-    try:
-        rename_exchange(finished, path)
-    except UnsupportedError:
-        if not (os.path.isfile(finished) and os.path.isfile(path)):
-            raise
-        os.replace(finished, path)
-        return "nothing"
-    return "exchange"
+def _place(finished: str, path: str, overwrite: bool) -> tuple[_Undo, tuple[int, int] | None]:
+    """Rename to the final name; tell how that is undone, and the identity of what was exchanged for it."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            rename_noreplace(finished, path)
+        except FileExistsError as exc:
+            if not overwrite:
+                raise CheckpointExistsError(f"{path} has appeared during the save; it was left as it is") from exc
+        else:
+            return "rename", None
+        try:
+            check_free(path, overwrite=True)
+            replaced = identity(path)
+            rename_exchange(finished, path)
+        except UnsupportedError:
+            if not (os.path.isfile(finished) and os.path.isfile(path)):
+                raise
+            os.replace(finished, path)
+            return "nothing", None
+        except FileNotFoundError:  # it has been deleted just now
+            if attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return "exchange", replaced
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _take_back(hidden: str, finished: str, path: str, undo: _Undo, cause: OSError) -> None:

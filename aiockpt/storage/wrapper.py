@@ -23,7 +23,10 @@ class WrapperStorage(Storage):
         self.inner = inner
 
     async def before(self, step: str, name: str) -> None:
-        """Come before a step: "begin", "join", "create", "write", "finish", "commit" or "abort", of a file or path."""
+        """Come before a step, of a file or path.
+
+        The steps are "begin", "join", "create", "write", "finish", "commit", "abort", "delete" and "clean".
+        """
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         """Come before each read from a file, in the thread that reads."""
@@ -57,6 +60,16 @@ class WrapperStorage(Storage):
         """See `Storage.adopt`."""
         inner = await self.inner.adopt(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
         return _WrapperTransaction(self, inner, path)
+
+    async def delete(self, path: str, *, workers: Workers) -> None:
+        """See `Storage.delete`."""
+        await self.before("delete", path)
+        await self.inner.delete(path, workers=workers)
+
+    async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
+        """See `Storage.clean`."""
+        await self.before("clean", directory)
+        return await self.inner.clean(directory, older_than_s=older_than_s, workers=workers)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         """See `Storage.open`."""
@@ -102,6 +115,9 @@ class _WrapperTransaction(Transaction):
 
     async def take_back(self, name: str) -> None:
         await self._inner.take_back(name)
+
+    async def leave(self) -> None:
+        await self._inner.leave()
 
     async def tidy(self) -> None:
         await self._inner.tidy()

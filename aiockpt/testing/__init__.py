@@ -1,5 +1,6 @@
-"""Storages that wait or fail on demand, for tests of aiockpt and of programs that use it."""
+"""Storages that wait, hang or fail on demand, for tests of aiockpt and of programs that use it."""
 
-from aiockpt.testing.storages import FaultyStorage, GatedStorage
+from aiockpt.testing.faults import Chances, Fault
+from aiockpt.testing.storages import FaultyStorage, GatedStorage, HangingStorage
 
-__all__ = ["FaultyStorage", "GatedStorage"]
+__all__ = ["Chances", "Fault", "FaultyStorage", "GatedStorage", "HangingStorage"]

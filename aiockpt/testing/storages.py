@@ -1,22 +1,28 @@
-"""Storages that wait or fail on demand."""
+"""Storages that wait, hang or fail on demand."""
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from aiockpt.errors import CommitError, LoadError, WriteError
+import anyio
+
+from aiockpt.errors import CommitError, CorruptCheckpointError, LoadError, WriteError
 from aiockpt.handle import Completion
-from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.testing.faults import Chances, Fault
+from aiockpt.testing.stepped import SteppedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiockpt.storage.base import Storage
+    from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.threads import Workers
 
 
-class GatedStorage(WrapperStorage):
+class GatedStorage(SteppedStorage):
     """Stops before the given steps until it is let go on, from any thread or loop.
 
     ::
@@ -26,9 +32,11 @@ class GatedStorage(WrapperStorage):
         await storage.reached["commit"]   # everything is written, nothing published
         storage.open("commit")
 
+    Who waits at a gate can be cancelled; `HangingStorage` is for what can't.
+
     Args:
         inner: where things really go.
-        steps: where to stop; see `WrapperStorage.before`.
+        steps: where to stop; see `aiockpt.testing.stepped.Step`.
     """
 
     def __init__(self, inner: Storage, steps: Sequence[str]) -> None:
@@ -47,36 +55,145 @@ class GatedStorage(WrapperStorage):
             await self._gates[step]
 
 
-class FaultyStorage(WrapperStorage):
-    """Fails at a step, as the file system would.
+class HangingStorage(SteppedStorage):
+    """Hangs in the thread that does a step, as a disk or a server does that answers no more: nothing can cancel that.
+
+    ::
+
+        storage = HangingStorage(LocalStorage(), "write")
+        save = ckpt.save(state, path, storage=storage)
+        await storage.reached             # a thread hangs
+        storage.recover()                 # to be called, or that thread never ends
 
     Args:
         inner: where things really go.
-        step: which step fails; see `WrapperStorage.before`, or "read".
-        error: what the file system says.
-        nth: which occurrence of the step fails, counted from 1.
-        times: how many occurrences fail, from there on.
+        step: which step hangs, in every transaction: any of a transaction, "begin" or "join".
     """
 
-    def __init__(self, inner: Storage, step: str, error: OSError, *, nth: int = 1, times: int = 1) -> None:
+    def __init__(self, inner: Storage, step: str) -> None:
         super().__init__(inner)
         self._step = step
-        self._error = error
-        self._range = range(nth, nth + times)
-        self.seen: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._workers: Workers | None = None
+        self._works = threading.Event()
+        self.reached: Completion[None] = Completion(f"reached {step}")
 
-    def before_read(self, name: str, offset: int, nbytes: int) -> None:
-        """Raise the error, if this is the step and the occurrence."""
-        with self._counting:
-            self.seen["read"] += 1
-            fails = self._step == "read" and self.seen["read"] in self._range
-        if fails:
-            raise LoadError(f"can't read {name} at offset {offset}: {self._error}") from self._error
+    def recover(self) -> None:
+        """Let everything go on, now and later; from any thread."""
+        self._works.set()
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+        """See `Storage.begin`."""
+        self._workers = workers
+        return await super().begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
+
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
+        """See `Storage.join`."""
+        self._workers = workers
+        return await super().join(path, ticket, workers=workers)
 
     async def before(self, step: str, name: str) -> None:
-        """Raise the error, if this is the step and the occurrence."""
-        self.seen[step] += 1
-        if step == self._step and self.seen[step] in self._range:
-            kind = CommitError if step == "commit" else WriteError
-            raise kind(f"{step} {name}: {self._error}") from self._error
+        """Hang, if this is the step."""
+        if step == self._step and self._workers is not None:
+            self.reached._settle(None)
+            await self._workers.run(self._works.wait)
+
+
+class FaultyStorage(SteppedStorage):
+    """Fails at given steps, or at random, as the file system would.
+
+    ::
+
+        FaultyStorage(LocalStorage(), "write", OSError(errno.ENOSPC, "No space left on device"), nth=3)
+        FaultyStorage(LocalStorage(), faults=[
+            Fault("finish", OSError(errno.EIO, "Input/output error"), name=".metadata"),
+            Fault("abort", OSError(errno.EIO, "Input/output error")),       # and then cleaning up fails, too
+            Fault("write", delay_s=0.01, times=None),                       # all on a slow disk
+        ])
+        FaultyStorage(LocalStorage(), chances=Chances({"write": 0.01, "commit": 0.05}, seed=7))
+
+    What the engine makes of it is one of aiockpt's errors with the ``OSError`` as its cause. It stands before
+    ``inner``, so ``inner`` does not try again what fails here.
+
+    Args:
+        inner: where things really go.
+        step: which step fails; see `aiockpt.testing.stepped.Step`.
+        error: what the file system says.
+        nth: which occurrence of the step fails, counted from 1.
+        times: how many occurrences fail, from there on; None for all.
+        faults: more of them.
+        chances: faults at random.
+
+    Attributes:
+        seen: how often each step has come.
+        struck: how often each step was made to fail.
+    """
+
+    def __init__(
+        self,
+        inner: Storage,
+        step: str = "",
+        error: Exception | None = None,
+        *,
+        nth: int = 1,
+        times: int | None = 1,
+        faults: Sequence[Fault] = (),
+        chances: Chances | None = None,
+    ) -> None:
+        super().__init__(inner)
+        own = (Fault(step, error, nth=nth, times=times),) if step else ()
+        self._faults = (*own, *faults)
+        self._met = [0] * len(self._faults)
+        self._chances = chances
+        self._random = random.Random(0 if chances is None else chances.seed)
+        self._counting = threading.Lock()
+        self.seen: Counter[str] = Counter()
+        self.struck: Counter[str] = Counter()
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        """Fail, if it is time to; in the thread that reads."""
+        delay_s, error, short_bytes = self._due("read", name)
+        if delay_s:
+            time.sleep(delay_s)
+        if error is not None:
+            raise _as_ours("read", f"can't read {name} at offset {offset}: {error}", error)
+        if short_bytes is not None and short_bytes < nbytes:
+            raise CorruptCheckpointError(
+                f"{name} ends at byte {offset + short_bytes}, {nbytes - short_bytes} bytes too early: it was truncated"
+            )
+
+    async def before(self, step: str, name: str) -> None:
+        """Fail, if it is time to."""
+        delay_s, error, _ = self._due(step, name)
+        if delay_s:
+            await anyio.sleep(delay_s)
+        if error is not None:
+            raise _as_ours(step, f"{step} {name}: {error}", error)
+
+    def _due(self, step: str, name: str) -> tuple[float, Exception | None, int | None]:
+        """Take note of an occurrence; tell how long it lasts, how it fails, and after how many bytes a read ends."""
+        delay_s, error, short_bytes = 0.0, None, None
+        with self._counting:
+            self.seen[step] += 1
+            for number, fault in enumerate(self._faults):
+                if not fault.concerns(step, name):
+                    continue
+                self._met[number] += 1
+                if fault.strikes(self._met[number]):
+                    delay_s += fault.delay_s
+                    error = error or fault.error
+                    short_bytes = fault.short_bytes if short_bytes is None else short_bytes
+            if error is None and self._chances is not None:
+                error = self._chances.draw(step, self._random)
+            if error is not None or short_bytes is not None:
+                self.struck[step] += 1
+        return delay_s, error, short_bytes
+
+
+def _as_ours(step: str, message: str, error: Exception) -> Exception:
+    """Give the error that a storage raises for what the file system says; others come as they are."""
+    if not isinstance(error, OSError):
+        return error
+    kind = {"commit": CommitError, "open": LoadError, "read": LoadError}.get(step, WriteError)
+    ours = kind(message)
+    ours.__cause__ = error
+    return ours

@@ -1,0 +1,148 @@
+"""The names of hidden directories. They tell who has made one, so that those of processes that are gone are known.
+
+A name is `.NAME.aiockpt-MACHINE BOOT SPACE-PID-START-RANDOM`, the three in capitals being hashes of eight letters each
+without a gap between them, and maybe a word behind it: `-part-3` for a file beside the directory, `-swept` for a
+directory that is being removed. RANDOM has 64 bits, so that nobody can guess it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import secrets
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+
+_NAME_BYTES = 150  # of 255 that a name may have
+_HASH_LETTERS = 8
+_OWNED = re.compile(
+    r"(?P<base>\..*\.aiockpt-(?P<machine>[a-z2-7]{8})(?P<boot>[a-z2-7]{8})(?P<space>[a-z2-7]{8})"
+    r"-(?P<pid>[0-9]{1,7})-(?P<start>[0-9]{1,20})-[0-9a-f]{16})(?P<word>(?:-[a-z0-9]+)*)",
+    re.DOTALL,
+)
+# Those of older versions, of systems that don't tell, and of the adapters for DCP.
+_UNOWNED = re.compile(r"(?P<base>\..*\.aiockpt-(?:dcp|[0-9]{1,7}-[0-9a-f]{12,16}))(?P<word>(?:-[a-z0-9]+)*)", re.DOTALL)
+SWEPT = "-swept"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, told from all others that there are or have been.
+
+    Attributes:
+        machine: a hash of what the machine is called.
+        boot: a hash of what tells one run of its kernel from others.
+        space: a hash of that and the process's namespace, within which its number counts.
+        pid: its number there.
+        start: when it was started, in ticks since the kernel was.
+    """
+
+    machine: str
+    boot: str
+    space: str
+    pid: int
+    start: int
+
+    def __str__(self) -> str:
+        return f"{self.machine}{self.boot}{self.space}-{self.pid}-{self.start}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a name tells.
+
+    Attributes:
+        base: the name without its word.
+        word: what is behind it; empty for the hidden directory itself.
+        owner: who has made it; None if that is not known.
+    """
+
+    base: str
+    word: str
+    owner: Owner | None
+
+
+def new_ticket(name: str) -> str:
+    """Choose a hidden name for something that will be called ``name``."""
+    short = name
+    while len(os.fsencode(short)) > _NAME_BYTES:
+        short = short[:-1]
+    owner = this_process()
+    return f".{short}.aiockpt-{os.getpid() if owner is None else owner}-{secrets.token_hex(8)}"
+
+
+def read_ticket(name: str) -> Ticket | None:
+    """Tell what a name tells; None if it is no hidden one."""
+    found = _OWNED.fullmatch(name)
+    if found is not None:
+        owner = Owner(found["machine"], found["boot"], found["space"], int(found["pid"]), int(found["start"]))
+        return Ticket(found["base"], found["word"], owner)
+    found = _UNOWNED.fullmatch(name)
+    return None if found is None else Ticket(found["base"], found["word"], None)
+
+
+def this_process() -> Owner | None:
+    """Tell who this process is; None where the system doesn't say."""
+    return _process(os.getpid())
+
+
+@cache
+def _process(pid: int) -> Owner | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        boot = _contents("/proc/sys/kernel/random/boot_id")
+        space = os.stat("/proc/self/ns/pid").st_ino
+        start = _start(pid)
+        if os.readlink("/proc/self") != str(pid) or start is None:  # a /proc of others
+            return None
+    except OSError:
+        return None
+    return Owner(_hash(_machine()), _hash(boot), _hash(f"{boot} {space}"), pid, start)
+
+
+def is_running(owner: Owner) -> bool:
+    """Tell whether a process of this namespace is still there; where that can't be told, it is."""
+    try:
+        os.kill(owner.pid, 0)
+        return _start(owner.pid) == owner.start
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user, or not shown
+        return True
+
+
+def booted_s() -> float | None:
+    """Tell when the kernel was started, in seconds as in `time.time`."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return None if clock is None else time.time() - time.clock_gettime(clock)
+
+
+def _start(pid: int) -> int | None:
+    """Give when a process was started; None if it has ended and only its parent has not noticed."""
+    state, *fields = _contents(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def _machine() -> str:
+    """Give what the machine is called: its host name too, for copies of a machine have the same number."""
+    try:
+        number = _contents("/etc/machine-id")
+    except OSError:
+        number = ""
+    return f"{number} {socket.gethostname()}"
+
+
+def _contents(path: str) -> str:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read().strip()
+
+
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+    return base64.b32encode(digest).decode().lower()[:_HASH_LETTERS]

@@ -1,0 +1,203 @@
+"""What the kernel offers to follow another process: ptrace(2), and a seccomp(2) filter that tells which calls stop it.
+
+Linux on x86-64 only. The functions take the number of a thread; a process's first thread has the process's number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import platform
+import struct
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+WAIT_ALL: Final = 0x40000000  # __WALL: threads as well
+EVENT_EXEC: Final = 4
+EVENT_SECCOMP: Final = 7
+EVENT_STOP: Final = 128
+SYSCALL_STOP: Final = 0x85  # SIGTRAP, marked as the beginning or end of a call
+
+_CONT, _GETREGS, _SETREGS, _SYSCALL = 7, 12, 13, 24
+_GETEVENTMSG, _SEIZE, _LISTEN = 0x4201, 0x4206, 0x4208
+# Mark call stops; follow forks, vforks, threads and execs; stop where the filter says; no tracee outlives its tracer.
+_OPTIONS = 0x1 | 0x2 | 0x4 | 0x8 | 0x10 | 0x80 | 0x100000
+
+_SET_SUBREAPER, _GET_SUBREAPER, _SET_NO_NEW_PRIVS, _SET_SECCOMP = 36, 37, 38, 22
+_FILTER_MODE = 2
+_X86_64 = 0xC000003E
+_LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
+_ALLOW, _TRACE, _REFUSE = 0x7FFF0000, 0x7FF00000, 0x00050000 | errno.ENOSYS
+_AT_NUMBER, _AT_ARCH, _AT_ARGUMENTS = 0, 4, 16
+
+_NAMES = (
+    *("r15", "r14", "r13", "r12", "rbp", "rbx", "r11", "r10", "r9", "r8", "rax", "rcx", "rdx", "rsi", "rdi"),
+    *("orig_rax", "rip", "cs", "eflags", "rsp", "ss", "fs_base", "gs_base", "ds", "es", "fs", "gs"),
+)
+
+
+class Registers(ctypes.Structure):
+    """The registers of a stopped thread; ``orig_rax`` is the number of its call, ``rax`` the answer."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in _NAMES)
+
+    rax: int
+    rdx: int
+    rsi: int
+    r10: int
+    orig_rax: int
+
+    def copy(self) -> Registers:
+        """Give a copy."""
+        return Registers.from_buffer_copy(self)
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """The six arguments of the call, unsigned."""
+        return tuple(getattr(self, name) for name in ("rdi", "rsi", "rdx", "r10", "r8", "r9"))
+
+    @property
+    def answer(self) -> int:
+        """What the call has answered; negative: the error number."""
+        return ctypes.c_int64(self.rax).value
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    libc.ptrace.restype = ctypes.c_long
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc.prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong)
+    return libc
+
+
+def _ptrace(request: int, thread: int, data: Any = None) -> None:
+    if _libc().ptrace(request, thread, None, data) == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"ptrace request {request:#x} of thread {thread}: {os.strerror(number)}")
+
+
+def unsupported() -> str:
+    """Say why this machine is none that can be traced here; empty if it is one."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"processes are traced on Linux on x86-64 only, and this is {sys.platform} on {platform.machine()}"
+    return ""
+
+
+def seize(process: int) -> None:
+    """Follow a process, its threads and all that it starts from now on, without stopping it.
+
+    Raises:
+        OSError: not permitted, or there is none.
+    """
+    _ptrace(_SEIZE, process, _OPTIONS)
+
+
+def resume(thread: int, signal: int = 0) -> None:
+    """Let a stopped thread go on, with a signal delivered to it."""
+    _ptrace(_CONT, thread, signal)
+
+
+def resume_until_answer(thread: int, signal: int = 0) -> None:
+    """Let a thread that was stopped at a call go on until the call has been answered."""
+    _ptrace(_SYSCALL, thread, signal)
+
+
+def leave_stopped(thread: int) -> None:
+    """Leave a thread stopped, as the signal that it has got wants it, until it is continued."""
+    _ptrace(_LISTEN, thread)
+
+
+def event_message(thread: int) -> int:
+    """Give what comes with an event: for that of an exec, the number that the thread had before."""
+    message = ctypes.c_ulong()
+    _ptrace(_GETEVENTMSG, thread, ctypes.addressof(message))
+    return message.value
+
+
+def registers(thread: int) -> Registers:
+    """Read the registers of a stopped thread."""
+    found = Registers()
+    _ptrace(_GETREGS, thread, ctypes.addressof(found))
+    return found
+
+
+def set_registers(thread: int, values: Registers) -> None:
+    """Write the registers of a stopped thread."""
+    _ptrace(_SETREGS, thread, ctypes.addressof(values))
+
+
+def memory(thread: int, address: int, nbytes: int) -> bytes:
+    """Read memory of another process, as far as it is mapped from ``address`` on; see process_vm_readv(2)."""
+    buffer = ctypes.create_string_buffer(nbytes)
+    ours = _Vector(ctypes.addressof(buffer), nbytes)
+    theirs = _Vector(address, nbytes)
+    count = _libc().process_vm_readv(thread, ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
+    if count < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"reading the memory of thread {thread}: {os.strerror(number)}")
+    return buffer.raw[:count]
+
+
+def text(thread: int, address: int) -> bytes:
+    """Read a string, up to its zero byte, from the memory of another process."""
+    found = bytearray()
+    while b"\0" not in found:  # never beyond a page at once, for the next one may not be there
+        found += memory(thread, address + len(found), 4096 - (address + len(found)) % 4096)
+    return bytes(found[: found.index(0)])
+
+
+def adopt_orphans(adopt: bool) -> bool:
+    """Become, or cease to be, the parent of descendants whose parent ends; tell what was before."""
+    before = ctypes.c_int()
+    _libc().prctl(_GET_SUBREAPER, ctypes.addressof(before), None, 0, 0)
+    _libc().prctl(_SET_SUBREAPER, int(adopt), None, 0, 0)
+    return bool(before.value)
+
+
+def stop_at(always: Sequence[int], by_flags: Mapping[int, tuple[int, int]], refused: Sequence[int] = ()) -> None:
+    """Let the calling thread, and all that it starts from now on, stop for the tracer at some calls.
+
+    It can't be undone. Without a tracer these calls fail with ENOSYS.
+
+    Args:
+        always: the numbers of the calls.
+        by_flags: for calls that stop only with certain flags: which argument holds them, and any of which.
+        refused: calls that fail with ENOSYS.
+
+    Raises:
+        OSError: the kernel has no such filters.
+    """
+    program = [
+        (_LOAD, 0, 0, _AT_ARCH),
+        (_JUMP_EQUAL, 1, 0, _X86_64),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _AT_NUMBER),
+    ]
+    for number in always:
+        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _TRACE)]
+    for number in refused:
+        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+    for number, (argument, flags) in by_flags.items():
+        program += [(_JUMP_EQUAL, 0, 4, number), (_LOAD, 0, 0, _AT_ARGUMENTS + 8 * argument)]
+        program += [(_JUMP_SET, 0, 1, flags), (_RETURN, 0, 0, _TRACE), (_RETURN, 0, 0, _ALLOW)]
+    program.append((_RETURN, 0, 0, _ALLOW))
+    code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+    whole = _Program(len(program), code)
+    for option, value, data in ((_SET_NO_NEW_PRIVS, 1, None), (_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(whole))):
+        if _libc().prctl(option, value, data, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"no filter of system calls: {os.strerror(ctypes.get_errno())}")
