@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
-from aiockpt.format.checks import check_index
+from aiockpt.format.checks import check_index, check_paths
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
 from aiockpt.format.indexed_entries import IndexedEntries
 from aiockpt.format.manifest_reader import decode_manifest
@@ -19,6 +19,7 @@ from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.safetensors import HEADER_PROBE_BYTES, decode_header, header_end, with_shared_names
 from aiockpt.format.safetensors_set import decode_shard_index, merge_shards
+from aiockpt.format.shown import show_plainly
 from aiockpt.format.torchsave import holds_tensors, read_torch_file
 from aiockpt.planning.tree import StructureError, flatten
 
@@ -49,15 +50,25 @@ def read_index(
         CorruptCheckpointError: naming the file that is missing, cut short or damaged.
         UnsafeCheckpointError: reading it would run code, or leave its directory.
     """
-    files = source.files
-    if METADATA_NAME in files:
-        return _read_dcp(source, path)
+    try:
+        if METADATA_NAME in source.files:
+            index, manifest = _read_dcp(source, path)
+        else:
+            index, manifest = _read_located(source, path, safe_globals, trust), read_manifest(source, path)
+        check_paths(path, index)
+    except LoadError as exc:
+        show_plainly(exc)
+        raise
+    return index, manifest
+
+
+def _read_located(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
     try:
         index = _read_other(source, path, safe_globals, trust)
     except LoadError as exc:
         raise _located(path, exc) from exc
-    check_index(path, index, files)
-    return index, read_manifest(source, path)
+    check_index(path, index, source.files)
+    return index
 
 
 def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
@@ -104,7 +115,8 @@ def _read_dcp(source: Source, path: str) -> tuple[Index, Manifest | None]:
             manifest.index.entries.check(source.files, path)
             return manifest.index, manifest
     metadata = _file(source, METADATA_NAME)
-    if manifest is not None and crc32(metadata) != manifest.files[METADATA_NAME].crc:
+    facts = None if manifest is None else manifest.files.get(METADATA_NAME)
+    if facts is not None and crc32(metadata) != facts.crc:
         raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
     index = _with_path(path, decode_metadata, metadata)
     check_index(path, index, source.files)

@@ -15,6 +15,7 @@ import torch
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.objects import decode_object
+from aiockpt.format.shown import show_plainly, shown
 from aiockpt.format.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.ziparchive import FramingError
 from aiockpt.item_batch import ItemBatch, batches
@@ -197,10 +198,12 @@ class ItemReader:
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
+            if isinstance(error, LoadError):
+                show_plainly(error)
             if isinstance(error, LoadError) or not isinstance(error, Exception):
                 raise error from error.__cause__
             reason = str(error) if isinstance(error, AiockptError) else f"{type(error).__name__}: {error}"
-            raise LoadError(f"loading {self._path} failed: {reason}") from error
+            raise LoadError(shown(f"loading {self._path} failed: {reason}")) from error
 
     async def _hop(self, function: Callable[..., None], *args: Any) -> None:
         await self._tools.workers.run(function, *args)

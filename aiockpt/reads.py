@@ -73,19 +73,26 @@ def view_of(memory: torch.Tensor, item: TensorItem, *, lazily: bool) -> torch.Te
         item: what it stores.
         lazily: leave the memory as it is, for others see it as well, where values are stored conjugated or negated.
     """
+    if not lazily:  # of the memory, for elements of the tensor may share theirs
+        values = _values(memory, item)
+        if item.conj:
+            values.conj_physical_()
+        if item.neg:
+            values.neg_()
+        return values.as_strided(item.shape, item.stride, item.storage_offset)
     tensor = seen_as(memory, item)
-    if item.conj:
-        tensor = tensor.conj() if lazily else tensor.conj_physical_()
-    if item.neg:
-        tensor = torch._neg_view(tensor) if lazily else tensor.neg_()
-    return tensor
+    tensor = tensor.conj() if item.conj else tensor
+    return torch._neg_view(tensor) if item.neg else tensor
 
 
 def seen_as(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
     """See a payload, dtype uint8, as the values that it stores, conjugated and negated as they may be."""
+    return _values(memory, item).as_strided(item.shape, item.stride, item.storage_offset)
+
+
+def _values(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
     rest = len(memory) % item.dtype.itemsize
-    values = (memory[:-rest] if rest else memory).view(item.dtype)
-    return values.as_strided(item.shape, item.stride, item.storage_offset)
+    return (memory[:-rest] if rest else memory).view(item.dtype)
 
 
 def reads_of(

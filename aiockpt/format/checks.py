@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 MAX_DIMS = 64
 """The most dimensions that torch gives a tensor."""
 _LIMIT = 2**63
-_MOST_CORNERS = 1 << 22
+_CORNERS_PER_CHUNK = 64
+_LEAST_CORNERS = 1 << 18
+_LEAST_GAPS = 1 << 20
+_GAPS_PER_NAME = 64
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -52,9 +55,11 @@ def check_index(path: str, index: Index, files: Mapping[str, int]) -> None:
         UnsafeCheckpointError: a file outside the checkpoint.
     """
     claims: defaultdict[str, _Claims] = defaultdict(_Claims)
+    room = _LEAST_CORNERS
     for name, entry in index.entries.items():
         if isinstance(entry, TensorEntry):
-            _check_tensor(path, name, entry)
+            room += _CORNERS_PER_CHUNK * len(entry.chunks)
+            room -= _check_tensor(path, name, entry, room)
             for chunk in entry.chunks:
                 _claim(path, name, entry, chunk.place, files, claims, shared=chunk.item is not None)
                 _check_chunk(path, name, entry, chunk)
@@ -94,16 +99,27 @@ def _claim(
         claimed.owners.append((name, entry, shared))
 
 
-def _check_tensor(path: str, name: str, entry: TensorEntry) -> None:
-    """Check that the shape is possible, and that the chunks are all of it."""
+def _check_tensor(path: str, name: str, entry: TensorEntry, room: int) -> int:
+    """Check that the shape is possible, and that the chunks are all of it.
+
+    Args:
+        path: the checkpoint, for messages.
+        name: the key.
+        entry: the tensor.
+        room: how many corners of chunks may be looked at.
+
+    Returns:
+        How many were.
+    """
     shape, chunks = entry.shape, entry.chunks
     if len(shape) > MAX_DIMS or math.prod([n or 1 for n in shape]) * entry.dtype.itemsize >= _LIMIT:
         raise CorruptCheckpointError(f"{path}: {name} can't have the shape {shape}; its metadata is damaged")
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
-        return
-    wrong = _wrong_cover(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
+        return 0
+    wrong, corners = _wrong_cover(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks], room)
     if wrong:
         raise CorruptCheckpointError(f"{path}: the chunks of {name} {wrong} {shape}; its metadata is damaged")
+    return corners
 
 
 def _check_chunk(path: str, name: str, entry: TensorEntry, chunk: ChunkEntry) -> None:
@@ -137,25 +153,25 @@ def view_fits(offset: int, shape: tuple[int, ...], stride: tuple[int, ...], item
     return 0 in shape or (last + 1) * itemsize <= nbytes
 
 
-def _wrong_cover(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
-    """Say what is wrong if not every element of a shape is in exactly one of the boxes."""
+def _wrong_cover(shape: tuple[int, ...], boxes: Sequence[Box], room: int) -> tuple[str, int]:
+    """Say what is wrong if not every element of a shape is in exactly one of the boxes; count the corners."""
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return "have another number of dimensions than"
+            return "have another number of dimensions than", 0
         if any(o < 0 or n < 0 or o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
-            return "lie outside"
+            return "lie outside", 0
     boxes = [box for box in boxes if 0 not in box[1]]
     stored, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if stored != whole:
-        return "overlap in" if stored > whole else "are not all of"
+        return "overlap in" if stored > whole else "are not all of", 0
     split = [dim for dim, total in enumerate(shape) if any(sizes[dim] != total for _, sizes in boxes)]
-    if len(split) == 1:
-        return _wrong_cuts([(offsets[split[0]], sizes[split[0]]) for offsets, sizes in boxes])
-    if len(boxes) << len(split) > _MOST_CORNERS:
-        return "are cut in too many ways to be those of"
-    if split and not _cancel(_corners(shape, boxes, split)):
-        return "overlap in"
-    return ""
+    if len(split) < 2:
+        cuts = [(offsets[split[0]], sizes[split[0]]) for offsets, sizes in boxes] if split else []
+        return _wrong_cuts(cuts), 0
+    corners = len(split) * (len(boxes) << len(split))
+    if corners > room:
+        return "are cut in too many ways to be those of", 0
+    return "" if _cancel(_corners(shape, boxes, split)) else "overlap in", corners
 
 
 def _wrong_cuts(cuts: list[tuple[int, int]]) -> str:
@@ -218,3 +234,27 @@ def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:
                 "not the same tensor; the metadata is damaged"
             )
         tied.add((id(first), id(second)))
+
+
+def check_paths(path: str, index: Index) -> None:
+    """Check that lists are not much longer than what is said to be in them.
+
+    Raises:
+        CorruptCheckpointError: the gaps between list positions would take memory that nothing in the index justifies.
+    """
+    lengths: dict[str, int] = {}
+    nodes: dict[str, int] = {}
+    # An index that knows that it has no lists says so.
+    leaves = index.paths.values() if getattr(index.paths, "has_positions", True) else ()
+    containers = [record["path"] for record in index.containers]
+    for steps in chain(leaves, containers):
+        if int not in map(type, steps):
+            continue
+        node = 0
+        for step in steps:
+            if type(step) is int:
+                lengths[str(node)] = max(lengths.get(str(node), 0), step)
+            # By text, whose hash can't be foreseen.
+            node = nodes.setdefault(f"{node}{step!r}", len(nodes) + 1)
+    if sum(lengths.values()) > _LEAST_GAPS + _GAPS_PER_NAME * (len(index.paths) + len(containers)):
+        raise CorruptCheckpointError(f"{path} has lists that are far longer than what is in them; it is damaged")

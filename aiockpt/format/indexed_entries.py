@@ -189,6 +189,11 @@ class IndexedPaths(Mapping[str, ObjPath]):
     def __repr__(self) -> str:
         return f"<IndexedPaths of {len(self._names)} leaves>"
 
+    @property
+    def has_positions(self) -> bool:
+        """Whether a path leads through a list."""
+        return bool(self._sequences) or any(type(part) is int for parent in self._parents for part in parent)
+
     def __len__(self) -> int:
         return len(self._names)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.index import Index
 from aiockpt.format.index_writer import head_of
 from aiockpt.format.indexed_entries import Form, IndexedEntries, IndexedPaths
@@ -90,7 +91,9 @@ def _numbers(raw: Any, column: str, count: int, low: int, high: int) -> NDArray[
 
 def _form(dtype: Any, shape: list[int], stride: list[int], item_bytes: int, payload_offset: int, nbytes: int) -> Form:
     if type(dtype) is not str or dtype not in _DTYPES:
-        raise ValueError(f"{dtype!r} is no dtype of a tensor")
+        raise ValueError(f"{dtype!r:.100} is no dtype of a tensor")
+    if len(shape) > MAX_DIMS or len(stride) > MAX_DIMS:
+        raise ValueError(f"a tensor has more than {MAX_DIMS} dimensions")
     counts = (*shape, *stride, item_bytes, payload_offset, nbytes)
     if not all(type(count) is int and 0 <= count <= _MAX_BYTES for count in counts):
         raise ValueError(f"{counts} are no sizes")

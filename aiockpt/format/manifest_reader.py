@@ -7,8 +7,9 @@ import json
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.manifest import FORMAT_VERSION, SEAL, FileFacts, Manifest
+from aiockpt.format.manifest import FORMAT_VERSION, SEAL, Manifest
 from aiockpt.format.manifest_index import decode_index
+from aiockpt.format.manifest_parts import containers, file_facts, mapping, text
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transformed import decode_transformed
 
@@ -26,13 +27,14 @@ def decode_manifest(data: bytes) -> Manifest:
             raise ValueError("its text does not match its CRC")
         if document["format_version"] > FORMAT_VERSION:
             raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
+        document["containers"] = containers(document["containers"])
         return Manifest(
-            writer=document["writer"],
-            created=document["created"],
-            metadata=document["metadata"],
-            files={k: FileFacts(v["bytes"], int(v["crc32"], 16)) for k, v in document["files"].items()},
-            totals=document["totals"],
-            times_s=document["times_s"],
+            writer=text(document["writer"]),
+            created=text(document["created"]),
+            metadata=mapping(document["metadata"]),
+            files=file_facts(document["files"]),
+            totals=mapping(document["totals"]),
+            times_s=mapping(document["times_s"]),
             containers=document["containers"],
             index=decode_index(document) if "index" in document else None,
             transformed=decode_transformed(document["transformed"]) if "transformed" in document else {},

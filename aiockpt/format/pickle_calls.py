@@ -13,6 +13,10 @@ from aiockpt.format.pickles import DTYPES
 _MAX_TEXT = 640  # a number of more digits takes time to read
 _MAX_KEY = 2**64  # larger numbers can be chosen to have the same hash
 _LARGE_KEY_COST = 1000
+_RANGE_ELEMENT_BYTES = 40  # a number and the reference to it
+_ELEMENT_BYTES = 8
+_ENTRY_BYTES = 64  # of a set or a dict
+_LATIN = ("latin1", "latin-1")
 _ENDLESS = 1 << 62
 
 
@@ -24,6 +28,9 @@ class Value:
         kind: what it is.
         size: what a copy of it takes, in elements or bytes.
         hashes: the steps to hash it, or for a container all that is in it.
+        rivals: for a container, how many pairs of the values in it have one hash.
+        crowd: how many values in it have which hash, of those whose hash can be chosen.
+        hashed: its hash, as far as equal ones show; of everything whose hash is not known here it is the same.
         depth: how deep tuples are in it.
         items: the elements of a tuple.
         name: the full name of a global.
@@ -37,6 +44,9 @@ class Value:
     items: list[Any] | None = None
     name: str = ""
     width: int = 1
+    rivals: int = 0
+    hashed: int = 0
+    crowd: dict[int, int] | None = None
 
     @classmethod
     def of_tuple(cls, items: list[Any]) -> Value:
@@ -44,6 +54,8 @@ class Value:
         value = cls("tuple", items=items, depth=1)
         for item in items:
             value.add(item)
+        # As a tuple's hash, it depends on those of the items alone, and is as easily made to be another's.
+        value.hashed = hash(tuple([item.hashed if isinstance(item, Value) else hash(item) for item in items]))
         return value
 
     def add(self, item: Any) -> None:
@@ -51,6 +63,18 @@ class Value:
         self.size += 1
         self.hashes = min(self.hashes + hash_cost(item), _ENDLESS)
         self.depth = max(self.depth, depth_of(item) + (self.kind == "tuple"))
+        if self.kind != "tuple":
+            self.rivals += self.rivals_of(item)
+
+    def rivals_of(self, key: Any) -> int:
+        """Tell how many values in a container have the hash of one more, which then counts as well."""
+        if not isinstance(key, Value) or key.kind == "time":
+            return 0  # hashes of texts and times can't be foreseen, and few numbers have one hash
+        if self.crowd is None:
+            self.crowd = {}
+        before = self.crowd.get(key.hashed, 0)
+        self.crowd[key.hashed] = before + 1
+        return before
 
 
 class Guard(Protocol):
@@ -58,6 +82,9 @@ class Guard(Protocol):
 
     def charge(self, steps: int) -> None:
         """Count what something costs."""
+
+    def charge_bytes(self, nbytes: int) -> None:
+        """Count memory that something takes."""
 
     def charge_key(self, key: Any) -> None:
         """Count what it costs to look up a key."""
@@ -94,7 +121,7 @@ def _plain(g: Guard, name: str, args: list[Any]) -> Value:
         raise PickleError(f"it calls {name} with more than a few short values")
     if name == "builtins.str" and any(isinstance(arg, Value) for arg in args):
         raise PickleError("it makes a text of something else")
-    return Value("plain")
+    return Value("time" if name in _TIMES else "plain")
 
 
 def _copy(kind: str, *, hashed: bool = False) -> Any:
@@ -103,9 +130,13 @@ def _copy(kind: str, *, hashed: bool = False) -> Any:
         for arg in args:
             g.charge(weight(arg))
             if isinstance(arg, Value) and arg.kind != "global":
+                each = _RANGE_ELEMENT_BYTES if arg.kind == "range" else 0
+                g.charge_bytes(arg.size * (each + (_ENTRY_BYTES if hashed else _ELEMENT_BYTES)))
                 if hashed:
                     g.charge_key(arg)
+                    g.charge(arg.rivals)
                 made.size += arg.size
+                made.hashed = arg.hashed
                 made.hashes = min(made.hashes + arg.hashes, _ENDLESS)
                 made.depth = max(made.depth, arg.depth + 1)
             elif type(arg) is str:
@@ -116,6 +147,8 @@ def _copy(kind: str, *, hashed: bool = False) -> Any:
 
 
 def _bytes(g: Guard, name: str, args: list[Any]) -> Value:
+    if len(args) > 1 and (len(args) > 2 or args[1] not in _LATIN):
+        raise PickleError("it encodes a text in a way that bytes are not stored in")
     size = sum(max(arg, 0) if type(arg) is int else weight(arg) for arg in args)
     g.charge(size)
     return Value("bytes", size=size)
@@ -134,6 +167,9 @@ def _range(g: Guard, name: str, args: list[Any]) -> Value:
     numbers = range(*args)
     size = (numbers[-1] - numbers[0]) // numbers.step + 1 if numbers else 0
     return Value("range", size=min(size, _ENDLESS), hashes=min(size, _ENDLESS) + 1)
+
+
+_TIMES = ("datetime.date", "datetime.datetime", "datetime.time")
 
 
 def _anything(kind: str) -> Any:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _STEPS_PER_BYTE = 64
 _LEAST_STEPS = 100_000
+_LEAST_BYTES = 64 << 20
 _DEEPEST = 500
 _STORAGE_DTYPES = {
     "Double": "float64",
@@ -72,6 +73,7 @@ class _Guard(Machine):
         self._records = records
         self._allowed = allowed
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
+        self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
         self._storages: dict[str, Value] = {}
 
     def charge(self, steps: int) -> None:
@@ -79,6 +81,12 @@ class _Guard(Machine):
         self._steps_left -= steps
         if self._steps_left < 0:
             raise PickleError("it would make far more than its bytes can stand for")
+
+    def charge_bytes(self, nbytes: int) -> None:
+        """Count memory that something takes."""
+        self._bytes_left -= nbytes
+        if self._bytes_left < 0:
+            raise PickleError("it would take far more memory than its bytes can stand for")
 
     def charge_key(self, key: Any) -> None:
         """Count what it costs to look up a key."""
@@ -197,7 +205,9 @@ def _set_items(g: _Guard, items: list[Any]) -> None:
         raise PickleError("it has a key without a value")
     for key in items[::2]:
         g.charge_key(key)
+        rivals = target.rivals
         target.add(key)
+        g.charge(target.rivals - rivals)
 
 
 def _setitem(g: _Guard, at: int) -> int:

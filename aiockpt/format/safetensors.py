@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import ChunkEntry, Index, ItemPlace, TensorEntry, TensorItem
 
@@ -207,6 +208,8 @@ def _layout(name: str, key: str, dtype_name: Any, shape: tuple[int, ...]) -> _La
             f"{name}: the tensor {key!r} has the dtype {dtype_name!r}, which torch {torch.__version__} has no "
             "name for; store it in another dtype, or read it with a program that knows this one"
         )
+    if len(shape) > MAX_DIMS or max(shape, default=0) >= 1 << 63:
+        raise HeaderError(f"gives the tensor {key!r} an impossible shape of {len(shape)} dimensions")
     if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
         raise HeaderError(f"gives the tensor {key!r} the impossible shape {list(shape)}")
     if dtype_name == _PAIRED:  # the file counts halves of bytes, torch counts pairs of them

@@ -78,6 +78,8 @@ def _rebuild_v3(
     if metadata is not None and (type(metadata) is not dict or len(metadata) > len(_FLAGS)):
         raise FramingError("data.pkl describes a tensor with more than its values")
     flags = frozenset(name for name in _FLAGS if metadata and metadata.get(name))
+    if ("conj" in flags and not dtype.is_complex) or ("neg" in flags and dtype not in _NEGATED):
+        raise FramingError(f"data.pkl describes a {dtype} with flags that it can't have")
     return _View(storage, _number(offset), _sizes(shape), _sizes(stride), dtype, flags)
 
 
@@ -92,6 +94,9 @@ def _no_hooks() -> dict[str, Any]:
 
 
 _FLAGS = ("conj", "neg")
+_NEGATED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
+)
 _MOST = 2**63 - 1
 _FUNCTIONS = {
     ("torch._utils", "_rebuild_tensor_v2"): Function(_rebuild_v2),

@@ -22,6 +22,7 @@ from aiockpt.format.index import ChunkEntry, TensorEntry, TensorItem
 from aiockpt.format.objects import HARMLESS, _allow_list, _not_yet_allowed
 from aiockpt.format.pickle_guard import check_object_pickle
 from aiockpt.format.pickle_machine import PickleError
+from aiockpt.format.structure import is_too_much
 from aiockpt.format.torch_archive import StandIns, open_archive
 
 if TYPE_CHECKING:
@@ -172,6 +173,11 @@ def read_torch_file(
         raise _explained(name, exc, trust=trust, checked=bool(archive.records["data.pkl"].crc)) from exc
     finally:
         _forget_sparse_tensors()
+    if is_too_much(value, len(data)):
+        raise LoadError(
+            f"{name} holds one container many times, which holds another many times, or itself; it has more parts than "
+            "can be taken apart. If you trust the file, read it with torch.load."
+        )
     return TorchFile(name, value, stand_ins.by_address())
 
 

@@ -43,19 +43,22 @@ def read_directory(length: int, fetch: Callable[[int, int], bytes]) -> list[Reco
         tail_at = max(0, length - _END.size - _LOCATOR64.size)
         tail = fetch(tail_at, length - tail_at)
         end = _END.unpack(tail[-_END.size :])
-        if end[0] != b"PK\5\6":
+        if end[0] != b"PK\5\6" or end[7]:
             raise FramingError("no end-of-directory record where the item ends")
         count, size, offset = end[4], end[5], end[6]
         if tail[: -_END.size][-_LOCATOR64.size :][:4] == b"PK\6\7":
             locator = _LOCATOR64.unpack(tail[-_END.size - _LOCATOR64.size : -_END.size])
             end64 = _END64.unpack(fetch(locator[2], _END64.size))
+            if end64[0] != b"PK\6\6":  # other readers would go by the record above then
+                raise FramingError("no 64-bit end-of-directory record where the item says that it is")
             count, size, offset = end64[7], end64[8], end64[9]
         if not 0 <= offset <= offset + size <= length:
             raise FramingError("the zip directory lies outside the item")
         records = _entries(fetch(offset, size), offset, count)
     except (struct.error, UnicodeDecodeError, IndexError, StopIteration) as exc:
         raise FramingError(f"the zip directory is damaged: {exc}") from exc
-    if len({record.name for record in records}) != len(records):
+    # torch finds records without regard to case: it must not find others than those that are checked here.
+    if len({record.name.lower() for record in records}) != len(records):
         raise FramingError("two records of the zip directory have the same name")
     return records
 
