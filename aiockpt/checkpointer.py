@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from aiockpt.hooks import Hook
     from aiockpt.job import SaveFormat
     from aiockpt.load_options import MapLocation
+    from aiockpt.sampling import Validation
     from aiockpt.storage.base import Storage
     from aiockpt.transforms.base import Transform
     from aiockpt.transforms.rules import CompressRule
@@ -70,6 +71,7 @@ class AsyncCheckpointer(CheckpointerBase):
         post_commit: Hook | None = None,
         storage: Storage | None = None,
         compress: CompressRule = None,
+        validate: Validation | None = None,
     ) -> SaveHandle:
         """Start to save a state dict. A plain function: it holds the caller for the capture only.
 
@@ -80,7 +82,7 @@ class AsyncCheckpointer(CheckpointerBase):
         operator counts as a change when it is done, and one that is still running when the copies are is not seen:
         call `fence` before other updates in place, such as those of averaged weights (EMA), or loading into the
         tensors. Changes through ``tensor.data``, NumPy views, custom kernels that don't count, and replayed CUDA
-        graphs can't be seen at all: call `fence` before those as well.
+        graphs can't be seen by counters at all: call `fence` before those as well, or ask for ``validate="hash"``.
 
         Saves go one after the other, in the order of the calls.
 
@@ -112,12 +114,19 @@ class AsyncCheckpointer(CheckpointerBase):
                 means a name counts, and what none means stays plain; or a function of name and tensor that gives one
                 of these, which is not asked for objects. What hardly becomes smaller is stored as it is. Loading needs
                 no option, and ``torch.distributed.checkpoint`` reads it too. For the "dcp" format.
+            validate: how changes before `staged` are found. "versions": by version counters, as said above. "hash": by
+                these, and by comparing 64 bytes in every 64 KiB of each tensor that is not copied at the call with what
+                is there when all is staged: this finds every write of whole tensors, or of 64 KiB in one piece, however
+                it was made; one of ``n`` bytes in one piece with a probability of about ``n / 65536``, at places that
+                differ from save to save; and none that began and ended before the call, or was changed back. It holds
+                the caller for some 2 ms per GiB and 6 us per tensor, as much again comes before `staged`, and
+                a thousandth of the state is kept until then. None: as the checkpointer was told.
 
         Returns:
             A handle with the futures ``staged`` and ``written``.
 
         Raises:
-            ValueError: the format is not known, or ``shard_bytes`` or ``compress`` is none or of no use here.
+            ValueError: the format or ``validate`` is not known, or ``shard_bytes`` or ``compress`` is of no use here.
             SaveError: something can't be saved; the message names the key.
             CheckpointExistsError: the path is taken.
             CheckpointerClosedError: the checkpointer is closed.
@@ -133,6 +142,7 @@ class AsyncCheckpointer(CheckpointerBase):
             post_commit=post_commit,
             storage=storage,
             compress=compress,
+            validate=validate,
         )
         return self._submit(state_dict, path, options)
 
@@ -246,6 +256,53 @@ class AsyncCheckpointer(CheckpointerBase):
             LoadError: it can't be read at all.
         """
         return await self._verify(path, storage).wait()
+
+    async def delete(self, path: Path, *, storage: Storage | None = None) -> None:
+        """Delete a checkpoint: at once from its name, and for good before its files are removed.
+
+        Whoever has it open can go on reading what is open. A process that is killed meanwhile leaves all of it, or
+        nothing under its name and a leftover that the next save beside it removes. Of several ranks one calls it.
+        Does not stop when the waiting task is cancelled.
+
+        Args:
+            path: a checkpoint's directory, or a safetensors file. Anything else is refused, links as well.
+            storage: see `load`.
+
+        Raises:
+            CheckpointNotFoundError: nothing is there.
+            DeleteError: it is no checkpoint, is being saved by this checkpointer, or can't be removed.
+        """
+        await self._delete(path, storage).wait()
+
+    async def clean(
+        self, directory: Path, *, older_than_s: float | None = None, storage: Storage | None = None
+    ) -> list[str]:
+        """Remove the hidden directories (``.NAME.aiockpt-*``) that killed processes have left, without saving.
+
+        Every first save into a directory does so as well, as far as it is proven that nobody needs them any more: their
+        process ran on this machine and is gone, and no other, such as its writer process, holds them.
+
+        Args:
+            directory: where checkpoints are kept.
+            older_than_s: remove also those of which that can't be known here, such as those of other hosts, in which
+                nothing was changed for so many seconds. Be sure that no save takes that long.
+            storage: see `load`.
+
+        Returns:
+            The paths of what was removed. What could not be removed is logged.
+
+        Raises:
+            ValueError: the age is negative.
+            DeleteError: the directory can't be read.
+        """
+        return await self._clean(directory, older_than_s, storage).wait()
+
+    async def ready(self) -> None:
+        """Wait until fewer than ``max_in_flight`` saves are in flight, so that a save now finds it not busy.
+
+        That place is not reserved: of several tasks that wait, the first one to save has it. Safe to cancel.
+        """
+        await self._engine.line.ready()
 
     async def prewarm(self, state_dict: StateDict) -> None:
         """Make the staging memory for such a state, and fault it in, so that the first save is as fast as later ones.

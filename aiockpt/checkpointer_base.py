@@ -14,18 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiockpt.capture import capture_items, capture_state, ready_events
 from aiockpt.coordination.choose import check_group, choose_coordinator, is_distributed
 from aiockpt.engine import Engine
-from aiockpt.errors import CheckpointExistsError, SaveError
+from aiockpt.errors import CheckpointExistsError, DeleteError, SaveError, SaveSkippedError, WriteError
 from aiockpt.format.manifest import check_user_metadata
 from aiockpt.guard import StepGuard, fence_all
 from aiockpt.job import SaveJob, choose_form
 from aiockpt.load import load_checkpoint
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.load_together import Gathering, load_together
-from aiockpt.options import EngineOptions, ProcessWriter, check_writer
+from aiockpt.options import EngineOptions, OnBusy, OnFailure, ProcessWriter, check_writer
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.planner import stored_bytes
+from aiockpt.sampling import check_validation
 from aiockpt.staging.pacing import check_window
 from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.retries import DEFAULT_RETRIES
 from aiockpt.transforms.base import check_transforms
 from aiockpt.transforms.rules import choose_compression
 from aiockpt.verify import verify_checkpoint
@@ -42,10 +44,13 @@ if TYPE_CHECKING:
     from aiockpt.hooks import Hook
     from aiockpt.item_reader import LoadTools
     from aiockpt.job import SaveFormat
+    from aiockpt.line import Statistics
     from aiockpt.planning.tree import NameMemo
     from aiockpt.planning.world_planner import WorldPlanner
+    from aiockpt.sampling import Validation
     from aiockpt.staging.pacing import StagingWindow
     from aiockpt.storage.base import Storage
+    from aiockpt.storage.retries import Retries
     from aiockpt.transforms.base import Transform
     from aiockpt.transforms.rules import CompressRule
     from aiockpt.verify_report import VerifyReport
@@ -68,6 +73,7 @@ class SaveOptions:
     post_commit: Hook | None = None
     storage: Storage | None = None
     compress: CompressRule = None
+    validate: Validation | None = None
 
 
 class CheckpointerBase:
@@ -84,10 +90,17 @@ class CheckpointerBase:
         io_threads: int | None = None,
         direct_io: bool = True,
         fsync: bool = True,
+        retries: Retries | int | None = DEFAULT_RETRIES,
         drain_timeout: float = 1800.0,
+        on_busy: OnBusy = "wait",
+        max_in_flight: int = 1,
+        on_failure: OnFailure = "raise",
+        save_timeout: float | None = None,
+        fallback_path: Path | Callable[[str], Path] | None = None,
         staging_window: StagingWindow | None = None,
         writer: Literal["thread", "process"] | ProcessWriter = "thread",
         transforms: Sequence[Transform] = (),
+        validate: Validation = "versions",
     ) -> None:
         """Make a checkpointer. Nothing runs before its first use.
 
@@ -112,7 +125,31 @@ class CheckpointerBase:
             direct_io: write past the page cache where the file system allows it.
             fsync: make every file and directory durable before `written`. Without it a crash of the machine
                 can lose a checkpoint that was announced.
+            retries: how often, and how fast, a write or another step is tried again that a file system has refused
+                for a reason that may pass by itself, such as a server that is restarting; a full disk or a failing
+                device is none. A number is that of attempts after the first; None or 0: no second attempt.
             drain_timeout: how long closing waits for saves in flight, in seconds, before it cancels them.
+            on_busy: what becomes of a save while ``max_in_flight`` others are in flight, that is, not written yet.
+                "wait": it waits in line; what it is to copy must stay as it is until `staged`, and `ready` tells when
+                it would not have to wait. "skip": it is left out. "supersede": it waits, and those before it that only
+                wait as well, behind the first ``max_in_flight``, give way to it. What is left out, or gives way, is
+                over at once: `staged` comes, for its tensors may change, `written` raises `SaveSkippedError`, which
+                nobody is told otherwise; ``handle.skipped`` and `statistics` show it. "error": the call raises
+                `CheckpointerBusyError`. Of several ranks, rank 0 decides for all.
+            max_in_flight: see ``on_busy``. With 1 a save that is made is copied as fast as memory allows; with 2 its
+                copying may wait for the one before to be written, if there is not the staging memory for both.
+            on_failure: "raise": a failed save raises from `staged` and `written`, and if nobody awaits these, from the
+                next `save` or from closing. "warn": it is logged as an error, `staged` comes all the same, and
+                nothing is raised but by `written`, which comes only for what is written; `statistics` has the errors.
+                What is wrong with the call itself is raised by the call, in either case.
+            save_timeout: how long a save may take, in seconds, from when the one before is over. Then it is called
+                off, with `SaveTimeoutError`; if a thread of it hangs in the file system, the saves behind it go on
+                without it. The staging memory that the thread holds is not used until it comes back; other memory may
+                take its place, up to as much again. None: no limit.
+            fallback_path: a directory, where a checkpoint goes under its own name when it can't be written, or not be
+                published, where it was to go; or a function that gives for such a path another. Its result has that
+                ``path``, and the error as ``spoilt``. Its staging memory is kept until it is published; a state that
+                is larger than that can be saved there only as long as it is not staged. For one process.
             staging_window: when tensors may be copied: so many bytes per second, or so many after each `window()`.
                 None: as fast as it goes.
             writer: who computes CRCs, writes and commits. "thread": threads of this process. "process", or a
@@ -122,8 +159,10 @@ class CheckpointerBase:
                 picklable.
             transforms: what is done to every item of checkpoints in DCP's format, such as encryption: applied in this
                 order when saving, after compression, and undone when loading; see `Transform`.
+            validate: how changes of tensors before `staged` are found, where `save` does not say; see there.
         """
         self._transforms = check_transforms(transforms)
+        self._validate = check_validation(validate)
         options = EngineOptions(
             staging_bytes=staging_bytes,
             chunk_bytes=chunk_bytes,
@@ -131,7 +170,14 @@ class CheckpointerBase:
             drain_timeout=drain_timeout,
             staging_window=check_window(staging_window),
             writer=check_writer(writer),
+            on_busy=on_busy,
+            max_in_flight=max_in_flight,
+            on_failure=on_failure,
+            save_timeout=save_timeout,
         )
+        if fallback_path is not None and not callable(fallback_path):
+            fallback_path = os.fspath(fallback_path)
+        self._fallback_path = fallback_path
         check_group(process_group)
         if not coordination_timeout > 0:
             raise ValueError(f"coordination_timeout must be positive, not {coordination_timeout!r}")
@@ -144,7 +190,7 @@ class CheckpointerBase:
         self._engine = Engine(options)
         self._names: NameMemo = {}
         self._turn = asyncio.Lock()
-        self._storage: Storage = LocalStorage(direct_io=direct_io, fsync=fsync)
+        self._storage: Storage = LocalStorage(direct_io=direct_io, fsync=fsync, retries=retries)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._engine!r}>"
@@ -165,18 +211,58 @@ class CheckpointerBase:
         except BaseException as exc:
             if together:  # the others have called as well: they are to fail, not to wait
                 self._engine.refuse(SaveJob.of_refusal(_named(path), self._storage, exc, started))
+            is_calm = self._forgiving and isinstance(exc, WriteError)
+            if is_calm or isinstance(exc, SaveSkippedError):
+                return self._over(_named(path), exc, started)
             raise
         job.captured_s = time.perf_counter() - started
         return job.handle
 
+    @property
+    def _forgiving(self) -> bool:
+        return self._engine.options.on_failure == "warn"
+
+    def _over(self, path: str, error: BaseException, started: float) -> SaveHandle:
+        """Give the handle of a save that is over at the call."""
+        job = SaveJob.of_failure(path, self._storage, error, started, forgiving=self._forgiving)
+        self._engine.line.record(job, error)
+        return job.handle
+
+    def _fallback_for(self, where: str, storage: Storage, *, together: bool) -> str | None:
+        """Give the other path for a checkpoint.
+
+        Raises:
+            SaveError: several ranks save together.
+        """
+        if self._fallback_path is None:
+            return None
+        if together:
+            raise SaveError(
+                f"{where}: fallback_path is for one process; several ranks have none. Leave it out, or save with "
+                "process_group=None"
+            )
+        if callable(self._fallback_path):
+            return storage.locate(os.fspath(self._fallback_path(where)))
+        return storage.locate(os.path.join(self._fallback_path, os.path.basename(where)))
+
+    def _look(self, storage: Storage, where: str, fallback: str | None, *, overwrite: bool) -> None:
+        """Refuse a path that is taken; see `Storage.check`."""
+        if self._engine.line.holds(where, overwrite=overwrite):
+            raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
+        try:
+            storage.check(where, overwrite=overwrite)
+        except WriteError:
+            if fallback is None:
+                raise  # else the save finds it as well, and goes there
+
     def _job(
         self, state_dict: StateDict, path: Path, options: SaveOptions, started: float, *, together: bool
     ) -> SaveJob:
-        self._engine.raise_unseen()
+        self._engine.line.raise_unseen()
         storage, where = self._located(path, options.storage)
-        if self._engine.in_flight(where):
-            raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
-        storage.check(where, overwrite=options.overwrite)
+        self._engine.admit(where)
+        fallback = self._fallback_for(where, storage, together=together)
+        self._look(storage, where, fallback, overwrite=options.overwrite)
         self._check_transforms(options, where, together=together)
         if self._engine.options.writer is not None:
             check_portable(storage, *self._transforms)
@@ -193,7 +279,13 @@ class CheckpointerBase:
             files=self._engine.io_threads,
             together=together,
         )
-        capture = capture_state(state_dict, self._names, together=together, once=together and self._decentralized)
+        capture = capture_state(
+            state_dict,
+            self._names,
+            together=together,
+            once=together and self._decentralized,
+            sampled=check_validation(options.validate or self._validate) == "hash",
+        )
         if form is not None:
             form.admit(capture)
         names = capture.structure.names
@@ -210,6 +302,8 @@ class CheckpointerBase:
             post_commit=options.post_commit,
             compression=compression,
             transforms=self._transforms,
+            forgiving=self._forgiving,
+            fallback=fallback,
         )
 
     def _check_transforms(self, options: SaveOptions, where: str, *, together: bool) -> None:
@@ -267,7 +361,7 @@ class CheckpointerBase:
             storage=storage,
             overwrite=False,
             metadata={},
-            capture=capture_items(items),
+            capture=capture_items(items, sampled=self._validate == "hash"),
             started=started,
             form=DcpForm(files, separation_hint),
             part=planner,
@@ -315,6 +409,20 @@ class CheckpointerBase:
         storage, where = self._located(path, storage)
         return self._engine.call(
             lambda tools: verify_checkpoint(storage, where, tools.workers, self._transforms), f"verify {where}"
+        )
+
+    def _delete(self, path: Path, storage: Storage | None) -> Call[None]:
+        storage, where = self._located(path, storage)
+        if self._engine.line.holds(where, overwrite=False):
+            raise DeleteError(f"a save to {where} is in flight; wait for it, or cancel it, and delete it then")
+        return self._engine.call(lambda tools: storage.delete(where, workers=tools.workers), f"delete {where}")
+
+    def _clean(self, directory: Path, older_than_s: float | None, storage: Storage | None) -> Call[list[str]]:
+        storage, where = self._located(directory, storage)
+        if older_than_s is not None and not older_than_s >= 0:
+            raise ValueError(f"older_than_s must not be negative, not {older_than_s!r}")
+        return self._engine.call(
+            lambda tools: storage.clean(where, older_than_s=older_than_s, workers=tools.workers), f"clean {where}"
         )
 
     def _located(self, path: Path, storage: Storage | None) -> tuple[Storage, str]:
@@ -376,6 +484,10 @@ class CheckpointerBase:
             ValueError: the timeout is negative, or no number.
         """
         return StepGuard(optimizer, self._engine.staging, timeout)
+
+    def statistics(self) -> Statistics:
+        """Sum up what has become of the saves so far: counts, what was skipped, what has failed, memory."""
+        return self._engine.statistics()
 
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
         nbytes, devices = stored_bytes(state_dict)

@@ -15,7 +15,7 @@ from aiockpt.format.manifest import FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.format.index_writer import IndexDraft
     from aiockpt.format.metadata_tail import EncodedItem
@@ -78,6 +78,7 @@ async def complete(
     times_s: Mapping[str, float],
     workers: Workers,
     encoded: Sequence[Sequence[EncodedItem]] | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> dict[str, int]:
     """Write what makes it a checkpoint, and publish it.
 
@@ -89,6 +90,7 @@ async def complete(
         times_s: see `Ending.encode`.
         workers: for what takes long.
         encoded: see `Ending.encode`.
+        check: is called right before publishing, and may raise what is then raised instead.
 
     Returns:
         The size in bytes of each file but the manifest.
@@ -98,6 +100,7 @@ async def complete(
         documents = await workers.run(ending.encode, written, crcs, times_s, encoded)
         await write_documents(transaction, documents)
         sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
+    check()
     await transaction.commit()
     return sizes
 

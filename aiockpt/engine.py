@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -25,12 +26,15 @@ from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledE
 from aiockpt.format.torchzip import tensor_framing
 from aiockpt.handle import Completion
 from aiockpt.item_reader import LoadTools
+from aiockpt.line import SaveLine
 from aiockpt.options import EngineOptions, available_memory_bytes, cores
 from aiockpt.planning.dcp_plan import prefix_of
 from aiockpt.planning.planner import Planner
 from aiockpt.planning.world_planner import WorldPlanner
+from aiockpt.pool_growth import PoolGrowth
 from aiockpt.save import SaveTools, run_save
 from aiockpt.save_leading import WorldTools
+from aiockpt.save_watch import watch
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.memory import TensorMemory
@@ -43,14 +47,14 @@ from aiockpt.threads import Workers
 from aiockpt.writer.host import WriterHost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine
 
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.base import Coordinator
     from aiockpt.job import SaveJob
+    from aiockpt.line import Statistics
     from aiockpt.staging.base import Stager
-    from aiockpt.staging.pool import Lease
 
 logger = logging.getLogger("aiockpt")
 
@@ -70,6 +74,7 @@ class Engine:
     _stop: anyio.Event
     _tasks: TaskGroup
     _pool: ChunkPool
+    _growth: PoolGrowth
     _tools: SaveTools
     _copy_workers: Workers
     _io_workers: Workers
@@ -82,20 +87,17 @@ class Engine:
         self.options = options
         self.io_threads = options.io_threads or 4
         self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._idle = threading.Condition(self._lock)
+        self.line = SaveLine(options.on_busy, options.max_in_flight, options.on_failure)
+        self._lock = self.line.lock
         self._stuck = False
         self._died: BaseException | None = None
-        self._pool_bytes = 0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._posting = threading.Lock()
         self._backlog: list[Callable[[], object]] = []
         self._closed: Completion[None] | None = None
         self._closer: threading.Thread | None = None
-        self._jobs: list[SaveJob] = []
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
-        self._unseen: list[SaveJob] = []
         self._last: SaveJob | None = None
         self._stagers: dict[torch.device, Stager] = {}
         self._placers: dict[torch.device, AcceleratorPlacer] = {}
@@ -106,7 +108,7 @@ class Engine:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._thread else "idle"
-        return f"<Engine {state}, {len(self._jobs)} saves in flight>"
+        return f"<Engine {state}, {len(self.line)} saves in flight>"
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -161,18 +163,13 @@ class Engine:
 
     def _fail(self, cause: BaseException) -> None:
         """Tell everybody who waits that the engine's thread has died, which is a defect."""
-        with self._idle:
+        with self._lock:
             self._died = cause
-            jobs, self._jobs, calls = self._jobs, [], list(self._calls)
-            self._idle.notify_all()
-        for job in jobs:
+            calls = list(self._calls)
+        for job in self.line.fail_all():
             error = SaveError(f"the save of {job.path} failed with the engine: {cause!r}")
             error.__cause__ = cause
-            job.handle.staged._settle(None, error)
-            job.handle.written._settle(None, error)
-            job.cancelled._settle(False)
-            job.issued.set()
-            job.handle._wake()
+            job.settle(None, error)
         for call in calls:
             call.completion._settle(None, AiockptError(f"the engine has failed: {cause!r}"))
 
@@ -190,6 +187,13 @@ class Engine:
             self._shared = SharedMemory(max(1, most // options.chunk) * options.chunk)
             self._writer = WriterHost(options.writer, options.chunk, self.io_threads, self._shared)
         self._pool = ChunkPool(options.chunk, capacity, self._shared)
+        self._growth = PoolGrowth(
+            self._pool,
+            self._copy_workers,
+            files=self.io_threads,
+            bounded=options.staging_bytes is not None,
+            unwanted=lambda: len(self.line) > 0 or self._closed is not None,
+        )
         self._tools = SaveTools(
             pool=self._pool,
             planner=Planner(self.io_threads),
@@ -197,7 +201,7 @@ class Engine:
             io_workers=self._io_workers,
             seal_workers=self._seal_workers,
             stager_for=self._stager_for,
-            reserve=self._reserve,
+            reserve=self._growth.reserve,
             world=lambda: self._world,
             writer=self._writer,
         )
@@ -247,17 +251,6 @@ class Engine:
                 self._pool.allow(2 * self.io_threads)
         return placer
 
-    def _reserve(self, nbytes: int) -> None:
-        """Let the pool grow to the size of a state, up to half of the memory that is available."""
-        self._pool_bytes = nbytes
-        if self.options.staging_bytes is None:
-            chunk = self._pool.chunk_bytes
-            # Each file may end in a chunk of its own.
-            wanted = -(-nbytes // chunk) + self.io_threads
-            owned = self._pool.made * chunk
-            most = (available_memory_bytes() + owned) // 2
-            self._pool.allow(max(1, min(wanted, most // chunk)))
-
     def meet(self, choose: Callable[[], Coordinator | None], *, decentralized: bool) -> Coordinator | None:
         """Give the way to the other ranks; it is chosen at the first use that finds any, and stays."""
         with self._lock:
@@ -280,28 +273,45 @@ class Engine:
             CheckpointerClosedError: the engine is closed.
         """
         with self._lock:
-            self._raise_unseen()
+            self.line.raise_unseen()
             self._start()
-            job.post = self._post
+            if self._leads:
+                self.line.supersede(job.path)
             job.pace = self._pacing.pace()
-            self._jobs.append(job)
-            self._unseen.append(job)
-            self._post(lambda: self._admit(job))
+            self._enter(job)
 
     def refuse(self, job: SaveJob) -> None:
         """Put a save in line that only tells the other ranks why this one does not take part."""
         with self._lock:
             if self._closed is None and self._died is None and self._pid == os.getpid():
                 self._start()
-                job.post = self._post
-                self._jobs.append(job)
-                self._post(lambda: self._admit(job))
+                self._enter(job)
+
+    def _enter(self, job: SaveJob) -> None:
+        job.post = self._post
+        self.line.add(job)
+        self._post(lambda: self._admit(job))
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this process decides which saves are left out: it saves alone, or is rank 0."""
+        return self._world is None or self._world.coordinator.leads
+
+    def admit(self, path: str) -> None:
+        """Decide whether a save that comes now is made; see `SaveLine.admit`."""
+        if self._leads:
+            self.line.admit(path)
 
     def staging(self) -> list[SaveJob]:
         """Give the saves whose tensors are not all copied, in order."""
-        with self._lock:
-            mine = self._jobs if self._pid == os.getpid() else []
-            return [job for job in mine if not job.handle.staged.done() and not job.refused]
+        return self.line.staging() if self._pid == os.getpid() else []
+
+    def statistics(self) -> Statistics:
+        """Sum up what has become of the saves."""
+        pool = self._pool if self._loop is not None else None
+        if pool is None:
+            return self.line.statistics(0, 0)
+        return self.line.statistics(pool.made * pool.chunk_bytes, pool.quarantined * pool.chunk_bytes)
 
     def open_window(self) -> None:
         """Let staging copy what is allowed for one more window, see `StagingWindow`."""
@@ -309,75 +319,39 @@ class Engine:
             if self._thread is not None:
                 self._pacing.open()
 
-    def in_flight(self, path: str) -> bool:
-        """Tell whether a save to this path is in line or under way."""
-        with self._lock:
-            return any(job.path == path and not job.handle.written.done() and not job.refused for job in self._jobs)
-
-    def raise_unseen(self) -> None:
-        """Raise the error of an earlier save that nobody has been told of."""
-        with self._lock:
-            self._raise_unseen()
-
-    def _raise_unseen(self) -> None:
-        for job in list(self._unseen):
-            if not job.handle.written.done():
-                continue
-            error = job.handle.written._error
-            # Who cancels a save knows that it is not written; who waits for it is about to be told.
-            if error is None or isinstance(error, SaveCancelledError) or job.handle.observed:
-                self._unseen.remove(job)
-            elif not job.handle.expected:
-                self._unseen.remove(job)
-                error.add_note(f"(this is the failure of the earlier save to {job.path}, which nobody awaited)")
-                raise error
-
     def _admit(self, job: SaveJob) -> None:
         job.admit()
         previous, self._last = self._last, job
         self._tasks.start_soon(self._run, job, previous)
 
     async def _run(self, job: SaveJob, previous: SaveJob | None) -> None:
-        try:
-            await run_save(job, self._tools, previous)
-        finally:
-            with self._idle:
-                self._jobs = [other for other in self._jobs if other is not job]
-                self._idle.notify_all()
-            if self._last is job:
-                self._last = None
-                await self._fill_pool()
+        spare = 0
+        limit_s = self.options.save_timeout
 
-    async def _fill_pool(self) -> None:
-        """Make what the pool may still grow by, while nothing is in flight.
+        def shake() -> None:
+            if self._writer is not None:
+                self._writer.kill()
 
-        The first save writes its chunks back so early that it gets by with fewer than it may have; the next
-        one, which finds memory that was touched, would otherwise have to fault in the rest.
-        """
-        wanted = -(-self._pool_bytes // self._pool.chunk_bytes) + self.io_threads
-        try:
-            await self._touch(self._pool.fresh(wanted), list(self._stagers.values()), only_if_idle=True)
-        except (OSError, MemoryError, RuntimeError) as exc:
-            logger.warning("no more staging memory could be made ahead of the next save: %s", exc)
-
-    async def _touch(self, leases: list[Lease], stagers: Sequence[Stager], *, only_if_idle: bool = False) -> None:
-        """Fault the memory of fresh chunks in, with all copy threads, and give the chunks to the pool."""
-
-        async def touch(lease: Lease) -> None:
-            if only_if_idle and (self._jobs or self._closed):
-                return  # a save wants the threads, or nobody will want the memory
-            await self._copy_workers.run(lease.chunk.touch)
-            for stager in stagers:
-                await stager.pin(lease.chunk)
-            lease.release()
+        def abandon() -> None:
+            nonlocal spare
+            if self._world is None:  # else the ranks have to stay in step
+                job.let_pass()
+                spare = self._io_workers.count
+                self._io_workers.spare(spare)
+                self.line.abandon(job)
 
         try:
             async with anyio.create_task_group() as tasks:
-                for lease in leases:
-                    tasks.start_soon(touch, lease)
+                if limit_s is not None:
+                    tasks.start_soon(partial(watch, job, previous, limit_s, shake=shake, abandon=abandon))
+                await run_save(job, self._tools, previous)
+                tasks.cancel_scope.cancel()
         finally:
-            for lease in leases:
-                lease.release()
+            self._io_workers.spare(-spare)
+            self.line.remove(job)
+            if self._last is job:
+                self._last = None
+                await self._growth.fill(list(self._stagers.values()))
 
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine function on the engine's loop, with the tools for reading."""
@@ -394,10 +368,7 @@ class Engine:
         """Make staging memory for a state of this size, and fault it in with several threads."""
 
         async def warm(_: LoadTools) -> None:
-            self._reserve(nbytes)
-            chunk = self._pool.chunk_bytes
-            stagers = [self._stager_for(device) for device in devices]
-            await self._touch(self._pool.fresh(-(-nbytes // chunk) + self.io_threads), stagers)
+            await self._growth.prewarm(nbytes, [self._stager_for(device) for device in devices])
 
         return self.call(warm, "prewarm").completion
 
@@ -429,7 +400,7 @@ class Engine:
         error: BaseException | None = None
         try:
             self._drain()
-            self.raise_unseen()
+            self.line.raise_unseen()
         except BaseException as exc:  # delivered to who closes
             error = exc
         try:
@@ -451,17 +422,16 @@ class Engine:
         deadline = time.monotonic() + timeout
         for job in self.staging():
             job.hurry()
-        with self._idle:
-            self._idle.wait_for(lambda: not self._jobs, timeout)
-            late = list(self._jobs)
+        self.line.ends_within(timeout)
+        late = self.line.jobs
         for job in reversed(late):
             job.cancel()
-        stuck = bool(late) and not self._end_within(_CANCEL_GRACE_S / 3)
+        stuck = not self.line.ends_within(_CANCEL_GRACE_S / 3, abandoned=True)
         if stuck and self._world is not None:  # other ranks may have been waited for
             self._world.coordinator.abandon()
         if stuck and self._writer is not None:
             self._writer.kill()
-        stuck = stuck and not self._end_within(_CANCEL_GRACE_S * 2 / 3)
+        stuck = stuck and not self.line.ends_within(_CANCEL_GRACE_S * 2 / 3 if late else 0.0, abandoned=True)
         self._stuck = stuck
         self._drain_calls(deadline)
         if late:
@@ -472,11 +442,6 @@ class Engine:
             raise SaveCancelledError(
                 f"the save of {paths} was not done after drain_timeout = {timeout} s and was cancelled; {outcome}"
             )
-
-    def _end_within(self, timeout_s: float) -> bool:
-        """Wait for all saves; tell whether they have ended."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._jobs, timeout_s)
 
     def _drain_calls(self, deadline: float) -> None:
         """Wait for loads; those that are on when the time is over are cancelled."""

@@ -8,6 +8,8 @@
     │   ├── WriteError                 writing files failed
     │   ├── CommitError                publishing the finished checkpoint failed
     │   ├── TornSnapshotError          a tensor changed while it was being copied
+    │   ├── SaveTimeoutError           (TimeoutError) the save took longer than ``save_timeout``
+    │   ├── SaveSkippedError           the save was left out, or gave way to a later one
     │   └── SaveCancelledError         the save was cancelled, or the drain timeout passed
     ├── LoadError                      a load failed or was refused
     │   ├── CheckpointNotFoundError    (FileNotFoundError) no checkpoint at this path
@@ -16,6 +18,8 @@
     │   ├── ShapeMismatchError         a target's shape, dtype or kind is not the checkpoint's
     │   └── UnsafeCheckpointError      reading it would execute code or leave its directory
     ├── CheckpointExistsError          (FileExistsError) the path is taken
+    ├── DeleteError                    a checkpoint could not be deleted, or was not meant to be
+    ├── CheckpointerBusyError          earlier saves are in flight, and ``on_busy`` is "error"
     ├── CheckpointerClosedError        the checkpointer was used after it was closed
     └── CoordinationError              ranks could not agree
 
@@ -52,6 +56,14 @@ class TornSnapshotError(SaveError):
 
 class SaveCancelledError(SaveError):
     """The save was cancelled before it was committed; nothing of it is left."""
+
+
+class SaveTimeoutError(SaveError, TimeoutError):
+    """The save took longer than ``save_timeout`` and was given up."""
+
+
+class SaveSkippedError(SaveError):
+    """The save was left out because others were in flight, or gave way to a later one; see ``on_busy``."""
 
 
 class LoadError(AiockptError):
@@ -100,6 +112,14 @@ class UnsafeCheckpointError(LoadError):
 
 class CheckpointExistsError(AiockptError, FileExistsError):
     """Something is at this path already, and overwriting was not asked for or is not safe."""
+
+
+class DeleteError(AiockptError):
+    """A checkpoint could not be deleted; or it is none, or is being saved."""
+
+
+class CheckpointerBusyError(AiockptError):
+    """Earlier saves are in flight, and ``on_busy="error"`` was asked for."""
 
 
 class CheckpointerClosedError(AiockptError):

@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar
+
+from aiockpt.errors import SaveSkippedError
 
 T = TypeVar("T")
 
@@ -21,8 +23,9 @@ Phase = Literal["planned", "staging", "staged", "writing", "written", "committed
 class Completion(Awaitable[T], Generic[T]):
     """A moment that comes once, with a value or an error.
 
-    Await it, in any asyncio loop and as often as you like, or call `result` in any thread. Cancelling who
-    awaits it changes nothing for others, nor for the work itself::
+    Await it, in any asyncio loop and as often as you like, or call `result` in any thread. Safe to cancel: that
+    who awaits it is cancelled, in whatever way, or that his loop is closed, changes nothing for others who wait,
+    nor for the work itself::
 
         await save.staged
         save.written.result(timeout=60)
@@ -182,6 +185,8 @@ class SaveResult:
         staged_s: from the call until staged.
         written_s: from the call until durable under the final name.
         post_commit_error: what the hook raised that came after that, if it failed.
+        spoilt: why it is not where it was to go, but at the ``fallback_path``.
+        error: why nothing was written: with ``on_failure="warn"`` what `SyncCheckpointer.save` gives then.
     """
 
     path: str
@@ -195,6 +200,13 @@ class SaveResult:
     staged_s: float
     written_s: float
     post_commit_error: BaseException | None = None
+    spoilt: BaseException | None = None
+    error: BaseException | None = None
+
+    @classmethod
+    def of_failure(cls, path: str, error: BaseException, elapsed_s: float) -> Self:
+        """Make the result of a save that has failed, and wrote nothing."""
+        return cls(path, 0, 0, 0, 0, {}, 0.0, 0.0, 0.0, elapsed_s, error=error)
 
     @property
     def bytes_per_s(self) -> float:
@@ -239,7 +251,7 @@ class SaveHandle(Awaitable[SaveResult]):
     def __repr__(self) -> str:
         last = self._last
         if self.written.done():
-            state = "failed" if self.written._error is not None else "written"
+            state = "skipped" if self.skipped else "failed" if self.written._error is not None else "written"
         else:
             state = last.phase if last else "waiting"
         if last is None:
@@ -256,6 +268,11 @@ class SaveHandle(Awaitable[SaveResult]):
         return iter((self.staged, self.written))
 
     @property
+    def skipped(self) -> bool:
+        """Whether it was left out, or gave way to a later one; see ``on_busy``."""
+        return isinstance(self.written._error, SaveSkippedError)
+
+    @property
     def observed(self) -> bool:
         """Whether somebody has been given this save's failure."""
         return self.staged.observed or self.written.observed
@@ -268,9 +285,14 @@ class SaveHandle(Awaitable[SaveResult]):
     def cancel(self) -> Completion[bool]:
         """Call the save off; does not block, await the result to know that nothing is left of it.
 
+        That is when its files are removed, its memory is free and no thread is at work for it: one that is in the
+        middle of a write is waited for. What it was to overwrite stays, and so do the other saves in flight. Nobody
+        is told of the end but who awaits `staged` or `written`. From any thread, and as often as you like: each
+        call gives the same answer. Who awaits that may be cancelled; the save is called off all the same.
+
         Returns:
             A completion: True when the save was cancelled and `written` raises `SaveCancelledError`; False
-            when it was too late, because the save was committed or had failed.
+            when it was too late, because the save was being committed, was written or had failed.
         """
         return self._control.cancel()
 

@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Literal, Self
 import anyio
 import torch
 
-from aiockpt.capture import saw_all
-from aiockpt.errors import AiockptError, SaveError, TornSnapshotError
+from aiockpt.errors import (
+    AiockptError,
+    SaveCancelledError,
+    SaveError,
+    SaveSkippedError,
+    SaveTimeoutError,
+    TornSnapshotError,
+)
 from aiockpt.format.names import SUFFIX
 from aiockpt.handle import Completion, SaveHandle
 from aiockpt.planning.dcp_plan import DcpForm
@@ -20,12 +26,14 @@ from aiockpt.planning.source import Capture, Structure
 from aiockpt.sharded import ShardingError, is_distributed, local_parts
 from aiockpt.staging.pacing import Pace
 from aiockpt.staging.runtime import is_capturing
+from aiockpt.steps import samples_of, saw_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from aiockpt.format.index import ItemPlace
     from aiockpt.format.manifest import JsonValue
+    from aiockpt.handle import SaveResult
     from aiockpt.hooks import Hook
     from aiockpt.planning.plans import SaveForm
     from aiockpt.planning.world_planner import WorldPlanner
@@ -76,7 +84,7 @@ def choose_form(
     return DcpForm(files, hints) if hints else None
 
 
-@dataclass
+@dataclass(eq=False)
 class SaveJob:
     """One save: what is to be saved, and what is known of its course.
 
@@ -86,7 +94,13 @@ class SaveJob:
     applied to all of them besides.
 
     Implements `aiockpt.handle.Control`. ``cancel`` and ``fence`` may be called from any thread.
+    ``fenced`` says that somebody may have been let by, to change tensors behind the copies,
     ``overlooked`` says that all changes are taken to come behind the copies, ``copied`` that these are done.
+    ``verdict`` is what it is to fail with though nothing of it has failed. A ``forgiving`` one does not raise its
+    failure from ``staged``, nor from fences. ``fallback`` is where it goes if it can't be written to ``path``, which
+    then becomes that; ``asked`` stays the path that it was to go to, and ``spoilt`` says why it didn't.
+    ``quarantine`` sets the memory apart that its threads hold. ``on_end`` is told how it ends, before all others are;
+    it sees to ``ended``.
     """
 
     path: str
@@ -113,14 +127,23 @@ class SaveJob:
     over: anyio.Event = field(init=False)
     scope: anyio.CancelScope = field(init=False)
     cancel_asked: bool = False
+    fenced: bool = False
     overlooked: bool = False
     copied: bool = False
-    torn: TornSnapshotError | None = None
+    verdict: SaveError | None = None
+    forgiving: bool = False
+    fallback: str | None = None
+    asked: str = field(init=False)
+    spoilt: BaseException | None = None
+    quarantine: Callable[[], None] = lambda: None
+    on_end: Callable[[Self, BaseException | None], object] = lambda *_: None
+    ended: bool = False
     pace: Pace = field(default_factory=Pace)
     check_lock: threading.Lock = field(default_factory=threading.Lock)
     stagers: list[Stager] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.asked = self.path
         self.handle = handle = SaveHandle(self.path, self, self.started)
         # Who awaits `written` may go on with other things meanwhile; who blocks can't.
         handle.staged._on_await = handle.staged._on_block = handle.written._on_block = self.hurry
@@ -130,6 +153,21 @@ class SaveJob:
         """Make a job that does nothing but to tell the other ranks why this one does not save."""
         nothing = Capture(Structure([], [], frozenset()), [], [], [])
         return cls(path, storage, overwrite=False, metadata={}, capture=nothing, started=started, refused=error)
+
+    @classmethod
+    def of_failure(
+        cls, path: str, storage: Storage, error: BaseException, started: float, *, forgiving: bool = False
+    ) -> Self:
+        """Make a job that is over before it has begun."""
+        job = cls.of_refusal(path, storage, error, started)
+        job.forgiving = forgiving
+        job.settle(None, error)
+        return job
+
+    @property
+    def paths(self) -> set[str]:
+        """The paths where it is, or may come to be."""
+        return {self.path, self.asked} | ({self.fallback} if self.fallback is not None else set())
 
     @property
     def is_transformed(self) -> bool:
@@ -163,10 +201,14 @@ class SaveJob:
                 f"fence() was called while a CUDA graph is captured, which can't wait for the copies of {self.path}: "
                 "call it before the capture, and before each replay"
             )
-        if self.order_behind(timeout):
-            self.allow_changes()
-        else:
-            self.handle.staged.result()
+        try:
+            if self.order_behind(timeout):
+                self.allow_changes()
+            else:
+                self.handle.staged.result()
+        except TornSnapshotError:  # which the save finds as well
+            if not self.forgiving:
+                raise
 
     def order_behind(self, timeout: float | None) -> bool:
         """Let the caller's current streams wait for the copies, and block until they are enqueued.
@@ -179,33 +221,89 @@ class SaveJob:
         """
         timeout = check_timeout(timeout)
         self.hurry()
-        if not self.issued.wait(timeout):
-            raise TimeoutError(f"the copies of {self.path} were not enqueued within {timeout} s; the save goes on")
+        while not self.fenced:
+            if not self.issued.wait(timeout):
+                raise TimeoutError(f"the copies of {self.path} were not enqueued within {timeout} s; the save goes on")
+            with self.check_lock:
+                self.fenced = self.issued.is_set()  # else they are made once more
         if self.handle.staged.done():
             return False
         for stager in self.stagers:
             stager.fence()
         return True
 
+    def rewind(self) -> bool:
+        """Get ready to copy once more; False if somebody may have been let by already, to change the tensors."""
+        with self.check_lock:
+            if self.fenced or self.copied or self.overlooked:
+                return False
+            self.issued.clear()
+        return True
+
     def give_up(self, reason: str) -> None:
         """Let the save fail, unless all is copied: its tensors are about to change. From any thread."""
+        self._judge(TornSnapshotError(f"the snapshot of {self.path} was given up: {reason}"))
+
+    def give_way(self, error: SaveSkippedError) -> None:
+        """Let the save end without a checkpoint, unless all is copied; its tensors may change. From any thread."""
+        self._judge(error)
+
+    def time_out(self, error: SaveTimeoutError) -> None:
+        """Let the save fail, wherever it is, unless it is just being published. From the engine's loop."""
+        self._judge(error, though_copied=True)
+
+    def _judge(self, error: SaveError, *, though_copied: bool = False) -> None:
         with self.check_lock:
-            if self.copied or self.torn is not None:
+            if self.verdict is not None or (self.copied and not though_copied):
                 return
-            self.torn = TornSnapshotError(f"the snapshot of {self.path} was given up: {reason}")
-        self.handle.staged._settle(None, self.torn)
+            self.verdict = error
+        self._settle_staged(error)
         with contextlib.suppress(RuntimeError):  # see `cancel`
             self.post(lambda: self.scope.cancel())
 
+    def check_verdict(self) -> None:
+        """Raise what it is to fail with, if anything."""
+        if self.verdict is not None:
+            raise self.verdict
+
+    def settle(self, result: SaveResult | None, error: BaseException | None) -> None:
+        """Tell who waits how it has ended, if they have not been told yet."""
+        self.on_end(self, error)
+        if error is not None:
+            self._settle_staged(error)
+        self.capture.release()
+        self.issued.set()
+        self.handle.written._settle(result, error)
+        self.handle._wake()
+        self.cancelled._settle(isinstance(error, SaveCancelledError))
+
+    def let_pass(self) -> None:
+        """Let later saves, and what else waits for this one, go on. On the engine's loop."""
+        self.planned.set()
+        self.staging_over.set()
+        self.over.set()
+
+    def _settle_staged(self, error: BaseException) -> None:
+        """Tell that the tensors may change: nothing of this save reads them any more, or counts."""
+        is_calm = self.forgiving or isinstance(error, SaveSkippedError)
+        self.handle.staged._settle(None, None if is_calm else error)
+
     def check_for_changes(self) -> None:
-        """Compare the version counters, when all is copied.
+        """Compare the version counters, and samples of the bytes where there are any, when all is copied. Blocks.
 
         Raises:
             TornSnapshotError: a tensor was changed in place since `save()`, or may have been.
         """
+        samples = samples_of(self.capture)
         with self.check_lock:
             self._compare()
+            if samples is not None:
+                samples.look(readable=self.capture.readable)
             self.copied = True
+        # What a fence has looked at is known when the caller's stream has come that far: nobody waits for it meanwhile.
+        changed = [] if samples is None else samples.changed()
+        if changed:
+            raise self._torn(changed, ", as their bytes show: by writes that no version counter shows")
 
     def allow_changes(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Compare the version counters, and look no longer at what the caller, who comes behind the copies, changes.
@@ -221,6 +319,7 @@ class SaveJob:
                 return
             self._compare()
             if tensors is None or not any(stager.lags for stager in self.stagers):
+                self._look()
                 self.overlooked = True
                 return
             memory = {_memory(part) for tensor in tensors for part in _parts(tensor)} - {None}
@@ -231,21 +330,28 @@ class SaveJob:
                     return True  # it was pickled before any copy was issued
                 return (host_is_copied and tensor.device.type == "cpu") or _memory(tensor) in memory
 
+            self._look(is_safe)
             self.capture.overlook(is_safe)
 
+    def _look(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
+        samples = samples_of(self.capture)
+        if samples is not None:
+            samples.look(chosen)
+
     def _compare(self) -> None:
-        if self.torn is not None:
-            raise self.torn
+        self.check_verdict()
         if self.copied or self.overlooked:
             return
         changed = self.capture.changed()
         if not changed and saw_all(self.capture):
             return
+        raise self._torn(changed or ["what a step of an optimizer changes (see the log)"])
+
+    def _torn(self, changed: Sequence[str], how: str = "") -> TornSnapshotError:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        what = f"{', '.join(changed[:3])}{more}" if changed else "what a step of an optimizer changes (see the log)"
-        raise TornSnapshotError(
-            f"{what} changed between save() and staged, so the copy of {self.path} may mix "
-            "two states and was dropped. Await `staged` before the optimizer's step (or whatever changed it), "
+        return TornSnapshotError(
+            f"{', '.join(changed[:3])}{more} changed between save() and staged{how}, so the copy of {self.path} may "
+            "mix two states and was dropped. Await `staged` before the optimizer's step (or whatever changed it), "
             "call fence() before it, or save a clone."
         )
 

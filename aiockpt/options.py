@@ -6,7 +6,7 @@ import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from aiockpt.planning.layout import BLOCK_BYTES
 
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 DEFAULT_CHUNK_BYTES = 16 << 20
 
+
+OnBusy = Literal["wait", "skip", "supersede", "error"]
+OnFailure = Literal["raise", "warn"]
 
 _IONICE = {"realtime": 1, "best-effort": 2, "idle": 3}
 
@@ -86,14 +89,24 @@ class EngineOptions:
     drain_timeout: float = 1800.0
     staging_window: StagingWindow | None = None
     writer: ProcessWriter | None = None
+    on_busy: OnBusy = "wait"
+    max_in_flight: int = 1
+    on_failure: OnFailure = "raise"
+    save_timeout: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("staging_bytes", BLOCK_BYTES), ("chunk_bytes", BLOCK_BYTES), ("io_threads", 1)):
+        least_of = {"staging_bytes": BLOCK_BYTES, "chunk_bytes": BLOCK_BYTES, "io_threads": 1, "max_in_flight": 1}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
         if not self.drain_timeout >= 0:
             raise ValueError(f"drain_timeout must not be negative, not {self.drain_timeout!r}")
+        for name, known in (("on_busy", get_args(OnBusy)), ("on_failure", get_args(OnFailure))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, known))}")
+        if self.save_timeout is not None and not self.save_timeout > 0:
+            raise ValueError(f"save_timeout must be positive, not {self.save_timeout!r}")
 
     @property
     def chunk(self) -> int:

@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from aiockpt.course import Transferred
-from aiockpt.errors import SaveCancelledError, SaveError, TornSnapshotError
+from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError
 from aiockpt.handle import Phase, ProgressEvent
 from aiockpt.hooks import run_hook
 from aiockpt.planning.codings import codings_of
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 Put = Callable[[Filled], Awaitable[None]]
+Transfer = Callable[["SavePlan", "SaveJob | None", "Writing"], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -77,20 +78,12 @@ async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> 
                 job.scope.cancel()
             result = await _Save(job, tools, previous, _course_of(job, tools, previous)).run()
         if result is None:
-            error = job.torn or SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
+            error = job.verdict or SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
     except BaseException as exc:  # delivered to whoever waits, never dropped
         error = as_save_error(exc)
     finally:
-        if error is not None:
-            job.handle.staged._settle(None, error)
-        job.capture.release()
-        job.issued.set()
-        job.handle.written._settle(result, error)
-        job.handle._wake()
-        job.cancelled._settle(isinstance(error, SaveCancelledError))
-        job.planned.set()
-        job.staging_over.set()
-        job.over.set()
+        job.settle(result, error)
+        job.let_pass()
 
 
 def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> Course:
@@ -108,8 +101,14 @@ def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> Cour
     return TogetherCourse(job, form, world, previous, tools.copy_workers, tools.io_workers)
 
 
+def _keep() -> None:
+    """Give nothing back yet: it may have to be written once more."""
+
+
 class _Save:
     """The course of one save."""
+
+    _leases: Leases
 
     def __init__(self, job: SaveJob, tools: SaveTools, previous: SaveJob | None, course: Course) -> None:
         self._job = job
@@ -123,10 +122,24 @@ class _Save:
         self._staged_s = 0.0
         self._images_left = 0
         self._writing: Writing | None = None
+        self._plan: SavePlan | None = None
+        self._keeps = False
+        self._parts: list[tuple[int, Part]] = []
 
     async def run(self) -> SaveResult:
-        previous = self._previous
-        self._previous = None
+        previous, self._previous = self._previous, None
+        job = self._job
+        async with Leases(self._tools.pool) as self._leases:
+            job.quarantine = self._leases.quarantine
+            try:
+                return await self._planned(previous)
+            except BaseException as exc:
+                if job.fallback is None or not self._is_storage_failure(exc):
+                    raise
+                return await self._divert(unwrapped(exc), job.fallback, previous)
+
+    async def _planned(self, previous: SaveJob | None) -> SaveResult:
+        """Plan, and carry it out; plan once more if the kept layout turns out not to fit."""
         if not self._course.plans_anew:
             return await self._attempt(previous)
         try:
@@ -135,7 +148,6 @@ class _Save:
             mismatch = as_save_error(group)
         # A tensor is not what the kept layout says, though it has the same name: plan from the beginning.
         self._course.forget()
-        self._staged_bytes = self._written_bytes = 0
         try:
             return await self._attempt(previous)
         except* LayoutMismatchError:
@@ -145,19 +157,23 @@ class _Save:
             ) from None
 
     async def _attempt(self, previous: SaveJob | None) -> SaveResult:
-        job, course = self._job, self._course
+        await self._leases.give_back()
+        self._staged_bytes = self._written_bytes = 0
+        self._parts.clear()
         begin = time.perf_counter()
-        plan = await course.plan()
-        job.planned.set()
+        self._plan = plan = await self._course.plan()
+        self._job.planned.set()
         self._planned_s = time.perf_counter() - begin
         self._total_bytes = plan.layout.nbytes
         self._report("planned")
+        return await self._carry_out(plan, previous, self._transfer)
+
+    async def _carry_out(self, plan: SavePlan, previous: SaveJob | None, transfer: Transfer) -> SaveResult:
+        """Write what was planned, and publish it; or leave nothing of it."""
+        job, course = self._job, self._course
         try:
-            if previous is not None:
-                await previous.staging_over.wait()
-            self._tools.reserve(self._total_bytes)
             self._writing = writing = self._writing_of(plan, previous)
-            await self._transfer(plan, previous, writing)
+            await transfer(plan, previous, writing)
             self._report("written")
             if job.pre_commit is not None:
                 await self._tools.io_workers.run(run_hook, job.pre_commit, job.path, "pre_commit")
@@ -176,6 +192,36 @@ class _Save:
         self._report("committed")
         return result if job.post_commit is None else await self._after(result, job.post_commit)
 
+    def _is_storage_failure(self, error: BaseException) -> bool:
+        job = self._job
+        is_called_off = job.verdict is not None or job.scope.cancel_called
+        return isinstance(unwrapped(error), (WriteError, CommitError)) and not is_called_off
+
+    async def _divert(self, error: BaseException, fallback: str, previous: SaveJob | None) -> SaveResult:
+        """Save to the other path what could not be saved to the one that was asked for.
+
+        While it is not staged, from the tensors, which have not changed; else from staging memory.
+        """
+        job = self._job
+        is_staged = job.handle.staged.done()
+        if not (self._parts if is_staged else job.rewind()):
+            error.add_note(f"it was too late to save it to {fallback}: more staging_bytes would keep what is staged")
+            raise error
+        job.path, job.spoilt = fallback, error
+        logger.warning("%s; it is saved to %s instead", error, fallback)
+        try:
+            if is_staged and self._plan is not None:
+                self._written_bytes = 0
+                result = await self._carry_out(self._plan, previous, self._transfer_again)
+            else:
+                result = await self._planned(previous)
+        except BaseException as worse:
+            if not isinstance(unwrapped(worse), Exception):
+                raise
+            error.add_note(f"nor could it be saved to {fallback}: {unwrapped(worse)}")
+            raise error from error.__cause__
+        return replace(result, spoilt=error)
+
     async def _after(self, result: SaveResult, hook: Hook) -> SaveResult:
         """Run what comes after the commit; it can't undo that."""
         try:
@@ -189,6 +235,9 @@ class _Save:
         """Stage and write all files. Staging waits for nothing but staging memory."""
         job = self._job
         layout = plan.layout
+        if previous is not None:
+            await previous.staging_over.wait()
+        self._tools.reserve(self._total_bytes)
         router = Router(layout, job.capture, self._tools.stager_for)
         job.stagers = router.stagers
         self._images_left = len(layout.images)
@@ -196,7 +245,9 @@ class _Save:
             job.issued.set()
         # So many files at a time, in order, as they are written.
         turn = anyio.Semaphore(self._tools.io_workers.count)
-        async with Leases(self._tools.pool) as leases, anyio.create_task_group() as tasks:
+        leases = self._leases
+        self._keeps = job.fallback is not None and self._tools.pool.capacity >= self._chunks_of(plan)
+        async with anyio.create_task_group() as tasks:
             writing.start(tasks)
             async with anyio.create_task_group() as staging:
                 for number, image in enumerate(layout.images):
@@ -210,6 +261,20 @@ class _Save:
             self._report("staged")
             job.handle.staged._settle(None)
 
+    def _chunks_of(self, plan: SavePlan) -> int:
+        step = self._tools.pool.chunk_bytes
+        return sum(max(1, -(-image.nbytes // step)) for image in plan.layout.images)
+
+    async def _transfer_again(self, plan: SavePlan, previous: SaveJob | None, writing: Writing) -> None:
+        """Write all files from the staging memory that was kept."""
+        async with anyio.create_task_group() as tasks:
+            writing.start(tasks)
+            for number, part in self._parts:
+                await writing.put(number, part)
+            for number in range(len(plan.layout.images)):
+                writing.end(number)
+            await writing.hand_over(self._prepared(plan))
+
     def _prepared(self, plan: SavePlan) -> Prepared:
         """Say what is left to do when the files are written."""
         job, course = self._job, self._course
@@ -218,6 +283,7 @@ class _Save:
             times_s=self._times_s(),
             started=job.started,
             waits=job.pre_commit is not None,
+            check=job.check_verdict,
             parting=partial(course.parting, plan),
         )
 
@@ -298,7 +364,11 @@ class _Save:
         self._report("staging")
         lease = filled.lease
         chunk = lease.chunk
-        await writing.put(number, Part(chunk.view, filled.start, filled.stop, lease.release, chunk.number))
+        release = _keep if self._keeps else lease.release
+        part = Part(chunk.view, filled.start, filled.stop, release, chunk.number)
+        if self._keeps:
+            self._parts.append((number, part))
+        await writing.put(number, part)
 
     def _times_s(self) -> dict[str, float]:
         return {"captured": self._job.captured_s, "planned": self._planned_s, "staged": self._staged_s}

@@ -105,8 +105,8 @@ class TogetherCourse(Course):
         try:
             if job.refused is not None:
                 return job.refused, None
-            if job.cancel_asked:
-                return SaveCancelledError(f"the save of {job.path} was cancelled"), None
+            if job.cancel_asked or job.verdict is not None:
+                return job.verdict or SaveCancelledError(f"the save of {job.path} was cancelled"), None
             offer = await self._compute.run(self._world.planner.offer, job.capture, self._form, again=again)
             holdings = None
             if offer.survey is not None and not self._world.decentralized:
@@ -175,9 +175,12 @@ class TogetherCourse(Course):
         plan, transaction, leads = transferred.plan, self._transaction, self._world.coordinator.leads
         if transaction is None or not isinstance(plan, DcpPlan):
             raise RuntimeError("a save can't be finished before it has begun")
-        if not leads:
-            await transaction.commit()
-        summary = await self._last_round(self._written(plan, transferred.files), transferred.writing)
+        try:
+            if not leads:
+                await transaction.commit()
+            summary = await self._last_round(self._written(plan, transferred.files), transferred.writing)
+        finally:
+            await transaction.leave()
         if summary is None:
             summary = _own_summary(plan, transferred.files)
         return world_result(self._job, transferred.files, transferred.times_s, summary)
@@ -243,7 +246,8 @@ class TogetherCourse(Course):
             torn.__cause__ = error
             error = torn
         if not isinstance(error, Exception):
-            error = SaveCancelledError(f"the save of {self._job.path} was cancelled; nothing of it is left")
+            told = f"the save of {self._job.path} was cancelled; nothing of it is left"
+            error = self._job.verdict or SaveCancelledError(told)
         if not self._world.coordinator.leads:
             await self._leave(error)
         try:

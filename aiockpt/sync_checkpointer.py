@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from aiockpt.checkpointer_base import CheckpointerBase, Path, SaveOptions, StateDict
-from aiockpt.errors import AiockptError
+from aiockpt.errors import AiockptError, SaveError
+from aiockpt.handle import SaveResult
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.planning.selection import check_patterns
 from aiockpt.reader import SyncCheckpointReader
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiockpt.handle import SaveHandle, SaveResult
+    from aiockpt.handle import SaveHandle
     from aiockpt.hooks import Hook
     from aiockpt.job import SaveFormat
     from aiockpt.load_options import MapLocation
+    from aiockpt.sampling import Validation
     from aiockpt.storage.base import Storage
     from aiockpt.transforms.rules import CompressRule
     from aiockpt.verify_report import VerifyReport
@@ -64,8 +66,12 @@ class SyncCheckpointer(CheckpointerBase):
         post_commit: Hook | None = None,
         storage: Storage | None = None,
         compress: CompressRule = None,
+        validate: Validation | None = None,
     ) -> SaveResult:
-        """Save a state dict and block until it is durable; see `AsyncCheckpointer.save`."""
+        """Save a state dict and block until it is durable; see `AsyncCheckpointer.save`.
+
+        With ``on_failure="warn"`` nothing is raised when the writing fails, and the result has the ``error``.
+        """
         handle = self.submit(
             state_dict,
             path,
@@ -78,8 +84,14 @@ class SyncCheckpointer(CheckpointerBase):
             post_commit=post_commit,
             storage=storage,
             compress=compress,
+            validate=validate,
         )
-        return handle.written.result()
+        try:
+            return handle.written.result()
+        except SaveError as exc:
+            if not self._forgiving:
+                raise
+            return SaveResult.of_failure(handle.path, exc, handle._elapsed())
 
     def submit(
         self,
@@ -95,6 +107,7 @@ class SyncCheckpointer(CheckpointerBase):
         post_commit: Hook | None = None,
         storage: Storage | None = None,
         compress: CompressRule = None,
+        validate: Validation | None = None,
     ) -> SaveHandle:
         """Start to save; see `AsyncCheckpointer.save`.
 
@@ -114,6 +127,7 @@ class SyncCheckpointer(CheckpointerBase):
             post_commit=post_commit,
             storage=storage,
             compress=compress,
+            validate=validate,
         )
         return self._submit(state_dict, path, options)
 
@@ -163,6 +177,25 @@ class SyncCheckpointer(CheckpointerBase):
     def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
         return self._verify(path, storage).result()
+
+    def delete(self, path: Path, *, storage: Storage | None = None) -> None:
+        """Delete a checkpoint, blocking; see `AsyncCheckpointer.delete`."""
+        self._delete(path, storage).result()
+
+    def clean(self, directory: Path, *, older_than_s: float | None = None, storage: Storage | None = None) -> list[str]:
+        """Remove what killed processes have left in a directory, blocking; see `AsyncCheckpointer.clean`."""
+        return self._clean(directory, older_than_s, storage).result()
+
+    def ready(self, timeout: float | None = None) -> None:
+        """Wait until a save finds it not busy, blocking; see `AsyncCheckpointer.ready`.
+
+        Args:
+            timeout: seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it was busy all the time.
+        """
+        self._engine.line.ready().result(timeout)
 
     def prewarm(self, state_dict: StateDict) -> None:
         """Make and fault in staging memory for such a state, blocking; see `AsyncCheckpointer.prewarm`."""

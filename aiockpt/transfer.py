@@ -51,16 +51,27 @@ class Leases:
         self._out.append(lease)
         return lease
 
+    def quarantine(self) -> None:
+        """Set apart what is out: the threads that hold it may never come back."""
+        for lease in self._out:
+            lease.quarantine()
+
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_exc: object) -> None:
+        await self.give_back()
+
+    async def give_back(self) -> None:
+        """Give back what is out, once nothing uses it any more. Not to be cancelled."""
         with anyio.CancelScope(shield=True):
             for lease in self._out:
                 if not lease.released and lease in self.pending:
                     with contextlib.suppress(Exception):  # the failed copy has been reported where it was awaited
                         await self.pending[lease].wait()
                 lease.release()
+        self._out.clear()
+        self.pending.clear()
 
 
 class Router:

@@ -65,6 +65,7 @@ class Prepared:
         started: when the save was called, by the clock that all processes of the host share.
         waits: publish when told to, not before.
         parting: of several ranks, what their writers need to agree without the trainers, pickled.
+        check: raises an error where the checkpoint is not to be published any more.
     """
 
     ending: Callable[[], Awaitable[Ending | None]]
@@ -72,6 +73,7 @@ class Prepared:
     started: float
     waits: bool = False
     parting: Callable[[], Awaitable[bytes | None]] | None = None
+    check: Callable[[], object] = lambda: None
 
 
 class Later(Generic[T]):
@@ -247,7 +249,7 @@ class FileWriting(Writing):
         io, transaction = self._tools.io_workers, await self._transaction.get()
         ending = await prepared.ending()
         times_s = {**prepared.times_s, "data_written": time.perf_counter() - prepared.started}
-        return await complete(transaction, ending, self.files, self.crcs, times_s, io, self.encoded)
+        return await complete(transaction, ending, self.files, self.crcs, times_s, io, self.encoded, prepared.check)
 
     async def _open(self) -> None:
         self._transaction.set(await self._begin())

@@ -22,6 +22,9 @@ ROWS = [
     {"checkpointer_base"},
     {"engine"},
     {
+        "line",
+        "pool_growth",
+        "save_watch",
         "save",
         "save_alone",
         "save_leading",
@@ -64,7 +67,7 @@ ROWS = [
         "item_cache",
         "presenting",
     },
-    {"capture", "staging", "storage", "coordination"},
+    {"capture", "eager", "parts", "places", "sampling", "staging", "steps", "storage", "coordination"},
     {"sharded"},
     {"planning", "transforms"},
     {"format"},

@@ -84,13 +84,20 @@ class Chunk:
 
 
 class Lease:
-    """The right to use one chunk until it is released. To be released on the engine's loop, once or more."""
+    """The right to use one chunk until it is released. To be released on the engine's loop, once or more.
 
-    __slots__ = ("_pool", "chunk")
+    Attributes:
+        chunk: the chunk.
+        replaced: it is in quarantine, and somebody else may have another chunk in its place.
+    """
+
+    __slots__ = ("_pool", "_quarantined", "chunk", "replaced")
 
     def __init__(self, pool: ChunkPool, chunk: Chunk) -> None:
         self._pool: ChunkPool | None = pool
+        self._quarantined = False
         self.chunk = chunk
+        self.replaced = False
 
     @property
     def released(self) -> bool:
@@ -99,9 +106,15 @@ class Lease:
 
     def release(self) -> None:
         """Give the chunk back. Idempotent."""
-        if self._pool is not None:
-            self._pool._take_back(self.chunk)
-            self._pool = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._take_back(self, quarantined=self._quarantined)
+
+    def quarantine(self) -> None:
+        """Set the chunk apart: a thread holds it that may never come back. If it does, it is released all the same."""
+        if self._pool is not None and not self._quarantined:
+            self._quarantined = True
+            self.replaced = self._pool._set_apart()
 
 
 class ChunkPool:
@@ -122,6 +135,8 @@ class ChunkPool:
         self._made = 0
         self._permits = anyio.Semaphore(capacity)
         self._leased = 0
+        self._quarantined = 0
+        self._spare: list[int] = []
 
     def __repr__(self) -> str:
         return (
@@ -138,6 +153,11 @@ class ChunkPool:
     def made(self) -> int:
         """How many chunks exist."""
         return self._made
+
+    @property
+    def quarantined(self) -> int:
+        """How many chunks are held by threads that may never come back."""
+        return self._quarantined
 
     @property
     def available(self) -> bool:
@@ -168,7 +188,7 @@ class ChunkPool:
         """
         leases: list[Lease] = []
         try:
-            while self._made < min(count, self.capacity) and self.available:
+            while self._made - self._quarantined < min(count, self.capacity) and self.available:
                 chunk = self._make()
                 self._permits.acquire_nowait()
                 leases.append(self._lease(chunk))
@@ -180,7 +200,8 @@ class ChunkPool:
 
     def drop(self) -> None:
         """Let go of all memory that is not leased."""
-        self._made -= len(self._free)
+        for chunk in self._free:
+            self._forget(chunk)
         self._free.clear()
 
     def _lease(self, chunk: Chunk) -> Lease:
@@ -188,11 +209,38 @@ class ChunkPool:
         return Lease(self, chunk)
 
     def _make(self) -> Chunk:
-        chunk = Chunk(self.chunk_bytes, self._made, self._shared)
+        number = self._spare.pop() if self._spare else self._made
+        try:
+            chunk = Chunk(self.chunk_bytes, number, self._shared)
+        except BaseException:
+            self._spare.append(number)
+            raise
         self._made += 1
         return chunk
 
-    def _take_back(self, chunk: Chunk) -> None:
-        self._free.append(chunk)
+    def _forget(self, chunk: Chunk) -> None:
+        self._made -= 1
+        self._spare.append(chunk.number)
+
+    def _set_apart(self) -> bool:
+        """Count a chunk as held by a thread that may never come back; tell whether there may be another in its place.
+
+        There may, until as much is held so as the pool may have: a disk that hangs must not take all memory.
+        """
         self._leased -= 1
+        self._quarantined += 1
+        if self._quarantined > self.capacity or self.capacity + self._quarantined > self._most:
+            return False
+        self._permits.release()
+        return True
+
+    def _take_back(self, lease: Lease, *, quarantined: bool) -> None:
+        if quarantined:
+            self._quarantined -= 1
+        else:
+            self._leased -= 1
+        if lease.replaced:
+            self._forget(lease.chunk)
+            return
+        self._free.append(lease.chunk)
         self._permits.release()

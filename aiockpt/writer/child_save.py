@@ -191,15 +191,20 @@ class ChildSave:
 
     async def _part(self, writing: FileWriting) -> None:
         """Make this rank's part durable; rank 0 publishes all."""
-        if self._transaction is None:
+        transaction = self._transaction
+        if transaction is None:
             raise RuntimeError("a part was written to no transaction")
-        await self._transaction.commit()
+        await transaction.commit()
         self._tell(Written(self.number, writing.files, writing.crcs))
-        await self._told.wait()
-        if self._orphan:
+        try:
+            await self._told.wait()
+            if self._orphan:
+                with anyio.CancelScope(shield=True):
+                    await self._agree(writing.files)
+                self._tell(Published(self.number, {name: facts.nbytes for name, facts in writing.files.items()}))
+        finally:
             with anyio.CancelScope(shield=True):
-                await self._agree(writing.files)
-            self._tell(Published(self.number, {name: facts.nbytes for name, facts in writing.files.items()}))
+                await transaction.leave()
 
     async def _agree(self, files: dict[str, FileFacts]) -> None:
         """Agree with the writers of the other ranks, without the trainers."""

@@ -67,14 +67,15 @@ class _Killed(_WrapperTransaction):
 
 
 class BrokenStorage(WrapperStorage):
-    """Fails at a step, in the process that gets there."""
+    """Fails at a step, in the process that gets there; of one path or file alone, if that is given."""
 
-    def __init__(self, step: str) -> None:
+    def __init__(self, step: str, name: str = "") -> None:
         super().__init__(LocalStorage())
         self._step = step
+        self._name = name
 
     async def before(self, step: str, name: str) -> None:
-        if step == self._step:
+        if step == self._step and name.endswith(self._name):
             raise WriteError(f"{step} of {os.path.basename(name)} in process {os.getpid()}: no space") from OSError(
                 28, "No space left on device"
             )

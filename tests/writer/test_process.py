@@ -54,7 +54,7 @@ def test_the_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
             if name != ".metadata":  # which has places of objects
                 assert (tmp_path / "2" / name).stat().st_size == (tmp_path / "threads" / name).stat().st_size
         (writer,) = _writers()
-        assert writer.nice() == 3
+        assert writer.nice() == min(19, psutil.Process().nice() + 3)
         assert writer.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
 
 

@@ -1,0 +1,198 @@
+"""Saves that come faster than they are written: they wait, are left out, give way, or are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.line import giving_way
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import GatedStorage
+from tests.states import assert_same
+
+
+def state_of(step: int, nbytes: int = 1 << 20) -> dict:
+    return {"step": step, "w": torch.arange(step, step + nbytes // 8), "b": torch.full((3,), float(step))}
+
+
+@pytest.mark.parametrize(
+    ("staged", "most", "expected"),
+    [
+        ([], 1, []),
+        ([False], 1, []),
+        ([True], 1, []),
+        ([True, False], 1, [1]),
+        ([False, False, False], 1, [1, 2]),
+        ([True, True, False], 1, [2]),
+        ([True, False, False], 2, [2]),
+        ([False, False], 3, []),
+    ],
+)
+def test_the_first_ones_and_those_that_are_staged_go_on(staged: list[bool], most: int, expected: list[int]) -> None:
+    assert giving_way(staged, most) == expected
+
+
+@pytest.mark.asyncio
+async def test_saves_wait_in_line_and_are_published_in_order(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    order: list[str] = []
+    async with aiockpt.AsyncCheckpointer(staging_bytes=1 << 20, chunk_bytes=1 << 18) as ckpt:
+        saves = [
+            ckpt.save(
+                state_of(step),
+                tmp_path / f"step-{step}",
+                storage=storage,
+                post_commit=lambda path: order.append(Path(path).name),
+            )
+            for step in range(5)
+        ]
+        await storage.reached["commit"]
+        assert ckpt.statistics().in_flight == 5
+        assert not any(save.written.done() for save in saves)
+        storage.open("commit")
+        for save in saves:
+            await save
+        assert order == [f"step-{step}" for step in range(5)]
+        found = ckpt.statistics()
+        assert (found.in_flight, found.written, found.skipped, found.failed) == (0, 5, 0, 0)
+        assert 0 < found.staging_bytes <= 1 << 20
+        for step in range(5):
+            assert_same(state_of(step), await ckpt.load(tmp_path / f"step-{step}"))
+
+
+@pytest.mark.asyncio
+async def test_a_save_is_skipped_while_another_is_in_flight(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer(on_busy="skip", drain_timeout=5) as ckpt:
+        first = ckpt.save(state_of(1), tmp_path / "1", storage=storage)
+        second = ckpt.save(state_of(2), tmp_path / "2", storage=storage)
+        same = ckpt.save(state_of(3), tmp_path / "1", storage=storage)
+        await second.staged  # at once, for its tensors may change
+        assert second.skipped
+        assert same.skipped
+        assert not first.skipped
+        assert "skipped" in repr(second)
+        with pytest.raises(aiockpt.SaveSkippedError, match=r"2 was skipped: 1 saves are in flight, .*/1, and on_busy"):
+            await second.written
+        assert [event async for event in second.progress()] == []
+        assert not await second.cancel()
+        second.fence()
+        storage.open("commit")
+        await first
+        await ckpt.ready()
+        third = ckpt.save(state_of(3), tmp_path / "3")  # nor is anything raised here
+        await third
+        found = ckpt.statistics()
+        assert (found.written, found.skipped, found.failed) == (2, 2, 0)
+        assert found.skipped_paths == (str(tmp_path / "2"), str(tmp_path / "1"))
+        assert_same(state_of(1), await ckpt.load(tmp_path / "1"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
+@pytest.mark.asyncio
+async def test_more_may_be_in_flight_before_one_is_skipped(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer(on_busy="skip", max_in_flight=2) as ckpt:
+        saves = [ckpt.save(state_of(step), tmp_path / str(step), storage=storage) for step in range(4)]
+        assert [save.skipped for save in saves] == [False, False, True, True]
+        storage.open("commit")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+@pytest.mark.asyncio
+async def test_those_that_only_wait_give_way_to_the_newest(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["write"])
+    async with aiockpt.AsyncCheckpointer(on_busy="supersede", staging_bytes=1 << 18, chunk_bytes=1 << 18) as ckpt:
+        saves = [ckpt.save(state_of(0), tmp_path / "0", storage=storage)]
+        await storage.reached["write"]
+        saves += [ckpt.save(state_of(step), tmp_path / str(step), storage=storage) for step in range(1, 5)]
+        for save in saves[1:4]:
+            await save.staged
+            with pytest.raises(aiockpt.SaveSkippedError, match="gave way to that of"):
+                await save
+        assert [save.skipped for save in saves] == [False, True, True, True, False]
+        storage.open("write")
+        await saves[0]
+        await saves[4]
+        assert set(ckpt.statistics().skipped_paths) == {str(tmp_path / str(step)) for step in (1, 2, 3)}
+        assert_same(state_of(0), await ckpt.load(tmp_path / "0"))
+        assert_same(state_of(4), await ckpt.load(tmp_path / "4"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "4"]
+
+
+@pytest.mark.asyncio
+async def test_the_newest_state_goes_to_one_name_again_and_again(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer(on_busy="supersede") as ckpt:
+        saves = [ckpt.save(state_of(0), tmp_path / "latest", storage=storage, overwrite=True)]
+        await storage.reached["commit"]
+        saves += [ckpt.save(state_of(step), tmp_path / "latest", storage=storage, overwrite=True) for step in (1, 2)]
+        storage.open("commit")
+        await saves[2]
+        assert_same(state_of(2), await ckpt.load(tmp_path / "latest"))
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+
+
+@pytest.mark.asyncio
+async def test_a_call_is_refused_while_it_is_busy(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer(on_busy="error") as ckpt:
+        first = ckpt.save(state_of(1), tmp_path / "1", storage=storage)
+        with pytest.raises(aiockpt.CheckpointerBusyError, match=r"2 was not saved: 1 saves .* Await ckpt.ready\(\)"):
+            ckpt.save(state_of(2), tmp_path / "2")
+        assert not isinstance(aiockpt.CheckpointerBusyError("x"), aiockpt.SaveError)
+        waiting = asyncio.ensure_future(ckpt.ready())
+        gone = asyncio.ensure_future(ckpt.ready())
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert not waiting.done()
+        storage.open("commit")
+        await waiting
+        assert first.written.done()
+        await ckpt.save(state_of(2), tmp_path / "2")
+
+
+def test_a_plain_program_waits_for_its_turn(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    with aiockpt.SyncCheckpointer(on_busy="error") as ckpt:
+        ckpt.ready(timeout=0)
+        ckpt.submit(state_of(1), tmp_path / "1", storage=storage)
+        with pytest.raises(TimeoutError):
+            ckpt.ready(timeout=0)
+        storage.open("commit")
+        ckpt.ready(timeout=60)
+        ckpt.save(state_of(2), tmp_path / "2")
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "skip", "supersede"])
+def test_memory_stays_within_its_bound(on_busy, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer(on_busy=on_busy, staging_bytes=1 << 19, chunk_bytes=1 << 17) as ckpt:
+        saves = [ckpt.submit(state_of(step), tmp_path / str(step)) for step in range(12)]
+        for save in saves:
+            save.written.exception(60)
+        assert ckpt.statistics().staging_bytes <= 1 << 19
+        assert ckpt.statistics().written == sum(not save.skipped for save in saves) >= 1
+        for step, save in enumerate(saves):
+            if not save.skipped:
+                assert_same(state_of(step), ckpt.load(tmp_path / str(step)))
+    assert len(list(tmp_path.iterdir())) == sum(not save.skipped for save in saves)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_busy": "drop"}, "on_busy is 'drop'; it must be one of 'wait', 'skip', 'supersede', 'error'"),
+        ({"on_failure": "ignore"}, "on_failure is 'ignore'"),
+        ({"max_in_flight": 0}, "max_in_flight must be an integer of at least 1"),
+        ({"save_timeout": 0}, "save_timeout must be positive, not 0"),
+        ({"save_timeout": float("nan")}, "save_timeout must be positive"),
+    ],
+    ids=str,
+)
+def test_bad_policies_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        aiockpt.SyncCheckpointer(**options)

@@ -1,0 +1,260 @@
+"""What becomes of training when a save fails, and of a save when its disk fails or hangs."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
+from tests.states import assert_same
+from tests.writer.gates import BrokenStorage
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def state_of(step: int, nbytes: int = 1 << 20) -> dict:
+    return {"step": step, "w": torch.arange(step, step + nbytes // 8), "b": torch.full((3,), float(step))}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- on_failure ------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_training_goes_on_after_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with aiockpt.AsyncCheckpointer(on_failure="warn") as ckpt:
+        save = ckpt.save(state_of(1), tmp_path / "1", storage=FaultyStorage(LocalStorage(), "write", FULL))
+        await save.staged
+        with pytest.raises(aiockpt.WriteError, match="No space left"):  # which never comes for what isn't there
+            await save.written
+        await ckpt.save(state_of(2), tmp_path / "2")
+        unseen = ckpt.save(state_of(3), tmp_path / "3", storage=FaultyStorage(LocalStorage(), "begin", FULL))
+        await unseen.staged
+        await ckpt.ready()
+        await ckpt.save(state_of(4), tmp_path / "4")
+        found = ckpt.statistics()
+        assert (found.written, found.failed) == (2, 2)
+        assert [path for path, _ in found.failures] == [str(tmp_path / "1"), str(tmp_path / "3")]
+        assert all("No space left" in str(error) for _, error in found.failures)
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(told) == 2
+    assert all("a checkpoint was not written, training goes on" in text for text in told)
+    assert names(tmp_path) == ["2", "4"]
+
+
+def test_a_plain_loop_goes_on_after_a_failure(tmp_path: Path) -> None:
+    state = state_of(1)
+    with aiockpt.SyncCheckpointer(on_failure="warn") as ckpt:
+        failed = ckpt.save(state, tmp_path / "1", storage=FaultyStorage(LocalStorage(), "commit", FULL))
+        assert isinstance(failed.error, aiockpt.CommitError)
+        assert (failed.nbytes, dict(failed.files)) == (0, {})
+        assert ckpt.save(state, tmp_path / "2").error is None
+        with pytest.raises(aiockpt.SaveError, match="can't be pickled"):  # a mistake of the program's
+            ckpt.save({"f": lambda: None}, tmp_path / "3")
+        with pytest.raises(aiockpt.CheckpointExistsError):
+            ckpt.save(state, tmp_path / "2")
+    assert names(tmp_path) == ["2"]
+
+
+def test_a_torn_snapshot_does_not_end_training(tmp_path: Path) -> None:
+    state = state_of(1)
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(on_failure="warn", staging_bytes=1 << 18, chunk_bytes=1 << 18) as ckpt:
+        save = ckpt.submit(state, tmp_path / "1", storage=storage)
+        storage.reached["create"].result(60)
+        state["w"].add_(1)
+        storage.open("create")
+        save.fence()
+        save.staged.result(60)
+        assert isinstance(save.written.exception(60), aiockpt.TornSnapshotError)
+    assert names(tmp_path) == []
+
+
+class Unreachable(LocalStorage):
+    def check(self, path: str, *, overwrite: bool) -> None:
+        raise aiockpt.WriteError(f"can't look at {path}: Input/output error")
+
+
+def test_a_place_that_can_not_be_looked_at_is_a_failure_like_others(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.WriteError, match="can't look at"):
+        ckpt.submit(state_of(1), tmp_path / "1", storage=Unreachable())
+    with aiockpt.SyncCheckpointer(on_failure="warn") as ckpt:
+        save = ckpt.submit(state_of(1), tmp_path / "1", storage=Unreachable())
+        save.staged.result(60)
+        assert isinstance(save.written.exception(60), aiockpt.WriteError)
+        assert ckpt.statistics().failed == 1
+
+
+# --- fallback_path ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit"])
+@pytest.mark.parametrize("when", ["before it is staged", "afterwards"])
+@pytest.mark.parametrize("options", [{}, {"compress": "zstd"}, {"format": "safetensors"}], ids=str)
+def test_a_save_goes_elsewhere_when_its_disk_fails(step: str, when: str, options: dict, tmp_path: Path) -> None:
+    state = {f"w{number}": torch.randn(100_000) for number in range(6)}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    gate = GatedStorage(LocalStorage(), ["begin"])
+    fault = FaultyStorage(gate, step, FULL, nth=1)
+    if when == "before it is staged":
+        gate.open("begin")
+    with aiockpt.SyncCheckpointer(fallback_path=tmp_path / "spare", chunk_bytes=1 << 18) as ckpt:
+        save = ckpt.submit(state, tmp_path / "runs" / "a", storage=fault, **options)
+        if when == "afterwards" and step != "begin":
+            save.staged.result(60)
+            for tensor in state.values():
+                tensor.zero_()
+        gate.open("begin")
+        result = save.written.result(60)
+        assert result.path == str(tmp_path / "spare" / "a")
+        assert "No space left" in str(result.spoilt)
+        assert_same(expected, ckpt.load(result.path))
+        assert ckpt.verify(result.path).ok
+        assert not (tmp_path / "runs" / "a").exists()
+        again = ckpt.save(expected, tmp_path / "runs" / "b")
+        assert (again.path, again.spoilt) == (str(tmp_path / "runs" / "b"), None)
+    assert names(tmp_path / "spare") == ["a"]
+
+
+def test_a_fence_keeps_what_is_copied_twice_from_changing(tmp_path: Path) -> None:
+    """Who was let by may change the tensors, so that they can't be copied once more."""
+    state = state_of(1)
+    storage = GatedStorage(FaultyStorage(LocalStorage(), "create", FULL), ["create"])
+    with aiockpt.SyncCheckpointer(fallback_path=tmp_path / "spare") as ckpt:
+        save = ckpt.submit(state, tmp_path / "a", storage=storage)
+        save.fence()
+        state["w"].zero_()
+        storage.open("create")
+        error = save.written.exception(60)
+        if error is None:  # it was staged by then, and kept
+            assert_same(state_of(1), ckpt.load(tmp_path / "spare" / "a"))
+        else:
+            assert "too late to save it to" in error.__notes__[0]
+
+
+def test_a_state_larger_than_memory_is_lost_with_its_disk_once_staged(tmp_path: Path) -> None:
+    storage = FaultyStorage(LocalStorage(), "commit", FULL)
+    with aiockpt.SyncCheckpointer(
+        fallback_path=tmp_path / "spare", staging_bytes=1 << 18, chunk_bytes=1 << 17, on_failure="warn"
+    ) as ckpt:
+        result = ckpt.save(state_of(1), tmp_path / "a", storage=storage)
+        assert "too late" in result.error.__notes__[0]
+        early = ckpt.save(state_of(2), tmp_path / "b", storage=FaultyStorage(LocalStorage(), "create", FULL))
+        assert_same(state_of(2), ckpt.load(early.path))
+    assert names(tmp_path) == ["spare"]
+    assert names(tmp_path / "spare") == ["b"]
+
+
+def test_both_errors_are_told_when_the_other_path_fails_too(tmp_path: Path) -> None:
+    storage = FaultyStorage(LocalStorage(), "write", FULL, times=100)
+    (tmp_path / "spare" / "taken").mkdir(parents=True)
+    with aiockpt.SyncCheckpointer(fallback_path=tmp_path / "spare") as ckpt:
+        with pytest.raises(aiockpt.WriteError, match="No space left") as caught:
+            ckpt.save(state_of(1), tmp_path / "a", storage=storage)
+        assert any("nor could it be saved to" in note for note in caught.value.__notes__)
+        assert isinstance(caught.value.__cause__, OSError)
+        with pytest.raises(aiockpt.WriteError) as caught:
+            ckpt.save(state_of(1), tmp_path / "taken", storage=FaultyStorage(LocalStorage(), "write", FULL))
+        assert any("exists already" in note for note in caught.value.__notes__)
+    assert names(tmp_path) == ["spare"]
+
+
+@pytest.mark.parametrize("step", ["begin", "commit"])
+def test_a_writer_process_goes_elsewhere_as_well(step: str, tmp_path: Path) -> None:
+    state = {f"w{number}": torch.randn(100_000) for number in range(6)}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    with aiockpt.SyncCheckpointer(
+        fallback_path=lambda path: f"{path}-spare", writer="process", chunk_bytes=1 << 18
+    ) as ckpt:
+        save = ckpt.submit(state, tmp_path / "a", storage=BrokenStorage(step, "/a"))
+        if step == "commit":
+            save.staged.result(60)
+            for tensor in state.values():
+                tensor.zero_()
+        assert save.written.result(60).path == str(tmp_path / "a-spare")
+        assert_same(expected, ckpt.load(tmp_path / "a-spare"))
+    assert names(tmp_path) == ["a-spare"]
+
+
+# --- save_timeout ----------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_slow_save_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["write"])
+    async with aiockpt.AsyncCheckpointer(save_timeout=0.2) as ckpt:
+        save = ckpt.save(state_of(1), tmp_path / "1", storage=storage)
+        behind = ckpt.save(state_of(2), tmp_path / "2")  # its time begins when the first is over
+        with pytest.raises(aiockpt.SaveTimeoutError, match=r"save_timeout = 0.2 s and was given up; nothing of it is"):
+            await save.written
+        await behind
+        assert isinstance(save.written.exception(), TimeoutError)
+        assert ckpt.statistics().failed == 1
+        storage.open("write")
+    assert names(tmp_path) == ["2"]
+
+
+@pytest.mark.parametrize("step", ["create", "write", "finish", "commit"])
+@pytest.mark.asyncio
+async def test_saving_goes_on_without_a_save_that_hangs(step: str, tmp_path: Path) -> None:
+    storage = HangingStorage(LocalStorage(), step)
+    state = {f"w{number}": torch.randn(100_000) for number in range(6)}
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    ckpt = aiockpt.AsyncCheckpointer(save_timeout=0.3, staging_bytes=1 << 20, chunk_bytes=1 << 18)
+    try:
+        stuck = ckpt.save(state, tmp_path / "stuck", storage=storage)
+        behind = ckpt.save(expected, tmp_path / "behind")
+        with pytest.raises(aiockpt.SaveTimeoutError, match="a thread of it hangs in the file system"):
+            await stuck.written
+        await behind
+        found = ckpt.statistics()
+        assert (found.abandoned, found.failed, found.written) == (1, 1, 1)
+        assert (found.quarantined_bytes > 0) == (step in ("create", "write"))  # later nothing is held
+        with pytest.raises(aiockpt.CheckpointExistsError, match="in flight"):  # it may still come there
+            ckpt.save(expected, tmp_path / "stuck", overwrite=True)
+        for number in range(3):
+            await ckpt.save(expected, tmp_path / str(number))
+            assert_same(expected, await ckpt.load(tmp_path / str(number)))
+        assert ckpt.statistics().staging_bytes <= 2 << 20
+    finally:
+        storage.recover()
+        await ckpt.aclose()
+    found = ckpt.statistics()
+    assert (found.abandoned, found.quarantined_bytes) == (0, 0)
+    if step != "commit":  # it was not to be stopped any more there
+        assert names(tmp_path) == ["0", "1", "2", "behind"]
+
+
+@pytest.mark.asyncio
+async def test_a_hanging_thread_sees_its_own_bytes_to_the_end(tmp_path: Path) -> None:
+    """What it holds is not used by others, though they have gone on."""
+    storage = HangingStorage(LocalStorage(), "write")
+    ckpt = aiockpt.AsyncCheckpointer(save_timeout=0.3, staging_bytes=1 << 18, chunk_bytes=1 << 17)
+    stuck = ckpt.save({"w": torch.full((1 << 17,), 7, dtype=torch.uint8)}, tmp_path / "stuck", storage=storage)
+    await storage.reached
+    with pytest.raises(aiockpt.SaveTimeoutError):
+        await stuck.written
+    held = [lease.chunk for lease in _leases_of(stuck) if not lease.released]
+    assert held
+    before = [bytes(chunk.view) for chunk in held]
+    assert any(b"\x07" * 4096 in data for data in before)
+    for number in range(4):
+        other = {"w": torch.full((1 << 17,), 100 + number, dtype=torch.uint8)}
+        await ckpt.save(other, tmp_path / str(number))
+    assert [bytes(chunk.view) for chunk in held] == before
+    storage.recover()
+    await ckpt.aclose()
+    assert names(tmp_path) == ["0", "1", "2", "3"]
+
+
+def _leases_of(save: aiockpt.SaveHandle) -> list:
+    return list(save._control.quarantine.__self__._out)  # type: ignore[attr-defined]
