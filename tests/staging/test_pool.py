@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from aiockpt.staging.pool import HUGE_PAGE_BYTES, ChunkPool
+from aiockpt.staging.shared import SharedMemory
 
 pytestmark = pytest.mark.asyncio
 
@@ -74,3 +75,68 @@ async def test_the_bound_grows_and_chunks_are_made_ahead() -> None:
         lease.release()
     pool.drop()
     assert pool.made == 0
+
+
+async def test_a_chunk_in_quarantine_is_replaced_and_forgotten_when_it_comes_back() -> None:
+    pool = ChunkPool(4096, 2)
+    stuck, other = await pool.acquire(), await pool.acquire()
+    stuck.chunk.view[:4] = b"mine"
+    stuck.quarantine()
+    stuck.quarantine()
+    assert (pool.leased, pool.quarantined, pool.made) == (1, 1, 2)
+    third = await pool.acquire()
+    assert third.chunk is not stuck.chunk
+    third.chunk.view[:4] = b"else"
+    assert not pool.available
+    stuck.release()
+    stuck.release()
+    assert (pool.quarantined, pool.made) == (0, 2)
+    assert not pool.available  # its place is taken
+    other.release()
+    third.release()
+    fourth, fifth = await pool.acquire(), await pool.acquire()
+    assert stuck.chunk not in (fourth.chunk, fifth.chunk)
+    fourth.release()
+    fifth.release()
+    assert (pool.leased, pool.made) == (0, 2)
+
+
+async def test_no_more_is_replaced_than_the_pool_may_have() -> None:
+    pool = ChunkPool(4096, 2)
+    held = []
+    for _ in range(4):
+        lease = await pool.acquire()
+        lease.quarantine()
+        held.append(lease)
+    assert (pool.quarantined, pool.made) == (4, 4)
+    assert not pool.available
+    held[3].release()  # which nobody has replaced
+    assert pool.available
+    again = await pool.acquire()
+    assert again.chunk is held[3].chunk
+    again.release()
+    for lease in held:
+        lease.release()
+    assert (pool.leased, pool.quarantined, pool.made) == (0, 0, 2)
+
+
+async def test_shared_memory_has_a_place_for_each_chunk_and_no_more() -> None:
+    shared = SharedMemory(3 * 4096)
+    pool = ChunkPool(4096, 2, shared)
+    first, second = await pool.acquire(), await pool.acquire()
+    first.quarantine()  # there is room for one
+    third = await pool.acquire()
+    assert {lease.chunk.number for lease in (first, second, third)} == {0, 1, 2}
+    second.quarantine()  # and now for none
+    assert not pool.available
+    first.release()
+    second.release()
+    again = await pool.acquire()
+    assert again.chunk is second.chunk
+    third.release()
+    again.release()
+    pool.drop()
+    numbers = [lease.chunk.number for lease in pool.fresh(2)]
+    assert len(set(numbers)) == 2
+    del first, second, third, again, pool
+    shared.close()

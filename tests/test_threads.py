@@ -1,0 +1,92 @@
+"""The threads that blocking functions run in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from aiockpt.threads import DaemonThreads, Workers
+
+
+def test_functions_begin_in_order_in_so_many_threads() -> None:
+    threads = DaemonThreads(2, "aiockpt-test")
+    both = threading.Barrier(2)
+    seen: list[int] = []
+
+    def note(number: int) -> int:
+        if number < 2:
+            both.wait(30)
+        seen.append(number)
+        return threading.get_ident()
+
+    used = {future.result(30) for future in [threads.submit(note, number) for number in range(8)]}
+    assert len(used) == 2
+    assert sorted(seen) == list(range(8))
+    assert threads.end(30)
+    with pytest.raises(RuntimeError, match="aiockpt-test has been shut down"):
+        threads.submit(note, 9)
+
+
+def test_errors_are_delivered_and_idle_threads_are_used_again() -> None:
+    threads = DaemonThreads(4, "aiockpt-test")
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(lambda: 1 / 0).result(30)
+    names = set()
+    for _ in range(20):
+        names.add(threads.submit(lambda: threading.current_thread().name).result(30))
+    assert len(names) <= 2  # the second is started if the first has not said yet that it is idle
+    assert threads.end(30)
+
+
+def test_spare_threads_do_what_those_that_hang_leave_undone() -> None:
+    threads = DaemonThreads(1, "aiockpt-test")
+    works = threading.Event()
+    stuck = threads.submit(works.wait, 60)
+    waiting = threads.submit(lambda: "done")
+    threads.spare(1)
+    assert waiting.result(30) == "done"
+    assert not stuck.done()
+    works.set()
+    assert stuck.result(30)
+    threads.spare(-1)
+    assert [threads.submit(lambda: 7).result(30) for _ in range(3)] == [7, 7, 7]
+    assert sum(thread.is_alive() for thread in threads._threads) == 1
+    assert threads.end(30)
+
+
+def test_what_has_not_begun_is_dropped_at_the_end() -> None:
+    threads = DaemonThreads(1, "aiockpt-test")
+    begun, works = threading.Event(), threading.Event()
+    threads.submit(lambda: begun.set() or works.wait(60))
+    begun.wait(30)
+    dropped = threads.submit(lambda: 1)
+    works.set()
+    threads.shutdown(cancel_futures=True)
+    threads.shutdown(cancel_futures=True)
+    assert dropped.cancelled() or dropped.result(0) == 1
+    assert not threads._threads[0].is_alive()
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
+    code = (
+        "import threading\nfrom aiockpt.threads import Workers\n"
+        "workers = Workers(2, 'stuck')\nbegun = threading.Event()\n"
+        "workers.executor.submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()\nprint('over')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
+
+
+@pytest.mark.asyncio
+async def test_what_would_end_the_loop_is_an_error_of_the_function() -> None:
+    workers = Workers(1, "aiockpt-test")
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt was raised in a worker thread"):
+        await workers.run(_interrupted)
+    workers.close()
+
+
+def _interrupted() -> None:
+    raise KeyboardInterrupt
