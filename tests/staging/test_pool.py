@@ -136,7 +136,10 @@ async def test_shared_memory_has_a_place_for_each_chunk_and_no_more() -> None:
     third.release()
     again.release()
     pool.drop()
-    numbers = [lease.chunk.number for lease in pool.fresh(2)]
-    assert len(set(numbers)) == 2
-    del first, second, third, again, pool
+    fresh = pool.fresh(2)
+    assert len({lease.chunk.number for lease in fresh}) == 2
+    for lease in fresh:
+        lease.release()
+    pool.drop()
+    del first, second, third, again, fresh, lease
     shared.close()
