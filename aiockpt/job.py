@@ -125,6 +125,7 @@ class SaveJob:
     planned: anyio.Event = field(init=False)
     staging_over: anyio.Event = field(init=False)
     over: anyio.Event = field(init=False)
+    told: anyio.Event = field(init=False)
     scope: anyio.CancelScope = field(init=False)
     cancel_asked: bool = False
     fenced: bool = False
@@ -179,6 +180,7 @@ class SaveJob:
         self.planned = anyio.Event()
         self.staging_over = anyio.Event()
         self.over = anyio.Event()
+        self.told = anyio.Event()
         self.scope = anyio.CancelScope()
 
     def cancel(self) -> Completion[bool]:
@@ -282,6 +284,7 @@ class SaveJob:
         self.planned.set()
         self.staging_over.set()
         self.over.set()
+        self.told.set()
 
     def _settle_staged(self, error: BaseException) -> None:
         """Tell that the tensors may change: nothing of this save reads them any more, or counts."""

@@ -38,7 +38,7 @@ async def watch(
         abandon: is called when that hasn't helped either.
     """
     if previous is not None:
-        await previous.over.wait()
+        await previous.told.wait()
     await anyio.sleep(timeout_s)
     told = f"the save of {job.path} was not done after save_timeout = {timeout_s:g} s and was given up"
     job.time_out(SaveTimeoutError(f"{told}; nothing of it is left"))
@@ -54,5 +54,6 @@ async def watch(
             "written is removed then. Look at the disk, and save elsewhere meanwhile"
         ),
     )
+    job.told.set()
     logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
     abandon()
