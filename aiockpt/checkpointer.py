@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 import anyio.lowlevel
 
-from aiockpt.checkpointer_base import CheckpointerBase, Path, SaveOptions, StateDict
+from aiockpt.checkpointer_base import CheckpointerBase
 from aiockpt.errors import AiockptError
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.planning.selection import check_patterns
 from aiockpt.reader import CheckpointReader
+from aiockpt.submission import Path, SaveOptions, StateDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

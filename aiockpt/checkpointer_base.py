@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from aiockpt.capture import capture_items, capture_state, ready_events
+from aiockpt.capture import ready_events
 from aiockpt.coordination.choose import check_group, choose_coordinator, is_distributed
 from aiockpt.engine import Engine
-from aiockpt.errors import CheckpointExistsError, DeleteError, SaveError, SaveSkippedError, WriteError
-from aiockpt.format.manifest import check_user_metadata
+from aiockpt.errors import DeleteError
 from aiockpt.guard import StepGuard, fence_all
-from aiockpt.job import SaveJob, choose_form
 from aiockpt.load import load_checkpoint
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.load_together import Gathering, load_together
 from aiockpt.options import EngineOptions, OnBusy, OnFailure, ProcessWriter, check_writer
-from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.planner import stored_bytes
 from aiockpt.sampling import check_validation
 from aiockpt.staging.pacing import check_window
 from aiockpt.storage.local import LocalStorage
 from aiockpt.storage.retries import DEFAULT_RETRIES
+from aiockpt.submission import Path, SaveOptions, StateDict, Submitter, named
 from aiockpt.transforms.base import check_transforms
-from aiockpt.transforms.rules import choose_compression
 from aiockpt.verify import verify_checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     import torch
 
@@ -41,39 +35,18 @@ if TYPE_CHECKING:
     from aiockpt.coordination.base import Coordinator
     from aiockpt.coordination.choose import ProcessGroupLike
     from aiockpt.handle import Completion, SaveHandle
-    from aiockpt.hooks import Hook
     from aiockpt.item_reader import LoadTools
-    from aiockpt.job import SaveFormat
+    from aiockpt.job import SaveJob
     from aiockpt.line import Statistics
-    from aiockpt.planning.tree import NameMemo
     from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.sampling import Validation
     from aiockpt.staging.pacing import StagingWindow
     from aiockpt.storage.base import Storage
     from aiockpt.storage.retries import Retries
     from aiockpt.transforms.base import Transform
-    from aiockpt.transforms.rules import CompressRule
     from aiockpt.verify_report import VerifyReport
 
 Planning = Literal["central", "decentralized"]
-StateDict = Mapping[Any, Any]
-Path = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """How to save; see `aiockpt.AsyncCheckpointer.save` for the meaning of each."""
-
-    overwrite: bool = False
-    metadata: Mapping[str, Any] | None = None
-    format: SaveFormat = "dcp"
-    shard_bytes: int | None = None
-    separation_hint: str | Sequence[str] | None = None
-    pre_commit: Hook | None = None
-    post_commit: Hook | None = None
-    storage: Storage | None = None
-    compress: CompressRule = None
-    validate: Validation | None = None
 
 
 class CheckpointerBase:
@@ -162,7 +135,6 @@ class CheckpointerBase:
             validate: how changes of tensors before `staged` are found, where `save` does not say; see there.
         """
         self._transforms = check_transforms(transforms)
-        self._validate = check_validation(validate)
         options = EngineOptions(
             staging_bytes=staging_bytes,
             chunk_bytes=chunk_bytes,
@@ -175,9 +147,6 @@ class CheckpointerBase:
             on_failure=on_failure,
             save_timeout=save_timeout,
         )
-        if fallback_path is not None and not callable(fallback_path):
-            fallback_path = os.fspath(fallback_path)
-        self._fallback_path = fallback_path
         check_group(process_group)
         if not coordination_timeout > 0:
             raise ValueError(f"coordination_timeout must be positive, not {coordination_timeout!r}")
@@ -188,9 +157,15 @@ class CheckpointerBase:
         self._was_distributed = is_distributed()
         self._coordination_timeout = coordination_timeout
         self._engine = Engine(options)
-        self._names: NameMemo = {}
         self._turn = asyncio.Lock()
-        self._storage: Storage = LocalStorage(direct_io=direct_io, fsync=fsync, retries=retries)
+        self._submitter = Submitter(
+            self._engine,
+            LocalStorage(direct_io=direct_io, fsync=fsync, retries=retries),
+            transforms=self._transforms,
+            fallback_path=fallback_path,
+            validate=check_validation(validate),
+            decentralized=self._decentralized,
+        )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._engine!r}>"
@@ -203,126 +178,11 @@ class CheckpointerBase:
         )
 
     def _submit(self, state_dict: StateDict, path: Path, options: SaveOptions) -> SaveHandle:
-        started = time.perf_counter()
-        together = self._coordinator() is not None
-        try:
-            job = self._job(state_dict, path, options, started, together=together)
-            self._engine.submit(job)
-        except BaseException as exc:
-            if together:  # the others have called as well: they are to fail, not to wait
-                self._engine.refuse(SaveJob.of_refusal(_named(path), self._storage, exc, started))
-            is_calm = self._forgiving and isinstance(exc, WriteError)
-            if is_calm or isinstance(exc, SaveSkippedError):
-                return self._over(_named(path), exc, started)
-            raise
-        job.captured_s = time.perf_counter() - started
-        return job.handle
+        return self._submitter.submit(state_dict, path, options, together=self._coordinator() is not None)
 
     @property
     def _forgiving(self) -> bool:
-        return self._engine.options.on_failure == "warn"
-
-    def _over(self, path: str, error: BaseException, started: float) -> SaveHandle:
-        """Give the handle of a save that is over at the call."""
-        job = SaveJob.of_failure(path, self._storage, error, started, forgiving=self._forgiving)
-        self._engine.line.record(job, error)
-        return job.handle
-
-    def _fallback_for(self, where: str, storage: Storage, *, together: bool) -> str | None:
-        """Give the other path for a checkpoint.
-
-        Raises:
-            SaveError: several ranks save together.
-        """
-        if self._fallback_path is None:
-            return None
-        if together:
-            raise SaveError(
-                f"{where}: fallback_path is for one process; several ranks have none. Leave it out, or save with "
-                "process_group=None"
-            )
-        if callable(self._fallback_path):
-            return storage.locate(os.fspath(self._fallback_path(where)))
-        return storage.locate(os.path.join(self._fallback_path, os.path.basename(where)))
-
-    def _look(self, storage: Storage, where: str, fallback: str | None, *, overwrite: bool) -> None:
-        """Refuse a path that is taken; see `Storage.check`."""
-        if self._engine.line.holds(where, overwrite=overwrite):
-            raise CheckpointExistsError(f"a save to {where} is in flight; wait for it, or save under another name")
-        try:
-            storage.check(where, overwrite=overwrite)
-        except WriteError:
-            if fallback is None:
-                raise  # else the save finds it as well, and goes there
-
-    def _job(
-        self, state_dict: StateDict, path: Path, options: SaveOptions, started: float, *, together: bool
-    ) -> SaveJob:
-        self._engine.line.raise_unseen()
-        storage, where = self._located(path, options.storage)
-        self._engine.admit(where)
-        fallback = self._fallback_for(where, storage, together=together)
-        self._look(storage, where, fallback, overwrite=options.overwrite)
-        self._check_transforms(options, where, together=together)
-        if self._engine.options.writer is not None:
-            check_portable(storage, *self._transforms)
-        try:
-            facts = check_user_metadata({} if options.metadata is None else options.metadata)
-        except TypeError as exc:
-            raise SaveError(str(exc)) from None
-        form = choose_form(
-            options.format,
-            where,
-            facts,
-            shard_bytes=options.shard_bytes,
-            separation_hint=options.separation_hint,
-            files=self._engine.io_threads,
-            together=together,
-        )
-        capture = capture_state(
-            state_dict,
-            self._names,
-            together=together,
-            once=together and self._decentralized,
-            sampled=check_validation(options.validate or self._validate) == "hash",
-        )
-        if form is not None:
-            form.admit(capture)
-        names = capture.structure.names
-        compression = None if options.compress is None else choose_compression(options.compress, names, capture.tensors)
-        return SaveJob(
-            path=where,
-            storage=storage,
-            overwrite=options.overwrite,
-            metadata=facts,
-            capture=capture,
-            started=started,
-            form=form,
-            pre_commit=options.pre_commit,
-            post_commit=options.post_commit,
-            compression=compression,
-            transforms=self._transforms,
-            forgiving=self._forgiving,
-            fallback=fallback,
-        )
-
-    def _check_transforms(self, options: SaveOptions, where: str, *, together: bool) -> None:
-        """Refuse to compress, or to transform otherwise, what can't be.
-
-        Raises:
-            ValueError: it is for another format.
-            SaveError: several ranks save together.
-        """
-        if options.compress is None and not self._transforms:
-            return
-        what = "transforms" if self._transforms else "compress"
-        if options.format != "dcp":
-            raise ValueError(f"{what} is for format='dcp'; {options.format} files hold tensors as they are")
-        if together:
-            raise SaveError(
-                f"{where}: {what} is for one process; several ranks save their items as they are. Leave it out, or "
-                "save with process_group=None"
-            )
+        return self._submitter.forgiving
 
     def submit_items(
         self,
@@ -352,23 +212,7 @@ class CheckpointerBase:
             SaveError: something can't be saved; the message names it.
             CheckpointerClosedError: the checkpointer is closed.
         """
-        started = time.perf_counter()
-        if self._transforms:
-            raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
-        storage, where = self._located(directory, None)
-        job = SaveJob(
-            path=where,
-            storage=storage,
-            overwrite=False,
-            metadata={},
-            capture=capture_items(items, sampled=self._validate == "hash"),
-            started=started,
-            form=DcpForm(files, separation_hint),
-            part=planner,
-        )
-        self._engine.submit(job)
-        job.captured_s = time.perf_counter() - started
-        return job
+        return self._submitter.submit_items(items, directory, planner, files=files, separation_hint=separation_hint)
 
     def _load(
         self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None
@@ -376,7 +220,7 @@ class CheckpointerBase:
         coordinator = None if state_dict is None else self._coordinator()
         if coordinator is None:
             return self._engine.call(self._loading(path, state_dict, options, storage), f"load {os.fspath(path)}")
-        gathering = Gathering(coordinator, _named(path))
+        gathering = Gathering(coordinator, named(path))
         refusal: BaseException | None = None
         load: Callable[..., Coroutine[Any, Any, Any]] | None = None
         try:
@@ -426,11 +270,7 @@ class CheckpointerBase:
         )
 
     def _located(self, path: Path, storage: Storage | None) -> tuple[Storage, str]:
-        where = os.fspath(path)
-        if not isinstance(where, str):
-            raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
-        storage = storage if storage is not None else self._storage
-        return storage, storage.locate(where)
+        return self._submitter.located(path, storage)
 
     def fence(self, timeout: float | None = None) -> None:
         """Let the caller's current accelerator streams wait for the copies of all saves in flight.
@@ -492,28 +332,3 @@ class CheckpointerBase:
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
         nbytes, devices = stored_bytes(state_dict)
         return self._engine.prewarm(nbytes, devices)
-
-
-def check_portable(*tools: Storage | Transform) -> None:
-    """Refuse a storage, or a transform, that a writer process can't have.
-
-    Raises:
-        SaveError: it can't be pickled, or its class is defined where the process does not look.
-    """
-    for tool in tools:
-        try:
-            if b"__main__" in pickle.dumps(tool):
-                raise TypeError("it is defined in the main module, which that process does not import: move it to one")
-        except Exception as exc:  # whatever its class does
-            raise SaveError(
-                f"{type(tool).__name__} can't be sent to the writer process ({exc}): make it picklable, or use "
-                "writer='thread'"
-            ) from exc
-
-
-def _named(path: Path) -> str:
-    """Name a path as `Storage.locate` does, as far as that is possible."""
-    try:
-        return os.path.abspath(os.fspath(path))
-    except (TypeError, ValueError):
-        return str(path)

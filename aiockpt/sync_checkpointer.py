@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from aiockpt.checkpointer_base import CheckpointerBase, Path, SaveOptions, StateDict
+from aiockpt.checkpointer_base import CheckpointerBase
 from aiockpt.errors import AiockptError, SaveError
 from aiockpt.handle import SaveResult
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.planning.selection import check_patterns
 from aiockpt.reader import SyncCheckpointReader
+from aiockpt.submission import Path, SaveOptions, StateDict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

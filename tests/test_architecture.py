@@ -20,6 +20,7 @@ ROWS = [
     {"__init__", "__main__", "cli", "dcp", "testing"},
     {"checkpointer", "sync_checkpointer"},
     {"checkpointer_base"},
+    {"submission"},
     {"engine"},
     {
         "line",
