@@ -434,14 +434,7 @@ class Engine:
         stuck = stuck and not self.line.ends_within(_CANCEL_GRACE_S * 2 / 3 if late else 0.0, abandoned=True)
         self._stuck = stuck
         self._drain_calls(deadline)
-        if late:
-            paths = ", ".join(job.path for job in late)
-            outcome = (
-                "but a thread of it hangs in the file system; it is left behind" if stuck else "nothing of it is left"
-            )
-            raise SaveCancelledError(
-                f"the save of {paths} was not done after drain_timeout = {timeout} s and was cancelled; {outcome}"
-            )
+        _tell_of_cancelled(late, timeout)
 
     def _drain_calls(self, deadline: float) -> None:
         """Wait for loads; those that are on when the time is over are cancelled."""
@@ -452,6 +445,27 @@ class Engine:
                 call.cancel()
         if self._world is not None:
             self._world.coordinator.abandon()  # what still waits for other ranks has been cancelled
+
+
+def _tell_of_cancelled(jobs: list[SaveJob], timeout_s: float) -> None:
+    """Raise an error that names those of the saves that were not written in time after all.
+
+    Raises:
+        SaveCancelledError: there are any.
+    """
+    stuck = [job for job in jobs if not job.handle.written.done()]
+    ended = [job for job in jobs if isinstance(job.handle.written._error, SaveCancelledError)]
+    outcomes = ((stuck, "a thread hangs in the file system; it is left behind"), (ended, "nothing of it is left"))
+    told = [
+        f"the save of {', '.join(job.path for job in group)} was not done after drain_timeout = {timeout_s:g} s "
+        f"and was cancelled; {outcome}"
+        for group, outcome in outcomes
+        if group
+    ]
+    for job in stuck:  # who waits for it is not to wait for ever
+        job.settle(None, SaveCancelledError(told[0]))
+    if told:
+        raise SaveCancelledError("; ".join(told))
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
