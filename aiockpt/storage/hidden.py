@@ -71,10 +71,11 @@ def contents(path: str) -> bytes | None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
     with open(fd, "rb") as file:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", path)
         data = file.read(min(found.st_size, _WORD_BYTES) + 1)
     if len(data) > _WORD_BYTES:
         raise OSError(errno.EFBIG, f"it has more than {_WORD_BYTES} bytes", path)

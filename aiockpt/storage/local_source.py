@@ -7,6 +7,7 @@ checkpoint, even when another one takes its place meanwhile.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import threading
@@ -219,8 +220,12 @@ def _sizes(directory: int) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for folder, _, names, descriptor in os.fwalk(".", dir_fd=directory):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):  # a link to nowhere, or removed meanwhile
+            try:
                 found = os.stat(name, dir_fd=descriptor)
-                if stat.S_ISREG(found.st_mode):
-                    sizes[os.path.normpath(os.path.join(folder, name))] = found.st_size
+            except OSError as exc:
+                if exc.errno in (errno.ENOENT, errno.ELOOP):  # a link to nowhere or to itself, or removed meanwhile
+                    continue
+                raise
+            if stat.S_ISREG(found.st_mode):
+                sizes[os.path.normpath(os.path.join(folder, name))] = found.st_size
     return sizes

@@ -19,7 +19,8 @@ EPERM (somebody has decided so), ENOTCONN, ENXIO and ENODEV (it was unplugged or
 comes back is another one), EINVAL and EOPNOTSUPP (answered with a fallback, not with a repetition).
 
 An fsync that has failed is never tried again, whatever it says: the kernel may have dropped what it could not write,
-and then the next fsync has nothing to complain about. Nor is close, after which the descriptor is gone.
+and then the next fsync has nothing to complain about. (After EINTR Python itself goes on.) Nor is close, after which
+the descriptor is gone.
 """
 
 from __future__ import annotations

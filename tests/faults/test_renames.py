@@ -1,0 +1,164 @@
+"""On a network file system a rename may have happened though its answer is an error: it counts as what it did."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage import publish
+from aiockpt.storage.repeated import syncing_once
+from aiockpt.storage.retries import NotSyncedError
+from tests.faults.checks import names
+from tests.states import assert_same
+
+OLD = {"old": torch.arange(17)}
+NEW = {"new": torch.arange(40_000)}
+FILES = {"c": "dcp", "c.safetensors": "safetensors"}
+RETRIES = aiockpt.Retries(attempts=3, first_s=0.001)
+
+
+def _error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
+class Server:
+    """Answers renames with an error: the first ``times`` of them; it does them all the same, or not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, does: bool, times: int = 1) -> None:
+        self.answers = 0
+        self._number = number
+        self._does = does
+        self._times = times
+        for name in ("rename_noreplace", "rename_exchange"):
+            monkeypatch.setattr(publish, name, self._instead_of(getattr(publish, name)))
+
+    def _instead_of(self, real: Callable[[str, str], None]) -> Callable[[str, str], None]:
+        def rename(source: str, target: str) -> None:
+            fails = self.answers < self._times
+            if self._does or not fails:
+                real(source, target)
+            if fails:
+                self.answers += 1
+                raise _error(self._number)
+
+        return rename
+
+
+def _saved(folder: Path, name: str, *, overwrite: bool, retries: aiockpt.Retries | None) -> None:
+    with aiockpt.SyncCheckpointer(retries=retries) as ckpt:
+        ckpt.save(NEW, folder / name, format=FILES[name], overwrite=overwrite)
+
+
+@pytest.fixture(params=sorted(FILES))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["first", "overwrite"])
+def overwrite(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> bool:
+    if request.param:
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save(OLD, tmp_path / name, format=FILES[name])
+    return request.param
+
+
+def _holds(folder: Path, name: str, state: dict | None) -> None:
+    assert names(folder) == ([] if state is None else [name])
+    if state is not None:
+        with aiockpt.SyncCheckpointer() as ckpt:
+            assert_same(state, ckpt.load(folder / name))
+
+
+@pytest.mark.parametrize("retries", [None, RETRIES], ids=["once", "again"])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EINTR], ids=errno.errorcode.get)
+def test_it_has_happened(
+    number: int, retries: aiockpt.Retries | None, name: str, overwrite: bool, tmp_path: Path, monkeypatch
+) -> None:
+    server = Server(monkeypatch, number, does=True)
+    _saved(tmp_path, name, overwrite=overwrite, retries=retries)
+    assert server.answers == 1
+    _holds(tmp_path, name, NEW)
+
+
+def test_it_has_not_happened_yet(name: str, overwrite: bool, tmp_path: Path, monkeypatch) -> None:
+    server = Server(monkeypatch, errno.ESTALE, does=False, times=2)
+    _saved(tmp_path, name, overwrite=overwrite, retries=RETRIES)
+    assert server.answers == 2
+    _holds(tmp_path, name, NEW)
+
+
+def test_it_does_not_happen_at_all(name: str, overwrite: bool, tmp_path: Path, monkeypatch) -> None:
+    server = Server(monkeypatch, errno.EBUSY, does=False, times=99)
+    with pytest.raises(aiockpt.CommitError, match=r"can't publish .*busy") as caught:
+        _saved(tmp_path, name, overwrite=overwrite, retries=RETRIES)
+    assert server.answers == 3
+    assert isinstance(caught.value.__cause__, OSError)
+    assert any(note.startswith("tried 3 times in ") for note in caught.value.__cause__.__notes__)
+    monkeypatch.undo()
+    _holds(tmp_path, name, OLD if overwrite else None)
+
+
+def test_what_fails_for_good_is_not_tried_again(name: str, tmp_path: Path, monkeypatch) -> None:
+    server = Server(monkeypatch, errno.EIO, does=False, times=99)
+    with pytest.raises(aiockpt.CommitError, match="Input/output error"):
+        _saved(tmp_path, name, overwrite=False, retries=RETRIES)
+    assert server.answers == 1
+    _holds(tmp_path, name, None)
+
+
+def test_somebody_else_was_there_first(name: str, tmp_path: Path, monkeypatch) -> None:
+    """What is found under the final name after an error counts only if it is the own one."""
+    real = publish.rename_noreplace
+
+    def rename(source: str, target: str) -> None:
+        if not Path(target).exists():
+            with aiockpt.SyncCheckpointer() as other:
+                monkeypatch.setattr(publish, "rename_noreplace", real)
+                other.save(OLD, target, format=FILES[name])
+            raise _error(errno.ESTALE)
+        real(source, target)
+
+    monkeypatch.setattr(publish, "rename_noreplace", rename)
+    with pytest.raises(aiockpt.CheckpointExistsError, match="has appeared during the save"):
+        _saved(tmp_path, name, overwrite=False, retries=RETRIES)
+    _holds(tmp_path, name, OLD)
+
+
+def test_an_fsync_is_never_repeated(name: str, overwrite: bool, tmp_path: Path, monkeypatch) -> None:
+    """Whatever it says, and whichever it is: of a file, of the hidden directory, of the parent."""
+    real, seen = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        seen.append(os.readlink(f"/proc/self/fd/{fd}"))
+        if len(seen) == nth:
+            raise _error(errno.EAGAIN)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    nth = 0
+    _saved(tmp_path, name, overwrite=overwrite, retries=RETRIES)
+    total = len(seen)
+    monkeypatch.undo()
+    assert total >= 2
+    for nth in range(1, total + 1):
+        seen.clear()
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save(OLD, tmp_path / name, format=FILES[name], overwrite=True)
+        monkeypatch.setattr(os, "fsync", fsync)
+        with pytest.raises(aiockpt.SaveError, match="Resource temporarily unavailable") as caught:
+            _saved(tmp_path, name, overwrite=True, retries=RETRIES)
+        monkeypatch.undo()
+        assert isinstance(caught.value.__cause__, NotSyncedError)
+        assert len(seen) == nth
+        _holds(tmp_path, name, OLD)
+
+
+def test_who_can_not_open_a_directory_has_not_synced_it() -> None:
+    with pytest.raises(FileNotFoundError):
+        syncing_once(publish.sync_directory, "/nowhere")
