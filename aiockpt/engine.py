@@ -22,29 +22,18 @@ import anyio
 import torch
 
 from aiockpt.call import Call
+from aiockpt.engine_tools import EngineTools
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveError
 from aiockpt.format.torchzip import tensor_framing
 from aiockpt.handle import Completion
-from aiockpt.item_reader import LoadTools
 from aiockpt.line import SaveLine
-from aiockpt.options import EngineOptions, available_memory_bytes, cores
 from aiockpt.planning.dcp_plan import prefix_of
-from aiockpt.planning.planner import Planner
 from aiockpt.planning.world_planner import WorldPlanner
-from aiockpt.pool_growth import PoolGrowth
-from aiockpt.save import SaveTools, run_save
+from aiockpt.save import run_save
 from aiockpt.save_leading import WorldTools
 from aiockpt.save_watch import watch
-from aiockpt.staging.cpu import CpuStager
-from aiockpt.staging.cuda import AcceleratorStager
-from aiockpt.staging.memory import TensorMemory
 from aiockpt.staging.pacing import Pacing
-from aiockpt.staging.placing import AcceleratorPlacer
-from aiockpt.staging.pool import ChunkPool
 from aiockpt.staging.runtime import current_streams
-from aiockpt.staging.shared import SharedMemory
-from aiockpt.threads import Workers
-from aiockpt.writer.host import WriterHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -52,17 +41,16 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.base import Coordinator
+    from aiockpt.item_reader import LoadTools
     from aiockpt.job import SaveJob
     from aiockpt.line import Statistics
-    from aiockpt.staging.base import Stager
+    from aiockpt.options import EngineOptions
 
 logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
 
 _CANCEL_GRACE_S = 30.0
-# The threads that compute give way to the caller's. Not those that copy, for which training may be waiting.
-_NICE = 10
 
 
 class Engine:
@@ -73,19 +61,10 @@ class Engine:
 
     _stop: anyio.Event
     _tasks: TaskGroup
-    _pool: ChunkPool
-    _growth: PoolGrowth
-    _tools: SaveTools
-    _copy_workers: Workers
-    _io_workers: Workers
-    _seal_workers: Workers
-    _load_workers: Workers
-    _load_tools: LoadTools
-    _memory: TensorMemory
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
-        self.io_threads = options.io_threads or 4
+        self.io_threads = options.writing_threads
         self._pid = os.getpid()
         self.line = SaveLine(options.on_busy, options.max_in_flight, options.on_failure)
         self._lock = self.line.lock
@@ -99,12 +78,9 @@ class Engine:
         self._closer: threading.Thread | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
         self._last: SaveJob | None = None
-        self._stagers: dict[torch.device, Stager] = {}
-        self._placers: dict[torch.device, AcceleratorPlacer] = {}
+        self._tools: EngineTools | None = None
         self._world: WorldTools | None = None
         self._pacing = Pacing(options.staging_window, self._post)
-        self._shared: SharedMemory | None = None
-        self._writer: WriterHost | None = None
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._thread else "idle"
@@ -174,82 +150,34 @@ class Engine:
             call.completion._settle(None, AiockptError(f"the engine has failed: {cause!r}"))
 
     async def _main(self) -> None:
-        options = self.options
         self._stop = anyio.Event()
-        self._copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy")
-        self._io_workers = Workers(self.io_threads, "aiockpt-io")
-        self._seal_workers = Workers(min(self.io_threads, max(2, cores())), "aiockpt-seal", nice=_NICE)
-        # Twice as many as write, for each also checks and places what it has read, while the disk waits.
-        self._load_workers = Workers(2 * self.io_threads, "aiockpt-load")
-        capacity = 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)
-        if options.writer is not None:
-            most = capacity * options.chunk if options.staging_bytes is not None else available_memory_bytes() // 2
-            self._shared = SharedMemory(max(1, most // options.chunk) * options.chunk)
-            self._writer = WriterHost(options.writer, options.chunk, self.io_threads, self._shared)
-        self._pool = ChunkPool(options.chunk, capacity, self._shared)
-        self._growth = PoolGrowth(
-            self._pool,
-            self._copy_workers,
-            files=self.io_threads,
-            bounded=options.staging_bytes is not None,
-            unwanted=lambda: len(self.line) > 0 or self._closed is not None,
+        self._tools = tools = EngineTools(
+            self.options, lambda: self._world, lambda: len(self.line) > 0 or self._closed is not None
         )
-        self._tools = SaveTools(
-            pool=self._pool,
-            planner=Planner(self.io_threads),
-            copy_workers=self._copy_workers,
-            io_workers=self._io_workers,
-            seal_workers=self._seal_workers,
-            stager_for=self._stager_for,
-            reserve=self._growth.reserve,
-            world=lambda: self._world,
-            writer=self._writer,
-        )
-        self._memory = TensorMemory(available_memory_bytes() // 2)
-        self._load_tools = LoadTools(self._load_workers, self._memory, self._pool, self._placer_for)
         try:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 self._accept()
-                if self._writer is not None:
-                    self._writer.start(tasks)
+                if tools.writer is not None:
+                    tools.writer.start(tasks)
                 # Torch's first steps in saving take a while: let them not delay the first save.
-                await self._copy_workers.run(tensor_framing, torch.float32, (1,), (1,))
+                await tools.copy_workers.run(tensor_framing, torch.float32, (1,), (1,))
                 await self._stop.wait()
-                if self._writer is not None:
-                    await self._writer.aclose()
+                if tools.writer is not None:
+                    await tools.writer.aclose()
         finally:
-            with contextlib.ExitStack() as stack:  # all are closed, whatever one of them raises
-                stack.callback(self._memory.close)
-                stack.callback(self._pool.drop)
-                if self._shared is not None:
-                    stack.callback(self._shared.close)
+            try:
+                tools.close()
+            finally:
                 if self._world is not None:
-                    stack.callback(self._world.coordinator.close)
-                for workers in (self._copy_workers, self._io_workers, self._seal_workers, self._load_workers):
-                    stack.callback(workers.close)
-                for stager in self._stagers.values():
-                    stack.callback(stager.close)
-                for placer in self._placers.values():
-                    stack.callback(placer.close)
+                    self._world.coordinator.close()
 
-    def _stager_for(self, device: torch.device) -> Stager:
-        stager = self._stagers.get(device)
-        if stager is None:
-            stager = CpuStager(self._copy_workers) if device.type == "cpu" else AcceleratorStager(device)
-            self._stagers[device] = stager
-        return stager
-
-    def _placer_for(self, device: torch.device) -> AcceleratorPlacer:
-        placer = self._placers.get(device)
-        if placer is None:
-            stager = self._stager_for(device)
-            if not isinstance(stager, AcceleratorStager):
-                raise TypeError(f"{device} is no accelerator")
-            placer = self._placers[device] = AcceleratorPlacer(stager)
-            if self.options.staging_bytes is None:  # some to be read into while others are copied
-                self._pool.allow(2 * self.io_threads)
-        return placer
+    @property
+    def tools(self) -> EngineTools:
+        """What it works with, once its loop runs."""
+        if self._tools is None:
+            raise RuntimeError("the engine has not been started")
+        return self._tools
 
     def meet(self, choose: Callable[[], Coordinator | None], *, decentralized: bool) -> Coordinator | None:
         """Give the way to the other ranks; it is chosen at the first use that finds any, and stays."""
@@ -308,9 +236,9 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Sum up what has become of the saves."""
-        pool = self._pool if self._loop is not None else None
-        if pool is None:
+        if self._tools is None:
             return self.line.statistics(0, 0)
+        pool = self._tools.pool
         return self.line.statistics(pool.made * pool.chunk_bytes, pool.quarantined * pool.chunk_bytes)
 
     def open_window(self) -> None:
@@ -325,38 +253,38 @@ class Engine:
         self._tasks.start_soon(self._run, job, previous)
 
     async def _run(self, job: SaveJob, previous: SaveJob | None) -> None:
-        spare = 0
+        tools, spare = self.tools, 0
         limit_s = self.options.save_timeout
 
         def shake() -> None:
-            if self._writer is not None:
-                self._writer.kill()
+            if tools.writer is not None:
+                tools.writer.kill()
 
         def abandon() -> None:
             nonlocal spare
             if self._world is None:  # else the ranks have to stay in step
                 job.let_pass()
-                spare = self._io_workers.count
-                self._io_workers.spare(spare)
+                spare = tools.io_workers.count
+                tools.io_workers.spare(spare)
                 self.line.abandon(job)
 
         try:
             async with anyio.create_task_group() as tasks:
                 if limit_s is not None:
                     tasks.start_soon(partial(watch, job, previous, limit_s, shake=shake, abandon=abandon))
-                await run_save(job, self._tools, previous)
+                await run_save(job, tools.saves, previous)
                 tasks.cancel_scope.cancel()
         finally:
-            self._io_workers.spare(-spare)
+            tools.io_workers.spare(-spare)
             self.line.remove(job)
             if self._last is job:
                 self._last = None
-                await self._growth.fill(list(self._stagers.values()))
+                await tools.growth.fill(list(tools.stagers.values()))
 
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine function on the engine's loop, with the tools for reading."""
         streams = current_streams()  # the caller's, to which what is made belongs
-        call = Call(lambda: function(replace(self._load_tools, streams=streams)), what)
+        call = Call(lambda: function(replace(self.tools.loads, streams=streams)), what)
         with self._lock:
             self._start()
             call.post = self._post
@@ -368,7 +296,8 @@ class Engine:
         """Make staging memory for a state of this size, and fault it in with several threads."""
 
         async def warm(_: LoadTools) -> None:
-            await self._growth.prewarm(nbytes, [self._stager_for(device) for device in devices])
+            tools = self.tools
+            await tools.growth.prewarm(nbytes, [tools.stager_for(device) for device in devices])
 
         return self.call(warm, "prewarm").completion
 
@@ -429,8 +358,8 @@ class Engine:
         stuck = not self.line.ends_within(_CANCEL_GRACE_S / 3, abandoned=True)
         if stuck and self._world is not None:  # other ranks may have been waited for
             self._world.coordinator.abandon()
-        if stuck and self._writer is not None:
-            self._writer.kill()
+        if stuck and self._tools is not None and self._tools.writer is not None:
+            self._tools.writer.kill()
         stuck = stuck and not self.line.ends_within(_CANCEL_GRACE_S * 2 / 3 if late else 0.0, abandoned=True)
         self._stuck = stuck
         self._drain_calls(deadline)

@@ -109,6 +109,11 @@ class EngineOptions:
             raise ValueError(f"save_timeout must be positive, not {self.save_timeout!r}")
 
     @property
+    def writing_threads(self) -> int:
+        """How many threads write, and into how many files."""
+        return self.io_threads or 4
+
+    @property
     def chunk(self) -> int:
         """The chunk size: a whole number of blocks, not more than all staging memory."""
         chunk = self.chunk_bytes or DEFAULT_CHUNK_BYTES

@@ -22,6 +22,7 @@ ROWS = [
     {"checkpointer_base"},
     {"submission"},
     {"engine"},
+    {"engine_tools"},
     {
         "line",
         "pool_growth",

@@ -14,7 +14,7 @@ import torch
 import aiockpt
 from aiockpt import job as save_job
 from aiockpt.capture import capture_state
-from aiockpt.engine import Engine
+from aiockpt.engine_tools import EngineTools
 from aiockpt.guard import StepGuard
 from aiockpt.staging.base import Stager
 from aiockpt.staging.cpu import copy_pieces
@@ -272,7 +272,7 @@ class LaggingStager(Stager):
 def lagging(monkeypatch: pytest.MonkeyPatch):
     """Let host tensors be staged as those of an accelerator are."""
     stager = LaggingStager()
-    monkeypatch.setattr(Engine, "_stager_for", lambda self, device: self._stagers.setdefault(device, stager))
+    monkeypatch.setattr(EngineTools, "stager_for", lambda self, device: self.stagers.setdefault(device, stager))
     yield stager
     stager.gate.set()
 
@@ -315,6 +315,30 @@ def test_a_guard_speaks_for_its_own_optimizer_alone(other, lagging, tmp_path: Pa
         else:
             save.written.result(60)
             assert_same(expected, ckpt.load(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("victim", ["guarded", "other", "early"])
+def test_a_guard_looks_at_what_its_optimizer_changes(victim: str, lagging, tmp_path: Path) -> None:
+    """Only that may change afterwards; what had changed before is found all the same."""
+    own, other = (torch.nn.Parameter(torch.full((200, 200), value)) for value in (1.0, 2.0))
+    optimizer = torch.optim.SGD([own], lr=1.0)
+    state = {"own": own, "other": other.detach()}
+    expected = {name: value.detach().clone() for name, value in state.items()}
+    own.grad = torch.ones_like(own)
+    with aiockpt.SyncCheckpointer(validate="hash") as ckpt, ckpt.guard(optimizer):
+        save = ckpt.submit(state, tmp_path / "c")
+        if victim == "early":
+            save._control.issued.wait(60)
+            own.data.mul_(3)
+        optimizer.step()
+        (other if victim == "other" else own).data.add_(1)
+        lagging.gate.set()
+        if victim == "guarded":
+            save.written.result(60)
+            assert_same(expected, ckpt.load(tmp_path / "c"))
+            return
+        with pytest.raises(aiockpt.TornSnapshotError, match="^other changed" if victim == "other" else "^own changed"):
+            save.written.result(60)
 
 
 def test_a_snapshot_can_be_given_up_until_it_is_copied(lagging, tmp_path: Path) -> None:

@@ -453,10 +453,10 @@ async def test_prewarm_makes_the_pool(tmp_path: Path) -> None:
     state = large_state(16)
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
         await ckpt.prewarm(state)
-        made = ckpt._engine._pool.made
+        made = ckpt._engine.tools.pool.made
         assert made * CHUNK >= 8 << 20
         await ckpt.save(state, tmp_path / "c")
-        assert ckpt._engine._pool.made == made
+        assert ckpt._engine.tools.pool.made == made
         assert_same(state, await ckpt.load(tmp_path / "c"))
 
 
@@ -658,7 +658,7 @@ async def test_a_generous_pool_grows_only_to_what_a_state_needs(tmp_path: Path) 
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4096 * CHUNK) as ckpt:
         for number in range(3):
             await ckpt.save({"x": torch.ones(3)}, tmp_path / str(number))
-        assert ckpt._engine._pool.made <= 1 + ckpt._engine.io_threads
+        assert ckpt._engine.tools.pool.made <= 1 + ckpt._engine.io_threads
 
 
 def test_odd_timeouts(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def test_what_is_loaded_belongs_to_the_stream_of_the_call(saved: Path) -> None:
 def test_host_memory_is_bounded_by_the_pool(saved: Path) -> None:
     with aiockpt.SyncCheckpointer(staging_bytes=8 << 20, chunk_bytes=1 << 20) as ckpt:
         ckpt.load(saved, map_location="cuda")
-        assert ckpt._engine._pool.made <= 8
-        assert ckpt._engine._pool.leased == 0
+        assert ckpt._engine.tools.pool.made <= 8
+        assert ckpt._engine.tools.pool.leased == 0
 
 
 def test_loading_takes_little_device_memory_beyond_the_state(tmp_path: Path) -> None:

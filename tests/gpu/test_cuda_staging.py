@@ -50,7 +50,7 @@ def _cycles(seconds: float) -> int:
 def test_chunks_are_locked_and_direct_writes_take_them(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4 * CHUNK) as ckpt:
         ckpt.save(_state(), tmp_path / "c")
-        (stager,) = (each for device, each in ckpt._engine._stagers.items() if device.type == "cuda")
+        (stager,) = (each for device, each in ckpt._engine.tools.stagers.items() if device.type == "cuda")
         chunks = list(stager._pinned)
         assert 1 <= len(chunks) <= 4
         assert all(chunk.tensor.is_pinned() and chunk.address % 4096 == 0 for chunk in chunks)

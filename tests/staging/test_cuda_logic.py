@@ -144,7 +144,7 @@ async def test_every_kind_of_piece_arrives(chunk_bytes: int) -> None:
     assert len(capture.eager) == 29
     await _check_all(state, capture, plan, AcceleratorStager(CPU, runtime), chunk_bytes)
     assert runtime.log[:6] == ["enter", "pin", "stream", "wait for caller", "record", "synchronized copies"]
-    assert runtime.threads == {"aiockpt-stage-cpu_0"}
+    assert runtime.threads == {"aiockpt-stage-cpu"}
     assert runtime.waiters <= {"aiockpt-wait-cpu_0", "aiockpt-wait-cpu_1"}
     assert not runtime.pinned
 

@@ -13,7 +13,7 @@ import torch
 
 import aiockpt
 from aiockpt import engine, item_reader, tensor_stream
-from aiockpt.engine import Engine
+from aiockpt.engine_tools import EngineTools
 from aiockpt.errors import LoadError
 from aiockpt.staging import placing
 from aiockpt.staging.cuda import AcceleratorStager
@@ -37,14 +37,14 @@ def through_chunks(monkeypatch: pytest.MonkeyPatch):
     runtimes = [Runtime(), Runtime()]
     made: list[AcceleratorPlacer] = []
 
-    def placer_for(engine: Engine, device: torch.device) -> AcceleratorPlacer:
+    def placer_for(tools: EngineTools, device: torch.device) -> AcceleratorPlacer:
         if not made:
-            stager = engine._stagers[torch.device("meta")] = AcceleratorStager(CPU, runtimes[0])
+            stager = tools.stagers[torch.device("meta")] = AcceleratorStager(CPU, runtimes[0])
             made.append(AcceleratorPlacer(stager, runtimes[1]))
-            engine._placers[CPU] = made[0]
+            tools.placers[CPU] = made[0]
         return made[0]
 
-    monkeypatch.setattr(Engine, "_placer_for", placer_for)
+    monkeypatch.setattr(EngineTools, "_placer_for", placer_for)
     monkeypatch.setattr(item_reader, "_CPU", torch.device("meta"))
     monkeypatch.setattr(tensor_stream.TensorStream, "_target_memory", lambda self: None)
     return runtimes
@@ -77,11 +77,11 @@ def test_every_kind_of_target_is_filled(staging_bytes, through_chunks, tmp_path:
             out = torch.zeros(40, 100)
             reader.read("t", (slice(5, 45), slice(100, 200)), out=out)
             assert torch.equal(out.view(torch.int32), state["t"][5:45, 100:200].view(torch.int32))
-        assert ckpt._engine._pool.leased == 0
+        assert ckpt._engine.tools.pool.leased == 0
         log = through_chunks[1].log
         assert log.count("record") == log.count("synchronized copies") > 10
     assert not through_chunks[0].pinned
-    assert through_chunks[1].threads == {"aiockpt-place-cpu_0"}
+    assert through_chunks[1].threads == {"aiockpt-place-cpu"}
 
 
 def test_a_damaged_tensor_is_found_on_its_way_to_a_device(through_chunks, tmp_path: Path) -> None:
