@@ -34,6 +34,8 @@ MODULES = {
     "compress": "benchmarks.compress",
     "writers": "benchmarks.writers",
     "gpu": "benchmarks.gpu",
+    "crash": "benchmarks.crash",
+    "soak": "benchmarks.soak",
 }
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,6 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"choices": ("cuda", "cpu"), "default": "cuda", "help": "where the state is; cpu is a small dry run"},
     "part": {"help": "which parts of the benchmark: parts of their names, separated by commas"},
     "seconds": {"type": float, "default": 420.0, "help": "when no round begins any more, in seconds"},
+    "full": {"action": "store_true", "help": "try everything, as long as there is time"},
     "plot": {"type": Path, "help": "a file for a plot, as SVG"},
     "hold": {"choices": ("sleep", "torch", "python"), "help": "what holds the loop (sleep and torch, one by one)"},
 }
@@ -98,8 +101,8 @@ def _add_options(command: argparse.ArgumentParser, options: Mapping[str, Mapping
     command.add_argument("--json", type=Path, help="where the figures go (a file for temporary files)")
 
 
-def run_one(options: argparse.Namespace) -> None:
-    """Run a benchmark in this process, show its report and write its figures."""
+def run_one(options: argparse.Namespace) -> int:
+    """Run a benchmark in this process, show its report and write its figures; give the exit code."""
     module = importlib.import_module(MODULES[options.name])
     with tempfile.TemporaryDirectory(prefix="aiockpt-benchmark-", dir=options.dir) as directory, Others() as others:
         report = asyncio.run(module.run(options, Path(directory)))
@@ -108,6 +111,8 @@ def run_one(options: argparse.Namespace) -> None:
     report.show()
     report.write(options.json)
     print(f"figures: {options.json}")
+    missed = [bar for bar in report.bars if bar.passed is False]
+    return int(bool(missed) and getattr(module, "JUDGED", False))
 
 
 def run_all(options: argparse.Namespace) -> int:
@@ -148,8 +153,7 @@ def main() -> int:
     options.json = options.json or default_json(options.name)
     if options.name == "all":
         return run_all(options)
-    run_one(options)
-    return 0
+    return run_one(options)
 
 
 if __name__ == "__main__":

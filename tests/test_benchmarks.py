@@ -62,6 +62,8 @@ ARGUMENTS = {
     "coordination": ("--ranks=4", "--items=50", "--rounds=1", "--limit=60"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
     "gpu": ("--device=cpu", "--gib=0.004", "--rounds=1", "--alone=0.05", f"--only={ON_DEVICE}"),
+    "crash": ("--part=kill", "--only=one safetensors file (overwrite)"),
+    "soak": ("--seconds=0",),
 }
 OPTIONAL = ("safetensors", "Run:ai", "fastsafetensors", "torch_checkpointing", "aiockpt, a file of safetensors")
 

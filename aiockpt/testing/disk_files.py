@@ -140,7 +140,6 @@ class File:
         """Make all of it durable."""
         self._durable = self.left([WHOLE] * len(self.changes))
         self.changes.clear()
-        self._left.cache_clear()
 
     def left(self, options: Sequence[int]) -> Content:
         """Give what is left when this remained of each change."""

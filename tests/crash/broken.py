@@ -1,0 +1,128 @@
+"""Storages and programs that do it wrong, each in one way: what a crash matrix is for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+from aiockpt.storage.base import Transaction
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
+from aiockpt.testing import FaultyStorage
+from aiockpt.threads import Workers
+from tests.crash.consequences import Kind
+from tests.crash.scenarios import OPTIONS, Announce, Program, Scenario, checkpointer, save_one, state_of
+
+
+class Straight(LocalStorage):
+    """Writes to the final directory, after having removed what was there."""
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+        path = self.locate(path)
+        if os.path.exists(path):
+            shutil.rmtree(path)
+        os.mkdir(path)
+        return self.within(path, workers=workers)
+
+
+class OneByOne(WrapperStorage):
+    """Moves the finished files to the final directory, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalStorage())
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+        inner = await self.inner.begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
+        return _Moving(self, inner, path)
+
+
+class _Moving(_WrapperTransaction):
+    async def commit(self) -> None:
+        final = self._inner._path
+        hidden = os.path.join(os.path.dirname(final), self._inner.ticket)
+        os.makedirs(final, exist_ok=True)
+        for name in sorted(os.listdir(hidden), reverse=True):
+            os.replace(os.path.join(hidden, name), os.path.join(final, name))
+        os.rmdir(hidden)
+
+
+class Nameless(LocalStorage):
+    """Gives its hidden directories names that tell nobody whose they are."""
+
+    def new_ticket(self, path: str) -> str:
+        return f".{os.path.basename(path)}.aiockpt-nobody-{os.urandom(4).hex()}"
+
+
+class Careless(LocalStorage):
+    """Removes every hidden directory that it finds, whosever it is."""
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+        folder = Path(self.locate(path)).parent
+        for found in folder.glob(".*.aiockpt-*"):
+            shutil.rmtree(found)
+        return await super().begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
+
+
+def announce_early(folder: Path, announce: Announce) -> None:
+    """Announce a save as written when it is staged."""
+    with checkpointer() as ckpt:
+        program = Program(ckpt, folder, announce)
+        save = program.begin("c", 2, **OPTIONS)
+        save.staged.result()
+        announce("written c 2")
+        save.written.result()
+
+
+def delete_first(folder: Path, announce: Announce) -> None:
+    """Remove the old checkpoint, and save the new one then."""
+    shutil.rmtree(folder / "c")
+    save_one(folder, announce)
+
+
+def litter(folder: Path, announce: Announce) -> None:
+    """Leave something beside the checkpoint while it is saved."""
+    (folder / "c.tmp").touch()
+    save_one(folder, announce)
+    (folder / "c.tmp").unlink()
+
+
+def mix(folder: Path, announce: Announce) -> None:
+    """Save a part of one step, and a part of the next."""
+    with checkpointer() as ckpt:
+        announce("begin c 2")
+        state = {"model": state_of("c", 1)["model"], "optim": state_of("c", 2)["optim"]}
+        ckpt.save(state, folder / "c", overwrite=True, **OPTIONS)
+
+
+def give_up(folder: Path, announce: Announce) -> None:
+    """Fail when another process of the program has been killed."""
+    child = os.fork()
+    if child == 0:
+        (folder / "c").mkdir()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError("I give up")
+
+
+def _full() -> FaultyStorage:
+    return FaultyStorage(LocalStorage(), "begin", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+BROKEN: dict[str, tuple[Scenario, Kind, int]] = {
+    "straight": (Scenario(partial(save_one, storage=Straight)), "broken", 3),
+    "straight, over another": (Scenario(partial(save_one, storage=Straight, overwrite=True), {"c": 1}), "lost", 5),
+    "file by file": (Scenario(partial(save_one, storage=OneByOne, overwrite=True), {"c": 1}), "broken", 20),
+    "mixed": (Scenario(mix, {"c": 1}), "mixed", 22),
+    "announced early": (Scenario(announce_early), "lost", 10),
+    "deleted first": (Scenario(delete_first, {"c": 1}), "lost", 6),
+    "litter": (Scenario(litter), "stray", 3),
+    "staged, and not finished": (Scenario(save_one, whom="first", staged_is_promise=True), "lost", 12),
+    "next run": (Scenario(save_one, storage=_full), "next run", 3),
+    "given up": (Scenario(give_up, whom="caller"), "program", 0),
+    "nameless": (Scenario(partial(save_one, storage=Nameless)), "leftover", 5),
+}
+"""What does it wrong, how that shows, and at about which call."""
+CARELESS = Scenario(save_one, storage=Careless)

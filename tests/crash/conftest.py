@@ -1,0 +1,24 @@
+"""Processes to fork from, and a look whether calls can be traced here at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from aiockpt.testing import tracer
+from tests.crash.zygote import Zygote
+
+
+@pytest.fixture(scope="session")
+def zygotes() -> Iterator[tuple[Zygote, Zygote]]:
+    """Two of them, which can work at the same time."""
+    with Zygote() as one, Zygote() as other:
+        if reason := one.call(tracer.why_not):
+            pytest.skip(reason)
+        yield one, other
+
+
+@pytest.fixture
+def zygote(zygotes: tuple[Zygote, Zygote]) -> Zygote:
+    return zygotes[0]

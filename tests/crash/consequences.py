@@ -1,0 +1,98 @@
+"""What has to hold in a directory when a program that saved there has been killed."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tests.crash.promises import Allowed
+from tests.crash.scenarios import Scenario, checkpointer
+
+Kind = Literal["lost", "broken", "mixed", "stray", "next run", "leftover", "live", "program", "hang"]
+"""What can be wrong: announced, but not there; listed, but can't be loaded; loaded, but none of the saved states; there
+under a name that nobody saved under; the next run fails; it leaves what the killed one has left; it touches what
+another process is at; the program did not end as it should, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that does not hold."""
+
+    kind: Kind
+    what: str
+
+
+def visible(folder: Path) -> set[str]:
+    """Give the names that are listed."""
+    return {name for name in os.listdir(folder) if not name.startswith(".")}
+
+
+def hidden(folder: Path) -> set[str]:
+    """Give the others."""
+    return set(os.listdir(folder)) - visible(folder)
+
+
+def look(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
+    """Compare what is found with what may be there. For a process that has nothing to do with the killed one."""
+    problems = []
+    found = visible(folder)
+    for name, steps in allowed.items():
+        if name not in found and None not in steps:
+            problems.append(Problem("lost", f"{name} was announced for a step of {steps}, and is not there"))
+    with checkpointer() as ckpt:
+        for name in sorted(found):
+            steps = {step for step in allowed.get(name, ()) if step is not None}
+            if not steps:
+                problems.append(Problem("stray", f"{name} is there, and should not be"))
+                continue
+            try:
+                state = ckpt.load(folder / name)
+            except Exception:
+                problems.append(Problem("broken", f"{name} can't be loaded: {traceback.format_exc(limit=-2)}"))
+                continue
+            if not any(scenario.is_state(state, name, step) for step in steps):
+                old = any(scenario.is_state(state, name, step) for step in range(20))
+                problems.append(
+                    Problem("lost" if old else "mixed", f"{name} holds another state than one of {sorted(steps)}")
+                )
+    return problems
+
+
+def run_next(scenario: Scenario, folder: Path, names: Sequence[str], step: int = 19) -> list[Problem]:
+    """Save as the next run of the program would: under new names, and over what there is."""
+    problems = []
+    options = {"overwrite": True, "storage": scenario.storage and scenario.storage(), **scenario.options}
+    with checkpointer() as ckpt:
+        for name in map(scenario.file, names):
+            try:
+                ckpt.save(scenario.state(name, step), folder / name, **options)
+                if not scenario.is_state(ckpt.load(folder / name), name, step):
+                    problems.append(Problem("next run", f"{name} holds something else than what was saved there"))
+            except Exception:
+                problems.append(Problem("next run", f"saving {name}: {traceback.format_exc(limit=-2)}"))
+    return problems
+
+
+def left_over(folder: Path) -> list[Problem]:
+    """Look for what the next run should have removed."""
+    return [Problem("leftover", f"{name} was left") for name in sorted(hidden(folder))]
+
+
+def check(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
+    """Look, save as the next run would, and look for leftovers."""
+    problems = look(scenario, folder, allowed)
+    problems += run_next(scenario, folder, [*sorted(visible(folder))[:1], "next"])
+    return problems + left_over(folder)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Give everything that is below hidden names: the inode and the bytes of each file, the inode of each directory."""
+    return {
+        str(path): (path.stat().st_ino, path.read_bytes() if path.is_file() else b"")
+        for name in hidden(folder)
+        for path in (folder / name, *(folder / name).rglob("*"))
+    }

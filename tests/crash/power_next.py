@@ -1,0 +1,92 @@
+"""The next run after a power cut: it finds what the disk has kept, cleans it, saves; and power is lost again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from aiockpt.testing.disk_names import Folder, taken
+from aiockpt.testing.power import Replay, Report, is_shown
+from aiockpt.testing.power_choices import choose
+from aiockpt.testing.power_promises import Promises
+from tests.crash.power_recordings import Recording, record_next, run
+from tests.crash.scenarios import SCENARIOS, Announce, Program, checkpointer
+from tests.crash.zygote import Zygote
+
+STEP = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a power cut may leave.
+
+    Attributes:
+        cut: after how many calls.
+        content: all that is on the disk, hidden names too.
+        shows: which label each name shows.
+    """
+
+    cut: int
+    content: Folder = field(repr=False)
+    shows: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class NextRun:
+    """What has come of a next run.
+
+    Attributes:
+        found: what it began with.
+        report: what could be lost by a power cut in it.
+        leftovers: the hidden names that it has left.
+    """
+
+    found: Found
+    report: Report
+    leftovers: tuple[str, ...]
+
+
+def saves_again(folder: Path, announce: Announce, name: str) -> None:
+    """Save under a new name, then over what there is."""
+    scenario = SCENARIOS[name]
+    names = [scenario.file("next"), *sorted(path.name for path in folder.iterdir() if is_shown(path.name))]
+    with checkpointer() as ckpt:
+        program = Program(ckpt, folder, announce, flat=scenario.flat)
+        for each in dict.fromkeys(names):
+            program.save(each, STEP, overwrite=True, **scenario.options)
+
+
+def choose_found(replaying: Replay, recording: Recording, count: int, seed: int = 0) -> list[Found]:
+    """Choose states that a power cut may leave, as different as can be: from all cuts, with much and little lost."""
+    source = random.Random(seed)
+    disk, promises = recording.disk(), Promises(recording.promised)
+    found: dict[bytes, Found] = {}
+    for cut, call in enumerate(recording.calls, 1):
+        disk.apply(call, recording.root)
+        promises.hear(call)
+        pending = disk.pending()
+        for choice in choose(pending, bound=20, source=source).chosen:
+            content = disk.left({each.key: option for each, option in zip(pending, choice, strict=True)})
+            if content.digest not in found:
+                shows = replaying.shows(content, [name for name, _ in promises.names])
+                found[content.digest] = Found(cut, content, shows)
+    chosen = list(found.values())
+    source.shuffle(chosen)
+    return chosen[:count]
+
+
+def next_runs(
+    zygote: Zygote, replaying: Replay, recording: Recording, folder: Path, count: int, seed: int = 0
+) -> Iterator[NextRun]:
+    """Let the next run begin with some of the states, and lose power after each of its calls."""
+    program = partial(saves_again, name=recording.name)
+    for number, found in enumerate(choose_found(replaying, recording, count, seed)):
+        root = folder / str(number)
+        again = zygote.call(record_next, recording.name, found.shows, found.content, root, program)
+        content = taken(str(root))
+        assert isinstance(content, Folder)
+        hidden = tuple(sorted(name for name in content.entries if not is_shown(name)))
+        yield NextRun(found, run(replaying, again), hidden)

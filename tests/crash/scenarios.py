@@ -1,0 +1,266 @@
+"""What is killed: programs that save, and announce what they do by marks; see `tests.crash.promises`.
+
+The states are small, but go to two files, of which one is large enough for direct I/O and takes several writes. Every
+tensor carries the step and the name of its checkpoint, so that a mix of two states shows.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from aiockpt import SaveHandle, SyncCheckpointer
+from aiockpt.errors import AiockptError
+from aiockpt.format.names import SUFFIX
+from aiockpt.storage.base import Storage
+from tests.ranks import failing
+from tests.states import assert_same
+
+Announce = Callable[[str], object]
+Whom = Literal["all", "first", "caller", "others"]
+
+CHUNK_BYTES = 512 << 10
+OPTIONS: dict[str, Any] = {"separation_hint": "optim"}
+WAIT_S = 30.0
+
+
+def state_of(name: str, step: int) -> dict[str, Any]:
+    """Give the state that is saved under a name at a step: different in every tensor."""
+    key = sum(map(ord, name)) * 1000 + step
+    numbers = torch.arange(180_000, dtype=torch.int64)
+    return {
+        "model": {"w": (numbers * 2_654_435_761 + key) % 2**31, "b": torch.full((7,), float(key)), "step": key},
+        "optim": {"m": torch.arange(key, key + 1000, dtype=torch.int32), "n": torch.full((3, 5), key)},
+    }
+
+
+def tensors_of(name: str, step: int) -> dict[str, torch.Tensor]:
+    """Give the same as a flat dict of tensors, as the format of safetensors takes it."""
+    state = state_of(name, step)
+    return {"w": state["model"]["w"], "b": state["model"]["b"], "m": state["optim"]["m"], "n": state["optim"]["n"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A program, and what is there before it.
+
+    Attributes:
+        run: the program; called with the directory and with what announces.
+        before: the checkpoints that are there, and their steps.
+        options: of every save.
+        flat: the states are those of `tensors_of`.
+        suffix: of the names of checkpoints.
+        whom: which processes are killed.
+        staged_is_promise: a save that is staged survives when ``whom`` are killed.
+        storage: where the next run saves; None for the file system.
+        crashed: an earlier program was killed in the directory, right before its save was published.
+    """
+
+    run: Callable[[Path, Announce], object]
+    before: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=lambda: OPTIONS)
+    flat: bool = False
+    suffix: str = ""
+    whom: Whom = "all"
+    staged_is_promise: bool = False
+    storage: Callable[[], Storage] | None = None
+    crashed: bool = False
+
+    def state(self, name: str, step: int) -> dict[str, Any]:
+        """Give what is saved under a name at a step."""
+        return tensors_of(name, step) if self.flat else state_of(name, step)
+
+    def is_state(self, found: Any, name: str, step: int) -> bool:
+        """Tell whether this is what was saved under a name at a step, to the bit."""
+        wanted = self.state(name, step)
+        if self.flat:  # a file of safetensors has an order of its own
+            wanted, found = dict(sorted(wanted.items())), dict(sorted(found.items()))
+        try:
+            assert_same(wanted, found)
+        except AssertionError:
+            return False
+        return True
+
+    def file(self, name: str) -> str:
+        """Give a name as checkpoints are called here."""
+        return name.removesuffix(self.suffix) + self.suffix
+
+
+@contextmanager
+def checkpointer(**options: Any) -> Iterator[SyncCheckpointer]:
+    options = {"process_group": None, "chunk_bytes": CHUNK_BYTES, "staging_bytes": 8 << 20, "io_threads": 2} | options
+    with SyncCheckpointer(**options) as ckpt:
+        yield ckpt
+
+
+class Program:
+    """Saves that announce themselves."""
+
+    def __init__(self, ckpt: SyncCheckpointer, folder: Path, announce: Announce, *, flat: bool = False) -> None:
+        self.ckpt = ckpt
+        self.folder = folder
+        self.announce = announce
+        self.flat = flat
+
+    def begin(self, name: str, step: int, **options: Any) -> SaveHandle:
+        self.announce(f"begin {name} {step}")
+        state = tensors_of(name, step) if self.flat else state_of(name, step)
+        return self.ckpt.submit(state, self.folder / name, **options)
+
+    def end(self, save: SaveHandle, name: str, step: int) -> None:
+        save.staged.result(WAIT_S)
+        self.announce(f"staged {name} {step}")
+        save.written.result(WAIT_S)
+        self.announce(f"written {name} {step}")
+
+    def save(self, name: str, step: int, **options: Any) -> None:
+        self.end(self.begin(name, step, **options), name, step)
+
+    def delete(self, name: str) -> None:
+        self.announce(f"deleting {name}")
+        self.ckpt.delete(self.folder / name)
+        self.announce(f"deleted {name}")
+
+
+def save_one(
+    folder: Path,
+    announce: Announce,
+    name: str = "c",
+    *,
+    flat: bool = False,
+    storage: Callable[[], Storage] | None = None,
+    **options: Any,
+) -> None:
+    """Save once."""
+    with checkpointer() as ckpt:
+        options = options if flat else {**OPTIONS, **options}
+        Program(ckpt, folder, announce, flat=flat).save(name, 2, storage=storage and storage(), **options)
+
+
+def save_several(folder: Path, announce: Announce) -> None:
+    """Save three times at once, one of them over what is there."""
+    with checkpointer() as ckpt:
+        program = Program(ckpt, folder, announce)
+        wanted = [("a", 2, False), ("c", 3, True), ("b", 4, False)]
+        saves = [program.begin(name, step, overwrite=replaces, **OPTIONS) for name, step, replaces in wanted]
+        for save, (name, step, _) in zip(saves, wanted, strict=True):
+            program.end(save, name, step)
+
+
+def save_and_delete(folder: Path, announce: Announce) -> None:
+    """Save, and delete older checkpoints meanwhile."""
+    with checkpointer() as ckpt:
+        program = Program(ckpt, folder, announce)
+        save = program.begin("c", 3, **OPTIONS)
+        program.delete("old-1")
+        program.end(save, "c", 3)
+        program.delete("old-2")
+
+
+def save_by_process(folder: Path, announce: Announce) -> None:
+    """Save twice by a process that writes; if that has been killed, once more."""
+    with checkpointer(writer="process") as ckpt:
+        program = Program(ckpt, folder, announce)
+        for name, step, replaces in (("a", 2, False), ("c", 3, True)):
+            try:
+                program.save(name, step, overwrite=replaces, **OPTIONS)
+            except AiockptError as exc:
+                announce(f"failed {name} {type(exc).__name__}")
+                program.save(name, step + 10, overwrite=True, **OPTIONS)
+
+
+def save_by_ranks(folder: Path, announce: Announce, coordination_timeout: float = WAIT_S) -> None:
+    """Save by two ranks, together: once, and over it."""
+    with tempfile.TemporaryDirectory() as meeting:
+        other = os.fork()
+        rank = int(other == 0)
+        code = 1
+        try:
+            _save_as_rank(rank, Path(meeting), folder, announce, coordination_timeout)
+            code = 0
+        finally:
+            if rank:
+                os._exit(code)
+        os.waitpid(other, 0)
+
+
+def _save_as_rank(rank: int, meeting: Path, folder: Path, announce: Announce, coordination_timeout: float) -> None:
+    failing.expect_no_word()
+    store = dist.FileStore(str(meeting / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with checkpointer(process_group=dist.group.WORLD, coordination_timeout=coordination_timeout) as ckpt:
+        program = Program(ckpt, folder, announce)
+        for step in (2, 3):
+            try:
+                program.save("c", step, overwrite=True)
+            except AiockptError as exc:
+                announce(f"failed c {type(exc).__name__}")
+                return
+
+
+_FILE = f"c{SUFFIX}"
+_FLAT: dict[str, Any] = {"flat": True}
+_SAFE: dict[str, Any] = {"format": "safetensors"}
+_TENSORS: dict[str, Any] = {**_FLAT, "options": _SAFE}
+
+SCENARIOS: dict[str, Scenario] = {
+    "first save": Scenario(save_one),
+    "overwrite": Scenario(partial(save_one, overwrite=True), {"c": 1}),
+    "after a crash": Scenario(partial(save_one, overwrite=True), {"c": 1}, crashed=True),
+    "several in flight": Scenario(save_several, {"c": 1}),
+    "deleting older ones": Scenario(save_and_delete, {"old-1": 1, "old-2": 2}),
+    "writer process": Scenario(save_by_process, {"c": 1}),
+    "writer process (trainer killed)": Scenario(save_by_process, {"c": 1}, whom="first", staged_is_promise=True),
+    "writer process (writer killed)": Scenario(save_by_process, {"c": 1}, whom="others"),
+    "two ranks": Scenario(save_by_ranks, {"c": 1}, options={}),
+    "two ranks (one killed)": Scenario(
+        partial(save_by_ranks, coordination_timeout=3.0), {"c": 1}, options={}, whom="caller"
+    ),
+    "one safetensors file": Scenario(partial(save_one, name=_FILE, **_FLAT, **_SAFE), suffix=SUFFIX, **_TENSORS),
+    "one safetensors file (overwrite)": Scenario(
+        partial(save_one, name=_FILE, overwrite=True, **_FLAT, **_SAFE), {_FILE: 1}, suffix=SUFFIX, **_TENSORS
+    ),
+    "safetensors directory": Scenario(
+        partial(save_one, overwrite=True, shard_bytes=1 << 19, **_FLAT, **_SAFE), {"c": 1}, **_TENSORS
+    ),
+    "compressed": Scenario(partial(save_one, compress="zstd", overwrite=True), {"c": 1}),
+}
+
+
+def prepare(scenario: Scenario, folder: Path) -> None:
+    """Make the checkpoints that are there before."""
+    folder.mkdir()
+    with checkpointer() as ckpt:
+        for name, step in scenario.before.items():
+            ckpt.save(scenario.state(name, step), folder / name, **scenario.options)
+    if scenario.crashed:
+        child = os.fork()
+        if child == 0:
+            with checkpointer() as ckpt:
+                ckpt.save(state_of("c", 9), folder / "c", overwrite=True, pre_commit=_die, **scenario.options)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        assert len(list(folder.glob(".*"))) == 1
+
+
+def _die(_: str) -> None:
+    failing.die()
+
+
+def warm_up(folder: Path) -> None:
+    """Do once what the programs do, so that all is imported."""
+    for number, scenario in enumerate((SCENARIOS["compressed"], SCENARIOS["one safetensors file (overwrite)"])):
+        prepare(scenario, folder / str(number))
+        scenario.run(folder / str(number), str)
+        with checkpointer() as ckpt:
+            for name in scenario.before:
+                ckpt.load(folder / str(number) / name)

@@ -1,0 +1,99 @@
+"""Power is lost after each call of a save: whatever is left of the disk, what was promised is there, and loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.crash.power_doubles import CARES, Care, careless
+from tests.crash.power_incidents import INCIDENTS, record_incident
+from tests.crash.power_next import next_runs
+from tests.crash.power_recordings import Recording, drop_each_sync, record, replay, replays
+from tests.crash.zygote import Zygote
+
+QUICK = ["first save", "overwrite", "several in flight", "deleting older ones", "one safetensors file (overwrite)"]
+
+
+def said(report) -> str:
+    return "\n".join(map(str, report.findings))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_nothing_is_lost(zygote: Zygote, tmp_path: Path, name: str) -> None:
+    recording = zygote.call(record, name, tmp_path / "c")
+    for ordered in (False, True):
+        report = replay(recording, ordered=ordered)
+        assert not report.findings, said(report)
+        assert report.cuts == report.calls + 1
+        assert report.distinct >= 2
+        assert not report.incomplete
+
+
+def test_every_sync_is_needed(zygote: Zygote, tmp_path: Path) -> None:
+    recording: Recording = zygote.call(record, "overwrite", tmp_path / "c")
+    strict = drop_each_sync(recording, bound=200, first_only=True)
+    kinds = {"a data file", ".metadata", "the manifest", "the hidden directory", "the parent directory"}
+    assert {each.what for each in strict} == kinds
+    assert [each.what for each in strict if not each.needed] == []
+    # Where directories come to the disk in order, the sync of the parent takes along what was made in the hidden one.
+    ordered = drop_each_sync(recording, ordered=True, bound=200, first_only=True)
+    assert {each.what for each in ordered if not each.needed} == {"the hidden directory"}
+
+
+def test_a_careful_storage_loses_nothing(zygote: Zygote, tmp_path: Path) -> None:
+    report = replay(zygote.call(record, "overwrite", tmp_path / "c", careless(None)))
+    assert not report.findings, said(report)
+
+
+@pytest.mark.parametrize("care", CARES)
+def test_a_careless_storage_is_found_out(zygote: Zygote, tmp_path: Path, care: Care) -> None:
+    recording = zygote.call(record, "overwrite", tmp_path / "c", careless(care))
+    [finding, *_] = replay(recording, bound=200, first_only=True).findings
+    call, missing, name, shows = {
+        "sync a data file": ("rename", "bytes ", "d", "can't be loaded"),
+        "sync .metadata": ("rename", ".metadata", "d", "can't be loaded"),
+        "sync the manifest": ("rename", ".aiockpt.json", "d", "can't be loaded"),
+        "sync the hidden directory": ("rename", "the name ", "d", "can't be loaded"),
+        "sync the parent directory": ("mark", "the rename of ", "d", "nothing"),
+        "sync before it is announced": ("mark", "the rename of ", "d", "nothing"),
+        "sync before what it replaced is removed": ("unlink", "the exchange of ", "c", "can't be loaded"),
+    }[care]
+    assert finding.call is not None
+    assert (finding.call.name, finding.name) == (call, name)
+    assert shows in finding.found
+    assert len(finding.lost) == 1
+    assert missing in finding.lost[0]
+    assert f"power lost after call {finding.cut} ({call} " in str(finding)
+
+
+# What the engine does not do right yet.
+BROKEN = {
+    "the writer killed when it had replaced one": "what was replaced is removed before the parent directory is synced",
+    "the sync after an exchange fails": "what was taken back is removed before that is durable",
+    "the sync after a rename fails": "what was taken back is removed before that is durable",
+    "killed when it had made the directory, then the next run": "a directory that was found may not be durable",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=BROKEN[name]) if name in BROKEN else ())
+        for name in INCIDENTS
+    ],
+)
+def test_what_happened_before_makes_no_difference(zygote: Zygote, tmp_path: Path, name: str) -> None:
+    report = replay(zygote.call(record_incident, name, tmp_path / "c"))
+    assert not report.findings, said(report)
+
+
+def test_the_next_run_loses_nothing_and_cleans(zygote: Zygote, tmp_path: Path) -> None:
+    recording = zygote.call(record, "overwrite", tmp_path / "c")
+    with replays(recording.scenario) as replaying:
+        ends = list(next_runs(zygote, replaying, recording, tmp_path, count=4))
+    assert len(ends) == 4
+    assert any(not name.startswith("c") for end in ends for name in end.found.content.entries)
+    for end in ends:
+        assert not end.report.findings, f"{end.found}: {said(end.report)}"
+        assert not end.leftovers, f"{end.found}"
