@@ -29,8 +29,13 @@ async def death_of(pid: int) -> AsyncIterator[anyio.Event]:
         fd = -1
     if os.getppid() != pid:
         dead.set()
+
+    def died() -> None:
+        loop.remove_reader(fd)  # it would be found readable for ever
+        dead.set()
+
     if fd >= 0:
-        loop.add_reader(fd, dead.set)
+        loop.add_reader(fd, died)
     try:
         async with anyio.create_task_group() as tasks:
             if fd < 0:
