@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
-from aiockpt.format.checks import check_index, check_paths
+from aiockpt.format.checks import check_index
 from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
 from aiockpt.format.indexed_entries import IndexedEntries
 from aiockpt.format.manifest_reader import decode_manifest
@@ -55,7 +55,6 @@ def read_index(
             index, manifest = _read_dcp(source, path)
         else:
             index, manifest = _read_located(source, path, safe_globals, trust), read_manifest(source, path)
-        check_paths(path, index)
     except LoadError as exc:
         show_plainly(exc)
         raise

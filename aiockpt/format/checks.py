@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import chain, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from aiockpt.format.index import ChunkEntry, ObjectEntry, TensorEntry
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.format.index import Index, ItemPlace, TensorItem
+    from aiockpt.format.index import Index, ItemPlace, ObjPath, TensorItem
 
 MAX_DIMS = 64
 """The most dimensions that torch gives a tensor."""
@@ -236,25 +236,24 @@ def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:
         tied.add((id(first), id(second)))
 
 
-def check_paths(path: str, index: Index) -> None:
+def check_paths(paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, Any]] = ()) -> None:
     """Check that lists are not much longer than what is said to be in them.
 
     Raises:
-        CorruptCheckpointError: the gaps between list positions would take memory that nothing in the index justifies.
+        ValueError: the gaps between list positions would take memory that nothing in the index justifies.
     """
     lengths: dict[str, int] = {}
     nodes: dict[str, int] = {}
-    # An index that knows that it has no lists says so.
-    leaves = index.paths.values() if getattr(index.paths, "has_positions", True) else ()
-    containers = [record["path"] for record in index.containers]
-    for steps in chain(leaves, containers):
+    # Paths that know that they lead through no list say so.
+    leaves = paths.values() if getattr(paths, "has_positions", True) else ()
+    for steps in chain(leaves, [record["path"] for record in containers]):
         if int not in map(type, steps):
             continue
-        node = 0
+        node = "0"
         for step in steps:
             if type(step) is int:
-                lengths[str(node)] = max(lengths.get(str(node), 0), step)
+                lengths[node] = max(lengths.get(node, 0), step)
             # By text, whose hash can't be foreseen.
-            node = nodes.setdefault(f"{node}{step!r}", len(nodes) + 1)
-    if sum(lengths.values()) > _LEAST_GAPS + _GAPS_PER_NAME * (len(index.paths) + len(containers)):
-        raise CorruptCheckpointError(f"{path} has lists that are far longer than what is in them; it is damaged")
+            node = str(nodes.setdefault(f"{node} {step!r}", len(nodes) + 1))
+    if sum(lengths.values()) > _LEAST_GAPS + _GAPS_PER_NAME * (len(paths) + len(containers)):
+        raise ValueError("it has lists that are far longer than what is in them")

@@ -7,6 +7,7 @@ import json
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.checks import check_paths
 from aiockpt.format.manifest import FORMAT_VERSION, SEAL, Manifest
 from aiockpt.format.manifest_index import decode_index
 from aiockpt.format.manifest_parts import containers, file_facts, mapping, text
@@ -28,6 +29,8 @@ def decode_manifest(data: bytes) -> Manifest:
         if document["format_version"] > FORMAT_VERSION:
             raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
         document["containers"] = containers(document["containers"])
+        index = decode_index(document) if "index" in document else None
+        check_paths({} if index is None else index.paths, document["containers"])
         return Manifest(
             writer=text(document["writer"]),
             created=text(document["created"]),
@@ -36,7 +39,7 @@ def decode_manifest(data: bytes) -> Manifest:
             totals=mapping(document["totals"]),
             times_s=mapping(document["times_s"]),
             containers=document["containers"],
-            index=decode_index(document) if "index" in document else None,
+            index=index,
             transformed=decode_transformed(document["transformed"]) if "transformed" in document else {},
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as exc:

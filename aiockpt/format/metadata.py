@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
-from aiockpt.format.checks import MAX_DIMS
+from aiockpt.format.checks import MAX_DIMS, check_paths
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import ChunkEntry, Entry, Index, ItemPlace, ObjectEntry, ObjPath, TensorEntry
 from aiockpt.format.names import DCP_MODULE, METADATA_NAME
@@ -140,6 +140,7 @@ class _Decoder:
         described = _dict_of(fields, "state_dict_metadata")
         entries = {_text(name): self._entry(name, value) for name, value in described.items()}
         paths = self._paths(_dict_of(fields, "planner_data"), entries)
+        check_paths(paths)
         return Index(entries, paths, is_transformed=self._is_transformed)
 
     def _find_global(self, module: str, name: str) -> Any:

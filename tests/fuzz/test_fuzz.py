@@ -1,0 +1,92 @@
+"""Two thousand inputs, always the same; ``python -m benchmarks crash --full --part fuzz`` tries others for longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+import aiockpt
+from tests.fuzz.judge import Judge
+from tests.fuzz.targets import Target, make_targets
+from tests.fuzz.watch import Watch
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMES = (
+    *("metadata", "manifest", "transformed", "tensor pickle", "tensor zip", "object pickle", "object zip"),
+    *("torch pickle", "torch zip", "header", "safetensors", "shards", "frames"),
+)
+INPUTS = 150
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
+    return make_targets(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+def judge(watch: Watch) -> Iterator[Judge]:
+    made = Judge(watch)
+    yield made
+    made.close()
+
+
+def inputs(target: Target, seed: int) -> Iterator[bytes]:
+    """Give changed seeds, and changed ones of these."""
+    rng = Random(f"{seed} {target.name}")
+    pool = list(target.seeds)
+    yield from target.seeds
+    for _ in range(INPUTS):
+        data = target.mutate(rng.choice(pool), rng, rng.choice(target.seeds))
+        if len(data) < 50_000:
+            yield data
+            pool.append(data)
+            pool = [*target.seeds, *pool[-20:]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_anything_loads_or_is_refused(name: str, targets, judge: Judge, record_property) -> None:
+    target, tried = targets[name], 0
+    for data in inputs(target, 1):
+        wrong = judge.wrong_with(target, data)
+        assert not wrong, f"{wrong}\n{data!r}"
+        tried += 1
+    record_property("inputs", tried)
+    assert judge.outcomes.get("load: done"), judge.outcomes  # the places of inputs are right
+    assert judge.outcomes.get("load: CorruptCheckpointError", 0) + judge.outcomes.get("load: UnsafeCheckpointError", 0)
+
+
+def test_all_are_tried(targets) -> None:
+    assert set(targets) == set(NAMES)
+
+
+def test_the_judge_sees_what_is_wrong(targets, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: Path) -> None:
+        data = path.read_bytes()
+        if data == b"slow":
+            sum(range(5_000_000))
+        if data == b"large":
+            bytearray(600 << 20)
+        if data == b"writes":
+            (path.parent / "x").write_bytes(b"x")
+        if data == b"odd":
+            raise aiockpt.LoadError("\x1b[31m")
+        if data == b"long":
+            raise aiockpt.LoadError("x" * 10_000)
+        raise ValueError(data)
+
+    target = targets["torch zip"]
+    monkeypatch.setattr("tests.fuzz.judge.MOST_S", 0.02)
+    monkeypatch.setattr(judge, "_load", load)
+    for data, told in (
+        *((b"slow", "it takes"), (b"large", "MiB"), (b"writes", "files have changed"), (b"odd", "message with")),
+        *((b"long", "10000 letters"), (b"other", "raises ValueError")),
+    ):
+        assert told in (judge.wrong_with(target, data) or "")

@@ -1,0 +1,319 @@
+"""What was found by fuzzing and by thinking, made small: each loaded once, or cost far more than its bytes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import aiockpt
+from aiockpt.format.objects import decode_object, encode_object
+from aiockpt.format.shown import shown
+from aiockpt.format.ziparchive import FramingError, read_directory
+from tests.fuzz import archives
+from tests.fuzz.judge import Judge
+from tests.fuzz.pickled import number
+from tests.fuzz.targets import Target, make_targets
+from tests.fuzz.watch import Watch
+from tests.hostile_inputs import pickle_of
+from tests.states import assert_same
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
+    return make_targets(tmp_path_factory.mktemp("known"))
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture
+def refused(watch: Watch) -> Iterator[Callable[[Target, bytes], None]]:
+    judge = Judge(watch)
+
+    def check(target: Target, data: bytes) -> None:
+        judge.outcomes.clear()
+        assert judge.wrong_with(target, data) is None
+        assert "load: done" not in judge.outcomes
+
+    yield check
+    judge.close()
+
+
+# --- objects --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [("DATA.PKL", "data.pkl"), ("data.pkl", "DATA.PKL"), ("data.pkl", "data.pkl")])
+def test_two_readers_that_read_two_pickles(names: tuple[str, str]) -> None:
+    """torch looks for records without regard to case, so the one that was checked might not be the one that is read."""
+    harmless, other = pickle_of(5), pickle_of(6)
+    records = [(f"archive/{names[0]}", harmless), (f"archive/{names[1]}", other), ("archive/version", b"3\n")]
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="same name"):
+        decode_object("k", archives.written(records))
+
+
+def test_two_directories_in_an_archive() -> None:
+    """Without its signature the 64-bit record counts for nothing, and the one behind it for other readers."""
+    blob = bytearray(encode_object("k", 5))
+    at = blob.rindex(b"PK\6\6")
+    blob[at] ^= 1
+    with pytest.raises(FramingError, match="64-bit"):
+        read_directory(len(blob), lambda offset, size: bytes(blob[offset : offset + size]))
+    blob[at] ^= 1
+    blob[-2] = 1  # a comment, as long as a byte
+    with pytest.raises(FramingError, match="no end-of-directory"):
+        read_directory(len(blob), lambda offset, size: bytes(blob[offset : offset + size]))
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_sparse_indices_out_of_bounds(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are addresses of memory that whoever uses the tensor writes to."""
+    sparse = torch.eye(8)[6:].to_sparse() if layout == "coo" else torch.eye(8)[6:].to_sparse_csr()
+    blob = encode_object("k", sparse)
+    again = decode_object("k", blob)
+    assert again.to_dense().equal(torch.eye(8)[6:])
+    records = [(name, _moved(data)) for name, data in archives.records_of(blob)]
+    with pytest.raises(aiockpt.LoadError, match="ind"):
+        decode_object("k", archives.written(records))
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+
+
+def _moved(data: bytes) -> bytes:
+    """Let the indices 6 and 7 be far behind the end."""
+    return data.replace(struct.pack("<2q", 6, 7), struct.pack("<2q", 6, 1 << 40))
+
+
+def _complex(real: int, imaginary: int) -> bytes:
+    return b"c__builtin__\ncomplex\n" + number(real) + number(imaginary) + b"\x86R"
+
+
+def test_keys_with_one_hash(targets, refused) -> None:
+    """Hashes of numbers and of tuples of them can be chosen; a dict of keys with one hash takes quadratic time."""
+    keys = [_complex(-1000003 * k, k) for k in range(6000)]
+    assert len({hash(complex(-1000003 * k, k)) for k in range(6000)}) < 10
+    for opcodes in (
+        b"}(" + b"".join(key + b"N" for key in keys) + b"u",
+        b"}(" + b"".join(key + b"K\x01\x86N" for key in keys) + b"u",
+        b"c__builtin__\nset\n](" + b"".join(keys) + b"e\x85R",
+        b"ccollections\nCounter\n}(" + b"".join(key + b"K\x01" for key in keys) + b"u\x85R",
+    ):
+        refused(targets["object pickle"], b"\x80\x02" + opcodes + b".")
+
+
+def test_keys_of_every_day() -> None:
+    values = {torch.Size([n, 2]): n for n in range(3000)}, {(n, (str(n), 0.5)) for n in range(10_000)}
+    for value in (*values, {complex(n, 1) for n in range(500)}, {frozenset({n, 5}) for n in range(500)}):
+        assert decode_object("k", encode_object("k", value)) == value
+
+
+def test_ranges_that_become_lists(targets, refused) -> None:
+    """A few bytes for each list of a range, within what the number of steps allows, but not the memory."""
+    one = b"c__builtin__\nlist\nc__builtin__\nxrange\n" + number(3_000_000) + b"\x85R\x85R"
+    refused(targets["object pickle"], b"\x80\x02(" + one * 3 + b"(" + b"N" * 400_000 + b"tt.")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytearray"])
+def test_texts_in_slow_encodings(kind: str, targets, refused) -> None:
+    text = "".join(map(chr, range(0x4E00, 0x9000))).encode()
+    argument = b"X" + struct.pack("<I", len(text)) + text + b"X\x08\x00\x00\x00punycode"
+    refused(targets["object pickle"], f"\x80\x02c__builtin__\n{kind}\n".encode("latin1") + argument + b"\x86R.")
+    value = {"bytes": b"\xff\x00a", "bytearray": bytearray(b"\xff\x00a")}[kind]
+    assert decode_object("k", encode_object("k", value)) == value
+
+
+# --- whole files of torch.save --------------------------------------------------------------------
+
+
+def _doubled(make: Callable[[Any], Any]) -> Any:
+    """A container that holds two of one that holds two, and so on."""
+    value = None
+    for _ in range(60):
+        value = make(value)
+    return value
+
+
+def test_containers_within_containers(targets, refused, tmp_path: Path) -> None:
+    for make in (lambda x: [x, x], lambda x: (x, x), lambda x: {"a": x, "b": x}):
+        refused(targets["torch pickle"], pickle_of({"x": _doubled(make)}))
+    loop: dict[str, Any] = {}
+    loop["x"] = [loop, loop]
+    refused(targets["torch pickle"], pickle_of(loop))
+    shared = [torch.ones(1), {"b": 1}]
+    torch.save({"a": shared, "b": [shared] * 50}, tmp_path / "x.pt")
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert len(ckpt.load(tmp_path / "x.pt")["b"]) == 50
+
+
+def test_names_that_are_joined_from_long_keys(targets, refused) -> None:
+    """Each leaf has a name of all keys above it, which the file holds once."""
+    value: Any = {str(n): None for n in range(2000)}
+    key = "k" * 100_000
+    for _ in range(20):
+        value = {key: value}
+    refused(targets["torch pickle"], pickle_of(value))
+
+
+def test_lists_that_each_hold_a_long_list(targets, refused) -> None:
+    """Each key is looked into by itself, and finds the same list."""
+    shared = list(range(10_000))
+    refused(targets["torch pickle"], pickle_of({str(n): [shared] for n in range(3000)}))
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def test_conjugated_values_that_share_memory(targets, watch) -> None:
+    judge = Judge(watch)
+    try:
+        for values in (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag):
+            for data in (pickle_of(values.expand(2, 3)), pickle_of(values.as_strided((2, 3), (0, 0)))):
+                if values.is_complex():
+                    data = data.replace(b"ComplexDouble", b"ComplexFloat")
+                assert judge.wrong_with(targets["tensor pickle"], data) is None
+        assert judge.outcomes["load: done"]
+    finally:
+        judge.close()
+
+
+def test_what_is_loaded_of_conjugated_values(tmp_path: Path) -> None:
+    complex_ = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    state = {"a": complex_, "b": complex_.imag, "c": complex_[:1].expand(2, 3), "d": complex_.imag[1:].expand(4)}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for mmap in (False, True):
+            assert_same(state, ckpt.load(tmp_path / "c", mmap=mmap))
+
+
+def test_flags_that_a_dtype_can_not_have(targets, refused) -> None:
+    flagged = pickle_of(torch.tensor([1 + 2j] * 6).view(2, 3).conj())
+    assert b"conj" in flagged
+    refused(targets["tensor pickle"], flagged.replace(b"ComplexFloatStorage", b"FloatStorage"))
+
+
+# --- what describes a checkpoint ------------------------------------------------------------------
+
+
+def _described(paths: dict[str, tuple[Any, ...]], shape: tuple[int, ...] = (0,), chunks: Any = ()) -> bytes:
+    """Metadata of tensors that are empty, and so lie nowhere."""
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), list(chunks))
+    places = {
+        MetadataIndex(name, chunk.offsets): _StorageInfo("__0_0.distcp", 0, 0) for name in paths for chunk in chunks
+    }
+    return pickle.dumps(Metadata(dict.fromkeys(paths, tensor), paths, places))
+
+
+def test_positions_far_behind_the_end_of_lists(targets, refused) -> None:
+    refused(targets["metadata"], _described({f"k{n}.9": (f"k{n}", 1_000_000) for n in range(200)}))
+    refused(targets["metadata"], _described({"a": ("x", *range(500_000, 500_003), "y")}))
+
+    def far(document: dict[str, Any]) -> None:
+        record = {"type": "list", "at": 0}
+        document["containers"] += [{"path": [f"k{n}", 1_000_000], **record} for n in range(200)]
+
+    refused(targets["manifest"], _changed(targets["manifest"], far))
+
+
+def test_long_lists_load(tmp_path: Path) -> None:
+    state = {"x": [*[{}] * 300, torch.ones(2), *[{}] * 1000], "y": [torch.full((1,), n) for n in range(30)]}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        assert_same(state, ckpt.load(tmp_path / "c"))
+
+
+def test_chunks_that_are_cut_in_every_dimension(targets, refused) -> None:
+    """Each has a corner for every choice of its ends."""
+    places = product((0, 1), repeat=11)
+    chunks = [ChunkStorageMetadata(torch.Size(place), torch.Size([1] * 11)) for place in places]
+    refused(targets["metadata"], _described({"x": ("x",)}, (2,) * 11, chunks))
+
+
+def _changed(target: Target, change: Callable[[dict[str, Any]], object]) -> bytes:
+    document = json.loads(target.seeds[0])
+    change(document)
+    return json.dumps(document).encode()
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a shape without end": lambda d: d["index"]["forms"][0].__setitem__(1, [1 << 60] * 100_000),
+    "strides without end": lambda d: d["index"]["forms"][0].__setitem__(2, [1 << 60] * 100_000),
+    "a size that is a text": lambda d: d["files"][".metadata"].update(bytes="9"),
+    "a size that is nothing": lambda d: d["files"][".metadata"].update(bytes=None),
+    "a negative size": lambda d: d["files"][".metadata"].update(bytes=-1),
+    "a long CRC": lambda d: d["files"][".metadata"].update(crc32="f" * 100),
+    "files that are a list": lambda d: d.update(files=[]),
+    "containers that are a mapping": lambda d: d.update(containers={}),
+    "a container that is a number": lambda d: d.update(containers=[1]),
+    "a path that is a text": lambda d: d.update(containers=[{"path": "abc", "type": "dict", "at": 0}]),
+    "a path of lists": lambda d: d.update(containers=[{"path": [[]], "type": "dict", "at": 0}]),
+    "a container at a text": lambda d: d.update(containers=[{"path": [], "type": "dict", "at": "x"}]),
+    "metadata that is a list": lambda d: d.update(metadata=[]),
+    "a writer that is a number": lambda d: d.update(writer=5),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_that_say_other_things(name: str, targets, refused) -> None:
+    refused(targets["manifest"], _changed(targets["manifest"], MANIFESTS[name]))
+
+
+def test_a_manifest_that_does_not_know_the_metadata(targets, watch) -> None:
+    """Then nothing tells its CRC."""
+    judge = Judge(watch)
+    without = json.loads(targets["manifest"].seeds[1])
+    del without["files"][".metadata"]
+    assert judge.wrong_with(targets["manifest"], json.dumps(without).encode()) is None
+    judge.close()
+
+
+def test_many_integer_keys_beside_others(tmp_path: Path) -> None:
+    state = {"x": {**{n: n for n in range(3000)}, "a": torch.ones(1)}}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        assert ckpt.load(tmp_path / "c")["x"].keys() == state["x"].keys()
+
+
+@pytest.mark.parametrize("shape", [[1 << 40] * 100_000, [1] * 65, [int("9" * 4000)], [0, 1 << 63]])
+def test_shapes_of_safetensors_without_end(shape: list[int], targets, refused) -> None:
+    refused(targets["header"], json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode())
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def test_messages_can_be_printed(targets, refused) -> None:
+    """Names in a checkpoint can't clear a terminal, nor keep a message from being encoded, nor make it a book."""
+    for name in ("\x1b[2J", "\udc80", "\0", "\u202e", "\x7f", "x" * 100_000):
+        described = TensorStorageMetadata(
+            TensorProperties(dtype=torch.float32),
+            torch.Size([1]),
+            [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))],
+        )
+        place = {MetadataIndex(name, torch.Size([0])): _StorageInfo(name, 0, 4)}
+        refused(targets["metadata"], pickle.dumps(Metadata({name: described}, {name: (name,)}, place)))
+        refused(targets["shards"], json.dumps({"weight_map": {name: name}}).encode())
+        refused(targets["header"], json.dumps({name: {"dtype": name, "shape": [1], "data_offsets": [0, 4]}}).encode())
+
+
+def test_what_is_shown() -> None:
+    assert shown("a\nb\x1b[2J\udc80\u202eä") == "a\nb\\x1b[2J\\udc80\\u202eä"
+    assert len(shown("x" * 10_000 + "the end")) < 2100
+    assert shown("x" * 10_000 + "the end").endswith("the end")

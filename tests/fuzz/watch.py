@@ -1,0 +1,88 @@
+"""Seeing what the interpreter does: no code may be run, and nothing outside of a directory be touched."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_FORBIDDEN = (
+    *(
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.spawn",
+        "os.fork",
+        "os.forkpty",
+        "os.startfile",
+        "subprocess.Popen",
+    ),
+    *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.chown"),
+    *("os.putenv", "os.kill", "shutil.", "socket.connect", "socket.bind", "socket.getaddrinfo", "urllib.Request"),
+    *("ctypes.dlopen", "pty.spawn", "webbrowser.open", "code.__new__", "marshal.loads", "builtins.input", "exec"),
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_INTERPRETER = tuple(
+    {os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix, sysconfig.get_paths()["stdlib"])}
+)
+
+
+class Watch:
+    """What has happened that may not.
+
+    Attributes:
+        seen: a line for each.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self._inside: str | None = None
+        self._importing = 0
+        sys.addaudithook(self._hook)  # it stays for ever, but looks at nothing unless told to
+
+    @contextmanager
+    def over(self, directory: Path) -> Iterator[None]:
+        """Look while something is done that may read this directory."""
+        self._inside = os.path.realpath(directory)
+        try:
+            yield
+        finally:
+            self._inside = None
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        inside = self._inside
+        if inside is None:
+            return
+        if event == "open":
+            self._opened(inside, *args)
+        elif event.startswith(_FORBIDDEN) and not self._imports(event, args):
+            caller = sys._getframe(1).f_code
+            self.seen.append(f"{event} {str(args)[:200]} {caller.co_filename} {caller.co_name}")
+
+    @staticmethod
+    def _imports(event: str, args: tuple[Any, ...]) -> bool:
+        """Tell whether it is the interpreter, which imports a module of its own."""
+        if event == "marshal.loads":
+            return True
+        if event != "exec":
+            return False
+        # Modules are run by the importer; those that define classes of a kind have them made from text.
+        maker = sys._getframe(2).f_code.co_filename
+        return maker.startswith("<frozen importlib") or maker.endswith(("/dataclasses.py", "/collections/__init__.py"))
+
+    def _opened(self, inside: str, path: Any, mode: Any, flags: Any) -> None:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return
+        name = os.fsdecode(path)
+        writes = bool(isinstance(flags, int) and flags & _WRITING) or (
+            isinstance(mode, str) and set(mode) & set("wax+")
+        )
+        # What is relative is opened from a directory that was opened before; the source has looked where it leads.
+        leads_out = name.startswith("/") or ".." in name.split("/")
+        within = not leads_out or os.path.realpath(name).startswith(inside)
+        if writes or not (within or name.startswith(("/proc/", "/sys/", *_INTERPRETER))):
+            self.seen.append(f"open {name[:200]!r} {mode!r} {flags!r}")
