@@ -121,20 +121,50 @@ def _counted(title: str, counts: Any) -> Part:
     return [table], bars, [shorten(str(each), 1000) for each in counts.wrong]
 
 
-PARTS: dict[str, Callable[[Namespace, Path], Part]] = {"kill": kill, "power": power, "faults": faults, "cancel": cancel}
+def fuzz(options: Namespace, directory: Path) -> Part:
+    """Read what was made to harm."""
+    from benchmarks.crash_fuzz import run_fuzz  # needs what the tests need
+
+    counts = run_fuzz(full=options.full, folder=directory, seconds=options.seconds)
+    return _counted("fuzz: checkpoints that were made to harm", counts)
+
+
+PARTS: dict[str, Callable[[Namespace, Path], Part]] = {
+    "kill": kill,
+    "power": power,
+    "faults": faults,
+    "cancel": cancel,
+    "fuzz": fuzz,
+}
+_TRIED = {
+    "kill": ("kill points", "points"),
+    "power": ("disks after lost power", "distinct"),
+    "faults": ("faults", "faults"),
+    "cancel": ("cancels", "cancels"),
+    "fuzz": ("inputs tried", "tried"),
+}
+
+
+def _summary(found: dict[str, Part]) -> Table:
+    """Sum up what was tried in each part, and how much of it went wrong."""
+    rows = []
+    for name, (tables, bars, _) in found.items():
+        what, column = _TRIED[name]
+        whole = tables[0].runs[-1]  # the last row has all
+        wrong = sum(bar.measured for bar in bars if bar.at_most)
+        rows.append(Runs(what, samples=[{"tried": whole.median(column), "lost or wrong": wrong}]))
+    return Table("crash: all in all", {what: _shown(what) for what in ("tried", "lost or wrong")}, rows)
 
 
 async def run(options: Namespace, directory: Path) -> Report:
     """Run the parts, and judge."""
     wanted: Sequence[str] = options.part.split(",") if options.part else list(PARTS)
-    tables: list[Table] = []
-    bars: list[Bar] = []
-    remarks: list[str] = []
+    found: dict[str, Part] = {}
     for name in (name for name in PARTS if any(each in name for each in wanted)):
         folder = directory / name
         folder.mkdir()
-        found = PARTS[name](options, folder)
-        tables += found[0]
-        bars += found[1]
-        remarks += found[2]
-    return Report("crash", vars(options), machine.facts(directory), tables, bars, remarks)
+        found[name] = PARTS[name](options, folder)
+    tables = [table for tables, _, _ in found.values() for table in tables]
+    bars = [bar for _, bars, _ in found.values() for bar in bars]
+    remarks = [remark for _, _, remarks in found.values() for remark in remarks]
+    return Report("crash", vars(options), machine.facts(directory), [*tables, _summary(found)], bars, remarks)

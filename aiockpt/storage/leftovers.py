@@ -188,22 +188,21 @@ class _Cleaning:
         names = [base + ticket.word for ticket in tickets]
         for name in names:
             if stat.S_ISDIR(self._mode(name)):
-                self._clean_directory(name, owner)
+                with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                    self._clean_directory(name, owner)
         if any(stat.S_ISDIR(self._mode(name)) for name in (base, base + SWEPT)):
             return
         for name in names:
             if stat.S_ISREG(self._mode(name)):
-                self._clean_file(name, owner)
+                with contextlib.suppress(FileNotFoundError):
+                    self._clean_file(name, owner)
 
     def _is_running(self, owner: Owner | None) -> bool:
         here = self._by.here
         return owner is not None and here is not None and owner.space == here.space and is_running(owner)
 
     def _clean_directory(self, name: str, owner: Owner | None) -> None:
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
-        except FileNotFoundError:  # somebody else was faster
-            return
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
         try:
             if not self._is_own(name, os.fstat(fd)):
                 return

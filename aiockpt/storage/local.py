@@ -50,6 +50,7 @@ class LocalStorage(Storage):
         repeater = Repeater(check_retries(retries))
         self._manner = Manner(direct_io, fsync, repeater, Leftovers(fsync=fsync))
         self._buffers: deque[memoryview] = deque()
+        self._settled: set[str] = set()
 
     def __repr__(self) -> str:
         return f"LocalStorage(direct_io={self._manner.direct_io}, fsync={self._manner.fsync})"
@@ -95,7 +96,7 @@ class LocalStorage(Storage):
 
     def _make_hidden(self, path: str, ticket: str | None) -> tuple[str, Hold]:
         try:
-            make_parents(path, self._manner.fsync)
+            make_parents(path, self._manner.fsync, self._settled)
             for attempt in range(_ATTEMPTS):
                 hidden = _beside(path, ticket or self.new_ticket(path))
                 try:

@@ -191,8 +191,9 @@ class LocalTransaction(Transaction):
         self._over = True
         try:
             if await self._workers.run(fate_of, self._hidden, self._path, self._identity) == "published":
+                if self._manner.fsync:
+                    await self._workers.run(sync_directory, os.path.dirname(self._path))
                 await self._workers.run(remove, self._hidden)  # what it replaced
-                await self._workers.run(sync_directory, os.path.dirname(self._path))
         except OSError as exc:
             raise WriteError(f"{self._path} was published, but can't be made durable: {exc}") from exc
         finally:

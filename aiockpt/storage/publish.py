@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -74,13 +75,25 @@ def make_directories(path: str, fsync: bool) -> None:
     _make_directory(path)
 
 
-def make_parents(path: str, fsync: bool) -> None:
-    """Make the directories above a path, each durable in its own parent."""
+def make_parents(path: str, fsync: bool, settled: set[str] | None = None) -> None:
+    """Make the directories above a path, each durable in its own parent.
+
+    Args:
+        path: the path.
+        fsync: make them durable.
+        settled: directories that were found there and are known to be durable; is added to.
+    """
     missing = []
     path = os.path.dirname(path)
     while not os.path.isdir(path):
         missing.append(path)
         path = os.path.dirname(path)
+    if fsync and (settled is None or path not in settled):
+        # Somebody may just have made it, or have been killed before it was durable.
+        with contextlib.suppress(PermissionError):  # what may not be read was not made by who saves
+            sync_directory(os.path.dirname(path))
+        if settled is not None:
+            settled.add(path)
     for directory in reversed(missing):
         _make_directory(directory)
         if fsync:
@@ -136,7 +149,7 @@ def remove_own(path: str, own: tuple[int, int] | None) -> None:
     """Remove a hidden directory, unless it is no longer the one with this identity; None: whatever it is."""
     found = identity(path)
     if own is not None and found not in (None, own):
-        raise OSError(errno.ESTALE, "somebody has put another directory in its place", path)
+        raise FileExistsError(errno.EEXIST, "somebody has put another directory in its place", path)
     remove(path)
 
 
@@ -222,6 +235,7 @@ def _take_back(hidden: str, finished: str, path: str, undo: _Undo, cause: OSErro
         raise NotTakenBackError(f"{path} was replaced but can't be made durable ({cause})") from cause
     try:
         rename_exchange(finished, path) if undo == "exchange" else os.rename(path, finished)
+        sync_directory(os.path.dirname(path))  # before what was written is removed
     except OSError as worse:
         raise NotTakenBackError(
             f"{path} was published but can't be made durable ({cause}), nor be taken back ({worse}); "

@@ -67,22 +67,7 @@ def test_a_careless_storage_is_found_out(zygote: Zygote, tmp_path: Path, care: C
     assert f"power lost after call {finding.cut} ({call} " in str(finding)
 
 
-# What the engine does not do right yet.
-BROKEN = {
-    "the writer killed when it had replaced one": "what was replaced is removed before the parent directory is synced",
-    "the sync after an exchange fails": "what was taken back is removed before that is durable",
-    "the sync after a rename fails": "what was taken back is removed before that is durable",
-    "killed when it had made the directory, then the next run": "a directory that was found may not be durable",
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=BROKEN[name]) if name in BROKEN else ())
-        for name in INCIDENTS
-    ],
-)
+@pytest.mark.parametrize("name", INCIDENTS)
 def test_what_happened_before_makes_no_difference(zygote: Zygote, tmp_path: Path, name: str) -> None:
     report = replay(zygote.call(record_incident, name, tmp_path / "c"))
     assert not report.findings, said(report)
