@@ -1,0 +1,208 @@
+"""Trainers in processes of their own, to be interrupted and terminated; forked from the server of tests.ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+import aiockpt
+from tests.cancellation.moments import MOMENTS, Held, hold, options_of
+from tests.cancellation.stops import WAIT_S, Writer
+from tests.ranks.world import LOOPS, Loop, _context
+
+Program = Callable[["Line", dict[str, Any]], None]
+
+
+class Line:
+    """A child's end of the line to the test."""
+
+    def __init__(self, pipe: connection.Connection, folder: Path, moment: str, loop: Loop, writer: Writer) -> None:
+        self._pipe = pipe
+        self.folder = folder
+        self.moment = moment
+        self.loop = loop
+        self.writer = writer
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of a checkpointer."""
+        return options_of(MOMENTS[self.moment], self.writer)
+
+    def say(self, *words: object) -> None:
+        """Tell the test what has happened."""
+        self._pipe.send(words)
+
+    def run(self, main: Callable[[], Any]) -> Any:
+        """Run a coroutine function as `asyncio.run` does."""
+        with asyncio.Runner(loop_factory=LOOPS[self.loop]) as runner:
+            return runner.run(main())
+
+    async def hold(self, submit: Callable[..., aiockpt.SaveHandle]) -> Held:
+        """Start a save, and wait until it stands at the moment; it goes on when the test says so."""
+        held = await hold(submit, self.moment, self.folder, self.writer)
+        threading.Thread(target=self._listen, args=(held,), daemon=True).start()
+        return held
+
+    def _listen(self, held: Held) -> None:
+        try:
+            self._pipe.recv()
+        except EOFError:  # the test is over
+            return
+        held.stop.open()
+
+
+class Child:
+    """The test's end.
+
+    Args:
+        program: what the child runs.
+        folder: where it saves.
+        moment: where its save is held.
+        loop: what it awaits in.
+        writer: what its checkpointer has.
+        options: for the program.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        folder: Path,
+        moment: str,
+        loop: Loop = "asyncio",
+        writer: Writer = "thread",
+        **options: Any,
+    ) -> None:
+        self._pipe, theirs = _context.Pipe()
+        make = partial(Line, theirs, folder, moment, loop, writer)
+        # A daemon, as multiprocessing calls it, may not start the process that writes.
+        self._process = _context.Process(target=_serve, args=(program, make, options), daemon=writer == "thread")
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join(WAIT_S)
+        self._process.close()
+        self._pipe.close()
+
+    @property
+    def pid(self) -> int:
+        """Its process number."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def says(self, *words: object) -> None:
+        """Wait for what it says next."""
+        assert self._pipe.poll(WAIT_S), f"the child did not say {words}"
+        assert self._pipe.recv() == words
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+
+    def let_go(self) -> None:
+        """Let its save go on."""
+        self._pipe.send("go")
+
+    def ends(self) -> int | None:
+        """Wait for its end; give its exit code."""
+        self._process.join(WAIT_S)
+        return self._process.exitcode
+
+
+def _serve(program: Program, make: Callable[[], Line], options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    line = make()
+    try:
+        program(line, options)
+    except (KeyboardInterrupt, asyncio.CancelledError) as exc:
+        # What a main program that catches nothing would end with.
+        line.say(type(exc).__name__, *getattr(exc, "__notes__", ()))
+        sys.exit(1)
+
+
+# --- programs ---------------------------------------------------------------------------------------
+
+
+def awaits(line: Line, options: dict[str, Any]) -> None:
+    """Await a save within ``async with``."""
+
+    async def main() -> None:
+        async with aiockpt.AsyncCheckpointer(**{**line.options, **options}) as ckpt:
+            await _awaits(line, await line.hold(ckpt.save))
+
+    line.run(main)
+
+
+async def _awaits(line: Line, held: Held) -> None:
+    line.say("held")
+    try:
+        await held.save
+    except asyncio.CancelledError:
+        # When this task waits again, for the checkpointer to be closed: then the loop is what the next signal meets.
+        asyncio.get_running_loop().call_soon(line.say, "cancelled")
+        raise
+
+
+def blocks(line: Line, options: dict[str, Any]) -> None:
+    """Wait for a save within ``with``; a SIGTERM ends the program as sys.exit does."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with aiockpt.SyncCheckpointer(**{**line.options, **options}) as ckpt:
+        held = asyncio.run(line.hold(ckpt.submit))
+        threading.Thread(target=_tell_of_closing, args=(line, ckpt), daemon=True).start()
+        line.say("held")
+        held.save.written.result()
+
+
+def _tell_of_closing(line: Line, ckpt: aiockpt.SyncCheckpointer) -> None:
+    """Say when the program waits for its checkpointer to be closed."""
+    while ckpt._engine._closed is None or not ckpt._engine._closed.expected:
+        os.sched_yield()
+    line.say("closing")
+
+
+def is_terminated(line: Line, options: dict[str, Any]) -> None:
+    """Cancel the main task at SIGTERM, as asyncio does at SIGINT."""
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        async with aiockpt.AsyncCheckpointer(**{**line.options, **options}) as ckpt:
+            await _awaits(line, await line.hold(ckpt.save))
+
+    line.run(main)
+
+
+def closes(line: Line, options: dict[str, Any]) -> None:
+    """Close the checkpointer at SIGTERM, and end."""
+
+    async def main() -> None:
+        asked = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+        ckpt = aiockpt.AsyncCheckpointer(**{**line.options, **options})
+        await line.hold(ckpt.save)
+        line.say("held")
+        await asked.wait()
+        line.say("closing")
+        try:
+            await ckpt.aclose()
+        except aiockpt.SaveCancelledError as exc:
+            line.say("gave up", "drain_timeout" in str(exc), "nothing of it is left" in str(exc))
+            sys.exit(3)
+
+    line.run(main)

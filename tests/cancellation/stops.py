@@ -1,0 +1,146 @@
+"""Places where a save is held, in this process or in its writer process, until it is let go on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from pathlib import Path
+from typing import Literal, Protocol
+
+from aiockpt.handle import Completion
+from aiockpt.storage.base import FileSink, Storage, Transaction
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage, _WrapperSink, _WrapperTransaction
+from aiockpt.testing import GatedStorage
+from aiockpt.threads import Workers
+from tests.writer.gates import Gate
+
+WAIT_S = 30.0
+Writer = Literal["thread", "process"]
+
+_numbers = itertools.count()
+
+
+class Stop(Protocol):
+    """A step of a save, before which it is held.
+
+    Attributes:
+        storage: what the save is given.
+        holds_a_thread: it is a thread that is held, so that a cancellation has to wait for it.
+    """
+
+    storage: Storage
+    holds_a_thread: bool
+
+    async def reached(self) -> None:
+        """Wait until the save stands there."""
+
+    def open(self) -> None:
+        """Let it go on. Idempotent."""
+
+
+class TaskStop:
+    """Holds a task of the engine."""
+
+    holds_a_thread = False
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+        self.storage = GatedStorage(LocalStorage(), [step])
+
+    async def reached(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self.storage.reached[self._step]
+
+    def open(self) -> None:
+        self.storage.open(self._step)
+
+
+class ProcessStop:
+    """Holds a thread of the writer process, by named pipes."""
+
+    holds_a_thread = True
+
+    def __init__(self, step: str, folder: Path) -> None:
+        self._gate = Gate(folder / f"gate-{next(_numbers)}")
+        self._is_open = False
+        self.storage = self._gate.storage(step)
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self._gate.wait)
+
+    def open(self) -> None:
+        if not self._is_open:
+            self._is_open = True
+            self._gate.open()
+
+
+class ThreadStop:
+    """Holds a thread of the engine in the midst of its first write, with the memory that it writes from.
+
+    Attributes:
+        before: what was in that memory when the thread stopped.
+        after: what is in it when the thread goes on.
+    """
+
+    holds_a_thread = True
+
+    def __init__(self) -> None:
+        self.storage = _WritesInThreads(self)
+        self.before = self.after = b""
+        self._reached: Completion[None] = Completion("the write")
+        self._go = threading.Event()
+
+    async def reached(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self._reached
+
+    def open(self) -> None:
+        self._go.set()
+
+    def write(self, view: memoryview) -> None:
+        """Stand still in a thread; the first time."""
+        if not self._reached.done():
+            self.before = bytes(view)
+            self._reached._settle(None)
+            assert self._go.wait(WAIT_S)
+            self.after = bytes(view)
+
+
+class _WritesInThreads(WrapperStorage):
+    def __init__(self, stop: ThreadStop) -> None:
+        super().__init__(LocalStorage())
+        self.stop = stop
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+        inner = await self.inner.begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
+        return _Transaction(self, inner, path, workers)
+
+
+class _Transaction(_WrapperTransaction):
+    def __init__(self, storage: _WritesInThreads, inner: Transaction, path: str, workers: Workers) -> None:
+        super().__init__(storage, inner, path)
+        self._stop = storage.stop
+        self._workers = workers
+
+    async def create(self, name: str, nbytes: int | None) -> FileSink:
+        return _Sink(self._storage, await self._inner.create(name, nbytes), name, self._stop, self._workers)
+
+
+class _Sink(_WrapperSink):
+    def __init__(self, storage: WrapperStorage, inner: FileSink, name: str, stop: ThreadStop, workers: Workers) -> None:
+        super().__init__(storage, inner, name)
+        self._stop = stop
+        self._workers = workers
+
+    async def write(self, view: memoryview) -> None:
+        await self._workers.run(self._stop.write, view)
+        await self._inner.write(view)
+
+
+def stop_before(step: str, writer: Writer, folder: Path) -> Stop:
+    """Make a stop for a save by this kind of writer; "a thread" is in the midst of a write. Pipes go to the folder."""
+    if writer == "process":
+        return ProcessStop("write" if step == "a thread" else step, folder)
+    return ThreadStop() if step == "a thread" else TaskStop(step)

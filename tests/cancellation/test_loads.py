@@ -1,0 +1,130 @@
+"""Loads whose waiter goes stop; once he has gone nothing touches his tensors any more, and nothing is read."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
+from tests.cancellation.moments import DRAIN_S
+from tests.cancellation.stops import WAIT_S
+from tests.cancellation.ways import WAYS, loop_closed
+from tests.states import assert_same
+
+# Each large enough to be read by itself.
+STATE = {f"w{i}": torch.arange(i * 1_000_003, i * 1_000_003 + (1 << 18) + 10, dtype=torch.int32) for i in range(8)}
+
+
+class HeldReads(WrapperStorage):
+    """Holds the threads that read, from the third read on."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalStorage())
+        self.reads = 0
+        self.reached = threading.Event()
+        self._go = threading.Event()
+        self._lock = threading.Lock()
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        with self._lock:
+            self.reads += 1
+            is_held = self.reads > 2
+        if is_held:
+            self.reached.set()
+            assert self._go.wait(WAIT_S)
+
+    def let_go(self) -> None:
+        self._go.set()
+
+
+def _empty() -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, -1) for name, tensor in STATE.items()}
+
+
+def _open_when_told(task: asyncio.Task[object], storage: HeldReads, steps: int = 10) -> None:
+    """Let the threads go on some steps of the loop after the task was cancelled, and not a moment before."""
+    if task.cancelling():
+        steps -= 1
+    if steps:
+        asyncio.get_running_loop().call_soon(_open_when_told, task, storage, steps)
+        return
+    if task.done():  # which the test is to see as the failure that it is
+        task.get_loop().call_exception_handler({"message": "the load has ended while its threads were at work"})
+    storage.let_go()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "way",
+    ["task_cancelled", "cancelled_again_and_again", "timed_out", "waited_for", "sibling_failed", "moved_on"],
+)
+async def test_who_waits_for_a_load_stops_it_and_stays_until_its_threads_have(way: str, tmp_path: Path) -> None:
+    storage, target = HeldReads(), _empty()
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+    async with aiockpt.AsyncCheckpointer(io_threads=1, drain_timeout=DRAIN_S) as ckpt:
+        await ckpt.save(STATE, tmp_path / "c")
+        loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
+        await asyncio.to_thread(storage.reached.wait, WAIT_S)
+
+        async def waits() -> None:
+            await loading
+
+        _open_when_told(loading, storage)
+        await WAYS[way](waits)
+        assert loading.cancelled()
+        await _assert_stopped(ckpt, tmp_path / "c", storage, target)
+    assert told == []
+
+
+async def _assert_stopped(
+    ckpt: aiockpt.AsyncCheckpointer, path: Path, storage: HeldReads, target: dict[str, torch.Tensor]
+) -> None:
+    reads, then = storage.reads, {name: tensor.clone() for name, tensor in target.items()}
+    assert any(bool((tensor == -1).all()) for tensor in then.values())  # not all of it has come
+    assert_same(STATE, await ckpt.load(path))
+    assert_same(then, target)
+    assert storage.reads == reads
+    await ckpt.load(path, target, storage=storage)
+    assert_same(STATE, target)
+
+
+def test_a_load_in_a_run_that_ends_stops_too(tmp_path: Path) -> None:
+    storage, target = HeldReads(), _empty()
+
+    async def main(ckpt: aiockpt.AsyncCheckpointer) -> None:
+        loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
+        await asyncio.to_thread(storage.reached.wait, WAIT_S)
+        _open_when_told(loading, storage)
+
+    async def after(ckpt: aiockpt.AsyncCheckpointer) -> None:
+        await _assert_stopped(ckpt, tmp_path / "c", storage, target)
+        await ckpt.aclose()
+
+    ckpt = aiockpt.AsyncCheckpointer(io_threads=1, drain_timeout=DRAIN_S)
+    ckpt.save(STATE, tmp_path / "c").written.result(WAIT_S)
+    asyncio.run(main(ckpt))
+    asyncio.run(after(ckpt))
+
+
+@pytest.mark.asyncio
+async def test_a_load_whose_loop_was_closed_is_finished_by_closing(tmp_path: Path) -> None:
+    """Nobody can stop it there; it fills the tensors, and closing waits for it."""
+    storage, target = HeldReads(), _empty()
+    async with aiockpt.AsyncCheckpointer(io_threads=1, drain_timeout=DRAIN_S) as ckpt:
+        await ckpt.save(STATE, tmp_path / "c")
+
+        async def loads() -> None:
+            await ckpt.load(tmp_path / "c", target, storage=storage)
+
+        kept = await loop_closed(loads)
+        await asyncio.to_thread(storage.reached.wait, WAIT_S)
+        storage.let_go()
+    assert_same(STATE, target)
+    del kept
