@@ -29,7 +29,7 @@ from aiockpt.handle import Completion
 from aiockpt.line import SaveLine
 from aiockpt.planning.dcp_plan import prefix_of
 from aiockpt.planning.world_planner import WorldPlanner
-from aiockpt.save import run_save
+from aiockpt.save import let_pass_in_turn, run_save
 from aiockpt.save_leading import WorldTools
 from aiockpt.save_watch import watch
 from aiockpt.staging.pacing import Pacing
@@ -277,6 +277,7 @@ class Engine:
         finally:
             tools.io_workers.spare(-spare)
             self.line.remove(job)
+            await let_pass_in_turn(job, previous)
             if self._last is job:
                 self._last = None
                 await tools.growth.fill(list(tools.stagers.values()))
@@ -312,12 +313,14 @@ class Engine:
         with self._lock:
             if self._closed is not None:
                 return self._closed
-            self._closed = closed = Completion[None]("closed")
+            closed = Completion[None]("closed")
             if self._thread is None or self._pid != os.getpid():
                 closed._settle(None)
-                return closed
-            self._closer = threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True)
-        self._closer.start()
+            else:
+                closer = threading.Thread(target=self._finish, args=(closed,), name="aiockpt-close", daemon=True)
+                closer.start()  # an interrupt before this leaves it open, to be closed once more
+                self._closer = closer
+            self._closed = closed
         return closed
 
     def join(self) -> None:

@@ -83,7 +83,17 @@ async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> 
         error = as_save_error(exc)
     finally:
         job.settle(result, error)
-        job.let_pass()
+
+
+async def let_pass_in_turn(job: SaveJob, previous: SaveJob | None) -> None:
+    """Let the saves behind one that is over go on, but none of them past those before it. Not to be cancelled."""
+    if previous is not None:
+        await previous.planned.wait()
+        job.planned.set()
+        await previous.staging_over.wait()
+        job.staging_over.set()
+        await previous.over.wait()
+    job.let_pass()
 
 
 def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> Course:

@@ -235,9 +235,15 @@ def _take_back(hidden: str, finished: str, path: str, undo: _Undo, cause: OSErro
         raise NotTakenBackError(f"{path} was replaced but can't be made durable ({cause})") from cause
     try:
         rename_exchange(finished, path) if undo == "exchange" else os.rename(path, finished)
-        sync_directory(os.path.dirname(path))  # before what was written is removed
     except OSError as worse:
         raise NotTakenBackError(
             f"{path} was published but can't be made durable ({cause}), nor be taken back ({worse}); "
             f"{hidden} was left as it is"
+        ) from cause
+    try:
+        sync_directory(os.path.dirname(path))
+    except OSError as worse:  # after a loss of power it may be there, so it has to stay whole
+        raise NotTakenBackError(
+            f"{path} could not be made durable ({cause}) and was taken back, which can't be made durable either "
+            f"({worse}); {hidden} was left as it is"
         ) from cause

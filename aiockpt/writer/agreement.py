@@ -7,6 +7,7 @@ publishes and who removes does so by one rename, so that exactly one of them suc
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 from dataclasses import replace
@@ -16,10 +17,13 @@ import anyio
 
 from aiockpt.errors import AiockptError, CommitError, WriteError
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.shown import shown
 from aiockpt.world_publishing import publish_together
 from aiockpt.writer.parting import Leadership, Parting, part_name, sealed, unsealed
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from aiockpt.format.manifest import FileFacts
     from aiockpt.planning.world_book import Written
     from aiockpt.storage.base import Storage, Transaction
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from aiockpt.writer.messages import Begin
 
 _LOOK_S = 0.05
+logger = logging.getLogger("aiockpt")
 
 
 class Agreement:
@@ -78,11 +83,18 @@ class Agreement:
                 await transaction.sweep()
                 raise self._given_up(exc) from exc
         finally:
-            for rank in range(self._parting.ranks) if lead is not None else (self._parting.rank,):
-                await transaction.take_back(part_name(rank))
+            await self._take_back(range(self._parting.ranks) if lead is not None else (self._parting.rank,))
         if await transaction.fate() != "published":
             raise self._given_up("another rank's writer has given it up")
         await transaction.tidy()
+
+    async def _take_back(self, ranks: Iterable[int]) -> None:
+        """Remove words. What has become of the checkpoint doesn't hang on it: somebody else's may not be removed."""
+        for rank in ranks:
+            try:
+                await self._transaction.take_back(part_name(rank))
+            except AiockptError as exc:
+                logger.warning("beside %s: %s", self._begin.path, shown(str(exc)))
 
     def _given_up(self, reason: object) -> CommitError:
         return CommitError(f"{self._begin.path} was not finished without the trainers: {reason}")
@@ -90,7 +102,7 @@ class Agreement:
     async def _say(self, files: dict[str, FileFacts]) -> None:
         """Tell the others what this rank has."""
         parting = self._parting
-        data = sealed(parting.secret, replace(parting.written, files=files))
+        data = sealed(parting.secret, parting.rank, replace(parting.written, files=files))
         await self._transaction.leave_word(part_name(parting.rank), data)
 
     async def _lead(self, lead: Leadership) -> None:
@@ -118,8 +130,10 @@ class Agreement:
 
     async def _hear(self, rank: int, written: dict[int, Written]) -> None:
         data = await self._transaction.word(part_name(rank))
-        found = None if data is None else unsealed(self._parting.secret, data)
-        if found is not None:  # else it is not there, or not yet all of it
+        if data is None:
+            return
+        found = await self._workers.run(unsealed, self._parting.secret, rank, data)
+        if found is not None:  # else it is not yet all there, or not from that rank
             written[rank] = found
 
     async def _follow(self) -> None:

@@ -144,6 +144,7 @@ class ChildSave:
             with anyio.CancelScope(shield=True):
                 await self._give_up(error)
             self._tell(Failed(self.number, carried(error)))
+        await self._turn()  # who is behind this one is not to overtake those before it
         self._over.set()
         self._previous = None
 

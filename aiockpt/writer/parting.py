@@ -54,16 +54,35 @@ def part_name(rank: int) -> str:
     return f"part-{rank}"
 
 
-def sealed(secret: bytes, written: Written) -> bytes:
+def sealed(secret: bytes, rank: int, written: Written) -> bytes:
     """Make bytes of what a rank has written. Who does not know the secret can't make them."""
     data = pickle.dumps(written, pickle.HIGHEST_PROTOCOL)
-    return hmac.digest(secret, data, hashlib.sha256) + data
+    return _digest(secret, rank, data) + data
 
 
-def unsealed(secret: bytes, data: bytes) -> Written | None:
-    """Read what a rank has written; None if the bytes are not, or not all, from somebody who knows the secret."""
-    digest, rest = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if not hmac.compare_digest(hmac.digest(secret, rest, hashlib.sha256), digest):
+def unsealed(secret: bytes, rank: int, data: bytes) -> Written | None:
+    """Read what a rank has written.
+
+    Nothing of it is unpickled before it is known who made it.
+
+    Args:
+        secret: of this save.
+        rank: whose word it should be.
+        data: the word.
+
+    Returns:
+        None if the bytes are not, or not all, from somebody who knows the secret, or are the word of another rank.
+    """
+    view = memoryview(data)  # it may be long, and not worth a copy
+    digest, rest = view[:_DIGEST_BYTES], view[_DIGEST_BYTES:]
+    if not hmac.compare_digest(_digest(secret, rank, rest), digest):
         return None
     written: Written = pickle.loads(rest)
     return written
+
+
+def _digest(secret: bytes, rank: int, data: bytes | memoryview) -> bytes:
+    # With the name, so that one rank's word can't be put in the place of another's.
+    made = hmac.new(secret, f"{part_name(rank)}\n".encode(), hashlib.sha256)
+    made.update(data)
+    return made.digest()

@@ -116,9 +116,6 @@ async def _call_off(saves: list[aiockpt.SaveHandle], off: set[int], stop: Stop, 
         await other.save(state_of(9), folder / "other")
 
 
-OVERTAKES = pytest.mark.xfail(reason="who is behind one that was called off in line does not wait for those before it")
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "off",
@@ -127,9 +124,9 @@ OVERTAKES = pytest.mark.xfail(reason="who is behind one that was called off in l
         {3},
         {2, 3},
         {0, 1, 2, 3},
-        pytest.param({1}, marks=OVERTAKES),
-        pytest.param({0, 2}, marks=OVERTAKES),
-        pytest.param({1, 2}, marks=OVERTAKES),
+        {1},
+        {0, 2},
+        {1, 2},
     ],
     ids=str,
 )
@@ -137,7 +134,6 @@ async def test_the_others_in_flight_are_written_in_their_order(off: set[int], tm
     await _some_called_off(tmp_path, off)
 
 
-@OVERTAKES
 def test_so_are_those_of_a_writer_process(tmp_path: Path) -> None:
     asyncio.run(_some_called_off(tmp_path, {1, 2}, "process"))
 

@@ -155,7 +155,7 @@ def test_an_fsync_is_never_repeated(name: str, overwrite: bool, tmp_path: Path, 
             _saved(tmp_path, name, overwrite=True, retries=RETRIES)
         monkeypatch.undo()
         assert isinstance(caught.value.__cause__, NotSyncedError)
-        assert len(seen) == nth
+        assert seen[nth:] in ([], [str(tmp_path)])  # then what was undone is synced, before anything is removed
         _holds(tmp_path, name, OLD)
 
 
