@@ -1,0 +1,264 @@
+"""Deleting: at once from the name, durably before the files go, and never what is no checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.errors import CheckpointNotFoundError, DeleteError
+from aiockpt.storage import deleting, publish
+from aiockpt.storage.base import Storage
+from aiockpt.storage.deleting import delete
+from aiockpt.storage.leftovers import clean
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.tickets import new_ticket
+from aiockpt.testing import FaultyStorage, GatedStorage
+from aiockpt.threads import Workers
+
+
+@pytest.fixture
+def workers():
+    group = Workers(2, "aiockpt-test")
+    yield group
+    group.close()
+
+
+def checkpoint(path: Path, data: bytes = b"tensors") -> Path:
+    path.mkdir()
+    (path / ".metadata").write_bytes(b"metadata of " + data)
+    (path / "__0_0.distcp").write_bytes(data)
+    return path
+
+
+def hidden_beside(path: Path) -> str:
+    return str(path.parent / new_ticket(path.name))
+
+
+# --- by a checkpointer --------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_checkpoints_of_all_kinds(tmp_path: Path) -> None:
+    state = {"x": torch.arange(70_000.0), "y": torch.tensor([3, 4])}
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        for name, kind in (("a", "dcp"), ("b", "safetensors"), ("c.safetensors", "safetensors"), ("d", "dcp")):
+            await ckpt.save(state, tmp_path / name, format=kind)
+        for name in ("a", "b", "c.safetensors"):
+            await ckpt.delete(tmp_path / name)
+            assert not (tmp_path / name).exists()
+            with pytest.raises(CheckpointNotFoundError, match=f"there is no checkpoint at .*/{name} to delete"):
+                await ckpt.delete(tmp_path / name)
+        assert os.listdir(tmp_path) == ["d"]
+        assert torch.equal((await ckpt.load(tmp_path / "d"))["x"], state["x"])
+        await ckpt.save({"x": torch.ones(3)}, tmp_path / "a")
+        assert torch.equal((await ckpt.load(tmp_path / "a"))["x"], torch.ones(3))
+    with pytest.raises(aiockpt.CheckpointerClosedError):
+        await ckpt.delete(tmp_path / "a")
+
+
+def test_a_plain_program_deletes_and_cleans(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": torch.ones(3)}, tmp_path / "a")
+        ckpt.delete(tmp_path / "a")
+        left = tmp_path / ".a.aiockpt-12-0123456789ab"
+        left.mkdir()
+        os.utime(left, (1.0, 1.0))
+        assert ckpt.clean(tmp_path) == []
+        assert ckpt.clean(tmp_path, older_than_s=3600) == [str(left)]
+        with pytest.raises(ValueError, match="older_than_s must not be negative"):
+            ckpt.clean(tmp_path, older_than_s=-1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.asyncio
+async def test_a_task_cleans(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        (tmp_path / ".a.aiockpt-12-0123456789ab-swept").mkdir()
+        os.utime(tmp_path / ".a.aiockpt-12-0123456789ab-swept", (1.0, 1.0))
+        assert await ckpt.clean(tmp_path) == []
+        assert await ckpt.clean(tmp_path, older_than_s=3600) == [str(tmp_path / ".a.aiockpt-12-0123456789ab-swept")]
+
+
+@pytest.mark.asyncio
+async def test_what_is_being_saved_is_not_deleted(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save({"x": torch.zeros(3)}, tmp_path / "a")
+        save = ckpt.save({"x": torch.ones(3)}, tmp_path / "a", overwrite=True, storage=storage)
+        await storage.reached["commit"]
+        try:
+            with pytest.raises(DeleteError, match=r"a save to .*/a is in flight"):
+                await ckpt.delete(tmp_path / "a")
+        finally:
+            storage.open("commit")
+        await save.written
+        assert torch.equal((await ckpt.load(tmp_path / "a"))["x"], torch.ones(3))
+        await ckpt.delete(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.asyncio
+async def test_who_reads_goes_on(tmp_path: Path) -> None:
+    state = {"x": torch.arange(70_000.0)}
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(state, tmp_path / "a")
+        async with ckpt.open(tmp_path / "a") as reader:
+            await ckpt.delete(tmp_path / "a")
+            assert torch.equal(await reader.read("x"), state["x"])
+
+
+@pytest.mark.asyncio
+async def test_storages(workers, tmp_path: Path) -> None:
+    checkpoint(tmp_path / "a")
+    faulty = FaultyStorage(LocalStorage(), "delete", OSError(errno.EIO, "Input/output error"))
+    with pytest.raises(aiockpt.AiockptError, match="Input/output error"):
+        await faulty.delete(str(tmp_path / "a"), workers=workers)
+    assert (tmp_path / "a" / ".metadata").exists()
+    await faulty.delete(str(tmp_path / "a"), workers=workers)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DeleteError, match="this storage can't delete checkpoints"):
+        await Storage.delete(faulty, "a", workers=workers)
+    assert await Storage.clean(faulty, "a", workers=workers) == []
+
+
+# --- what is no checkpoint ----------------------------------------------------------------------------
+
+
+def test_other_things_are_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "nowhere").symlink_to("no such thing")
+    (tmp_path / "link.safetensors").symlink_to("real/__0_0.distcp")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").write_text("mine")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("link", "nowhere", "link.safetensors", "file", "work", "pipe.safetensors"):
+        with pytest.raises(DeleteError, match=f"/{name} is .*; nothing was deleted"):
+            delete(str(tmp_path / name), hidden_beside(tmp_path / name), True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# --- durability and failures --------------------------------------------------------------------------
+
+
+def test_it_is_gone_durably_before_its_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(tmp_path / "a")
+    calls: list[str] = []
+    real_sync, real_rename, real_remove = os.fsync, deleting.rename_noreplace, deleting.remove
+
+    def sync(fd: int) -> None:
+        calls.append("sync " + os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        real_sync(fd)
+
+    def rename(source: str, target: str) -> None:
+        calls.append(f"rename {os.path.relpath(source, tmp_path)}")
+        real_rename(source, target)
+
+    def remove(hidden: str) -> None:
+        calls.append("remove")
+        assert sorted(os.listdir(hidden)) == [".metadata", "__0_0.distcp"]
+        real_remove(hidden)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(deleting, "rename_noreplace", rename)
+    monkeypatch.setattr(deleting, "remove", remove)
+    delete(str(path), hidden_beside(path), True)
+    assert calls == ["rename a", "sync .", "remove"]
+    calls.clear()
+    delete(str(checkpoint(path)), hidden_beside(path), False)
+    assert calls == ["rename a", "remove"]
+    single = tmp_path / "m.safetensors"
+    single.touch()
+    calls.clear()
+    delete(str(single), hidden_beside(single), True)
+    assert calls == ["sync ."]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_can_not_be_gone_durably_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(tmp_path / "a", b"these")
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(DeleteError, match=r"can't delete .*/a: .*Input/output error") as caught:
+        delete(str(path), hidden_beside(path), True)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert (path / "__0_0.distcp").read_bytes() == b"these"
+    assert os.listdir(tmp_path) == ["a"]
+    real = deleting.rename_noreplace
+
+    def once(source: str, target: str) -> None:
+        if source != str(path):
+            raise OSError(errno.EROFS, "Read-only file system")
+        real(source, target)
+
+    hidden = hidden_beside(path)
+    monkeypatch.setattr(deleting, "rename_noreplace", once)
+    with pytest.raises(DeleteError, match=r"nor be given its name back \(.*Read-only.*\): it is in .*aiockpt-"):
+        delete(str(path), hidden, True)
+    shutil.rmtree(hidden)
+
+
+def test_what_is_left_of_it_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(tmp_path / "a")
+    hidden = hidden_beside(path)
+    real = shutil.rmtree
+
+    def refuse(where: str, *args, **kwargs) -> None:
+        os.unlink(os.path.join(where, ".metadata"))
+        raise PermissionError(errno.EACCES, "Permission denied", where)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        with pytest.raises(DeleteError, match=f"/a is deleted, but its files can't be removed from {hidden}"):
+            delete(str(path), hidden, True)
+    assert not path.exists()
+    assert shutil.rmtree is real
+    assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], False), "this process lives"
+    assert os.listdir(hidden) == ["__0_0.distcp"]
+    shutil.rmtree(hidden)
+
+
+def test_a_directory_that_can_not_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(tmp_path / "a")
+
+    def refuse(source: str, target: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", source)
+
+    monkeypatch.setattr(deleting, "rename_noreplace", refuse)
+    with pytest.raises(DeleteError, match=r"can't delete .*/a: .*Permission denied") as caught:
+        delete(str(path), hidden_beside(path), True)
+    assert isinstance(caught.value.__cause__, PermissionError)
+    assert (path / ".metadata").exists()
+
+
+@pytest.mark.asyncio
+async def test_a_save_that_replaces_what_is_deleted_meanwhile(
+    workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path / "a")
+    real = publish.rename_exchange
+
+    def exchange(one: str, other: str) -> None:
+        if path.exists():
+            delete(str(path), hidden_beside(path), True)
+        real(one, other)
+
+    monkeypatch.setattr(publish, "rename_exchange", exchange)
+    transaction = await LocalStorage().begin(str(path), overwrite=True, workers=workers)
+    sink = await transaction.create(".metadata", 3)
+    await sink.write(memoryview(b"new"))
+    await sink.finish()
+    await transaction.commit()
+    assert (path / ".metadata").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a"]

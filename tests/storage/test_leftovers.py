@@ -1,0 +1,602 @@
+"""What killed processes have left is removed, and never what anybody still works at."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from aiockpt.errors import DeleteError, WriteError
+from aiockpt.storage import leftovers
+from aiockpt.storage.hold import hold, lock
+from aiockpt.storage.leftovers import Circumstances, clean, judge
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.tickets import Owner, _start, is_running, new_ticket, read_ticket, this_process
+from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.threads import Workers
+
+HERE = this_process()
+pytestmark = pytest.mark.skipif(HERE is None, reason="this system doesn't tell processes apart")
+
+ANCIENT = 1_000_000_000.0  # long before any machine that this runs on was started
+HOLD_AND_WAIT = """
+import sys
+from aiockpt.storage.hold import hold
+
+held = hold(sys.argv[1])
+print(flush=True)
+sys.stdin.read()
+"""
+SAVE_AND_WAIT = """
+import sys, anyio
+from aiockpt.storage.local import LocalStorage
+from aiockpt.threads import Workers
+
+async def main(path):
+    workers = Workers(1, "w")
+    transaction = await LocalStorage().begin(path, overwrite=True, workers=workers)
+    sink = await transaction.create("__0_0.distcp", 4096)
+    await sink.write(memoryview(bytes(4096)))
+    await transaction.leave_word("part-0", b"word")
+    print(transaction.ticket, flush=True)
+    sys.stdin.read()
+
+anyio.run(main, sys.argv[1])
+"""
+
+
+@pytest.fixture
+def workers():
+    group = Workers(2, "aiockpt-test")
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
+def dead() -> Owner:
+    """A process of this kernel and namespace that is gone."""
+    with subprocess.Popen(["true"]) as process:
+        owner = replace(HERE, pid=process.pid, start=HERE.start + 1)
+    assert not is_running(owner)
+    return owner
+
+
+@pytest.fixture(scope="module")
+def living():
+    """One that is not."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield replace(HERE, pid=process.pid, start=_start(process.pid))
+        process.kill()
+
+
+def started(code: str, path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, str(path)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def name_of(owner: Owner | str, number: int = 1, word: str = "") -> str:
+    return f".step 7.aiockpt-{owner}-{number:016x}{word}"
+
+
+def leave(path: Path, *, changed_s: float | None = None, names: tuple[str, ...] = ("__0_0.distcp",)) -> Path:
+    """Make what a save that was killed leaves."""
+    path.mkdir()
+    for name in names:
+        (path / name).write_bytes(os.urandom(100))
+    if changed_s is not None:
+        for each in (*path.iterdir(), path):
+            os.utime(each, (changed_s, changed_s))
+    return path
+
+
+async def save(storage: LocalStorage, path: Path, workers: Workers, data: bytes = b"new") -> None:
+    transaction = await storage.begin(str(path), overwrite=True, workers=workers)
+    sink = await transaction.create(".metadata", len(data))
+    await sink.write(memoryview(data))
+    await sink.finish()
+    await transaction.commit()
+
+
+# --- names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["c", "step 7", ".x.aiockpt-1-2", "a\nb", "ä" * 120, "€" * 80, os.fsdecode(b"\xff" * 240)]
+)
+def test_names_tell_who_made_them(name: str, tmp_path: Path) -> None:
+    ticket = new_ticket(name)
+    (tmp_path / f"{ticket}-part-123456-swept").touch()
+    found = read_ticket(f"{ticket}-part-123456")
+    assert (found.base, found.word, found.owner) == (ticket, "-part-123456", HERE)
+    assert read_ticket(ticket).word == ""
+    assert ticket != new_ticket(name)
+    shutil.rmtree(tmp_path)
+
+
+def test_processes_that_were_started_here_have_names_of_their_own() -> None:
+    code = "from aiockpt.storage.tickets import this_process; print(this_process())"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        there = process.communicate()[0].strip()
+    owner = read_ticket(f".x.aiockpt-{there}-0123456789abcdef").owner
+    assert (owner.machine, owner.boot, owner.space) == (HERE.machine, HERE.boot, HERE.space)
+    assert owner.pid == process.pid
+    assert owner.start > HERE.start
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "c",
+        ".c",
+        ".git",
+        ".c.aiockpt",
+        ".c.aiockpt-",
+        "c.aiockpt-12-0123456789ab",
+        ".c.aiockpt-12-0123",
+        ".c.aiockpt-dcpx",
+    ],
+)
+def test_other_names_are_none(name: str) -> None:
+    assert read_ticket(name) is None
+
+
+@pytest.mark.parametrize("name", [".c.aiockpt-12-0123456789ab", ".c.aiockpt-12-0123456789abcdef", ".c.aiockpt-dcp-3"])
+def test_names_without_an_owner(name: str) -> None:
+    assert read_ticket(name).owner is None
+
+
+# --- judgement ----------------------------------------------------------------------------------------
+
+NOW, BOOTED = 1_000_000.0, 900_000.0
+OTHER_SPACE, OTHER_BOOT, OTHER_HOST = {"space": "a" * 8}, {"boot": "b" * 8}, {"machine": "c" * 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "changed_s", "running", "older_than_s", "verdict"),
+    [
+        ({}, NOW, False, None, "dead"),
+        ({}, NOW, True, None, "running"),
+        ({}, 0.0, True, 10.0, "running"),
+        (OTHER_SPACE, NOW - 61, False, None, "dead"),
+        (OTHER_SPACE, NOW - 59, False, None, "fresh"),
+        (OTHER_SPACE, NOW - 59, False, 10.0, "fresh"),
+        (OTHER_SPACE, NOW + 1000, False, None, "fresh"),
+        (OTHER_SPACE | OTHER_HOST, NOW - 61, False, None, "dead"),
+        (OTHER_SPACE | OTHER_BOOT, BOOTED - 1, False, None, "rebooted"),
+        (OTHER_SPACE | OTHER_BOOT, BOOTED + 1, False, None, "unknown"),
+        (OTHER_SPACE | OTHER_BOOT, BOOTED + 1, False, 99_000.0, "old"),
+        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, 0.0, False, None, "unknown"),
+        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, NOW - 99, False, 100.0, "unknown"),
+        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, NOW - 101, False, 100.0, "old"),
+        (None, 0.0, False, None, "unknown"),
+        (None, NOW - 101, False, 100.0, "old"),
+    ],
+)
+def test_judgement(
+    changes: dict[str, str] | None, changed_s: float, running: bool, older_than_s: float | None, verdict: str
+) -> None:
+    owner = None if changes is None else replace(HERE, **changes)
+    assert judge(owner, changed_s, running, Circumstances(HERE, NOW, BOOTED, older_than_s)) == verdict
+
+
+def test_who_does_not_know_himself_judges_by_age_alone() -> None:
+    assert judge(HERE, 0.0, False, Circumstances(None, NOW, BOOTED)) == "unknown"
+    assert judge(HERE, 0.0, False, Circumstances(None, NOW, None, 10.0)) == "old"
+
+
+def test_a_machine_that_was_started_a_moment_ago_waits() -> None:
+    """Its clock may have been wrong until now."""
+    owner = replace(HERE, boot="b" * 8, space="a" * 8)
+    assert judge(owner, NOW - 30, False, Circumstances(HERE, NOW, NOW - 10)) == "unknown"
+
+
+# --- what is removed ----------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_the_next_run_removes_what_the_dead_have_left(dead, living, workers, tmp_path: Path) -> None:
+    gone = [
+        leave(tmp_path / name_of(dead, 1)),
+        leave(tmp_path / name_of(dead, 2, "-swept"), names=()),
+        leave(tmp_path / name_of(replace(living, start=living.start - 1), 3)),  # its number was given again
+        leave(tmp_path / name_of(replace(HERE, space="a" * 8), 4), changed_s=ANCIENT),  # a container that is gone
+        leave(tmp_path / name_of(replace(HERE, boot="b" * 8, space="a" * 8), 5), changed_s=ANCIENT),  # before a reboot
+        leave(tmp_path / name_of(dead, 6), names=("model.safetensors", ".aiockpt.json")),
+        leave(tmp_path / name_of(dead, 7), names=(".metadata", "mine.txt")),  # a checkpoint that was replaced
+    ]
+    for word in (name_of(dead, 1, "-part-0"), name_of(dead, 9, "-part-12")):
+        (tmp_path / word).write_text("word")
+        gone.append(tmp_path / word)
+    stay = [
+        leave(tmp_path / name_of(living, 1)),
+        leave(tmp_path / name_of(HERE, 2)),
+        leave(tmp_path / name_of(replace(HERE, space="a" * 8), 3)),  # a container that may be at it
+        leave(tmp_path / name_of(replace(HERE, boot="b" * 8, space="a" * 8), 4)),  # maybe another machine
+        leave(tmp_path / name_of(replace(HERE, machine="c" * 8, boot="b" * 8, space="a" * 8), 5), changed_s=ANCIENT),
+        leave(tmp_path / ".c.aiockpt-12-0123456789ab", changed_s=ANCIENT),
+        leave(tmp_path / ".hidden"),
+        leave(tmp_path / "step 7"),
+    ]
+    (tmp_path / name_of(living, 1, "-part-0")).write_text("word")
+    stay.append(tmp_path / name_of(living, 1, "-part-0"))
+    await save(LocalStorage(), tmp_path / "c", workers)
+    assert sorted(tmp_path.iterdir()) == sorted([*stay, tmp_path / "c"])
+    assert [path for path in gone if path.exists()] == []
+    for path in stay:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.asyncio
+async def test_nobody_looks_twice_unless_there_is_a_reason(dead, workers, tmp_path: Path) -> None:
+    storage = LocalStorage()
+    await save(storage, tmp_path / "a", workers)
+    left = leave(tmp_path / name_of(dead))
+    await save(storage, tmp_path / "b", workers)
+    assert left.exists()
+    transaction = await storage.begin(str(tmp_path / "failed"), overwrite=False, workers=workers)
+    await transaction.abort()
+    await save(storage, tmp_path / "c", workers)
+    assert not left.exists()
+    fresh = leave(tmp_path / name_of(replace(HERE, space="a" * 8)))
+    storage = LocalStorage()
+    await save(storage, tmp_path / "d", workers)
+    assert fresh.exists()
+    os.utime(fresh / "__0_0.distcp", (ANCIENT, ANCIENT))
+    await save(storage, tmp_path / "e", workers)
+    assert fresh.exists(), "the directory itself was changed a moment ago"
+    os.utime(fresh, (ANCIENT, ANCIENT))
+    await save(storage, tmp_path / "f", workers)
+    assert not fresh.exists()
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_is_killed(workers, tmp_path: Path) -> None:
+    """For real: while it lives nobody touches what it has, then the next save does."""
+    with started(SAVE_AND_WAIT, tmp_path / "c") as process:
+        hidden = tmp_path / process.stdout.readline().strip()
+        await save(LocalStorage(), tmp_path / "a", workers)
+        assert (hidden / "__0_0.distcp").stat().st_size == 4096
+        left = [hidden, hidden.with_name(hidden.name + "-part-0")]
+        assert all(path.exists() for path in left)
+        process.kill()
+    storage = LocalStorage()
+    await save(storage, tmp_path / "b", workers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.asyncio
+async def test_what_is_held_by_others_stays(dead, workers, tmp_path: Path) -> None:
+    """The writer process of a dead trainer goes on with what the trainer has begun."""
+    hidden = leave(tmp_path / name_of(dead))
+    word = tmp_path / name_of(dead, 1, "-part-0")
+    word.write_text("word")
+    storage = LocalStorage()
+    with started(HOLD_AND_WAIT, hidden) as process:
+        process.stdout.readline()
+        await save(storage, tmp_path / "a", workers)
+        assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], True)
+        assert hidden.exists()
+        assert word.exists()
+        process.kill()
+    await save(storage, tmp_path / "b", workers)  # it looks again, for there was something to come
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.asyncio
+async def test_who_takes_part_holds_it(workers, tmp_path: Path) -> None:
+    storage, path = LocalStorage(), tmp_path / "c"
+
+    def is_free(where: Path) -> bool:
+        fd = os.open(where, os.O_RDONLY)
+        try:
+            return lock(fd, fcntl.LOCK_EX) == "held"
+        finally:
+            os.close(fd)
+
+    begun = await storage.begin(str(path), overwrite=False, workers=workers)
+    hidden = tmp_path / begun.ticket
+    joined = await storage.join(str(path), begun.ticket, workers=workers)
+    adopted = await storage.adopt(str(path), begun.ticket, overwrite=False, workers=workers, identity=begun.identity)
+    free = [is_free(hidden)]
+    for part in (begun, joined, adopted):
+        await part.leave()
+        await part.leave()
+        free.append(is_free(hidden))
+    assert free == [False, False, False, True]
+    assert joined.identity == adopted.identity == begun.identity
+    joined = await storage.join(str(path), begun.ticket, workers=workers)
+    await joined.commit()
+    assert not is_free(hidden)
+    await adopted.commit()
+    assert not is_free(path)
+    await joined.abort()
+    assert is_free(path)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_was_forked_does_not_let_go(tmp_path: Path) -> None:
+    held = hold(str(tmp_path))
+    child = os.fork()
+    if child == 0:
+        held.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    assert lock(fd, fcntl.LOCK_EX) == "refused"
+    held.release()
+    held.release()
+    assert lock(fd, fcntl.LOCK_EX) == "held"
+    os.close(fd)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_letting_go_counts_for_children_that_were_forked(tmp_path: Path) -> None:
+    """They share the lock, and may live long."""
+    held = hold(str(tmp_path))
+    mine, theirs = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(theirs)
+        os.read(mine, 1)
+        os._exit(0)
+    held.release()
+    fd = os.open(tmp_path, os.O_RDONLY)
+    free = lock(fd, fcntl.LOCK_EX)
+    for each in (fd, mine, theirs):
+        os.close(each)
+    os.waitpid(child, 0)
+    assert free == "held"
+
+
+@pytest.mark.asyncio
+async def test_who_comes_while_it_is_removed_finds_it_gone(workers, tmp_path: Path) -> None:
+    hidden = leave(tmp_path / name_of(HERE))
+    fd = os.open(hidden, os.O_RDONLY)
+    assert lock(fd, fcntl.LOCK_EX) == "held"
+    with pytest.raises(WriteError, match="can't be seen"):
+        await LocalStorage().join(str(tmp_path / "c"), hidden.name, workers=workers)
+    os.close(fd)
+    shutil.rmtree(hidden)
+
+
+def test_nothing_is_removed_before_what_replaced_it_is_durable(
+    dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = [leave(tmp_path / name_of(dead, number), names=(".metadata", "__0_0.distcp")) for number in (1, 2)]
+    calls: list[str] = []
+    real_sync, real_rename = os.fsync, os.rename
+
+    def sync(fd: int) -> None:
+        calls.append(f"sync {os.readlink(f'/proc/self/fd/{fd}') == str(tmp_path)}")
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        real_sync(fd)
+
+    def rename(source: str, target: str, **where: int) -> None:
+        calls.append(f"rename to {target.rpartition('-')[2]}")
+        real_rename(source, target, **where)
+
+    monkeypatch.setattr(leftovers.os, "fsync", sync)
+    monkeypatch.setattr(leftovers.os, "rename", rename)
+    removed, _ = clean(str(tmp_path), fsync=True)
+    assert calls == ["sync True", "sync True", "rename to swept"]
+    assert removed == [str(left[1])]
+    assert f"can't remove what a killed process has left, {left[0]}: [Errno 5]" in caplog.text
+    assert sorted(os.listdir(left[0])) == [".metadata", "__0_0.distcp"]
+    assert clean(str(tmp_path), fsync=False) == ([str(left[0])], False)
+    assert calls[3:] == ["rename to swept"]
+
+
+def test_without_locks_only_time_is_a_proof(dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(fd: int, kind: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    hold(str(tmp_path)).release()
+    stays = leave(tmp_path / name_of(dead, 1))
+    rebooted = leave(tmp_path / name_of(replace(HERE, boot="b" * 8, space="a" * 8), 2), changed_s=ANCIENT)
+    word = tmp_path / name_of(dead, 1, "-part-0")
+    word.write_text("word")
+    assert clean(str(tmp_path), fsync=True) == ([str(rebooted)], False)
+    assert sorted(tmp_path.iterdir()) == [stays, word]
+    shutil.rmtree(stays)
+    word.unlink()
+
+
+def test_two_that_clean_at_once(dead, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    left = {str(leave(tmp_path / name_of(dead, number))) for number in range(60)}
+    removed: list[list[str]] = []
+    start = threading.Barrier(3)
+
+    def run() -> None:
+        start.wait()
+        removed.append(clean(str(tmp_path), fsync=False)[0])
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {path for each in removed for path in each} == left
+    assert list(tmp_path.iterdir()) == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_somebody_else_may_be_faster(
+    dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = leave(tmp_path / name_of(dead))
+    word = tmp_path / name_of(dead, 1, "-part-0")
+    word.write_text("word")
+    real = os.rename
+
+    def rename(source: str, target: str, **where: int) -> None:
+        shutil.rmtree(left)
+        real(source, target, **where)
+
+    monkeypatch.setattr(leftovers.os, "rename", rename)
+    assert clean(str(tmp_path), fsync=True) == ([str(word)], False)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+# --- what is never removed ----------------------------------------------------------------------------
+
+
+def test_planted_names_are_left_alone(dead, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What others have put there, or moved there, under a name that looks like a leftover of this user."""
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "__0_0.distcp").write_text("mine")
+    (tmp_path / name_of(dead, 1)).symlink_to(precious)
+    (tmp_path / name_of(dead, 2, "-part-0")).symlink_to(precious / "__0_0.distcp")
+    os.mkfifo(tmp_path / name_of(dead, 3))
+    inside = leave(tmp_path / name_of(dead, 4), names=())
+    (inside / "__1_0.distcp").symlink_to(precious / "__0_0.distcp")
+    (inside / "__2_0.distcp").symlink_to(precious)
+    os.link(precious / "__0_0.distcp", inside / "__3_0.distcp")
+    moved = leave(tmp_path / name_of(dead, 5), names=("thesis.tex",))
+    assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([str(inside)], False)
+    assert (precious / "__0_0.distcp").read_text() == "mine"
+    assert (moved / "thesis.tex").exists()
+    assert "it holds other things than a checkpoint (thesis.tex)" in caplog.text
+    for path in sorted(tmp_path.glob(".*")):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to give files away")
+def test_what_belongs_to_others_is_left_alone(dead, tmp_path: Path) -> None:
+    left = leave(tmp_path / name_of(dead), changed_s=ANCIENT)
+    word = tmp_path / name_of(dead, 2, "-part-0")
+    word.touch()
+    os.chown(left, 12345, -1)
+    os.chown(word, 12345, -1)
+    assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], False)
+    os.chown(left, 0, -1)
+    assert clean(str(tmp_path), fsync=True) == ([str(left)], False)
+    word.unlink()
+
+
+def test_a_directory_that_comes_to_the_name_at_the_last_moment(
+    dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer process takes back what it could not make durable: the names change places again."""
+    old = leave(tmp_path / name_of(dead), names=(".metadata",))
+    new = leave(tmp_path / "new", names=(".metadata", "__0_0.distcp"))
+    real = os.rename
+
+    def rename(source: str, target: str, **where: int) -> None:
+        if not (tmp_path / "old").exists():
+            real(old, tmp_path / "old")
+            real(new, old)
+        real(source, target, **where)
+
+    monkeypatch.setattr(leftovers.os, "rename", rename)
+    assert clean(str(tmp_path), fsync=True) == ([], True)
+    assert sorted(os.listdir(old)) == [".metadata", "__0_0.distcp"]
+    assert os.listdir(tmp_path / "old") == [".metadata"]
+    shutil.rmtree(old)
+
+
+# --- on demand ----------------------------------------------------------------------------------------
+
+
+def test_others_are_removed_from_an_age_on(living, tmp_path: Path) -> None:
+    other = replace(HERE, machine="c" * 8, boot="b" * 8, space="a" * 8)
+    changed_s = leftovers.time.time() - 5000
+    gone = [
+        leave(tmp_path / name_of(other, 1), changed_s=changed_s),
+        leave(tmp_path / ".c.aiockpt-12-0123456789ab", changed_s=changed_s),
+        tmp_path / ".w.pt.aiockpt-12-0123456789ab",
+    ]
+    gone[2].write_text("a file")
+    os.utime(gone[2], (changed_s, changed_s))
+    stay = [
+        leave(tmp_path / name_of(other, 2)),
+        leave(tmp_path / name_of(other, 3), changed_s=changed_s),
+        leave(tmp_path / name_of(living, 4), changed_s=changed_s),
+        leave(tmp_path / name_of(other, 5), changed_s=changed_s),
+    ]
+    os.utime(stay[1] / "__0_0.distcp")  # somebody writes to it
+    held = hold(str(stay[3]))
+    assert clean(str(tmp_path), fsync=True, older_than_s=5100.0)[0] == []
+    assert clean(str(tmp_path), fsync=True, older_than_s=4000.0) == (sorted(map(str, gone)), True)
+    assert sorted(tmp_path.iterdir()) == sorted(stay)
+    held.release()
+    for path in stay:
+        shutil.rmtree(path)
+
+
+@pytest.mark.asyncio
+async def test_a_storage_cleans_on_demand(dead, workers, tmp_path: Path) -> None:
+    storage = WrapperStorage(LocalStorage())
+    left = leave(tmp_path / name_of(dead))
+    assert await storage.clean(str(tmp_path), workers=workers) == [str(left)]
+    assert await storage.clean(str(tmp_path), workers=workers) == []
+    assert await storage.clean(str(tmp_path / "not" / "there"), workers=workers) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(DeleteError, match="can't look for what killed processes have left") as caught:
+        await storage.clean(str(tmp_path / "file"), workers=workers)
+    assert isinstance(caught.value.__cause__, NotADirectoryError)
+
+
+# --- failures -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_what_could_not_be_removed_is_removed_with_the_next_save(
+    workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = LocalStorage()
+    transaction = await storage.begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    real, refusals = shutil.rmtree, 2
+
+    def refuse(path: str, *args, **kwargs) -> None:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(WriteError, match=r"can't remove the unfinished checkpoint .*the next save beside it tries"):
+        await transaction.abort()
+    await save(storage, tmp_path / "a", workers)
+    assert (tmp_path / transaction.ticket).exists()
+    assert "can't remove the unfinished checkpoint" in caplog.text
+    await save(storage, tmp_path / "b", workers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.asyncio
+async def test_a_save_does_not_fail_because_of_leftovers(
+    dead, workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = leave(tmp_path / name_of(dead))
+
+    def refuse(path: str, *args, **kwargs) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        await save(LocalStorage(), tmp_path / "a", workers)
+    assert f"can't remove what a killed process has left, {left}: [Errno 13]" in caplog.text
+    assert (tmp_path / (left.name + "-swept")).exists()
+    await save(LocalStorage(), tmp_path / "b", workers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+    def unreadable(*_args) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leftovers.os, "listdir", unreadable)
+        await save(LocalStorage(), tmp_path / "c", workers)
+    assert f"can't look for what killed processes have left in {tmp_path}" in caplog.text
