@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from aiockpt.errors import CheckpointExistsError, CommitError, LoadError
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.publish import remove, sync_directory
 from aiockpt.storage.syscalls import rename_noreplace
+from aiockpt.storage.tickets import new_ticket
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ async def write_checkpoint(
             f"{path} holds a {type(mapped.value).__name__}, not a state dict; load it with torch.load, and save it "
             "within a dict"
         )
-    inner = os.path.join(target, f".new.aiockpt-{os.getpid()}-{uuid.uuid4().hex[:12]}") if shared else target
+    inner = os.path.join(target, new_ticket("new")) if shared else target
 
     submit = checkpointer.submit if isinstance(checkpointer, SyncCheckpointer) else checkpointer.save
     handle = await tools.workers.run(submit, mapped.value, inner, overwrite=overwrite)

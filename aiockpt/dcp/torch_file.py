@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from aiockpt.format.framing import CRC
 from aiockpt.format.ziparchive import FramingError, data_offset, read_directory
 from aiockpt.storage.publish import make_directories, sync_directory
 from aiockpt.storage.syscalls import allocate, rename_noreplace
+from aiockpt.storage.tickets import new_ticket
 
 if TYPE_CHECKING:
     from typing import Self
@@ -73,8 +73,7 @@ class TorchFileWriter:
         self._path = os.path.realpath(path)  # what a link leads to is replaced, not the link
         self._overwrite = overwrite
         folder, name = os.path.split(self._path)
-        short = os.fsdecode(os.fsencode(name)[:180])
-        self._hidden = os.path.join(folder, f".{short}.aiockpt-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+        self._hidden = os.path.join(folder, new_ticket(name))
         self._fd = -1
 
     def open(self) -> Self:
@@ -90,7 +89,8 @@ class TorchFileWriter:
             raise CheckpointExistsError(f"{self._path} exists already; choose another name, or pass overwrite=True")
         try:
             make_directories(os.path.dirname(self._path), fsync=True)
-            self._fd = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+            self._fd = os.open(self._hidden, flags, 0o664)
         except OSError as exc:
             raise WriteError(f"can't create {self._path}: {exc}") from exc
         return self
