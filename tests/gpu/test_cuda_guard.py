@@ -94,9 +94,12 @@ def _check(ckpt: aiockpt.SyncCheckpointer, states: list[Any], saves: list[aiockp
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
 @pytest.mark.parametrize("how", ["fence", "guard", "nothing"])
 @pytest.mark.parametrize("side_stream", [False, True])
-def test_every_checkpoint_is_a_state_between_two_steps(how, options, side_stream, tmp_path: Path) -> None:
+@pytest.mark.parametrize("validate", ["versions", "hash"])
+def test_every_checkpoint_is_a_state_between_two_steps(how, options, side_stream, validate, tmp_path: Path) -> None:
+    """Samples of the bytes raise no alarm where the counters raise none."""
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
-    with torch.cuda.stream(stream), aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=8 * CHUNK) as ckpt:
+    ckpt = aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=8 * CHUNK, validate=validate)
+    with torch.cuda.stream(stream), ckpt:
         trainer = Trainer(**options)
 
         def step() -> None:
@@ -149,6 +152,70 @@ def test_replays_of_a_graph_behind_a_fence(guarded, tmp_path: Path) -> None:
         if early_error is None:
             assert _check(ckpt, [first], [early]) == [True]
     assert not torch.equal(states[0]["model"]["0.weight"], states[1]["model"]["0.weight"])
+
+
+def _large(count: int = 8) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.arange(i, i + (8 << 20), dtype=torch.float32, device="cuda") for i in range(count)}
+
+
+@pytest.mark.parametrize("how", ["data", "graph", "fused"])
+def test_writes_that_no_counter_shows(how: str, tmp_path: Path) -> None:
+    """The last tensors are changed long before they are copied: the bus is slower than the device's memory."""
+    state = _large()
+    victim = state["w7"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        victim.add_(1)
+
+    def change() -> None:
+        if how == "data":
+            victim.data.add_(1)
+        elif how == "graph":
+            graph.replay()
+        else:
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [victim], torch.zeros(1, device="cuda"), torch.full((), 0.5, device="cuda")
+            )
+
+    for validate in ("versions", "hash"):
+        for number in range(3):
+            expected = {name: tensor.cpu() for name, tensor in state.items()}
+            with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=2 * CHUNK, validate=validate) as ckpt:
+                save = ckpt.submit(state, tmp_path / f"{validate}{number}")
+                change()
+                error = save.written.exception(120)
+                if validate == "hash":
+                    assert isinstance(error, aiockpt.TornSnapshotError)
+                    assert str(error).startswith("w7 changed between save() and staged, as their bytes show")
+                else:
+                    assert error is None
+                    assert not torch.equal(ckpt.load(save.path)["w7"], expected["w7"])
+
+
+@pytest.mark.parametrize("side_stream", [False, True])
+def test_samples_are_taken_in_order_and_nobody_waits_for_them(side_stream: bool, tmp_path: Path) -> None:
+    """Neither what the stream did before the call nor what it does behind a fence is a change; nothing synchronises."""
+    state = _large() | {"transposed": torch.randn(900, 800, device="cuda").t()}
+    stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    ckpt = aiockpt.SyncCheckpointer(chunk_bytes=16 * CHUNK, staging_bytes=512 * CHUNK, validate="hash")
+    with ckpt, torch.cuda.stream(stream):
+        ckpt.save(state, tmp_path / "first")  # which makes the stream and locks the memory
+        for number in range(3):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                torch.cuda._sleep(500_000_000)  # so that nothing has been computed before all is enqueued
+                for tensor in state.values():
+                    tensor.data.mul_(1.5)
+                expected = {name: tensor.clone() for name, tensor in state.items()}
+                save = ckpt.submit(state, tmp_path / str(number))
+                ckpt.fence()
+                for tensor in state.values():
+                    tensor.data.add_(number + 1)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            save.written.result(120)
+            assert_same({name: tensor.cpu() for name, tensor in expected.items()}, ckpt.load(save.path))
 
 
 def _train_compiled(directory: Path) -> None:

@@ -1,0 +1,252 @@
+"""A soak: many saves of a changing state, with all that can come in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import aiockpt
+from aiockpt import steps
+from aiockpt.storage.base import Storage
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import HangingStorage
+from tests.soak.gauges import Gauge, leased_chunks
+from tests.soak.ledger import Ledger, Save
+from tests.soak.state import fill, state_of
+from tests.soak.visits import Visits, pause
+
+CHUNK = 64 << 10
+FAULTS = {"begin": 0.04, "create": 0.03, "write": 0.01, "finish": 0.02, "commit": 0.05}
+
+# How a checkpointer is made in each round: all that decides over the course of a save. "hangs": some saves hang in the
+# file system; "hasty": it is closed while saves are in flight, which are not waited for.
+ROUNDS: list[dict[str, Any]] = [
+    {},
+    {"writer": "process"},
+    {"on_busy": "supersede", "max_in_flight": 2},
+    {"on_busy": "skip", "validate": "hash"},
+    {"writer": "process", "on_busy": "supersede"},
+    {"on_busy": "error", "io_threads": 1},
+    {"on_failure": "warn", "fallback_path": True, "staging_bytes": 64 * CHUNK},
+    {"save_timeout": 60.0, "direct_io": False, "staging_bytes": None},
+    {"save_timeout": 0.5, "hangs": True},
+    {"drain_timeout": 0.05, "hasty": True},
+]
+
+# What the program does after a save, and how often.
+ACTS = {
+    "go on when staged": 40,
+    "fence": 8,
+    "go on when written": 10,
+    "cancel": 14,
+    "tear": 10,
+    "cancel who waits": 9,
+    "wait too short a time": 9,
+}
+
+
+class Soak:
+    """Saves, loads, deletes, and disturbs all of it, at random.
+
+    Args:
+        directory: where to save.
+        seed: what chance is drawn from; the times that things take are chance as well.
+
+    Attributes:
+        tally: what has happened.
+    """
+
+    def __init__(self, directory: Path, seed: int = 0) -> None:
+        self._directory = directory
+        self._chance = random.Random(seed)
+        self._ledger = Ledger()
+        self._visits = Visits(self._ledger, self._chance)
+        self.tally = self._ledger.tally
+        self._live = state_of(0)
+        self._number = 0
+        self._handles: list[aiockpt.SaveHandle] = []
+        self._hanging: list[HangingStorage] = []
+        self._hangs = self._hasty = False
+
+    async def run(
+        self, saves: int, *, per_round: int, seconds: float, warm_up: int, until_time_is_over: bool = False
+    ) -> None:
+        """Go on for so many saves; then look whether everything is there.
+
+        Args:
+            saves: how many, as far as there is time.
+            per_round: how many are made with one checkpointer.
+            seconds: when no round begins any more.
+            warm_up: how many rounds come before what is held is compared; these are made in any case.
+            until_time_is_over: go on after that, and make so many saves in any case.
+        """
+        until = time.monotonic() + seconds
+        rounds, tally = 0, self.tally
+        left = any if until_time_is_over else all
+        while rounds < warm_up or left((tally.counts["saves"] < saves, time.monotonic() < until)):
+            await self._round(dict(ROUNDS[rounds % len(ROUNDS)]), per_round)
+            rounds += 1
+            tally.gauges.append(Gauge.read(self._directory))
+            if rounds > warm_up:
+                leaks = tally.gauges[-1].leaks_since(tally.gauges[warm_up - 1])
+                tally.leaks += [f"round {rounds}: {leak}" for leak in leaks]
+        tally.counts["rounds"] = rounds
+        await self._ledger.look_at_all(self._directory)
+
+    async def _round(self, options: dict[str, Any], saves: int) -> None:
+        if options.pop("fallback_path", False):
+            options["fallback_path"] = self._directory / "fallback"
+        self._hangs, self._hasty = options.pop("hangs", False), options.pop("hasty", False)
+        options = {"chunk_bytes": CHUNK, "staging_bytes": 4 * CHUNK, "fsync": self._chance.random() < 0.2, **options}
+        self._visits.killed = False
+        async with asyncio.TaskGroup() as watchers:
+            try:
+                async with aiockpt.AsyncCheckpointer(**options) as ckpt:
+                    await self._go_on(ckpt, watchers, saves, options)
+            except aiockpt.SaveCancelledError:  # those that were in flight
+                if not self._hasty:
+                    raise
+        self._look_back(ckpt)
+        self.tally.counts["faults"] += sum(storage.struck.total() for storage in self._visits.faulty)
+        self._visits.faulty.clear()
+
+    def _look_back(self, ckpt: aiockpt.AsyncCheckpointer) -> None:
+        """Check that a checkpointer that is closed holds nothing, though its handles are still there."""
+        statistics, leased = ckpt.statistics(), leased_chunks()
+        if statistics.in_flight or statistics.abandoned or statistics.quarantined_bytes or leased:
+            self.tally.leaks.append(f"a closed checkpointer has {leased} chunks out, and says {statistics}")
+        if len(steps._live):
+            self.tally.leaks.append(f"{len(steps._live)} of {len(self._handles)} saves still hold their state")
+        self._handles.clear()
+
+    async def _go_on(
+        self, ckpt: aiockpt.AsyncCheckpointer, watchers: asyncio.TaskGroup, saves: int, options: dict[str, Any]
+    ) -> None:
+        try:
+            for _ in range(saves):
+                await self._save(ckpt, watchers, options)
+                await self._visits.come(ckpt, options)
+        finally:
+            if self._hasty:
+                for save in self._ledger.in_flight:
+                    save.cancelled = True
+            for storage in self._hanging:
+                storage.recover()
+            self._hanging.clear()
+            self._ledger.held.clear()
+
+    def _storage(self, save: Save, options: dict[str, Any]) -> Storage | None:
+        """Choose what a save may meet."""
+        if options.get("writer") == "process":
+            return None
+        if self._hangs and self._chance.random() < 0.25:
+            step = self._chance.choice(["begin", "create", "write", "finish", "commit"])
+            self._hanging.append(HangingStorage(LocalStorage(), step))
+            save.may_appear = step == "commit"
+            return self._hanging[-1]
+        storage = self._visits.storage(0.4, FAULTS)
+        save.may_fail |= storage is not None
+        return storage
+
+    async def _save(
+        self, ckpt: aiockpt.AsyncCheckpointer, watchers: asyncio.TaskGroup, options: dict[str, Any]
+    ) -> None:
+        self._number += 1
+        save = self._next()
+        save.cut_off = self._visits.killed
+        save.may_fail = save.cut_off or self._hangs  # where some hang, others may be too late
+        storage = self._storage(save, options)
+        state = fill(self._live, self._number)
+        try:
+            handle = ckpt.save(state, save.path, overwrite=save.replaces is not None, storage=storage)
+        except aiockpt.CheckpointerBusyError:
+            self._ledger.count("refused as busy")
+            await ckpt.ready()
+            return
+        self._ledger.count("saves")
+        self._ledger.busy.add(save.path)
+        self._handles.append(handle)
+        self._ledger.in_flight.append(save)
+        watchers.create_task(self._watch(handle, save))
+        act = self._chance.choices(list(ACTS), list(ACTS.values()))[0]
+        if act == "tear":
+            await self._tear(save, by_surprise=options.get("validate") == "hash")
+        else:
+            await self._act(act, ckpt, handle, save)
+        await _patiently(handle.staged)
+
+    def _next(self) -> Save:
+        free = self._ledger.free
+        if free and self._chance.random() < 0.15:
+            path = self._chance.choice(free)
+            return Save(path, self._number, self._ledger.announced[path])
+        return Save(self._directory / f"step-{self._number}", self._number, None)
+
+    async def _act(self, act: str, ckpt: aiockpt.AsyncCheckpointer, handle: aiockpt.SaveHandle, save: Save) -> None:
+        """Do something while a save is under way."""
+        if act == "fence":
+            with contextlib.suppress(aiockpt.SaveError):
+                await asyncio.to_thread(ckpt.fence)
+        elif act == "go on when written":
+            await _patiently(handle.written)
+        elif act == "cancel":
+            await self._cancel(handle, save)
+        elif act == "cancel who waits":
+            waiting = asyncio.ensure_future(_patiently(handle.written))
+            await pause(self._chance)
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await waiting
+            self._ledger.count("waits cancelled")
+        elif act == "wait too short a time":
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.002 * self._chance.random()):
+                    await _patiently(handle.written)
+            self._ledger.count("waits cancelled")
+
+    async def _tear(self, save: Save, *, by_surprise: bool) -> None:
+        save.torn = True
+        await pause(self._chance)
+        victim = self._live["weights"]["w2"]
+        if by_surprise:
+            victim.data.mul_(3)
+        else:
+            # First, as for the steps of optimizers: another operator that still runs when the copies are is not seen.
+            torch.autograd.graph.increment_version(victim)
+            victim.mul_(3)
+
+    async def _cancel(self, handle: aiockpt.SaveHandle, save: Save) -> None:
+        if self._chance.random() < 0.5:
+            await _patiently(handle.staged)
+        await pause(self._chance)
+        save.cancelled = True
+        called_off = await handle.cancel()
+        self._ledger.count("cancelled in time" if called_off else "cancelled too late")
+        if called_off and save.replaces is None and save.path.exists():
+            self.tally.wrong.append(f"{save.path} was cancelled, and is there")
+
+    async def _watch(self, handle: aiockpt.SaveHandle, save: Save) -> None:
+        """Wait for the end of a save, and judge it."""
+        try:
+            result = await handle.written
+        except aiockpt.AiockptError as exc:
+            self._ledger.judge(exc, save)
+        else:
+            self._visits.saw_written(save)
+            self._ledger.enter(save, result)
+        finally:
+            self._ledger.busy.discard(save.path)
+            self._ledger.in_flight.remove(save)
+
+
+async def _patiently(what: Awaitable[Any]) -> None:
+    """Wait, and leave the failure to who watches."""
+    with contextlib.suppress(aiockpt.SaveError):
+        await what
