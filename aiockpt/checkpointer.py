@@ -80,7 +80,7 @@ class AsyncCheckpointer(CheckpointerBase):
         tensors (up to 64 KiB each, 16 MiB in all). Other tensors must stay as they are until `staged`; one
         that is changed in place before is found out, and the save fails with `TornSnapshotError`. Only steps of
         optimizers are seen from their beginning, fused ones as well; `guard` lets them wait instead. Any other
-        operator counts as a change when it is done, and one that is still running when the copies are is not seen:
+        operator counts as a change when it is done, and one that runs on for 20 ms after the copies is not seen:
         call `fence` before other updates in place, such as those of averaged weights (EMA), or loading into the
         tensors. Changes through ``tensor.data``, NumPy views, custom kernels that don't count, and replayed CUDA
         graphs can't be seen by counters at all: call `fence` before those as well, or ask for ``validate="hash"``.
@@ -184,7 +184,9 @@ class AsyncCheckpointer(CheckpointerBase):
                 as they are as long as the tensors live (replacing or deleting the checkpoint is safe, writing
                 to its files is not). Not into a ``state_dict``, nor with ``dtype`` or ``map_location``.
             safe_globals: classes and functions that pickled objects may use, besides those torch allows.
-            trust: unpickle objects without restriction, which runs whatever code they ask for.
+            trust: unpickle objects without restriction, which runs whatever code they ask for; and let those that are
+                compressed have as many bytes as they like, where else all of them may have 64 MiB in all, besides a
+                hundred times what is stored.
             storage: where it is kept; None for the file system.
 
         Returns:

@@ -258,7 +258,9 @@ class CheckpointerBase:
     def _delete(self, path: Path, storage: Storage | None) -> Call[None]:
         storage, where = self._located(path, storage)
         if self._engine.line.holds(where, overwrite=False):
-            raise DeleteError(f"a save to {where} is in flight; wait for it, or cancel it, and delete it then")
+            raise DeleteError(
+                f"a save to {where} is in flight, or hangs; wait for it, or cancel it, and delete it then"
+            )
         return self._engine.call(lambda tools: storage.delete(where, workers=tools.workers), f"delete {where}")
 
     def _clean(self, directory: Path, older_than_s: float | None, storage: Storage | None) -> Call[list[str]]:

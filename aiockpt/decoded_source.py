@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
-from aiockpt.item_cache import ItemCache
-from aiockpt.presenting import Presented, present
+from aiockpt.item_cache import Allowance, ItemCache
+from aiockpt.presenting import OBJECT_BYTES, Presented, present
 from aiockpt.storage.base import Source
 from aiockpt.transforms.undoing import TransformFailedError, find_transforms, undone
 from aiockpt.transforms.zstd import Zstd, require_zstd
@@ -49,6 +49,7 @@ class DecodedSource(Source):
         self._items: dict[str, Presented] = {}
         self._files: dict[str, int] | None = None
         self._kept = ItemCache()
+        self._allowance = Allowance(OBJECT_BYTES)
         self._local = threading.local()
 
     @property
@@ -61,17 +62,18 @@ class DecodedSource(Source):
         """The transformed items, by the names of their files."""
         return self._items
 
-    def present(self, index: Index, facts: Mapping[tuple[str, int], ItemFacts]) -> Index:
+    def present(self, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False) -> Index:
         """Make files of the transformed items of an index; give it with their places there.
 
         Args:
             index: the index, whose places were checked.
             facts: what the manifest says of the items.
+            trust: let objects have as many bytes as they say.
 
         Raises:
             CorruptCheckpointError: they contradict each other.
         """
-        presented, items = present(self._path, index, facts)
+        presented, items = present(self._path, index, facts, trust=trust)
         self.know({item.name: item for item in items})
         return presented
 
@@ -176,6 +178,7 @@ class DecodedSource(Source):
         try:
             for piece in undone(self._transforms_of(item), iter(stored), item.place.length, item.most):
                 total += len(piece)
+                self._draw(item, total)
                 yield piece
         except TransformFailedError as exc:
             for _ in stored.rest():
@@ -185,6 +188,15 @@ class DecodedSource(Source):
         self._check_crc(item, stored.crc)
         if total != item.most and item.is_exact:
             raise self._short(item, total)
+
+    def _draw(self, item: Presented, nbytes: int) -> None:
+        """Let an item have so many bytes; what objects have of them beyond their share is limited in all."""
+        if item.free is not None and not self._allowance.draw(item.name, nbytes - item.free):
+            raise LoadError(
+                f"{self._path}/{item.place.file}: the {item.place.length} stored bytes of {item.key} (at offset "
+                f"{item.place.offset}) stand for {nbytes} or more, or others for as many: far more than objects have "
+                "as a rule. If you trust the checkpoint, pass trust=True."
+            )
 
     def _transforms_of(self, item: Presented) -> list[Transform | Zstd]:
         found = find_transforms(item.place.transforms, self._given)

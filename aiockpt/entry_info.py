@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from aiockpt.format.index import ObjectEntry, TensorEntry
+from aiockpt.shown import shown_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,20 +108,23 @@ def size_text(nbytes: float) -> str:
 def _rows(infos: Mapping[str, TensorInfo | ObjectInfo]) -> list[tuple[str, str, str, str, str]]:
     rows: list[tuple[str, str, str, str, str]] = []
     for info in islice(infos.values(), _SHOWN):
+        key, file = shown_name(info.key), shown_name(info.file)
         if isinstance(info, TensorInfo):
             pieces = f" and {len(info.chunks) - 1} more" if len(info.chunks) > 1 else ""
             shape = "x".join(map(str, info.shape)) or "scalar"
             dtype = str(info.dtype).removeprefix("torch.")
-            rows.append((info.key, dtype, shape, size_text(info.nbytes), info.file + pieces))
+            rows.append((key, dtype, shape, size_text(info.nbytes), file + pieces))
         else:
-            rows.append((info.key, "object", "", size_text(info.nbytes) if info.file else "", info.file))
+            rows.append((key, "object", "", size_text(info.nbytes) if file else "", file))
     return rows
 
 
 def _headline(path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]) -> str:
     tensors = [info for info in infos.values() if isinstance(info, TensorInfo)]
     nbytes = sum(info.nbytes for info in tensors)
-    return f"{path} ({kind}): {len(tensors)} tensors, {size_text(nbytes)}; {len(infos) - len(tensors)} objects"
+    return (
+        f"{shown_name(path)} ({kind}): {len(tensors)} tensors, {size_text(nbytes)}; {len(infos) - len(tensors)} objects"
+    )
 
 
 def text_table(title: str, path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]) -> str:

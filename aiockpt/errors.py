@@ -29,6 +29,8 @@ exception is chained as ``__cause__``.
 
 from __future__ import annotations
 
+from aiockpt.shown import shown
+
 
 class AiockptError(Exception):
     """Base of every error that aiockpt raises on purpose."""
@@ -77,6 +79,9 @@ class LoadError(AiockptError):
     placed: tuple[str, ...] = ()
     partly_placed: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return shown(super().__str__())  # there may be names in it of which nobody knows who chose them
+
 
 class CheckpointNotFoundError(LoadError, FileNotFoundError):
     """There is no checkpoint at this path."""
@@ -99,7 +104,7 @@ class MissingKeysError(LoadError, KeyError):
 
     def __str__(self) -> str:
         # KeyError shows the repr of its argument, which would hide the sentence.
-        return str(self.args[0])
+        return shown(str(self.args[0]))
 
 
 class ShapeMismatchError(LoadError):

@@ -19,9 +19,9 @@ from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.safetensors import HEADER_PROBE_BYTES, decode_header, header_end, with_shared_names
 from aiockpt.format.safetensors_set import decode_shard_index, merge_shards
-from aiockpt.format.shown import show_plainly
 from aiockpt.format.torchsave import holds_tensors, read_torch_file
 from aiockpt.planning.tree import StructureError, flatten
+from aiockpt.shown import show_plainly
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def read_index(
         source: its files.
         path: where it is, for messages.
         safe_globals: what objects may use that are part of a ``torch.save`` file's index.
-        trust: unpickle those without restriction.
+        trust: unpickle those without restriction, and let objects have as many bytes as they say.
 
     Raises:
         CheckpointNotFoundError: the files are no checkpoint.
@@ -52,7 +52,7 @@ def read_index(
     """
     try:
         if METADATA_NAME in source.files:
-            index, manifest = _read_dcp(source, path)
+            index, manifest = _read_dcp(source, path, trust=trust)
         else:
             index, manifest = _read_located(source, path, safe_globals, trust), read_manifest(source, path)
     except LoadError as exc:
@@ -106,7 +106,7 @@ def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], i
     return CheckpointNotFoundError(f"there is no checkpoint: the directory has no {METADATA_NAME} and no safetensors")
 
 
-def _read_dcp(source: Source, path: str) -> tuple[Index, Manifest | None]:
+def _read_dcp(source: Source, path: str, *, trust: bool) -> tuple[Index, Manifest | None]:
     manifest = read_manifest(source, path)
     if manifest is not None:
         _check_files(source, path, manifest)
@@ -119,13 +119,13 @@ def _read_dcp(source: Source, path: str) -> tuple[Index, Manifest | None]:
         raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
     index = _with_path(path, decode_metadata, metadata)
     check_index(path, index, source.files)
-    index = presented(source, path, index, manifest)
+    index = presented(source, path, index, manifest, trust=trust)
     if manifest is not None:
         index = Index(index.entries, index.paths, manifest.containers, manifest.metadata, "aiockpt")
     return index, manifest
 
 
-def presented(source: Source, path: str, index: Index, manifest: Manifest | None) -> Index:
+def presented(source: Source, path: str, index: Index, manifest: Manifest | None, *, trust: bool = False) -> Index:
     """Give an index whose transformed items, if it has any, are files of their own.
 
     Raises:
@@ -136,7 +136,7 @@ def presented(source: Source, path: str, index: Index, manifest: Manifest | None
         return index
     if not isinstance(source, DecodedSource):
         raise LoadError(f"{path} holds compressed or otherwise transformed items, which can't be read in this way")
-    index = source.present(index, {} if manifest is None else manifest.transformed)
+    index = source.present(index, {} if manifest is None else manifest.transformed, trust=trust)
     check_index(path, index, source.files)
     return index
 

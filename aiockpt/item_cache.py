@@ -15,6 +15,30 @@ CACHE_BYTES = 256 << 20
 
 
 @dataclass(eq=False, slots=True)
+class Allowance:
+    """Bytes that several items draw on, each once, from any thread.
+
+    Attributes:
+        left: how many are left.
+    """
+
+    left: int
+    _drawn: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def draw(self, name: str, nbytes: int) -> bool:
+        """Let an item have so many in all; tell whether there are as many. If not, it has none."""
+        with self._lock:
+            drawn = self._drawn.pop(name, 0)
+            self.left += drawn
+            if nbytes > self.left:
+                return False
+            self._drawn[name] = max(nbytes, drawn)
+            self.left -= self._drawn[name]
+            return True
+
+
+@dataclass(eq=False, slots=True)
 class ItemCache:
     """Items that were made whole, the last used ones; each is made once, however many threads ask for it.
 

@@ -15,11 +15,11 @@ import torch
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.objects import decode_object
-from aiockpt.format.shown import show_plainly, shown
 from aiockpt.format.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.ziparchive import FramingError
 from aiockpt.item_batch import ItemBatch, batches
 from aiockpt.planning.layout import align_up
+from aiockpt.shown import show_plainly, shown
 from aiockpt.staging.placing import place
 from aiockpt.staging.pool import Mapping as MappedMemory
 from aiockpt.tensor_stream import TensorStream, memory_of

@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 SaveFormat = Literal["dcp", "safetensors"]
 
+_OPERATOR_S = 0.02
+"""How long an operator in place may go on after the copies were made, to be seen all the same."""
+
 
 def choose_form(
     name: SaveFormat,
@@ -122,6 +125,7 @@ class SaveJob:
     post: Callable[[Callable[[], None]], object] = lambda _: None
     cancelled: Completion[bool] = field(default_factory=lambda: Completion[bool]("cancelled"))
     issued: threading.Event = field(default_factory=threading.Event)
+    awaited: threading.Event = field(default_factory=threading.Event)
     planned: anyio.Event = field(init=False)
     staging_over: anyio.Event = field(init=False)
     over: anyio.Event = field(init=False)
@@ -192,7 +196,8 @@ class SaveJob:
         return self.cancelled
 
     def hurry(self) -> None:
-        """Copy without a pause from now on; from any thread."""
+        """Copy without a pause from now on, for somebody waits; from any thread."""
+        self.awaited.set()
         self.pace.hurry()
 
     def fence(self, timeout: float | None) -> None:
@@ -298,6 +303,7 @@ class SaveJob:
             TornSnapshotError: a tensor was changed in place since `save()`, or may have been.
         """
         samples = samples_of(self.capture)
+        self._give_time()
         with self.check_lock:
             self._compare()
             if samples is not None:
@@ -307,6 +313,15 @@ class SaveJob:
         changed = [] if samples is None else samples.changed()
         if changed:
             raise self._torn(changed, ", as their bytes show: by writes that no version counter shows")
+
+    def _give_time(self) -> None:
+        """Let an operator end that may be running in another thread, for it counts only when it has.
+
+        Not where somebody waits for the copies: whose thread waits runs no operator.
+        """
+        has_host_tensors = any(not stager.lags for stager in self.stagers)
+        if has_host_tensors and not (self.overlooked or self.fenced):
+            self.awaited.wait(_OPERATOR_S)
 
     def allow_changes(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
         """Compare the version counters, and look no longer at what the caller, who comes behind the copies, changes.

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 FRAMING_BYTES = 64 << 10
 """More than stands around a tensor's bytes in an item."""
-OBJECT_BYTES = 256 << 20
-"""An object whose size nobody tells may have so many bytes, or `OBJECT_RATIO` times what is stored."""
+OBJECT_BYTES = 64 << 20
+"""All objects together may have so many bytes more than `OBJECT_RATIO` times what is stored of them."""
 OBJECT_RATIO = 100
+"""Pickles of plain values rarely come to less than a hundredth; only such as hold very many zeros do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Presented:
         most: the size of the item in bytes; where that is not known, the most that it can be.
         is_exact: whether it is known.
         crc: the CRC-32 of the stored bytes, if it is known.
+        free: of an object, the bytes that it may have before it draws on `OBJECT_BYTES`; None: there is no limit, for
+            it is a tensor, whose shape says how many they are, or the caller trusts the checkpoint.
     """
 
     name: str
@@ -47,34 +50,38 @@ class Presented:
     most: int
     is_exact: bool
     crc: int | None
+    free: int | None
 
 
-def present(path: str, index: Index, facts: Mapping[tuple[str, int], ItemFacts]) -> tuple[Index, list[Presented]]:
+def present(
+    path: str, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False
+) -> tuple[Index, list[Presented]]:
     """Give the index with other places, and the items that are there.
 
     Args:
         path: where the checkpoint is, for messages.
         index: the index.
         facts: what the manifest says of the items, by file and offset.
+        trust: let objects have as many bytes as they say.
 
     Raises:
         CorruptCheckpointError: index and manifest contradict each other, or an item can't be so large.
     """
-    presenter = _Presenter(path, facts)
+    presenter = _Presenter(path, facts, trust=trust)
     entries = {key: presenter.entry(key, entry) for key, entry in index.entries.items()}
     return replace(index, entries=entries, is_transformed=False), list(presenter.items.values())
 
 
 class _Presenter:
-    def __init__(self, path: str, facts: Mapping[tuple[str, int], ItemFacts]) -> None:
+    def __init__(self, path: str, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool) -> None:
         self._path = path
         self._facts = facts
+        self._trust = trust
         self.items: dict[ItemPlace, Presented] = {}
 
     def entry(self, key: str, entry: Entry) -> Entry:
         if isinstance(entry, ObjectEntry) and entry.place.transforms:
-            most = max(OBJECT_BYTES, OBJECT_RATIO * entry.place.length)
-            return ObjectEntry(self._place(key, entry.place, 0, most, is_firm=False))
+            return ObjectEntry(self._place_object(key, entry.place))
         if isinstance(entry, TensorEntry) and any(chunk.place.transforms for chunk in entry.chunks):
             return entry._replace(chunks=tuple(self._chunk(key, entry.dtype, chunk) for chunk in entry.chunks))
         return entry
@@ -92,7 +99,15 @@ class _Presenter:
         item = TensorItem(dtype, chunk.sizes, stride, 0, facts.payload_offset, nbytes, None)
         return chunk._replace(place=place, item=item)
 
-    def _place(self, key: str, stored: ItemPlace, least: int, most: int, *, is_firm: bool) -> ItemPlace:
+    def _place_object(self, key: str, stored: ItemPlace) -> ItemPlace:
+        free = OBJECT_RATIO * stored.length
+        # What is too much is refused as it comes.
+        most = max(free + 2 * OBJECT_BYTES, MOST_RATIO * stored.length if self._trust else 0)
+        return self._place(key, stored, 0, most, is_firm=False, free=None if self._trust else free)
+
+    def _place(
+        self, key: str, stored: ItemPlace, least: int, most: int, *, is_firm: bool, free: int | None = None
+    ) -> ItemPlace:
         """Give the place of an item of ``least`` to ``most`` bytes; if that is not firm, the manifest may say more."""
         item = self.items.get(stored)
         if item is None:
@@ -104,7 +119,7 @@ class _Presenter:
                 raise self._wrong(key, stored, f"{least} bytes, which its {stored.length} stored ones can't be")
             name = f"{stored.file}[{stored.offset}:{stored.offset + stored.length}]"
             crc = None if facts is None else facts.crc
-            item = self.items[stored] = Presented(name, key, stored, most, facts is not None, crc)
+            item = self.items[stored] = Presented(name, key, stored, most, facts is not None, crc, free)
         return ItemPlace(item.name, 0, item.most)
 
     def _check(self, key: str, stored: ItemPlace, facts: ItemFacts, least: int, most: int | None) -> None:

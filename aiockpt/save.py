@@ -140,7 +140,7 @@ class _Save:
         previous, self._previous = self._previous, None
         job = self._job
         async with Leases(self._tools.pool) as self._leases:
-            job.quarantine = self._leases.quarantine
+            job.quarantine = self._set_apart
             try:
                 return await self._planned(previous)
             except BaseException as exc:
@@ -201,6 +201,12 @@ class _Save:
             raise error from error.__cause__
         self._report("committed")
         return result if job.post_commit is None else await self._after(result, job.post_commit)
+
+    def _set_apart(self) -> None:
+        """Set apart what a hanging thread holds, and let it publish nothing when it comes back."""
+        self._leases.quarantine()
+        if self._writing is not None:
+            self._writing.revoke()
 
     def _is_storage_failure(self, error: BaseException) -> bool:
         job = self._job

@@ -51,7 +51,8 @@ async def watch(
         None,
         SaveTimeoutError(
             f"{told}; a thread of it hangs in the file system, and holds its memory until it comes back. What was "
-            "written is removed then. Look at the disk, and save elsewhere meanwhile"
+            "written is removed then, unless the system was just giving it its name. Look at the disk, and save "
+            "elsewhere meanwhile"
         ),
     )
     job.told.set()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from aiockpt.errors import CorruptCheckpointError
+from aiockpt.shown import shown, shown_name
 
 ProblemKind = Literal[
     "missing file",
@@ -70,8 +71,8 @@ class Problem:
 
     def __str__(self) -> str:
         at = "" if self.offset is None else f" at byte {self.offset}"
-        key = "" if self.key is None else f", key {self.key}"
-        return f"{self.severity}: {self.kind}: {self.file}{at}{key}: {self.message}"
+        key = "" if self.key is None else f", key {shown_name(self.key)}"
+        return f"{self.severity}: {self.kind}: {shown_name(self.file)}{at}{key}: {shown(self.message)}"
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ class VerifyReport:
         if self.unverifiable:
             verdict += f", {_count(self.unverifiable, 'item')} without CRC"
         return (
-            f"{self.path}: {verdict} ({self.format}; {_count(self.files, 'file')}, {_count(self.items, 'item')}, "
-            f"{self.checked_bytes / 2**20:.1f} MiB in {self.elapsed_s:.2f} s)"
+            f"{shown_name(self.path)}: {verdict} ({self.format}; {_count(self.files, 'file')}, "
+            f"{_count(self.items, 'item')}, {self.checked_bytes / 2**20:.1f} MiB in {self.elapsed_s:.2f} s)"
         )
 
 
@@ -173,7 +174,7 @@ class Findings:
         severity: Severity = "error",
     ) -> None:
         """Add a problem."""
-        self.problems.append(Problem(kind, file, message, key, offset, severity))
+        self.problems.append(Problem(kind, file, shown(message), key, offset, severity))
 
     def ordered(self) -> tuple[Problem, ...]:
         """Give all problems by file, offset and key, each once."""

@@ -143,6 +143,9 @@ class Writing(ABC):
             The size in bytes of each file but the manifest.
         """
 
+    def revoke(self) -> None:
+        """Let a `publish` that hangs publish nothing any more, if that can be had. Does not block."""
+
     async def abandon(self) -> None:
         """See that nobody works at it any more, after a failure. Not to be cancelled."""
 
@@ -193,6 +196,7 @@ class FileWriting(Writing):
         self._turn = turn
         self._report = report
         self._transaction: Later[Transaction] = Later()
+        self._begun: Transaction | None = None
         self._sealers = [Sealer(image, head) for image, head in zip(images, heads, strict=True)]
         self._inputs: list[MemoryObjectSendStream[Part]] = []
         self._prepared: Prepared | None = None
@@ -251,8 +255,14 @@ class FileWriting(Writing):
         times_s = {**prepared.times_s, "data_written": time.perf_counter() - prepared.started}
         return await complete(transaction, ending, self.files, self.crcs, times_s, io, self.encoded, prepared.check)
 
+    def revoke(self) -> None:
+        """Revoke the transaction."""
+        if self._begun is not None:
+            self._begun.revoke()
+
     async def _open(self) -> None:
-        self._transaction.set(await self._begin())
+        self._begun = await self._begin()
+        self._transaction.set(self._begun)
 
     async def _seal(
         self,

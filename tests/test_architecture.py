@@ -75,7 +75,7 @@ ROWS = [
     {"format"},
     {"call", "hooks"},
     {"handle", "verify_report"},
-    {"threads", "errors", "_version"},
+    {"threads", "errors", "_version", "shown"},
 ]
 LEVEL = {name: number for number, row in enumerate(ROWS) for name in row}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from itertools import pairwise
@@ -264,3 +265,21 @@ def test_parts_of_distributed_tensors_are_looked_at(mesh, tmp_path: Path) -> Non
         storage.open("create")
         with pytest.raises(aiockpt.TornSnapshotError, match=r"^layer\.w changed .* as their bytes show"):
             save.written.result(60)
+
+
+def test_an_operator_has_time_to_end_and_is_seen_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts only when it has ended, which may be after the copies were made."""
+    monkeypatch.setattr("aiockpt.job._OPERATOR_S", 600.0)
+    value = torch.arange(100_000)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        save = ckpt.submit({"w": value}, tmp_path / "c")
+        while (event := save._last) is None or event.staged_bytes < event.total_bytes:
+            os.sched_yield()
+        value.add_(0)
+        with pytest.raises(aiockpt.TornSnapshotError, match="w changed between"):
+            save.staged.result(60)
+        for wait in ("staged", "written", "fence", "close"):  # none of which gives it that long
+            other = ckpt.submit({"w": value}, tmp_path / wait)
+            other.fence(60) if wait == "fence" else None
+            getattr(other, wait).result(60) if wait in ("staged", "written") else None
+    assert not (tmp_path / "c").exists()

@@ -6,16 +6,18 @@ import math
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
+from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.index import InlineEntry, ItemPlace, ObjectEntry, TensorEntry
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.coverage import Extent, overlapping, part_overlaps
 from aiockpt.planning.stored import Owner, StoredFile, StoredItem
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from aiockpt.format.index import Entry, Index
     from aiockpt.format.manifest import FileFacts
+    from aiockpt.planning.coverage import Box
     from aiockpt.verify_report import Findings
 
 
@@ -130,7 +132,7 @@ class Inventory:
             return
         chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
         files = [chunk.place.file for chunk in entry.chunks]
-        for number, other in overlapping(chunks):
+        for number, other in self._overlapping(key, chunks, files):
             self._findings.add(
                 "coverage",
                 files[number],
@@ -143,6 +145,13 @@ class Inventory:
         if held != wanted:
             message = f"its chunks hold {held} elements, but its shape {entry.shape} has {wanted}"
             self._findings.add("coverage", files[0] if files else METADATA_NAME, message, key=key)
+
+    def _overlapping(self, key: str, chunks: Sequence[Box], files: Sequence[str]) -> list[tuple[int, int]]:
+        try:
+            return overlapping(chunks, bounded=True)
+        except CorruptCheckpointError as exc:
+            self._findings.add("coverage", files[0], str(exc), key=key)
+            return []
 
     def _add_item(
         self, place: ItemPlace, kind: Literal["tensor", "object", "raw"], crc: int | None, owner: Owner

@@ -74,6 +74,9 @@ class Transaction(ABC):
             CheckpointExistsError: something has come to the path meanwhile.
         """
 
+    def revoke(self) -> None:
+        """Let a `commit` that has begun, but hangs, publish nothing any more: it fails if it can. Does not block."""
+
     @abstractmethod
     async def abort(self) -> None:
         """Remove everything written so far. Idempotent; after `commit` it does nothing.

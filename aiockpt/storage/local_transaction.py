@@ -75,6 +75,7 @@ class LocalTransaction(Transaction):
         self._single = ""
         self._sinks: list[LocalSink] = []
         self._over = False
+        self._revoked = False
         self._held = held
         self._identity = own
 
@@ -95,7 +96,7 @@ class LocalTransaction(Transaction):
         try:
             manner = self._manner
             publication = Publication(
-                self._hidden, self._path, self._single, self._overwrite, manner.fsync, self._identity
+                self._hidden, self._path, self._single, self._overwrite, manner.fsync, self._identity, self._check
             )
             await publish_repeatedly(publication, manner.repeater, self._workers)
         except NotTakenBackError as exc:
@@ -104,6 +105,14 @@ class LocalTransaction(Transaction):
             raise CommitError(str(exc)) from exc.__cause__
         self._over = True
         await self.leave()
+
+    def revoke(self) -> None:
+        """See `Transaction.revoke`."""
+        self._revoked = True
+
+    def _check(self) -> None:
+        if self._revoked:
+            raise CommitError(f"{self._path} was given up before it was published")
 
     async def abort(self) -> None:
         """See `Transaction.abort`."""

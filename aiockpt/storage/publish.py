@@ -15,7 +15,7 @@ from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME, SUFFI
 from aiockpt.storage.syscalls import UnsupportedError, rename_exchange, rename_noreplace
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
 _SAFETENSORS_FILES = (f"*{SUFFIX}", INDEX_NAME, MANIFEST_NAME)
 
@@ -154,7 +154,14 @@ def remove_own(path: str, own: tuple[int, int] | None) -> None:
 
 
 def publish(
-    hidden: str, path: str, name: str, *, overwrite: bool, fsync: bool, own: tuple[int, int] | None = None
+    hidden: str,
+    path: str,
+    name: str,
+    *,
+    overwrite: bool,
+    fsync: bool,
+    own: tuple[int, int] | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> None:
     """Give a finished checkpoint its final name, durably.
 
@@ -165,6 +172,7 @@ def publish(
         overwrite: replace a checkpoint that is there.
         fsync: make it durable.
         own: the identity of ``hidden``; None if it is not known.
+        check: is called right before the name is given, and may raise an error instead.
 
     Raises:
         CheckpointExistsError: something else is there.
@@ -180,6 +188,7 @@ def publish(
             )
         if fsync and not name:
             sync_directory(hidden)
+        check()
         undo, replaced = _place(finished, path, overwrite)
         try:
             if fsync:

@@ -64,6 +64,7 @@ class Publication:
     overwrite: bool
     fsync: bool
     own: Identity | None
+    check: Callable[[], object] = lambda: None
     _goal: Identity | None = field(init=False, default=None)
     _tried: bool = field(init=False, default=False)
 
@@ -75,7 +76,14 @@ class Publication:
             self._goal = identity(os.path.join(self.hidden, self.name) if self.name else self.hidden)
         self._tried = True
         syncing_once(
-            publish, self.hidden, self.path, self.name, overwrite=self.overwrite, fsync=self.fsync, own=self.own
+            publish,
+            self.hidden,
+            self.path,
+            self.name,
+            overwrite=self.overwrite,
+            fsync=self.fsync,
+            own=self.own,
+            check=self.check,
         )
 
     def complete(self) -> bool:

@@ -90,6 +90,9 @@ class _WrapperTransaction(Transaction):
         await self._storage.before("commit", self._path)
         await self._inner.commit()
 
+    def revoke(self) -> None:
+        self._inner.revoke()
+
     async def abort(self) -> None:
         try:
             await self._storage.before("abort", self._path)

@@ -120,15 +120,18 @@ def _facts(folder: Path) -> list[tuple[str, int, int]]:
 
 def _wrong_message(name: str, exc: aiockpt.LoadError) -> str:
     """Tell what is wrong with an error: one too long, or one that does to a terminal what it likes."""
-    message, cause = str(exc), exc.__cause__
-    while cause is not None:
-        if isinstance(cause, MemoryError):
-            return f"{name} runs out of memory {_origin(cause)}"
-        cause = cause.__cause__
-    if len(message) > _MOST_LETTERS:
-        return f"{name} gives a message of {len(message)} letters: {message[:100]!r} {_origin(exc)}"
-    odd = [letter for letter in message if not letter.isprintable() and letter != "\n"]
-    return f"{name} gives a message with {odd[:5]!r}: {message[:200]!r} {_origin(exc)}" if odd else ""
+    each: BaseException | None = exc
+    while each is not None:  # a traceback shows the causes as well
+        message = str(each)
+        if isinstance(each, MemoryError):
+            return f"{name} runs out of memory {_origin(each)}"
+        if len(message) > _MOST_LETTERS:
+            return f"{name} gives a message of {len(message)} letters: {message[:100]!r} {_origin(each)}"
+        odd = [letter for letter in message if not letter.isprintable() and letter != "\n"]
+        if odd:
+            return f"{name} gives a message with {odd[:5]!r}: {message[:200]!r} {_origin(each)}"
+        each = each.__cause__
+    return ""
 
 
 def _origin(exc: BaseException) -> str:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.planning.coverage import Extent, cut_segments, group_segments, overlapping, part_overlaps
+import aiockpt
+from aiockpt.format.index import ChunkEntry, Index, ItemPlace, TensorEntry
+from aiockpt.planning.coverage import Box, Extent, cut_segments, group_segments, overlapping, part_overlaps
+from aiockpt.planning.inventory import Inventory
+from aiockpt.verify_report import Findings
 
 chunk = st.tuples(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.tuples(st.integers(0, 3), st.integers(0, 3)))
 
@@ -36,6 +42,47 @@ def test_a_large_grid_has_no_overlap() -> None:
     grid = [((i * 7, j * 3), (7, 3)) for i in range(60) for j in range(60)]
     assert overlapping(grid) == []
     assert overlapping([*grid, ((8, 4), (1, 1))]) == [(3600, 61)]
+
+
+@given(st.lists(st.tuples(*[st.tuples(*[st.integers(0, 3)] * 3)] * 2), max_size=7))
+def test_overlapping_in_space_is_what_brute_force_finds(chunks) -> None:
+    found = overlapping(chunks)
+    assert all(other < number and cells(chunks[number]) & cells(chunks[other]) for number, other in found)
+    held = sum(len(cells(one)) for one in chunks)
+    assert bool(found) == (held > len(set().union(*map(cells, chunks))))
+
+
+def side_by_side(count: int) -> list[Box]:
+    """Rows above columns, all of one length: along each dimension half of them lie beside each other, and none meet."""
+    return [
+        *(((row, 0), (1, 2 * count)) for row in range(count)),
+        *(((count, column), (2 * count, 1)) for column in range(count)),
+    ]
+
+
+def test_very_many_chunks_beside_each_other_are_not_compared_for_hours() -> None:
+    assert overlapping(side_by_side(1000), bounded=True) == []
+    assert overlapping([*side_by_side(1000), ((999, 5), (2, 1))], bounded=True) == [(2000, 999), (2000, 1005)]
+    assert overlapping([((i, j, k), (1, 1, 1)) for i in range(16) for j in range(16) for k in range(16)]) == []
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="its 60000 chunks lie beside each other in so many ways"):
+        overlapping(side_by_side(30_000), bounded=True)
+
+
+def test_verify_tells_of_chunks_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiockpt.planning.coverage._LEAST_COMPARISONS", -1 << 20)
+    chunks = [
+        ChunkEntry(offsets, sizes, ItemPlace("f", 64 * number, 64), None)
+        for number, (offsets, sizes) in enumerate(side_by_side(3))
+    ]
+    findings = Findings()
+    entry = TensorEntry(torch.float32, (9, 6), tuple(chunks))
+    Inventory({"f": 1000}, {}, findings).add(Index({"w": entry}, {"w": ("w",)}, (), {}, "dcp"), None)
+    told = [(problem.kind, problem.file, problem.key, problem.message[:13]) for problem in findings.problems]
+    assert told[0] == ("coverage", "f", "w", "its 6 chunks ")
+
+
+def test_the_same_chunk_very_often() -> None:
+    assert overlapping([((3, 1), (2, 2))] * 20_000, bounded=True) == [(number, 0) for number in range(1, 20_000)]
 
 
 extents = st.lists(

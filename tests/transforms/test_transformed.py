@@ -339,6 +339,33 @@ def test_manifests_that_contradict(tmp_path: Path) -> None:
         assert not verify(tmp_path / "c").ok
 
 
+def test_objects_that_come_to_far_more_than_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few KiB that stand for very much are read only of who is trusted; all else of the checkpoint is read."""
+    monkeypatch.setattr("aiockpt.decoded_source.OBJECT_BYTES", 3 << 20)
+    half, w = bytearray(2 << 20), torch.arange(1000.0)
+    save({"half": half, "w": w}, tmp_path / "half")
+    dcp.save(
+        {"a": half, "b": half, "w": w},
+        storage_writer=dcp.FileSystemWriter(tmp_path / "stock", _extensions=[ZStandard()]),
+        no_dist=True,
+    )
+    save({"a": half, "b": half, "w": w}, tmp_path / "ours")
+    assert load(tmp_path / "half")["half"] == half
+    for path in (tmp_path / "stock", tmp_path / "ours"):
+        assert sum(file.stat().st_size for file in path.iterdir()) < 1 << 16
+        with pytest.raises(aiockpt.LoadError, match=r"far more than objects have as a rule.*pass trust=True"):
+            load(path)
+        into = {"w": torch.zeros(1000)}
+        load(path, into)
+        assert torch.equal(into["w"], w)
+        state = load(path, trust=True)
+        assert state["a"] == state["b"] == half
+        with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
+            for _ in range(2):  # one may be read as often as one likes
+                assert reader.read("a") == half
+        assert {problem.key for problem in verify(path).errors} in ({"a"}, {"b"}, {"a", "b"})
+
+
 @pytest.mark.parametrize("step", ["create", "write", "finish"])
 def test_a_failing_disk_fails_the_save(tmp_path: Path, step: str) -> None:
     storage = FaultyStorage(LocalStorage(), step, OSError(28, "No space left on device"), nth=2)
