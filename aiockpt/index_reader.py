@@ -33,6 +33,9 @@ _SHARD_INDEX = ".safetensors.index.json"
 _WRAPPED = "value"
 _LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number that files of torch < 1.6 begin with, pickled
 
+_DOCUMENT_BYTES = 2 << 30
+"""The largest file that is read as a whole to know what is in a checkpoint."""
+
 
 def read_index(
     source: Source, path: str, *, safe_globals: Sequence[Any] = (), trust: bool = False
@@ -113,7 +116,7 @@ def _read_dcp(source: Source, path: str, *, trust: bool) -> tuple[Index, Manifes
         if manifest.index is not None and isinstance(manifest.index.entries, IndexedEntries):
             manifest.index.entries.check(source.files, path)
             return manifest.index, manifest
-    metadata = _file(source, METADATA_NAME)
+    metadata = _file(source, METADATA_NAME, path)
     facts = None if manifest is None else manifest.files.get(METADATA_NAME)
     if facts is not None and crc32(metadata) != facts.crc:
         raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
@@ -149,7 +152,7 @@ def read_manifest(source: Source, path: str) -> Manifest | None:
     """
     if MANIFEST_NAME not in source.files:
         return None
-    manifest: Manifest = _with_path(path, decode_manifest, _file(source, MANIFEST_NAME))
+    manifest: Manifest = _with_path(path, decode_manifest, _file(source, MANIFEST_NAME, path))
     return manifest
 
 
@@ -217,8 +220,14 @@ def _located(path: str, error: LoadError) -> LoadError:
     return type(error)(f"{path}: {error}")
 
 
-def _file(source: Source, name: str) -> bytes:
-    return _bytes(source, name, 0, source.files[name])
+def _file(source: Source, name: str, path: str = "") -> bytes:
+    size = source.files[name]
+    if size > _DOCUMENT_BYTES:
+        raise CorruptCheckpointError(
+            f"{os.path.join(path, name)} has {size} bytes; an index of a million tensors has some 100 MiB, so this is none. Use another "
+            "checkpoint"
+        )
+    return _bytes(source, name, 0, size)
 
 
 def _bytes(source: Source, name: str, offset: int, size: int) -> bytes:

@@ -15,7 +15,7 @@ from aiockpt.storage.tickets import SWEPT
 if TYPE_CHECKING:
     from aiockpt.storage.hold import Hold
 
-_WORD_BYTES = 1 << 30  # the longest says where each of some million items is
+_WORD_BYTES = 1 << 28  # the longest says where each of some million items is
 
 # What is made follows the umask, but is never for everybody to write to.
 _DIRECTORY_MODE = 0o775
@@ -76,10 +76,9 @@ def contents(path: str) -> bytes | None:
         os.close(fd)
         raise OSError(errno.EINVAL, "it is no regular file", path)
     with open(fd, "rb") as file:
-        data = file.read(min(found.st_size, _WORD_BYTES) + 1)
-    if len(data) > _WORD_BYTES:
-        raise OSError(errno.EFBIG, f"it has more than {_WORD_BYTES} bytes", path)
-    return data
+        if found.st_size > _WORD_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_WORD_BYTES} bytes", path)
+        return file.read(found.st_size)
 
 
 def fate_of(hidden: str, path: str, own: tuple[int, int] | None) -> Literal["open", "published", "gone"]:

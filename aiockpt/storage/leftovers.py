@@ -26,6 +26,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal
 
+from aiockpt.shown import shown_name
 from aiockpt.storage.hold import lock
 from aiockpt.storage.publish import could_be_unfinished, remove_own
 from aiockpt.storage.tickets import SWEPT, Owner, Ticket, booted_s, is_running, read_ticket, this_process
@@ -115,7 +116,7 @@ class Leftovers:
             logger.warning("can't look for what killed processes have left in %s: %s", directory, exc)
             return
         if removed:
-            logger.info("removed what killed processes had left: %s", ", ".join(removed))
+            logger.info("removed what killed processes had left: %s", ", ".join(map(shown_name, removed)))
         if later:
             self.look_again(directory)
 
@@ -123,7 +124,7 @@ class Leftovers:
         try:
             remove_own(hidden, identity)
         except OSError as exc:
-            logger.warning("can't remove the unfinished checkpoint %s: %s", hidden, exc)
+            logger.warning("can't remove the unfinished checkpoint %s: %s", shown_name(hidden), exc)
         else:
             self._own.pop(hidden, None)
 
@@ -175,9 +176,9 @@ class _Cleaning:
                 self._clean(base, sorted(tickets, key=lambda ticket: ticket.word))
             except _InUseError as exc:
                 self._later = True
-                logger.debug("%s stays: %s", self._path(base), exc)
+                logger.debug("%s stays: %s", shown_name(self._path(base)), exc)
             except OSError as exc:
-                logger.warning("can't remove what a killed process has left, %s: %s", self._path(base), exc)
+                logger.warning("can't remove what a killed process has left, %s: %s", shown_name(self._path(base)), exc)
         return [self._path(name) for name in self._removed], self._later
 
     def _clean(self, base: str, tickets: list[Ticket]) -> None:
@@ -250,13 +251,13 @@ class _Cleaning:
         if verdict == "fresh":
             raise _InUseError("it was changed a moment ago, in another process namespace")
         if verdict == "unknown":
-            logger.debug("%s stays: it is not known here whether its owner lives", self._path(name))
+            logger.debug("%s stays: it is not known here whether its owner lives", shown_name(self._path(name)))
         return verdict
 
     def _is_own(self, name: str, found: os.stat_result) -> bool:
         if found.st_uid == os.geteuid():
             return True
-        logger.debug("%s stays: it belongs to user %d", self._path(name), found.st_uid)
+        logger.debug("%s stays: it belongs to user %d", shown_name(self._path(name)), found.st_uid)
         return False
 
     def _mode(self, name: str) -> int:

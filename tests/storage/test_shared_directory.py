@@ -368,8 +368,7 @@ FILES = [
     ("plain", ".metadata"),
     ("safetensors", "*.safetensors"),
 ]
-DOCUMENTS = [("dcp", ".aiockpt.json"), ("plain", ".metadata")]  # which are read as a whole
-CASES = [(*file, kind) for file in FILES for kind in KINDS if kind != "sparse" or file not in DOCUMENTS]
+CASES = [(*file, kind) for file in FILES for kind in KINDS]
 
 
 @pytest.mark.parametrize(("form", "name", "kind"), CASES)
