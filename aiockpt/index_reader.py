@@ -224,8 +224,8 @@ def _file(source: Source, name: str, path: str = "") -> bytes:
     size = source.files[name]
     if size > _DOCUMENT_BYTES:
         raise CorruptCheckpointError(
-            f"{os.path.join(path, name)} has {size} bytes; an index of a million tensors has some 100 MiB, so this is none. Use another "
-            "checkpoint"
+            f"{os.path.join(path, name)} has {size} bytes; an index of a million tensors has some 100 MiB, so this is "
+            "none. Use another checkpoint"
         )
     return _bytes(source, name, 0, size)
 
