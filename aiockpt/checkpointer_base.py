@@ -121,8 +121,9 @@ class CheckpointerBase:
                 take its place, up to as much again. None: no limit.
             fallback_path: a directory, where a checkpoint goes under its own name when it can't be written, or not be
                 published, where it was to go; or a function that gives for such a path another. Its result has that
-                ``path``, and the error as ``spoilt``. Its staging memory is kept until it is published; a state that
-                is larger than that can be saved there only as long as it is not staged. For one process.
+                ``path``, and the error as ``spoilt``. Nothing is overwritten there. Its staging memory is kept until
+                it is published; a state that is larger than that can be saved there only as long as it is not
+                staged. For one process.
             staging_window: when tensors may be copied: so many bytes per second, or so many after each `window()`.
                 None: as fast as it goes.
             writer: who computes CRCs, writes and commits. "thread": threads of this process. "process", or a

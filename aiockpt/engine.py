@@ -336,10 +336,11 @@ class Engine:
         except BaseException as exc:  # delivered to who closes
             error = exc
         try:
-            if self._thread is not None and not self._stuck:
+            if self._thread is not None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed already, for the thread has failed
                     self._post(lambda: self._stop.set())
-                self._thread.join()
+                if not self._stuck:
+                    self._thread.join()
         finally:
             _live.discard(self)
             closed._settle(None, error)
@@ -370,11 +371,19 @@ class Engine:
 
     def _drain_calls(self, deadline: float) -> None:
         """Wait for loads; those that are on when the time is over are cancelled."""
+        late = []
         for call in list(self._calls):
             try:
                 call.completion.ended(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 call.cancel()
+                late.append(call)
+        grace = time.monotonic() + _CANCEL_GRACE_S / 3
+        for call in late:
+            try:
+                call.completion.ended(max(0.0, grace - time.monotonic()))
+            except TimeoutError:  # a thread of it hangs in the file system; it is left behind
+                self._stuck = True
         if self._world is not None:
             self._world.coordinator.abandon()  # what still waits for other ranks has been cancelled
 

@@ -143,6 +143,7 @@ class SaveJob:
     quarantine: Callable[[], None] = lambda: None
     on_end: Callable[[Self, BaseException | None], object] = lambda *_: None
     ended: bool = False
+    committed: bool = False
     pace: Pace = field(default_factory=Pace)
     check_lock: threading.Lock = field(default_factory=threading.Lock)
     stagers: list[Stager] = field(default_factory=list)
@@ -320,7 +321,9 @@ class SaveJob:
         Not where somebody waits for the copies: whose thread waits runs no operator.
         """
         has_host_tensors = any(not stager.lags for stager in self.stagers)
-        if has_host_tensors and not (self.overlooked or self.fenced):
+        eager = self.capture.eager  # copied at the call itself
+        is_any_left = any(tensor is not None and leaf not in eager for leaf, tensor in enumerate(self.capture.tensors))
+        if has_host_tensors and is_any_left and not (self.overlooked or self.fenced):
             self.awaited.wait(_OPERATOR_S)
 
     def allow_changes(self, tensors: Iterable[torch.Tensor] | None = None) -> None:

@@ -142,7 +142,8 @@ class SaveLine:
 
     @property
     def _running(self) -> list[SaveJob]:
-        return [job for job in self._jobs if not job.ended]
+        # Not those that only tell other ranks, or end without a checkpoint: they are in nobody's way.
+        return [job for job in self._jobs if not job.ended and job.verdict is None and job.refused is None]
 
     @property
     def _busy(self) -> bool:

@@ -184,7 +184,11 @@ class _Save:
         try:
             self._writing = writing = self._writing_of(plan, previous)
             await transfer(plan, previous, writing)
+            # A cancellation that came while the copies were checked has ended the writing, and nothing else yet.
+            await anyio.lowlevel.checkpoint_if_cancelled()
             self._report("written")
+            if previous is not None:  # which may be on its second way
+                await previous.over.wait()
             if job.pre_commit is not None:
                 await self._tools.io_workers.run(run_hook, job.pre_commit, job.path, "pre_commit")
                 await anyio.lowlevel.checkpoint_if_cancelled()
@@ -200,6 +204,7 @@ class _Save:
                 raise
             raise error from error.__cause__
         self._report("committed")
+        job.committed = True
         return result if job.post_commit is None else await self._after(result, job.post_commit)
 
     def _set_apart(self) -> None:
@@ -219,11 +224,12 @@ class _Save:
         While it is not staged, from the tensors, which have not changed; else from staging memory.
         """
         job = self._job
-        is_staged = job.handle.staged.done()
+        is_staged = job.copied
         if not (self._parts if is_staged else job.rewind()):
             error.add_note(f"it was too late to save it to {fallback}: more staging_bytes would keep what is staged")
             raise error
         job.path, job.spoilt = fallback, error
+        job.overwrite = False  # of what is there nobody has said that it may be replaced
         logger.warning("%s; it is saved to %s instead", error, fallback)
         try:
             if is_staged and self._plan is not None:
@@ -262,7 +268,7 @@ class _Save:
         # So many files at a time, in order, as they are written.
         turn = anyio.Semaphore(self._tools.io_workers.count)
         leases = self._leases
-        self._keeps = job.fallback is not None and self._tools.pool.capacity >= self._chunks_of(plan)
+        self._keeps = job.fallback is not None and self._tools.pool.in_reach >= self._chunks_of(plan)
         async with anyio.create_task_group() as tasks:
             writing.start(tasks)
             async with anyio.create_task_group() as staging:
@@ -271,7 +277,13 @@ class _Save:
                     staging.start_soon(self._stage, image, router, leases, put, partial(writing.end, number), turn)
             await self._tools.copy_workers.run(job.check_for_changes)
             self._staged_s = job.handle._elapsed()
-            await writing.hand_over(self._prepared(plan))
+            await self._hand_over(plan, writing)
+
+    async def _hand_over(self, plan: SavePlan, writing: Writing) -> None:
+        """Let the writing have what is left to do, and tell that all is copied."""
+        job = self._job
+        await writing.hand_over(self._prepared(plan))
+        if not job.handle.staged.done():
             job.capture.release()
             job.staging_over.set()
             self._report("staged")
@@ -289,7 +301,7 @@ class _Save:
                 await writing.put(number, part)
             for number in range(len(plan.layout.images)):
                 writing.end(number)
-            await writing.hand_over(self._prepared(plan))
+            await self._hand_over(plan, writing)
 
     def _prepared(self, plan: SavePlan) -> Prepared:
         """Say what is left to do when the files are written."""
@@ -320,6 +332,7 @@ class _Save:
                 started=job.started,
                 ticket=self._course.ticket,
                 codings=codings,
+                again=job.spoilt is not None,
             )
             return RemoteWriting(self._tools.writer, order, self._wrote, self._tools.io_workers)
 

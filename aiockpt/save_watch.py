@@ -40,12 +40,16 @@ async def watch(
     if previous is not None:
         await previous.told.wait()
     await anyio.sleep(timeout_s)
+    if _is_published(job):
+        return
     told = f"the save of {job.path} was not done after save_timeout = {timeout_s:g} s and was given up"
     job.time_out(SaveTimeoutError(f"{told}; nothing of it is left"))
     grace_s = min(_GRACE_S, timeout_s)
     await anyio.sleep(grace_s / 2)
     shake()
     await anyio.sleep(grace_s / 2)
+    if _is_published(job):
+        return
     job.quarantine()
     job.settle(
         None,
@@ -58,3 +62,8 @@ async def watch(
     job.told.set()
     logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
     abandon()
+
+
+def _is_published(job: SaveJob) -> bool:
+    """Tell whether what still goes on can't undo it: a hook."""
+    return job.committed

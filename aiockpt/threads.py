@@ -62,7 +62,7 @@ class DaemonThreads(Executor):
         self._nice = nice
         self._work: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = threading.Semaphore(0)
+        self._unfinished = 0
         self._lock = threading.Lock()
         self._ended = False
 
@@ -70,30 +70,36 @@ class DaemonThreads(Executor):
         """Run a function after those that were submitted before have begun.
 
         Raises:
-            RuntimeError: the threads have been told to end.
+            RuntimeError: the threads have been told to end, or none can be started.
         """
         task = _Task(partial(fn, *args, **kwargs))
         with self._lock:
             if self._ended:
                 raise RuntimeError(f"{self._name} has been shut down")
+            self._unfinished += 1
+            try:
+                self._start_wanted()
+            except BaseException:
+                if not self._threads:  # else those that run come to it
+                    self._unfinished -= 1
+                    raise
             self._work.put(task)
-            if not self._idle.acquire(blocking=False) and len(self._threads) < self._count:
-                self._start()
         return task.future
 
     def spare(self, count: int) -> None:
         """Allow so many threads more, for some hang; or so many fewer, when these have come back."""
         with self._lock:
             self._count += count
-            for _ in range(min(count, self._work.qsize())):
-                if not self._ended and len(self._threads) < self._count:
-                    self._start()
+            if not self._ended:
+                self._start_wanted()
 
-    def _start(self) -> None:
-        name = self._name if self._count == 1 else f"{self._name}_{len(self._threads)}"
-        thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _start_wanted(self) -> None:
+        """Start threads for what nobody is free to do."""
+        while len(self._threads) < min(self._unfinished, self._count):
+            name = self._name if self._count == 1 else f"{self._name}_{len(self._threads)}"
+            thread = threading.Thread(target=self._serve, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _serve(self) -> None:
         _step_back(self._nice)
@@ -101,10 +107,10 @@ class DaemonThreads(Executor):
             task.run()
             del task
             with self._lock:
+                self._unfinished -= 1
                 if len(self._threads) > self._count and not self._ended:
                     self._threads.remove(threading.current_thread())
                     return
-            self._idle.release()
 
     def end(self, timeout_s: float | None = None) -> bool:
         """End the threads when they have done what was submitted; tell whether they have ended in time. Blocks."""

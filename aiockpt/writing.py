@@ -200,6 +200,7 @@ class FileWriting(Writing):
         self._sealers = [Sealer(image, head) for image, head in zip(images, heads, strict=True)]
         self._inputs: list[MemoryObjectSendStream[Part]] = []
         self._prepared: Prepared | None = None
+        self._finished = 0
         self._encoders = None if codings is None else [ImageEncoder(coding) for coding in codings]
         self.files: dict[str, FileFacts] = {}
 
@@ -250,6 +251,8 @@ class FileWriting(Writing):
         prepared = self._prepared
         if prepared is None:
             raise RuntimeError("a save can't be published before it is staged")
+        if self._finished != len(self._images):
+            raise SaveError(f"{self._finished} of {len(self._images)} files were written; nothing is published")
         io, transaction = self._tools.io_workers, await self._transaction.get()
         ending = await prepared.ending()
         times_s = {**prepared.times_s, "data_written": time.perf_counter() - prepared.started}
@@ -324,3 +327,4 @@ class FileWriting(Writing):
                     if not is_encoded:  # which is counted as it is encoded
                         self._report(part.stop - part.start)
                 await sink.finish()
+                self._finished += 1

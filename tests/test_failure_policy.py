@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import logging
+import threading
 from pathlib import Path
 
+import anyio.lowlevel
 import pytest
 import torch
 
 import aiockpt
+from aiockpt.load_options import LoadOptions
 from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
 from tests.states import assert_same
 from tests.writer.gates import BrokenStorage
@@ -257,3 +263,101 @@ async def test_a_hanging_thread_sees_its_own_bytes_to_the_end(tmp_path: Path) ->
 
 def _leases_of(save: aiockpt.SaveHandle) -> list:
     return list(save._control.quarantine.__self__._leases._out)  # type: ignore[attr-defined]
+
+
+def test_what_fails_between_copied_and_staged_goes_elsewhere_too(tmp_path: Path) -> None:
+    """With a writer process there is something to wait for between the two."""
+    state = {f"w{number}": torch.randn(300_000) for number in range(4)}
+    with aiockpt.SyncCheckpointer(fallback_path=lambda path: f"{path}-spare", writer="process") as ckpt:
+        for number in range(8):
+            result = ckpt.save(state, tmp_path / f"a{number}", storage=BrokenStorage("begin", f"/a{number}"))
+            assert result.path == str(tmp_path / f"a{number}-spare")
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_who_goes_elsewhere_keeps_his_place_in_line(writer, tmp_path: Path) -> None:
+    order: list[str] = []
+    with aiockpt.SyncCheckpointer(fallback_path=lambda path: f"{path}-spare", writer=writer) as ckpt:
+        saves = [
+            ckpt.submit(
+                state_of(number),
+                tmp_path / f"a{number}",
+                storage=BrokenStorage("commit", "/a0"),
+                post_commit=lambda path: order.append(Path(path).name),
+            )
+            for number in range(3)
+        ]
+        for save in saves:
+            save.written.result(60)
+    assert order == ["a0-spare", "a1", "a2"]
+
+
+def test_nothing_is_overwritten_at_the_other_path(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer(fallback_path=tmp_path / "spare") as ckpt:
+        for run in ("a", "b"):
+            fault = FaultyStorage(LocalStorage(), "write", FULL)
+            if run == "a":
+                first = ckpt.save(state_of(1), tmp_path / run / "last", storage=fault, overwrite=True)
+            else:
+                with pytest.raises(aiockpt.WriteError):
+                    ckpt.save(state_of(2), tmp_path / run / "last", storage=fault, overwrite=True)
+        assert_same(state_of(1), ckpt.load(first.path))
+
+
+@pytest.mark.parametrize("step", ["begin", "create", "write", "finish"])
+def test_a_cancellation_while_copies_are_checked_leaves_nothing(step: str, tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), [step])
+    with aiockpt.SyncCheckpointer(chunk_bytes=1 << 18) as ckpt:
+        save = ckpt.submit(state_of(1), tmp_path / "c", storage=storage)
+        with save._control.check_lock:  # type: ignore[attr-defined]
+            storage.reached[step].result(60)
+            cancelled = save.cancel()
+            ckpt._engine.call(lambda _: _turns(), "turns").result()
+        storage.open(step)
+        assert cancelled.result(60)
+        with pytest.raises(aiockpt.SaveCancelledError):
+            save.written.result(60)
+    assert names(tmp_path) == []
+
+
+async def _turns() -> None:
+    """Let the engine's loop go round."""
+    for _ in range(20):
+        await anyio.lowlevel.checkpoint()
+
+
+def test_closing_ends_though_a_load_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aiockpt.engine._CANCEL_GRACE_S", 0.3)
+    storage = _HangsReading()
+    ckpt = aiockpt.SyncCheckpointer(drain_timeout=0.1)
+    ckpt.save(state_of(1), tmp_path / "c")
+    call = ckpt._load(tmp_path / "c", None, LoadOptions(), storage)
+    storage.reached.wait(60)
+    ckpt.close()
+    storage.works.set()
+    call.completion.ended(60)
+    ckpt._engine._thread.join(60)
+    assert not ckpt._engine._thread.is_alive()
+
+
+class _HangsReading(WrapperStorage):
+    def __init__(self) -> None:
+        super().__init__(LocalStorage())
+        self.reached, self.works = threading.Event(), threading.Event()
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        self.reached.set()
+        self.works.wait(60)
+
+
+@pytest.mark.asyncio
+async def test_a_slow_hook_after_the_commit_is_no_timeout(tmp_path: Path) -> None:
+    go = threading.Event()
+    async with aiockpt.AsyncCheckpointer(save_timeout=0.2) as ckpt:
+        save = ckpt.save(state_of(1), tmp_path / "c", post_commit=lambda _: go.wait(60))
+        behind = ckpt.save(state_of(2), tmp_path / "d")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(save.written.settled())), 0.6)
+        go.set()
+        assert (await save).path == str(tmp_path / "c")
+        await behind

@@ -57,6 +57,19 @@ def test_spare_threads_do_what_those_that_hang_leave_undone() -> None:
     assert threads.end(30)
 
 
+def test_spare_threads_start_whatever_was_done_before() -> None:
+    threads = DaemonThreads(2, "aiockpt-test")
+    for future in [threads.submit(lambda: None) for _ in range(20)]:
+        future.result(30)
+    works = threading.Event()
+    stuck = [threads.submit(works.wait, 60) for _ in range(2)]
+    threads.spare(2)
+    assert threads.submit(lambda: "done").result(30) == "done"
+    works.set()
+    assert all(future.result(30) for future in stuck)
+    assert threads.end(30)
+
+
 def test_what_has_not_begun_is_dropped_at_the_end() -> None:
     threads = DaemonThreads(1, "aiockpt-test")
     begun, works = threading.Event(), threading.Event()

@@ -136,6 +136,7 @@ class ChunkPool:
         self._permits = anyio.Semaphore(capacity)
         self._leased = 0
         self._quarantined = 0
+        self._replaced = 0
         self._spare: list[int] = []
 
     def __repr__(self) -> str:
@@ -160,13 +161,18 @@ class ChunkPool:
         return self._quarantined
 
     @property
+    def in_reach(self) -> int:
+        """How many chunks one save may have at most, by and by: not those that hang, and have not been replaced."""
+        return self.capacity - (self._quarantined - self._replaced)
+
+    @property
     def available(self) -> bool:
         """Whether `acquire` would return at once."""
         return self._permits.value > 0
 
     def allow(self, capacity: int) -> None:
         """Raise the bound to ``capacity`` chunks, as far as there is memory; it is never lowered."""
-        capacity = min(capacity, self._most)
+        capacity = min(capacity, self._most - self._replaced)
         for _ in range(self.capacity, capacity):
             self._permits.release()
         self.capacity = max(self.capacity, capacity)
@@ -188,7 +194,7 @@ class ChunkPool:
         """
         leases: list[Lease] = []
         try:
-            while self._made - self._quarantined < min(count, self.capacity) and self.available:
+            while self._made - self._replaced < min(count, self.capacity) and self.available:
                 chunk = self._make()
                 self._permits.acquire_nowait()
                 leases.append(self._lease(chunk))
@@ -210,6 +216,8 @@ class ChunkPool:
 
     def _make(self) -> Chunk:
         number = self._spare.pop() if self._spare else self._made
+        if number >= self._most:
+            raise RuntimeError(f"all {self._most} chunks of the shared staging memory exist")
         try:
             chunk = Chunk(self.chunk_bytes, number, self._shared)
         except BaseException:
@@ -232,6 +240,7 @@ class ChunkPool:
         if self._quarantined > self.capacity or self.capacity + self._quarantined > self._most:
             return False
         self._permits.release()
+        self._replaced += 1
         return True
 
     def _take_back(self, lease: Lease, *, quarantined: bool) -> None:
@@ -240,6 +249,7 @@ class ChunkPool:
         else:
             self._leased -= 1
         if lease.replaced:
+            self._replaced -= 1
             self._forget(lease.chunk)
             return
         self._free.append(lease.chunk)

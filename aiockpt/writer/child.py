@@ -121,8 +121,11 @@ class _Child:
             if message.images is not None:
                 shared.layouts.clear()
                 shared.layouts[message.layout] = [image.unpacked() for image in message.images]
-            save = ChildSave(message, shared.layouts[message.layout], shared, self._last)
-            self._saves[message.save] = self._last = save
+            previous = None if message.again else self._last
+            save = ChildSave(message, shared.layouts[message.layout], shared, previous)
+            self._saves[message.save] = save
+            if not message.again:
+                self._last = save
             saving.start_soon(self._run, save)
         else:
             known = self._saves.get(message.save)

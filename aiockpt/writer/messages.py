@@ -90,6 +90,7 @@ class Begin:
         joins: it was begun by rank 0.
         started: when the save was called, by the clock that all processes share, in seconds.
         codings: what becomes of the items of each file, pickled; None: they are stored as they are.
+        again: it was tried elsewhere before, so that those that have begun since are behind it, not before.
     """
 
     save: int
@@ -104,6 +105,7 @@ class Begin:
     joins: bool
     started: float
     codings: bytes | None = field(repr=False)
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

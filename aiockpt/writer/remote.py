@@ -55,6 +55,7 @@ class Order:
         started: when the save was called.
         ticket: gives the ticket of the transaction that rank 0 has begun, or None: the process begins one.
         codings: what becomes of the items of each file; None: they are stored as they are.
+        again: it was tried elsewhere before; those that have begun since are behind it.
     """
 
     path: str
@@ -66,6 +67,7 @@ class Order:
     started: float
     ticket: Callable[[], Awaitable[str | None]]
     codings: Sequence[ImageCoding] | None = field(repr=False, default=None)
+    again: bool = False
 
 
 class RemoteWriting(Writing):
@@ -176,6 +178,7 @@ class RemoteWriting(Writing):
                 joined is not None,
                 order.started,
                 None if order.codings is None else pickle.dumps(order.codings),
+                order.again,
             )
         )
         self._link.set(link)

@@ -143,3 +143,33 @@ async def test_shared_memory_has_a_place_for_each_chunk_and_no_more() -> None:
     pool.drop()
     del first, second, third, again, fresh, lease
     shared.close()
+
+
+async def test_what_hangs_and_is_not_replaced_takes_no_place_beyond_the_bound() -> None:
+    shared = SharedMemory(8 * 4096)
+    pool = ChunkPool(4096, 8, shared)
+    held = [await pool.acquire() for _ in range(6)]
+    for lease in held:
+        lease.quarantine()
+    assert (pool.in_reach, pool.made) == (2, 6)
+    fresh = pool.fresh(100)
+    assert {lease.chunk.number for lease in [*held, *fresh]} == set(range(8))
+    assert all(len(lease.chunk.view) == 4096 for lease in fresh)
+    for lease in [*held, *fresh]:
+        lease.release()
+    pool.drop()
+    small = ChunkPool(4096, 4, shared)
+    held = [await small.acquire() for _ in range(4)]
+    for lease in held:
+        lease.quarantine()
+    small.allow(8)
+    more = []
+    while small.available:
+        more.append(await small.acquire())
+    assert {lease.chunk.number for lease in [*held, *more]} == set(range(8))
+    for lease in [*held, *more]:
+        lease.release()
+    assert (small.leased, small.quarantined) == (0, 0)
+    small.drop()
+    del held, fresh, more, lease, pool, small
+    shared.close()
