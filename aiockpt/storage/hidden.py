@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Literal
 
 from aiockpt.storage.hold import hold
 from aiockpt.storage.publish import identity, remove
-from aiockpt.storage.tickets import SWEPT
+from aiockpt.storage.syscalls import rename_noreplace
+from aiockpt.storage.tickets import SWEPT, new_ticket, read_ticket, this_process
 
 if TYPE_CHECKING:
     from aiockpt.storage.hold import Hold
 
+_ATTEMPTS = 100
 _WORD_BYTES = 1 << 28  # the longest says where each of some million items is
 
 # What is made follows the umask, but is never for everybody to write to.
@@ -23,23 +25,61 @@ _FILE_MODE = 0o664
 
 
 def make_hidden(hidden: str) -> Hold:
-    """Make a hidden directory; nothing that is there already is used.
+    """Make a hidden directory and hold it; nothing that is there already is used.
 
     Raises:
         FileExistsError: the name is taken.
         OSError: it can't be made, or somebody has put another one in its place.
     """
-    os.mkdir(hidden, _DIRECTORY_MODE)
-    try:
-        held = hold(hidden)
-        if not _is_own(held.fd):
-            held.release()
-            raise PermissionError(errno.EPERM, "another user has put a directory of his in its place", hidden)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error counts
-            os.rmdir(hidden)
-        raise
+    ticket = read_ticket(os.path.basename(hidden))
+    if ticket is None or ticket.owner is None or ticket.owner == this_process():
+        return _make(hidden)
+    # Who has chosen the name may be dead: nobody must see it under that before it is held.
+    return _make_elsewhere(hidden)
+
+
+def _make_elsewhere(hidden: str) -> Hold:
+    """Make a directory under a name of this process, and give it the other one when it is held."""
+    folder, name = os.path.split(hidden)
+    for attempt in range(_ATTEMPTS):
+        own = os.path.join(folder, new_ticket(name.rpartition(".aiockpt-")[0].removeprefix(".")))
+        try:
+            held = _make(own)
+            break
+        except FileExistsError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(_discard, own)
+        undo.callback(held.release)
+        try:
+            rename_noreplace(own, hidden)
+        except OSError as exc:
+            exc.filename = hidden
+            if identity(hidden) != held.identity:  # else it is done, whatever was answered
+                raise
+        undo.pop_all()
     return held
+
+
+def _make(path: str) -> Hold:
+    os.mkdir(path, _DIRECTORY_MODE)
+    with contextlib.ExitStack() as undo:
+        undo.callback(_discard, path)
+        try:
+            held = hold(path)
+        except FileNotFoundError as exc:  # who cleans up has been faster: another name is as good
+            raise FileExistsError(errno.EEXIST, "somebody removes it already", path) from exc
+        undo.callback(held.release)
+        if not _is_own(held.fd):
+            raise PermissionError(errno.EPERM, "another user has put a directory of his in its place", path)
+        undo.pop_all()
+    return held
+
+
+def _discard(path: str) -> None:
+    with contextlib.suppress(OSError):  # the first error counts
+        os.rmdir(path)
 
 
 def _is_own(directory: int) -> bool:
@@ -98,15 +138,25 @@ def write_word(path: str, data: bytes) -> None:
         file.write(data)
 
 
-def sweep(hidden: str) -> None:
+def sweep(hidden: str, own: tuple[int, int] | None = None) -> None:
     """Remove an unfinished checkpoint whose owner is gone, as far as can be told.
 
     It gets another name first: should its owner live after all, then either it publishes the whole of it, or it
     finds that it is gone.
+
+    Args:
+        hidden: the hidden directory.
+        own: its identity: a directory that has come to its name stays; None: whatever it is.
     """
+    if own is not None and identity(hidden) != own:
+        return
     swept = f"{hidden}{SWEPT}"
     try:
         os.rename(hidden, swept)
     except FileNotFoundError:  # it was published, or somebody else was faster
         return
-    remove(swept)
+    found = identity(swept)
+    if own is None or found == own:
+        remove(swept)
+    elif found is not None:
+        rename_noreplace(swept, hidden)

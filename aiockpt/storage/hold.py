@@ -5,11 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import time
 import weakref
 from typing import Literal
 
 Lock = Literal["held", "refused", "unsupported"]
+
+# EBADF: for directories on NFS; EACCES and EPERM: where a filter of system calls says so.
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EACCES, errno.EPERM})
+_PASSING = frozenset({errno.ENOLCK, errno.EINTR})
+_ATTEMPTS = 4
+_PAUSE_S = 0.01
+
+logger = logging.getLogger("aiockpt")
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -62,14 +72,28 @@ def hold_if_there(path: str) -> Hold | None:
 
 
 def lock(fd: int, kind: int) -> Lock:
-    """Lock a directory without waiting, shared or alone; see flock(2)."""
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return "refused"
-    except OSError:  # not on this file system
-        return "unsupported"
-    return "held"
+    """Lock a directory without waiting for others, shared or alone; see flock(2).
+
+    Raises:
+        OSError: it is not known whether it is locked.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "refused"
+        except OSError as exc:
+            if exc.errno in _UNSUPPORTED:
+                return "unsupported"
+            if exc.errno not in _PASSING or (attempt == _ATTEMPTS and exc.errno != errno.ENOLCK):
+                raise
+            if attempt == _ATTEMPTS:
+                logger.info("the file system gives no lock, so it counts as one without locks: %s", exc)
+                return "unsupported"
+            time.sleep(_PAUSE_S)
+        else:
+            return "held"
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _let_go(fd: int, pid: int) -> None:

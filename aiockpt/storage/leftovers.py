@@ -4,12 +4,11 @@ One is removed when its owner is proven to be gone, and nobody else holds it: th
 killed, and the other ranks of a save, hold what they work at with a lock (see `aiockpt.storage.hold`). The owner is
 
 - of this kernel and namespace: then it is not among the processes, or its number belongs to a later one;
-- of this kernel, but of another namespace, such as a container that may be gone: then nothing in the directory was
-  changed for a minute;
 - of this machine, but of an earlier run of its kernel: then nothing was changed since that ended.
 
-What others have left can't be judged from here, and stays until somebody says how old is old enough. All functions
-block.
+What others have left can't be judged from here, and stays until somebody says how old is old enough: other machines,
+and other containers of this one, for locks may count within one mount only. Without locks that is so for processes of
+this namespace as well, whose writer processes may live. All functions block.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from aiockpt.storage.hold import lock
 from aiockpt.storage.publish import could_be_unfinished, remove_own
 from aiockpt.storage.tickets import SWEPT, Owner, Ticket, booted_s, is_running, read_ticket, this_process
 
-Verdict = Literal["dead", "rebooted", "old", "running", "fresh", "unknown"]
+Verdict = Literal["dead", "rebooted", "old", "running", "unknown"]
 """Of a leftover: its owner is dead, or was when the machine was started, or it is as old as was asked for; or it must
-stay: its owner lives, or may have changed it just now, or is not known here."""
+stay: its owner lives, or is not known here."""
 
 _QUIET_S = 60.0
 _ATTEMPTS = 100
@@ -61,6 +60,10 @@ class Circumstances:
     booted_s: float | None = None
     older_than_s: float | None = None
 
+    def is_old(self, changed_s: float) -> bool:
+        """Tell whether what was changed then is as old as was asked for."""
+        return self.older_than_s is not None and changed_s < self.now_s - self.older_than_s
+
 
 def judge(owner: Owner | None, changed_s: float, running: bool, by: Circumstances) -> Verdict:
     """Decide what becomes of a leftover that nobody holds.
@@ -75,11 +78,10 @@ def judge(owner: Owner | None, changed_s: float, running: bool, by: Circumstance
     if owner is not None and by.here is not None:
         if owner.space == by.here.space:
             return "running" if running else "dead"
-        if owner.boot == by.here.boot:
-            return "dead" if quiet else "fresh"
-        if owner.machine == by.here.machine and by.booted_s is not None and changed_s < by.booted_s and quiet:
+        earlier = owner.machine == by.here.machine and owner.boot != by.here.boot
+        if earlier and by.booted_s is not None and changed_s < by.booted_s and quiet:
             return "rebooted"
-    return "old" if by.older_than_s is not None and changed_s < by.now_s - by.older_than_s else "unknown"
+    return "old" if by.is_old(changed_s) else "unknown"
 
 
 class Leftovers:
@@ -207,13 +209,16 @@ class _Cleaning:
         try:
             if not self._is_own(name, os.fstat(fd)):
                 return
+            if self._verdict(name, owner, _look_into(fd)[1]) == "unknown":  # not even locked: it may just be begun
+                return
             locked = lock(fd, fcntl.LOCK_EX)
             if locked == "refused":
                 raise _InUseError("somebody else works at it, or removes it")
             names, changed_s = _look_into(fd)
             verdict = self._verdict(name, owner, changed_s)
             # Without locks nobody knows whether a dead trainer's writer process lives.
-            if verdict == "unknown" or (verdict == "dead" and locked == "unsupported"):
+            unsure = verdict == "dead" and locked == "unsupported" and not self._by.is_old(changed_s)
+            if verdict == "unknown" or unsure:
                 return
             if not could_be_unfinished(names):
                 raise OSError(errno.ENOTEMPTY, f"it holds other things than a checkpoint ({min(names)})", name)
@@ -248,8 +253,6 @@ class _Cleaning:
 
     def _verdict(self, name: str, owner: Owner | None, changed_s: float) -> Verdict:
         verdict = judge(owner, changed_s, False, self._by)
-        if verdict == "fresh":
-            raise _InUseError("it was changed a moment ago, in another process namespace")
         if verdict == "unknown":
             logger.debug("%s stays: it is not known here whether its owner lives", shown_name(self._path(name)))
         return verdict

@@ -141,7 +141,8 @@ class LocalStorage(Storage):
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Give a checkpoint a hidden name, durably, and remove it."""
         path = self.locate(path)
-        await workers.run(delete, path, _beside(path, self.new_ticket(path)), self._manner.fsync)
+        hidden, manner = _beside(path, self.new_ticket(path)), self._manner
+        await workers.run(delete, path, hidden, manner.fsync, manner.leftovers.add)
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
         """Remove what killed processes have left in a directory."""

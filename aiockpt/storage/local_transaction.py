@@ -103,6 +103,8 @@ class LocalTransaction(Transaction):
             self._over = True  # what is in the hidden directory may be the only good checkpoint
             await self.leave()
             raise CommitError(str(exc)) from exc.__cause__
+        if publication.rest is not None:
+            manner.leftovers.add(*publication.rest)
         self._over = True
         await self.leave()
 
@@ -230,7 +232,7 @@ class JoinedTransaction(LocalTransaction):
         """See `Transaction.sweep`."""
         await self.abort()
         try:
-            await self._workers.run(sweep, self._hidden)
+            await self._workers.run(sweep, self._hidden, self._identity)
         except OSError as exc:
             raise WriteError(
                 f"can't remove the unfinished checkpoint {self._hidden}: {exc}; remove it by hand"

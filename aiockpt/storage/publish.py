@@ -8,20 +8,27 @@ import logging
 import os
 import shutil
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
 from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
 from aiockpt.storage.syscalls import UnsupportedError, rename_exchange, rename_noreplace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
 _SAFETENSORS_FILES = (f"*{SUFFIX}", INDEX_NAME, MANIFEST_NAME)
+_UNFINISHED_FILES = ("*.distcp", ".nfs*", "probe")  # NFS keeps what was removed while it is open; see `hidden._is_own`
 
 _ATTEMPTS = 100
 
+# Of file systems whose directories can't be synced, or not by who saves; such a one has made nothing there.
+_NOT_OURS_TO_SYNC = frozenset({errno.EINVAL, errno.EROFS, errno.EACCES, errno.EPERM})
+
 _Undo = Literal["rename", "exchange", "nothing"]
+
+Rest: TypeAlias = tuple[str, tuple[int, int] | None]
+"""A hidden directory that is still there, and its identity."""
 
 logger = logging.getLogger("aiockpt")
 
@@ -55,9 +62,13 @@ def objection(path: str) -> str | None:
         return None
     if os.path.islink(path) or not os.path.isdir(path):
         return f"is not a directory, nor a {SUFFIX} file"
-    entries = os.listdir(path)
+    return objection_to(os.listdir(path))
+
+
+def objection_to(entries: Collection[str]) -> str | None:
+    """Say why a directory with these names in it can't be taken for a checkpoint; None if it can."""
     others = [name for name in entries if not any(fnmatchcase(name, known) for known in _SAFETENSORS_FILES)]
-    if entries and METADATA_NAME not in entries and (others or entries == [MANIFEST_NAME]):
+    if entries and METADATA_NAME not in entries and (others or list(entries) == [MANIFEST_NAME]):
         return f"is a directory that holds other things than a checkpoint ({min(others or entries)})"
     return None
 
@@ -65,7 +76,7 @@ def objection(path: str) -> str | None:
 def could_be_unfinished(names: Collection[str]) -> bool:
     """Tell whether a directory with these names in it may be a checkpoint, or the beginning or the rest of one."""
     return METADATA_NAME in names or all(
-        any(fnmatchcase(name, known) for known in (*_SAFETENSORS_FILES, "*.distcp")) for name in names
+        any(fnmatchcase(name, known) for known in (*_SAFETENSORS_FILES, *_UNFINISHED_FILES)) for name in names
     )
 
 
@@ -89,15 +100,25 @@ def make_parents(path: str, fsync: bool, settled: set[str] | None = None) -> Non
         missing.append(path)
         path = os.path.dirname(path)
     if fsync and (settled is None or path not in settled):
-        # Somebody may just have made it, or have been killed before it was durable.
-        with contextlib.suppress(PermissionError):  # what may not be read was not made by who saves
-            sync_directory(os.path.dirname(path))
+        _settle(path)
         if settled is not None:
             settled.add(path)
     for directory in reversed(missing):
         _make_directory(directory)
         if fsync:
             sync_directory(os.path.dirname(directory))
+
+
+def _settle(path: str) -> None:
+    """Make a directory durable that somebody may just have made, or have been killed before it was."""
+    above = os.path.dirname(path)
+    if os.stat(path).st_dev != os.stat(above).st_dev:  # a mount point, which mkdir does not make
+        return
+    try:
+        sync_directory(above)
+    except OSError as exc:
+        if exc.errno not in _NOT_OURS_TO_SYNC:
+            raise
 
 
 def _make_directory(path: str) -> None:
@@ -110,9 +131,20 @@ def _make_directory(path: str) -> None:
 
 def sync_directory(path: str) -> None:
     """Make what was done in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with _opened(path) as fd:
+        sync_fd(fd)
+
+
+def sync_fd(fd: int) -> None:
+    """Make what was done in an open directory durable; an error that has come through here is that of an fsync."""
+    os.fsync(fd)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
 
@@ -162,7 +194,7 @@ def publish(
     fsync: bool,
     own: tuple[int, int] | None = None,
     check: Callable[[], object] = lambda: None,
-) -> None:
+) -> Rest | None:
     """Give a finished checkpoint its final name, durably.
 
     Args:
@@ -173,6 +205,9 @@ def publish(
         fsync: make it durable.
         own: the identity of ``hidden``; None if it is not known.
         check: is called right before the name is given, and may raise an error instead.
+
+    Returns:
+        See `remove_rest`.
 
     Raises:
         CheckpointExistsError: something else is there.
@@ -188,14 +223,12 @@ def publish(
             )
         if fsync and not name:
             sync_directory(hidden)
-        check()
-        undo, replaced = _place(finished, path, overwrite)
-        try:
-            if fsync:
-                sync_directory(os.path.dirname(path))
-        except OSError as exc:
-            _take_back(hidden, finished, path, undo, exc)
-            raise
+        # Opened before, for once it has its name there must be nothing left to fail but the fsync.
+        with _opened(os.path.dirname(path)) if fsync else contextlib.nullcontext() as parent:
+            check()
+            undo, replaced = _place(finished, path, overwrite)
+            if parent is not None:
+                _make_durable(parent, hidden, finished, path, undo)
     except AiockptError:
         raise
     except UnsupportedError as exc:
@@ -204,15 +237,26 @@ def publish(
         ) from exc
     except OSError as exc:
         raise CommitError(f"can't publish {path}: {exc}") from exc
-    if name or undo == "exchange":
-        try:
-            remove_own(hidden, own if name else replaced)
-        except OSError as exc:
-            logger.warning("%s was published; what it replaced could not be removed from %s: %s", path, hidden, exc)
+    return remove_rest(path, hidden, own if name else replaced) if name or undo == "exchange" else None
+
+
+def remove_rest(path: str, hidden: str, own: tuple[int, int] | None) -> Rest | None:
+    """Remove the hidden directory of what was published, with what that has replaced.
+
+    Returns:
+        What can't be removed now, and its identity, for another attempt; None if nothing is left.
+    """
+    try:
+        remove_own(hidden, own)
+    except OSError as exc:
+        logger.warning("%s was published; what it replaced could not be removed from %s: %s", path, hidden, exc)
+        return None if isinstance(exc, FileExistsError) else (hidden, own)
+    return None
 
 
 def _place(finished: str, path: str, overwrite: bool) -> tuple[_Undo, tuple[int, int] | None]:
     """Rename to the final name; tell how that is undone, and the identity of what was exchanged for it."""
+    new = identity(finished)
     for attempt in range(_ATTEMPTS):
         try:
             rename_noreplace(finished, path)
@@ -223,34 +267,62 @@ def _place(finished: str, path: str, overwrite: bool) -> tuple[_Undo, tuple[int,
             return "rename", None
         try:
             check_free(path, overwrite=True)
-            replaced = identity(path)
+            checked = identity(path)
             rename_exchange(finished, path)
         except UnsupportedError:
             if not (os.path.isfile(finished) and os.path.isfile(path)):
                 raise
             os.replace(finished, path)
             return "nothing", None
-        except FileNotFoundError:  # it has been deleted just now
-            if attempt == _ATTEMPTS - 1:
+        except FileNotFoundError:  # it has been deleted just now, unless it is done though the answer is an error
+            if attempt == _ATTEMPTS - 1 or identity(path) == new:
                 raise
         else:
-            return "exchange", replaced
+            # Another checkpoint may be replaced as well; as it is not what was checked, it will not be removed.
+            if identity(finished) in (None, checked) or objection(finished) is None:
+                return "exchange", checked
+            _give_back(finished, path)
+            raise CheckpointExistsError(f"{path} was replaced by somebody else during the save; it was left as it is")
     raise AssertionError("the last attempt returns or raises")
 
 
-def _take_back(hidden: str, finished: str, path: str, undo: _Undo, cause: OSError) -> None:
+def _give_back(finished: str, path: str) -> None:
+    """Undo the exchange for what had come there since it was looked at."""
+    try:
+        rename_exchange(finished, path)
+    except OSError as exc:
+        raise NotTakenBackError(
+            f"{path} was published in place of what somebody had just put there, which is in {finished} now and can't "
+            f"be given its name back ({exc})"
+        ) from exc
+
+
+def _make_durable(parent: int, hidden: str, finished: str, path: str, undo: _Undo) -> None:
+    try:
+        sync_fd(parent)
+    except OSError as exc:
+        _take_back(parent, hidden, finished, path, undo, exc)
+        raise
+
+
+def _take_back(parent: int, hidden: str, finished: str, path: str, undo: _Undo, cause: OSError) -> None:
     if undo == "nothing":
-        remove(hidden)
+        remove_rest(path, hidden, None)
         raise NotTakenBackError(f"{path} was replaced but can't be made durable ({cause})") from cause
     try:
-        rename_exchange(finished, path) if undo == "exchange" else os.rename(path, finished)
+        if undo == "exchange":
+            rename_exchange(finished, path)
+        elif identity(finished) == identity(path):  # both are names of one file, of which a rename would leave both
+            os.unlink(path)
+        else:
+            os.rename(path, finished)
     except OSError as worse:
         raise NotTakenBackError(
             f"{path} was published but can't be made durable ({cause}), nor be taken back ({worse}); "
             f"{hidden} was left as it is"
         ) from cause
     try:
-        sync_directory(os.path.dirname(path))
+        sync_fd(parent)
     except OSError as worse:  # after a loss of power it may be there, so it has to stay whole
         raise NotTakenBackError(
             f"{path} could not be made durable ({cause}) and was taken back, which can't be made durable either "

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
 from dataclasses import dataclass, field
 from functools import partial
 from traceback import walk_tb
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from aiockpt.errors import AiockptError, CommitError
-from aiockpt.storage.publish import NotTakenBackError, identity, publish, remove, sync_directory
+from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
+from aiockpt.storage.publish import NotTakenBackError, identity, publish, remove_rest, sync_directory, sync_fd
 from aiockpt.storage.retries import AMBIGUOUS, NotSyncedError, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiockpt.storage.base import Identity
+    from aiockpt.storage.publish import Rest
     from aiockpt.storage.retries import Repeater
     from aiockpt.threads import Workers
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-logger = logging.getLogger("aiockpt")
+# NFS sends a request again when its answer was lost; the server then finds the name given, or the old one gone.
+_MAYBE_PUBLISHED = AMBIGUOUS | {errno.EEXIST, errno.ENOENT}
 
 
 def syncing_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -48,15 +50,17 @@ def syncing_once(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) ->
 
 
 def _was_fsync(fault: OSError) -> bool:
-    """Tell whether it was raised by the fsync of a directory; opening that names a file instead."""
-    return fault.filename is None and any(
-        frame.f_code is sync_directory.__code__ for frame, _ in walk_tb(fault.__traceback__)
-    )
+    """Tell whether it was raised by the fsync of a directory."""
+    return any(frame.f_code is sync_fd.__code__ for frame, _ in walk_tb(fault.__traceback__))
 
 
 @dataclass(slots=True)
 class Publication:
-    """A finished checkpoint on its way to its final name; for the meaning of each see `publish`."""
+    """A finished checkpoint on its way to its final name; for the meaning of each see `publish`.
+
+    Attributes:
+        rest: what could not be removed after it was published; None for nothing.
+    """
 
     hidden: str
     path: str
@@ -65,6 +69,7 @@ class Publication:
     fsync: bool
     own: Identity | None
     check: Callable[[], object] = lambda: None
+    rest: Rest | None = field(init=False, default=None)
     _goal: Identity | None = field(init=False, default=None)
     _tried: bool = field(init=False, default=False)
 
@@ -75,7 +80,7 @@ class Publication:
         if not self._tried:
             self._goal = identity(os.path.join(self.hidden, self.name) if self.name else self.hidden)
         self._tried = True
-        syncing_once(
+        self.rest = syncing_once(
             publish,
             self.hidden,
             self.path,
@@ -100,10 +105,7 @@ class Publication:
                 sync_directory(os.path.dirname(self.path))
         except OSError as exc:
             raise NotTakenBackError(f"{self.path} was published but can't be made durable ({exc})") from exc
-        try:
-            remove(self.hidden)
-        except OSError as exc:
-            logger.warning("%s was published; what is in %s could not be removed: %s", *(self.path, self.hidden, exc))
+        self.rest = remove_rest(self.path, self.hidden, identity(self.hidden))
         return True
 
 
@@ -117,9 +119,9 @@ async def publish_repeatedly(publication: Publication, repeater: Repeater, worke
     """
     try:
         await repeater.run(f"publish {publication.path}", partial(workers.run, publication.attempt))
-    except CommitError as exc:
+    except (CommitError, CheckpointExistsError) as exc:
         fault = fault_of(exc)
-        if fault is None or isinstance(fault, NotSyncedError) or fault.errno not in AMBIGUOUS:
+        if fault is None or isinstance(fault, NotSyncedError) or fault.errno not in _MAYBE_PUBLISHED:
             raise
         try:
             is_published = await workers.run(publication.complete)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import sys
 from functools import cache
@@ -14,6 +15,9 @@ _AT_FDCWD = -100
 _NOREPLACE = 1
 _EXCHANGE = 2
 _UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+logger = logging.getLogger("aiockpt")
 
 
 class UnsupportedError(OSError):
@@ -29,35 +33,56 @@ def _call(name: str, *args: Any) -> None:
     function = getattr(_libc(), name, None) if sys.platform == "linux" else None
     if function is None:
         raise UnsupportedError(errno.ENOSYS, f"{name} is not available here")
-    while function(*args) != 0:
+    if function(*args) != 0:
         number = ctypes.get_errno()
-        if number == errno.EINTR:
-            continue
         kind = UnsupportedError if number in _UNSUPPORTED else OSError
         raise kind(number, os.strerror(number))
 
 
 def rename_noreplace(source: str, target: str) -> None:
-    """Rename, failing with FileExistsError if ``target`` exists; see renameat2(2)."""
+    """Rename, failing with FileExistsError if ``target`` exists; see renameat2(2).
+
+    After InterruptedError it may be done all the same, so that is for the caller to look at.
+    """
     try:
         _call("renameat2", _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_NOREPLACE))
     except UnsupportedError:
-        # rename(2) refuses to replace a directory that holds anything, so a checkpoint is safe all the same;
-        # it would replace a file.
-        if os.path.lexists(target):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
-        if os.path.isdir(source):
-            os.rename(source, target)
-        else:
-            os.link(source, target)  # fails if something has come to the target meanwhile
-            os.unlink(source)
+        _rename_in_steps(source, target)
+
+
+def _rename_in_steps(source: str, target: str) -> None:
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
+    # rename(2) refuses to replace a directory that holds anything, so a checkpoint is safe all the same; it would
+    # replace a file, while link(2) fails if one has come to the target meanwhile.
+    if os.path.isdir(source) or not _link(source, target):
+        os.rename(source, target)
+        return
+    try:
+        os.unlink(source)
+    except OSError as exc:  # it has its new name, and that counts
+        logger.info("%s has got the name %s, and keeps its old one as well: %s", source, target, exc)
+
+
+def _link(source: str, target: str) -> bool:
+    """Give a file a second name; tell whether the file system has such."""
+    try:
+        os.link(source, target)
+    except OSError as exc:
+        if exc.errno in _NO_LINKS:
+            return False
+        raise
+    return True
 
 
 def rename_exchange(one: str, other: str) -> None:
     """Let two paths change places atomically; see renameat2(2).
 
+    It is never repeated: the second time would undo the first.
+
     Raises:
         UnsupportedError: the file system can't.
+        InterruptedError: it may be done, or not.
     """
     _call("renameat2", _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE))
 
@@ -69,10 +94,13 @@ def allocate(fd: int, nbytes: int) -> None:
         OSError: the disk is full.
     """
     keep_size = 1
-    try:
-        _call("fallocate", fd, keep_size, ctypes.c_longlong(0), ctypes.c_longlong(nbytes))
-    except UnsupportedError:
-        return
+    while True:
+        try:
+            return _call("fallocate", fd, keep_size, ctypes.c_longlong(0), ctypes.c_longlong(nbytes))
+        except InterruptedError:  # harmless to do again
+            continue
+        except UnsupportedError:
+            return None
 
 
 def cached_pages(fd: int, offset: int, nbytes: int) -> int:

@@ -20,6 +20,7 @@ from functools import cache
 
 _NAME_BYTES = 150  # of 255 that a name may have
 _HASH_LETTERS = 8
+_FIRST_SPACE = "pid:[4026531836]"  # of the processes that are in no container; see PROC_PID_INIT_INO in the kernel
 _OWNED = re.compile(
     r"(?P<base>\..*\.aiockpt-(?P<machine>[a-z2-7]{8})(?P<boot>[a-z2-7]{8})(?P<space>[a-z2-7]{8})"
     r"-(?P<pid>[0-9]{1,7})-(?P<start>[0-9]{1,20})-[0-9a-f]{16})(?P<word>(?:-[a-z0-9]+)*)",
@@ -35,7 +36,7 @@ class Owner:
     """A process, told from all others that there are or have been.
 
     Attributes:
-        machine: a hash of what the machine is called.
+        machine: a hash of what the machine is called; of nothing that anybody else has where that proves nothing.
         boot: a hash of what tells one run of its kernel from others.
         space: a hash of that and the process's namespace, within which its number counts.
         pid: its number there.
@@ -130,11 +131,17 @@ def _start(pid: int) -> int | None:
 
 
 def _machine() -> str:
-    """Give what the machine is called: its host name too, for copies of a machine have the same number."""
+    """Give what the machine is called: its host name too, for copies of a machine have the same number.
+
+    Containers may share both with others: they get what equals nobody else's, as does a machine without a number.
+    """
     try:
         number = _contents("/etc/machine-id")
+        space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        number = ""
+        number = space = ""
+    if number in ("", "uninitialized") or space != _FIRST_SPACE:
+        return secrets.token_hex(8)
     return f"{number} {socket.gethostname()}"
 
 

@@ -76,7 +76,9 @@ def _holds(folder: Path, name: str, state: dict | None) -> None:
 
 
 @pytest.mark.parametrize("retries", [None, RETRIES], ids=["once", "again"])
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EINTR], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EEXIST, errno.ENOENT], ids=errno.errorcode.get
+)
 def test_it_has_happened(
     number: int, retries: aiockpt.Retries | None, name: str, overwrite: bool, tmp_path: Path, monkeypatch
 ) -> None:

@@ -15,6 +15,7 @@ from aiockpt.errors import CheckpointNotFoundError, DeleteError
 from aiockpt.storage import deleting, publish
 from aiockpt.storage.base import Storage
 from aiockpt.storage.deleting import delete
+from aiockpt.storage.hold import Hold
 from aiockpt.storage.leftovers import clean
 from aiockpt.storage.local import LocalStorage
 from aiockpt.storage.tickets import new_ticket
@@ -152,7 +153,7 @@ def test_other_things_are_refused(tmp_path: Path) -> None:
 def test_it_is_gone_durably_before_its_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(tmp_path / "a")
     calls: list[str] = []
-    real_sync, real_rename, real_remove = os.fsync, deleting.rename_noreplace, deleting.remove
+    real_sync, real_rename, real_remove = os.fsync, deleting.rename_noreplace, deleting.remove_own
 
     def sync(fd: int) -> None:
         calls.append("sync " + os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
@@ -162,14 +163,15 @@ def test_it_is_gone_durably_before_its_files_are(tmp_path: Path, monkeypatch: py
         calls.append(f"rename {os.path.relpath(source, tmp_path)}")
         real_rename(source, target)
 
-    def remove(hidden: str) -> None:
+    def remove(hidden: str, own: tuple[int, int] | None) -> None:
         calls.append("remove")
         assert sorted(os.listdir(hidden)) == [".metadata", "__0_0.distcp"]
-        real_remove(hidden)
+        assert own == publish.identity(hidden)
+        real_remove(hidden, own)
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(deleting, "rename_noreplace", rename)
-    monkeypatch.setattr(deleting, "remove", remove)
+    monkeypatch.setattr(deleting, "remove_own", remove)
     delete(str(path), hidden_beside(path), True)
     assert calls == ["rename a", "sync .", "remove"]
     calls.clear()
@@ -209,10 +211,80 @@ def test_what_can_not_be_gone_durably_stays(tmp_path: Path, monkeypatch: pytest.
     shutil.rmtree(hidden)
 
 
+def _swapping(path: Path, other: Path, monkeypatch: pytest.MonkeyPatch, *, back: bool) -> None:
+    """Let somebody put another directory in place of a checkpoint, right before it is renamed."""
+    real = deleting.rename_noreplace
+
+    def rename(source: str, target: str) -> None:
+        if other.exists():
+            path.rename(path.with_name("moved"))
+            other.rename(path)
+        elif not back:
+            raise OSError(errno.EROFS, "Read-only file system")
+        real(source, target)
+
+    monkeypatch.setattr(deleting, "rename_noreplace", rename)
+
+
+def test_what_has_taken_its_place_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = checkpoint(tmp_path / "a", b"these"), tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("mine")
+    _swapping(path, other, monkeypatch, back=True)
+    with pytest.raises(DeleteError, match=r"/a was replaced by another directory while it was .*nothing was deleted"):
+        delete(str(path), hidden_beside(path), True)
+    assert (path / "thesis.tex").read_text() == "mine"
+    assert (tmp_path / "moved" / "__0_0.distcp").read_bytes() == b"these"
+    assert sorted(os.listdir(tmp_path)) == ["a", "moved"]
+
+
+def test_what_has_taken_its_place_before_it_was_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other, real = checkpoint(tmp_path / "a", b"these"), tmp_path / "other", deleting.hold
+    other.mkdir()
+    (other / "thesis.tex").write_text("mine")
+
+    def hold(where: str) -> Hold:
+        path.rename(path.with_name("moved"))
+        other.rename(path)
+        return real(where)
+
+    monkeypatch.setattr(deleting, "hold", hold)
+    with pytest.raises(DeleteError, match=r"/a is a directory that holds other .*\(thesis.tex\); nothing was deleted"):
+        delete(str(path), hidden_beside(path), True)
+    assert (path / "thesis.tex").read_text() == "mine"
+
+
+def test_what_has_taken_its_place_and_can_not_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = checkpoint(tmp_path / "a", b"these"), tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("mine")
+    _swapping(path, other, monkeypatch, back=False)
+    hidden = hidden_beside(path)
+    with pytest.raises(DeleteError, match=r"can't be given its name back \(.*Read-only.*\): it is in .*aiockpt-"):
+        delete(str(path), hidden, True)
+    assert Path(hidden, "thesis.tex").read_text() == "mine"
+    shutil.rmtree(hidden)
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.ENOENT], ids=errno.errorcode.get)
+def test_a_rename_that_is_done_though_its_answer_is_an_error(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = checkpoint(tmp_path / "a"), deleting.rename_noreplace
+
+    def rename(source: str, target: str) -> None:
+        real(source, target)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(deleting, "rename_noreplace", rename)
+    delete(str(path), hidden_beside(path), True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_left_of_it_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(tmp_path / "a")
     hidden = hidden_beside(path)
-    real = shutil.rmtree
+    real, noted = shutil.rmtree, []
 
     def refuse(where: str, *args, **kwargs) -> None:
         os.unlink(os.path.join(where, ".metadata"))
@@ -221,7 +293,8 @@ def test_what_is_left_of_it_is_recognised(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
         with pytest.raises(DeleteError, match=f"/a is deleted, but its files can't be removed from {hidden}"):
-            delete(str(path), hidden, True)
+            delete(str(path), hidden, True, lambda *rest: noted.append(rest))
+    assert noted == [(hidden, publish.identity(hidden))]
     assert not path.exists()
     assert shutil.rmtree is real
     assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], False), "this process lives"

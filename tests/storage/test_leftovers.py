@@ -10,13 +10,16 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from aiockpt.errors import DeleteError, WriteError
-from aiockpt.storage import leftovers
+from aiockpt.storage import hidden as hidden_module
+from aiockpt.storage import leftovers, tickets
+from aiockpt.storage.hidden import make_hidden
 from aiockpt.storage.hold import hold, lock
 from aiockpt.storage.leftovers import Circumstances, clean, judge
 from aiockpt.storage.local import LocalStorage
@@ -127,9 +130,35 @@ def test_processes_that_were_started_here_have_names_of_their_own() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         there = process.communicate()[0].strip()
     owner = read_ticket(f".x.aiockpt-{there}-0123456789abcdef").owner
-    assert (owner.machine, owner.boot, owner.space) == (HERE.machine, HERE.boot, HERE.space)
+    assert (owner.boot, owner.space) == (HERE.boot, HERE.space)
     assert owner.pid == process.pid
     assert owner.start > HERE.start
+
+
+@pytest.mark.parametrize(
+    ("number", "space", "known"),
+    [
+        ("0123456789abcdef0123456789abcdef", tickets._FIRST_SPACE, True),
+        ("0123456789abcdef0123456789abcdef", "pid:[4026532201]", False),
+        ("", tickets._FIRST_SPACE, False),
+        ("uninitialized", tickets._FIRST_SPACE, False),
+        (None, tickets._FIRST_SPACE, False),
+    ],
+)
+def test_machines_that_can_be_told_from_others(
+    number: str | None, space: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may share number and host name with those on other machines."""
+
+    def contents(_path: str) -> str:
+        if number is None:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+        return number
+
+    monkeypatch.setattr(tickets, "_contents", contents)
+    monkeypatch.setattr(tickets.os, "readlink", lambda _path: space)
+    names = {tickets._hash(tickets._machine()) for _ in range(3)}
+    assert len(names) == (1 if known else 3)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +195,11 @@ OTHER_SPACE, OTHER_BOOT, OTHER_HOST = {"space": "a" * 8}, {"boot": "b" * 8}, {"m
         ({}, NOW, False, None, "dead"),
         ({}, NOW, True, None, "running"),
         ({}, 0.0, True, 10.0, "running"),
-        (OTHER_SPACE, NOW - 61, False, None, "dead"),
-        (OTHER_SPACE, NOW - 59, False, None, "fresh"),
-        (OTHER_SPACE, NOW - 59, False, 10.0, "fresh"),
-        (OTHER_SPACE, NOW + 1000, False, None, "fresh"),
-        (OTHER_SPACE | OTHER_HOST, NOW - 61, False, None, "dead"),
+        (OTHER_SPACE, 0.0, False, None, "unknown"),
+        (OTHER_SPACE, NOW - 9, False, 10.0, "unknown"),
+        (OTHER_SPACE, NOW - 11, False, 10.0, "old"),
+        (OTHER_SPACE, NOW + 1000, False, 10.0, "unknown"),
+        (OTHER_SPACE | OTHER_HOST, 0.0, False, None, "unknown"),
         (OTHER_SPACE | OTHER_BOOT, BOOTED - 1, False, None, "rebooted"),
         (OTHER_SPACE | OTHER_BOOT, BOOTED + 1, False, None, "unknown"),
         (OTHER_SPACE | OTHER_BOOT, BOOTED + 1, False, 99_000.0, "old"),
@@ -208,18 +237,20 @@ async def test_the_next_run_removes_what_the_dead_have_left(dead, living, worker
         leave(tmp_path / name_of(dead, 1)),
         leave(tmp_path / name_of(dead, 2, "-swept"), names=()),
         leave(tmp_path / name_of(replace(living, start=living.start - 1), 3)),  # its number was given again
-        leave(tmp_path / name_of(replace(HERE, space="a" * 8), 4), changed_s=ANCIENT),  # a container that is gone
         leave(tmp_path / name_of(replace(HERE, boot="b" * 8, space="a" * 8), 5), changed_s=ANCIENT),  # before a reboot
         leave(tmp_path / name_of(dead, 6), names=("model.safetensors", ".aiockpt.json")),
         leave(tmp_path / name_of(dead, 7), names=(".metadata", "mine.txt")),  # a checkpoint that was replaced
     ]
+    gone.append(leave(tmp_path / name_of(dead, 8), names=("__0_0.distcp", ".nfs0000000000c0ffee00000001")))
+    (leave(tmp_path / name_of(dead, 10), names=()) / "probe").mkdir()
+    gone.append(tmp_path / name_of(dead, 10))
     for word in (name_of(dead, 1, "-part-0"), name_of(dead, 9, "-part-12")):
         (tmp_path / word).write_text("word")
         gone.append(tmp_path / word)
     stay = [
         leave(tmp_path / name_of(living, 1)),
         leave(tmp_path / name_of(HERE, 2)),
-        leave(tmp_path / name_of(replace(HERE, space="a" * 8), 3)),  # a container that may be at it
+        leave(tmp_path / name_of(replace(HERE, space="a" * 8), 3), changed_s=ANCIENT),  # a container may be at it
         leave(tmp_path / name_of(replace(HERE, boot="b" * 8, space="a" * 8), 4)),  # maybe another machine
         leave(tmp_path / name_of(replace(HERE, machine="c" * 8, boot="b" * 8, space="a" * 8), 5), changed_s=ANCIENT),
         leave(tmp_path / ".c.aiockpt-12-0123456789ab", changed_s=ANCIENT),
@@ -246,16 +277,14 @@ async def test_nobody_looks_twice_unless_there_is_a_reason(dead, workers, tmp_pa
     await transaction.abort()
     await save(storage, tmp_path / "c", workers)
     assert not left.exists()
-    fresh = leave(tmp_path / name_of(replace(HERE, space="a" * 8)))
+    used = leave(tmp_path / name_of(dead))
+    held = hold(str(used))
     storage = LocalStorage()
     await save(storage, tmp_path / "d", workers)
-    assert fresh.exists()
-    os.utime(fresh / "__0_0.distcp", (ANCIENT, ANCIENT))
+    assert used.exists()
+    held.release()
     await save(storage, tmp_path / "e", workers)
-    assert fresh.exists(), "the directory itself was changed a moment ago"
-    os.utime(fresh, (ANCIENT, ANCIENT))
-    await save(storage, tmp_path / "f", workers)
-    assert not fresh.exists()
+    assert not used.exists()
 
 
 @pytest.mark.asyncio
@@ -408,8 +437,147 @@ def test_without_locks_only_time_is_a_proof(dead, tmp_path: Path, monkeypatch: p
     word.write_text("word")
     assert clean(str(tmp_path), fsync=True) == ([str(rebooted)], False)
     assert sorted(tmp_path.iterdir()) == [stays, word]
+    old = leave(tmp_path / name_of(dead, 3), changed_s=leftovers.time.time() - 5000)
+    assert clean(str(tmp_path), fsync=True, older_than_s=4000.0) == ([str(old)], False)
+    assert sorted(tmp_path.iterdir()) == [stays, word]
     shutil.rmtree(stays)
     word.unlink()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOLCK])
+def test_file_systems_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unsupported(fd: int, kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    caplog.set_level(logging.INFO, "aiockpt")
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    held = hold(str(tmp_path))
+    assert lock(held.fd, fcntl.LOCK_EX) == "unsupported"
+    held.release()
+    assert ("the file system gives no lock" in caplog.text) == (number == errno.ENOLCK)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINTR])
+def test_a_lock_that_fails_at_first(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, failures = fcntl.flock, iter([OSError(number, os.strerror(number))] * 3)
+
+    def flock(fd: int, kind: int) -> None:
+        for failure in failures:
+            raise failure
+        real(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    held = hold(str(tmp_path))
+    fd = os.open(tmp_path, os.O_RDONLY)
+    assert lock(fd, fcntl.LOCK_EX) == "refused"
+    os.close(fd)
+    held.release()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR])
+def test_a_lock_that_fails_is_none(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody may go on as if the file system had none, for others hold what they have there."""
+
+    def fail(fd: int, kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        hold(str(tmp_path))
+
+
+def between_making_and_locking(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Have something happen right before a directory is locked for the first time."""
+    real, actions = fcntl.flock, iter([action])
+
+    def flock(fd: int, kind: int) -> None:
+        if kind & fcntl.LOCK_SH:
+            for each in actions:
+                each()
+        real(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.asyncio
+async def test_what_a_writer_process_makes_for_a_dead_trainer_stays(
+    dead, workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has chosen the name, and whoever cleans up comes before the directory is locked."""
+    looks: list[tuple[list[str], list[str]]] = []
+    hidden = tmp_path / name_of(dead)
+    between_making_and_locking(
+        monkeypatch, lambda: looks.append((os.listdir(tmp_path), clean(str(tmp_path), fsync=True)[0]))
+    )
+    storage, path = LocalStorage(), str(tmp_path / "c")
+    transaction = await storage.begin(path, overwrite=False, workers=workers, ticket=hidden.name)
+    ((made, removed),) = looks
+    assert removed == []
+    assert [read_ticket(name).owner for name in made] == [HERE]
+    assert os.listdir(tmp_path) == [hidden.name]
+    assert clean(str(tmp_path), fsync=True) == ([], True)
+    with pytest.raises(WriteError, match="File exists"):
+        await storage.begin(path, overwrite=False, workers=workers, ticket=hidden.name)
+    assert os.listdir(tmp_path) == [hidden.name]
+    found = hidden.stat()
+    assert transaction.identity == (found.st_dev, found.st_ino)
+    await transaction.abort()
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_giving_the_name_is_answered_with_an_error(
+    done: bool, dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / name_of(dead))
+    real = hidden_module.rename_noreplace
+
+    def rename(source: str, target: str) -> None:
+        if done:
+            real(source, target)
+        raise InterruptedError(errno.EINTR, "Interrupted system call")
+
+    monkeypatch.setattr(hidden_module, "rename_noreplace", rename)
+    if done:
+        held = make_hidden(path)
+        assert os.listdir(tmp_path) == [os.path.basename(path)]
+        held.release()
+        os.rmdir(path)
+    else:
+        with pytest.raises(InterruptedError, match=r"Interrupted system call: '.*step 7"):
+            make_hidden(path)
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.asyncio
+async def test_a_name_that_somebody_takes_to_clean_up_is_given_up(
+    workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def take() -> None:
+        (made,) = tmp_path.iterdir()
+        taken.append(os.open(made, os.O_RDONLY))
+        assert lock(taken[0], fcntl.LOCK_EX) == "held"
+
+    between_making_and_locking(monkeypatch, take)
+    transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    assert os.listdir(tmp_path) == [transaction.ticket]
+    assert os.fstat(taken[0]).st_ino != transaction.identity[1]
+    os.close(taken[0])
+    await transaction.abort()
+
+
+def test_what_is_not_known_is_not_even_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner, in another container, may be about to."""
+    left = leave(tmp_path / name_of(replace(HERE, space="a" * 8)))
+    kinds: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", lambda _fd, kind: kinds.append(kind))
+    assert clean(str(tmp_path), fsync=True) == ([], False)
+    assert kinds == []
+    assert clean(str(tmp_path), fsync=True, older_than_s=-1.0) == ([str(left)], False)
+    assert kinds == [fcntl.LOCK_EX | fcntl.LOCK_NB]
 
 
 def test_two_that_clean_at_once(dead, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

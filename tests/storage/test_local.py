@@ -33,6 +33,10 @@ def data() -> Mapping:
     return memory
 
 
+def _path_of(fd: int) -> str:
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
 async def _write(
     storage: LocalStorage, path: Path, data: memoryview, nbytes: int, workers: Workers, step: int = 1 << 20
 ):
@@ -175,16 +179,16 @@ async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monk
 async def test_a_commit_that_can_not_be_made_durable_is_taken_back(
     workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, times = publish.sync_directory, 1
+    real, times = publish.sync_fd, 1
 
-    def fail(path: str) -> None:
+    def fail(fd: int) -> None:
         nonlocal times
-        if path == str(tmp_path) and times:
+        if _path_of(fd) == str(tmp_path) and times:
             times -= 1
             raise OSError(errno.EIO, "Input/output error")
-        real(path)
+        real(fd)
 
-    monkeypatch.setattr(publish, "sync_directory", fail)
+    monkeypatch.setattr(publish, "sync_fd", fail)
     with pytest.raises(CommitError, match="can't publish"):
         await _write(LocalStorage(), tmp_path / "c", data.view, 5000, workers)
     assert list(tmp_path.iterdir()) == []
@@ -223,6 +227,192 @@ async def test_renaming_without_the_system_call(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(FileExistsError):
         syscalls.rename_noreplace(str(tmp_path / "b"), str(tmp_path / "c"))
     assert (tmp_path / "b").is_dir()
+
+
+@pytest.fixture
+def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renames as on file systems that know no flags."""
+
+    def unsupported(*_args) -> None:
+        raise syscalls.UnsupportedError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(syscalls, "_call", unsupported)
+
+
+async def test_interrupted_renames_are_told_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second exchange would undo the first; reserving space twice does no harm."""
+    calls: list[str] = []
+
+    class Interrupted:
+        def __getattr__(self, name: str):
+            def function(*_args) -> int:
+                calls.append(name)
+                syscalls.ctypes.set_errno(errno.EINTR)
+                return -1 if len(calls) == 1 else 0
+
+            return function
+
+    monkeypatch.setattr(syscalls, "_libc", Interrupted)
+    for rename in (syscalls.rename_exchange, syscalls.rename_noreplace):
+        with pytest.raises(InterruptedError):
+            rename("a", "b")
+        assert calls == ["renameat2"]
+        calls.clear()
+    syscalls.allocate(0, 4096)
+    assert calls == ["fallocate", "fallocate"]
+
+
+@pytest.mark.parametrize("undone", [False, True])
+async def test_a_file_that_keeps_its_old_name_as_well(
+    undone: bool, workers, data, tmp_path: Path, old_kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is published all the same, unless that is not durable: then neither name is left."""
+    path, real_unlink, real_sync = tmp_path / "m.safetensors", os.unlink, publish.sync_fd
+    refusals = []
+
+    def unlink(name, *args, **kwargs) -> None:
+        if not refusals:
+            refusals.append(name)
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        real_unlink(name, *args, **kwargs)
+
+    def sync(fd: int) -> None:
+        if undone and path.exists():
+            raise OSError(errno.EIO, "Input/output error")
+        real_sync(fd)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    monkeypatch.setattr(publish, "sync_fd", sync)
+    if undone:
+        with pytest.raises(CommitError, match="Input/output error"):
+            await _write_single(LocalStorage(), path, data.view, workers, overwrite=False)
+        assert list(tmp_path.iterdir()) == []
+    else:
+        await _write_single(LocalStorage(), path, data.view, workers, overwrite=False)
+        assert path.read_bytes() == bytes(data.view[:5000])
+        assert list(tmp_path.iterdir()) == [path]
+    assert len(refusals) == 1
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK], ids=errno.errorcode.get)
+async def test_a_file_system_without_hard_links(
+    number: int, workers, data, tmp_path: Path, old_kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_args, **_kwargs) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    path = tmp_path / "m.safetensors"
+    await _write_single(LocalStorage(), path, data.view[256:], workers, overwrite=False)
+    assert path.read_bytes() == bytes(data.view[256:5256])
+    (tmp_path / "other").write_text("other")
+    with pytest.raises(FileExistsError):
+        syscalls.rename_noreplace(str(tmp_path / "other"), str(path))
+    assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "other"]
+
+
+async def test_without_a_free_descriptor_nothing_is_published(
+    workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent is opened before the name is given; so a save that can't sync it changes nothing."""
+    real, renamed = os.open, []
+
+    def full(path, flags, *args, **kwargs):
+        if path == str(tmp_path) and any(tmp_path.glob(".c.*/f")):
+            raise OSError(errno.EMFILE, "Too many open files", path)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", full)
+    monkeypatch.setattr(publish, "rename_noreplace", lambda *names: renamed.append(names))
+    with pytest.raises(CommitError, match="Too many open files"):
+        await _write(LocalStorage(retries=None), tmp_path / "c", data.view, 5000, workers)
+    assert renamed == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_what_was_replaced_and_can_not_be_removed_is_tried_again(
+    workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, storage = tmp_path / "c", LocalStorage()
+
+    async def save(word: str) -> None:
+        transaction = await storage.begin(str(path), overwrite=True, workers=workers)
+        sink = await transaction.create(".metadata", len(word))
+        await sink.write(memoryview(word.encode()))
+        await sink.finish()
+        await transaction.commit()
+
+    def busy(where: str, *_args, **_kwargs) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", where)
+
+    await save("first")
+    with monkeypatch.context() as patch:
+        patch.setattr(publish.shutil, "rmtree", busy)
+        await save("second")
+    (hidden,) = tmp_path.glob(".c.*")
+    assert (hidden / ".metadata").read_text() == "first"
+    await save("third")
+    assert (path / ".metadata").read_text() == "third"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["own work", "another checkpoint"])
+async def test_what_comes_to_the_path_at_the_last_moment_is_looked_at(
+    kind: str, workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other, real = tmp_path / "c", tmp_path / "other", publish.rename_exchange
+    for folder, name in ((path, ".metadata"), (other, "thesis.tex" if kind == "own work" else ".metadata")):
+        folder.mkdir()
+        (folder / name).write_text(folder.name)
+
+    def exchange(one: str, two: str) -> None:
+        if other.exists():
+            path.rename(tmp_path / "moved")
+            other.rename(path)
+        real(one, two)
+
+    monkeypatch.setattr(publish, "rename_exchange", exchange)
+    transaction = await LocalStorage().begin(str(path), overwrite=True, workers=workers)
+    if kind == "own work":
+        with pytest.raises(CheckpointExistsError, match="was replaced by somebody else during the save; it was left"):
+            await transaction.commit()
+        await transaction.abort()
+        assert (path / "thesis.tex").read_text() == "other"
+    else:
+        await transaction.commit()
+        assert list(path.iterdir()) == []
+        (hidden,) = tmp_path.glob(".c.*")  # it was not looked at before, so it is not removed
+        assert (hidden / ".metadata").read_text() == "other"
+        publish.remove(str(hidden))
+    assert (tmp_path / "moved" / ".metadata").read_text() == "c"
+    assert sorted(os.listdir(tmp_path)) == ["c", "moved"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="there is no sysfs")
+async def test_directories_that_nobody_has_made_are_not_synced(monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(publish, "sync_directory", synced.append)
+    publish.make_parents("/sys/checkpoint", True)  # a mount point
+    assert synced == []
+    publish.make_parents("/sys/kernel/checkpoint", True)
+    assert synced == ["/sys"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO])
+async def test_directories_that_can_not_be_synced(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If they were found, that is; those that were made must be durable, and an error of the disk always counts."""
+
+    def refuse(_fd: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(publish, "sync_fd", refuse)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match="Input/output"):
+            publish.make_parents(str(tmp_path / "c"), True)
+    else:
+        publish.make_parents(str(tmp_path / "c"), True)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        publish.make_parents(str(tmp_path / "new" / "c"), True)
 
 
 async def test_new_files_obey_the_umask(workers, data, tmp_path: Path) -> None:
@@ -295,16 +485,16 @@ async def test_a_file_that_can_not_be_made_durable_is_taken_back(
         path.mkdir()
         (path / ".metadata").write_text("old")
 
-    real, times = publish.sync_directory, 1
+    real, times = publish.sync_fd, 1
 
-    def fail(path: str) -> None:
+    def fail(fd: int) -> None:
         nonlocal times
-        if path == str(tmp_path) and times:
+        if _path_of(fd) == str(tmp_path) and times:
             times -= 1
             raise OSError(errno.EIO, "Input/output error")
-        real(path)
+        real(fd)
 
-    monkeypatch.setattr(publish, "sync_directory", fail)
+    monkeypatch.setattr(publish, "sync_fd", fail)
     with pytest.raises(CommitError, match=r"can't publish .*m\.safetensors: .*Input/output error"):
         await _write_single(LocalStorage(), path, data.view, workers, overwrite=True)
     if before == "nothing":
@@ -327,14 +517,14 @@ async def test_a_file_is_replaced_without_exchange(
     assert path.read_bytes() == bytes(data.view[:5000])
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
-    real = publish.sync_directory
+    real = publish.sync_fd
 
-    def fail(path: str) -> None:
-        if path == str(tmp_path):
+    def fail(fd: int) -> None:
+        if _path_of(fd) == str(tmp_path):
             raise OSError(errno.EIO, "Input/output error")
-        real(path)
+        real(fd)
 
-    monkeypatch.setattr(publish, "sync_directory", fail)
+    monkeypatch.setattr(publish, "sync_fd", fail)
     with pytest.raises(CommitError, match="was replaced but can't be made durable"):
         await _write_single(LocalStorage(), path, data.view[4096:], workers, overwrite=True)
     assert path.read_bytes() == bytes(data.view[4096 : 4096 + 5000])

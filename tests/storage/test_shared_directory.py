@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -17,7 +18,7 @@ import aiockpt
 from aiockpt.errors import CommitError, CorruptCheckpointError, UnsafeCheckpointError, WriteError
 from aiockpt.storage import hidden as hidden_module
 from aiockpt.storage import publish, tickets
-from aiockpt.storage.hidden import contents, make_hidden, write_word
+from aiockpt.storage.hidden import contents, make_hidden, sweep, write_word
 from aiockpt.storage.leftovers import clean
 from aiockpt.storage.local import LocalStorage
 from aiockpt.storage.local_source import open_source
@@ -127,15 +128,17 @@ async def test_what_was_replaced_is_removed_only_if_it_is_that(
     transaction = await LocalStorage().begin(str(path), overwrite=True, workers=workers)
     await _write(transaction, b"new")
     hidden = tmp_path / transaction.ticket
-    real = publish.rename_exchange
+    real = os.fsync
 
-    def exchange(one: str, other: str) -> None:
-        real(one, other)
-        hidden.rename(tmp_path / "old")
-        checkpoint(hidden, b"somebody's")
+    def sync(fd: int) -> None:
+        real(fd)
+        if (path / ".metadata").read_bytes() == b"new":
+            hidden.rename(tmp_path / "old")
+            checkpoint(hidden, b"somebody's")
 
-    monkeypatch.setattr(publish, "rename_exchange", exchange)
+    monkeypatch.setattr(publish.os, "fsync", sync)
     await transaction.commit()
+    assert (tmp_path / "old" / ".metadata").read_bytes() == b"old"
     assert (path / ".metadata").read_bytes() == b"new"
     assert (hidden / ".metadata").read_bytes() == b"somebody's"
     assert "what it replaced could not be removed" in caplog.text
@@ -309,6 +312,76 @@ def test_a_directory_of_another_user_in_place_of_the_new_one(tmp_path: Path, mon
     make_hidden(str(hidden)).release()
     assert list(hidden.iterdir()) == []
     hidden.rmdir()
+
+
+def test_a_probe_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the directory nor what it was held with stays; of open descriptors each test takes care."""
+    hidden = tmp_path / new_ticket("c")
+    real = os.mkdir
+    fds: list[int] = []
+
+    def mkdir(path: str, mode: int = 0o777, **where: int) -> None:
+        if path == "probe":
+            fds.append(where["dir_fd"])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, mode, **where)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    with pytest.raises(OSError, match="No space left") as caught:
+        make_hidden(str(hidden))
+    with pytest.raises(OSError, match="Bad file descriptor"):  # while the error is still there
+        os.fstat(fds[0])
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_what_has_come_to_the_name_of_an_unfinished_checkpoint_is_not_swept(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = tmp_path / new_ticket("c")
+    held = make_hidden(str(hidden))
+    held.release()
+    checkpoint(tmp_path / "theirs", b"theirs")
+    real = os.rename
+
+    def swap() -> None:
+        real(hidden, tmp_path / "mine")
+        real(tmp_path / "theirs", hidden)
+
+    def rename(source: str, target: str) -> None:
+        assert moment == "between", "it is not even touched"
+        swap()
+        real(source, target)
+
+    if moment == "before":
+        swap()
+    monkeypatch.setattr(hidden_module.os, "rename", rename)
+    sweep(str(hidden), held.identity)
+    assert (hidden / ".metadata").read_bytes() == b"theirs"
+    assert sorted(os.listdir(tmp_path)) == sorted([hidden.name, "mine"])
+    monkeypatch.setattr(hidden_module.os, "rename", real)
+    shutil.rmtree(hidden)
+    (tmp_path / "mine").rename(hidden)
+    sweep(str(hidden), held.identity)
+    sweep(str(hidden), held.identity)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.asyncio
+async def test_who_takes_part_sweeps_only_what_he_has_joined(workers, tmp_path: Path) -> None:
+    storage, path = LocalStorage(), str(tmp_path / "c")
+    begun = await storage.begin(path, overwrite=False, workers=workers)
+    joined = await storage.join(path, begun.ticket, workers=workers)
+    hidden = tmp_path / begun.ticket
+    hidden.rename(tmp_path / "mine")
+    checkpoint(hidden, b"theirs")
+    await joined.sweep()
+    assert (hidden / ".metadata").read_bytes() == b"theirs"
+    shutil.rmtree(hidden)
+    (tmp_path / "mine").rename(hidden)
+    await begun.abort()
 
 
 # --- hostile files in a checkpoint --------------------------------------------------------------------
