@@ -378,14 +378,14 @@ class Engine:
             except TimeoutError:
                 call.cancel()
                 late.append(call)
+        if self._world is not None:
+            self._world.coordinator.abandon()  # what still waits for other ranks has been cancelled
         grace = time.monotonic() + _CANCEL_GRACE_S / 3
         for call in late:
             try:
                 call.completion.ended(max(0.0, grace - time.monotonic()))
             except TimeoutError:  # a thread of it hangs in the file system; it is left behind
                 self._stuck = True
-        if self._world is not None:
-            self._world.coordinator.abandon()  # what still waits for other ranks has been cancelled
 
 
 def _tell_of_cancelled(jobs: list[SaveJob], timeout_s: float) -> None:
@@ -395,7 +395,7 @@ def _tell_of_cancelled(jobs: list[SaveJob], timeout_s: float) -> None:
         SaveCancelledError: there are any.
     """
     stuck = [job for job in jobs if not job.handle.written.done()]
-    ended = [job for job in jobs if isinstance(job.handle.written._error, SaveCancelledError)]
+    ended = [job for job in jobs if job.handle.written._error is not None]
     outcomes = ((stuck, "a thread hangs in the file system; it is left behind"), (ended, "nothing of it is left"))
     told = [
         f"the save of {', '.join(job.path for job in group)} was not done after drain_timeout = {timeout_s:g} s "
