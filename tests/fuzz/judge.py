@@ -39,14 +39,14 @@ class Judge:
         target.put(data)
         folder = target.path if target.path.is_dir() else target.path.parent
         before = _facts(folder)
-        cpu, before = time.process_time(), _peak_bytes(afresh=True)
+        cpu, peak = time.process_time(), _peak_bytes(afresh=True)
         with self._watch.over(folder):
             loaded = self.outcomes.get("load: done")
             found = [self._step(name, target.path) for name in ("load", "open", "verify")]
             if self.outcomes.get("load: done") != loaded:
                 found.append(self._step("map", target.path))
         cpu = time.process_time() - cpu
-        grown = _peak_bytes() - before
+        grown = _peak_bytes() - peak
         if cpu > MOST_S:
             found.append(f"it takes {cpu:.1f} s")
         if grown > MOST_BYTES + 32 * len(data):
