@@ -11,6 +11,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,8 @@ def cancel(options: Namespace, directory: Path) -> Part:
     """Call saves off, and leave them."""
     from benchmarks.crash_cancel import run_cancels  # needs what the tests need
 
-    counts = run_cancels(full=options.full, folder=directory, seconds=options.seconds)
+    with ThreadPoolExecutor(1) as thread:  # it has event loops of its own
+        counts = thread.submit(run_cancels, full=options.full, folder=directory, seconds=options.seconds).result()
     return _counted("cancel: saves called off, or left by who waits, at random moments", counts)
 
 
