@@ -22,6 +22,9 @@ Fate = Literal["open", "published", "gone"]
 Identity = tuple[int, int]
 
 
+_ONE_PROCESS = "this storage takes the files of one process only; save with process_group=None"
+
+
 class FileSink(ABC):
     """A file that is being written, from its beginning to its end."""
 
@@ -90,7 +93,7 @@ class Transaction(ABC):
     @property
     def ticket(self) -> str:
         """What other processes need to take part; see `Storage.join`."""
-        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(_ONE_PROCESS)
 
     async def sizes(self) -> Mapping[str, int]:
         """Give the size in bytes of each file that can be seen from here, whichever process wrote it.
@@ -98,7 +101,7 @@ class Transaction(ABC):
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(_ONE_PROCESS)
 
     @property
     def identity(self) -> Identity | None:
@@ -111,7 +114,7 @@ class Transaction(ABC):
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(_ONE_PROCESS)
 
     async def word(self, name: str) -> bytes | None:
         """Give a word that was left, as much of it as there is; None if there is none.
@@ -119,7 +122,7 @@ class Transaction(ABC):
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(_ONE_PROCESS)
 
     async def take_back(self, name: str) -> None:
         """Remove a word, if it is there.
@@ -127,7 +130,7 @@ class Transaction(ABC):
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(_ONE_PROCESS)
 
     async def leave(self) -> None:
         """Stop taking part in a transaction that was joined, which belongs to others from now on. Idempotent."""
@@ -138,7 +141,7 @@ class Transaction(ABC):
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(_ONE_PROCESS)
 
     async def discard(self, name: str) -> None:
         """Remove a file that another process has written, if it is there.
@@ -146,7 +149,7 @@ class Transaction(ABC):
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(_ONE_PROCESS)
 
     async def fate(self) -> Fate:
         """Tell what has become of a transaction that was joined.
@@ -154,7 +157,7 @@ class Transaction(ABC):
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError("this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(_ONE_PROCESS)
 
     async def sweep(self) -> None:
         """Remove what all processes have written: for those that joined, when who began it is gone.
@@ -281,7 +284,7 @@ class Storage(ABC):
         Raises:
             WriteError: what the other process has begun can't be seen from here.
         """
-        raise SaveError(f"{path}: this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(f"{path}: {_ONE_PROCESS}")
 
     async def adopt(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
@@ -295,7 +298,7 @@ class Storage(ABC):
             workers: for blocking work.
             identity: its `Transaction.identity`.
         """
-        raise SaveError(f"{path}: this storage takes the files of one process only; save with process_group=None")
+        raise SaveError(f"{path}: {_ONE_PROCESS}")
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Remove a checkpoint: at once from its name, then its files. Who has it open can go on reading.
