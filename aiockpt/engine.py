@@ -406,7 +406,7 @@ def _tell_of_cancelled(jobs: list[SaveJob], timeout_s: float) -> None:
     for job in stuck:  # who waits for it is not to wait for ever
         job.settle(None, SaveCancelledError(told[0]))
     if told:
-        raise SaveCancelledError("; ".join(told))
+        raise SaveCancelledError("; ".join(told)) from (ended[0].handle.written._error if ended else None)
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()
