@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
+from aiockpt.errors import AiockptError
 from aiockpt.handle import Completion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
+
+    from aiockpt.threads import Origin
 
 T = TypeVar("T")
 
@@ -21,28 +23,35 @@ class Call(Generic[T]):
 
     Attributes:
         completion: its end.
-        post: lets the engine's loop call a function.
+        post: lets the engine's loop call a function; never raises.
     """
 
-    def __init__(self, function: Callable[[], Coroutine[Any, Any, T]], what: str) -> None:
-        self.completion: Completion[T] = Completion(what)
-        self.post: Callable[[Callable[[], None]], object] = lambda _: None
+    def __init__(self, function: Callable[[], Coroutine[Any, Any, T]], what: str, origin: Origin) -> None:
+        self.completion: Completion[T] = Completion(what, origin, saves=False)
+        self.post: Callable[[Callable[[], object]], object] = lambda _: None
         self._function = function
         self._scope: anyio.CancelScope | None = None
         self._cancel_asked = False
 
     async def run(self) -> None:
         """Run it; never raises."""
-        with anyio.CancelScope() as self._scope:
-            if self._cancel_asked:
-                self._scope.cancel()
-            try:
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._cancel_asked:
+                    self._scope.cancel()
                 self.completion._settle(await self._function())
-            except anyio.get_cancelled_exc_class():
-                raise
-            except BaseException as exc:  # delivered to who waits
-                self.completion._settle(None, exc)
+        except asyncio.CancelledError as exc:  # not by its own scope: the engine ends
+            self.fail(exc)
+            raise
+        except BaseException as exc:  # delivered to who waits
+            self.completion._settle(None, exc)
         self.completion._settle(None, asyncio.CancelledError("cancelled"))
+
+    def fail(self, cause: BaseException) -> None:
+        """Tell who waits that it can't be run, or stopped, as the engine has failed in this; from any thread."""
+        error = AiockptError(f"{self.completion._what} failed with the engine: {cause!r}")
+        error.__cause__ = cause
+        self.completion._settle(None, error)
 
     async def wait(self, drop: Callable[[T], object] | None = None) -> T:
         """Wait for its result; who is cancelled stops it, and goes on when it has stopped.
@@ -102,8 +111,7 @@ class Call(Generic[T]):
 
     def cancel(self) -> None:
         """Ask it to stop. From any thread; does not block."""
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and the call over
-            self.post(self._cancel)
+        self.post(self._cancel)
 
     def _cancel(self) -> None:
         self._cancel_asked = True

@@ -1,7 +1,8 @@
 """What `save()` does before it returns: take hold of a state dict, in the caller's thread.
 
-Tensors are held by reference; objects that could change are pickled; small tensors are copied at once.
-For the others a version counter is noted, which tells later whether they changed while they were copied.
+Tensors are held by reference, and so are NumPy arrays, as tensors that share their memory; objects that could change
+are pickled; small tensors are copied at once. For the others a version counter is noted, which tells later whether
+they changed while they were copied. Arrays have none: some of their bytes are noted instead.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import torch
 
 from aiockpt.eager import copy_at_once
 from aiockpt.errors import SaveError
-from aiockpt.format.objects import encode_object, is_frozen
+from aiockpt.format.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
+from aiockpt.format.objects import encode_object, foreign_names, is_frozen
 from aiockpt.parts import PLAIN_TYPES, dense_form, is_coded, take_parts
+from aiockpt.planning.planner import CHECKED_AHEAD
 from aiockpt.planning.source import Capture, Structure
+from aiockpt.planning.specs import unstorable
 from aiockpt.planning.tree import FlatState, StructureError, flatten
 from aiockpt.sampling import Samples
-from aiockpt.sharded import is_distributed
+from aiockpt.sharded import any_distributed
 from aiockpt.staging.runtime import reading_behind, ready_event
+from aiockpt.stateful import check_optimizers, resolve
 from aiockpt.steps import follow_steps, watch_optimizers
 
 if TYPE_CHECKING:
@@ -30,35 +35,41 @@ if TYPE_CHECKING:
 
 
 def capture_state(
-    state_dict: Mapping[Any, Any],
+    state_dict: Any,
     memo: NameMemo | None = None,
     *,
-    together: bool = False,
+    ranks: int | None = None,
     once: bool = False,
     sampled: bool = False,
 ) -> Capture:
     """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     Args:
-        state_dict: what to capture.
+        state_dict: what to capture; live objects in it are asked for their state dicts.
         memo: names of earlier captures, see `aiockpt.planning.tree.flatten`.
-        together: whether other ranks save their parts of distributed tensors as well.
+        ranks: how many ranks save their parts of distributed tensors together; None: this process alone.
         once: leave out the parts of which another rank has the copy that counts.
         sampled: look at the bytes themselves as well, see `aiockpt.sampling.Samples`.
 
     Raises:
         SaveError: naming the key of what can't be saved.
     """
+    resolved = resolve(state_dict, SaveError)
     try:
-        flat = flatten(state_dict, memo=memo)
+        flat = flatten(resolved.tree, memo=memo)
     except StructureError as exc:
         raise SaveError(str(exc)) from None
+    if ranks is not None:
+        check_optimizers(resolved.objects, SaveError, flat.leaves, ranks)
     shards: dict[int, Shard] = {}
     wholes: dict[int, torch.Tensor] = {}
     kinds = {type(leaf): leaf for leaf in flat.leaves}
-    if any(is_distributed(leaf) or is_coded(leaf) for leaf in kinds.values()):
-        wholes = take_parts(flat, shards, together=together, once=once)
-    capture = _hold(flat, shards, sampled=sampled)
+    if any_distributed(flat.leaves) or any(map(is_coded, kinds.values())):
+        wholes = take_parts(flat, shards, together=ranks is not None, once=once)
+    try:
+        capture = _hold(flat, shards, sampled=sampled)
+    except (RecursionError, ValueError, NotImplementedError) as exc:
+        raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
     capture.wholes = [
         (leaf, whole, whole._version) for leaf, whole in wholes.items() if capture.versions[leaf] is not None
     ]
@@ -90,11 +101,13 @@ def _hold(
     leaves = flat.leaves
     values: dict[int, Any] = {}
     blobs: dict[int, bytes] = dict(pickled or {})
+    foreign: dict[int, tuple[str, dict[str, bool]]] = {}
     kinds = set(map(type, leaves))
+    arrays = set() if kinds.isdisjoint(ARRAY_TYPES) else _take_arrays(flat)
     if not kinds <= PLAIN_TYPES:
         for leaf, value in enumerate(leaves):
             if type(value) not in PLAIN_TYPES and leaf not in blobs:
-                _take_object(flat.names[leaf], leaf, value, values, blobs)
+                _take_object(flat.names[leaf], leaf, value, values, blobs, foreign)
                 leaves[leaf] = None
     tensors = leaves
     if torch.nn.Parameter in kinds:
@@ -102,25 +115,80 @@ def _hold(
         tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in leaves]
     objects = frozenset(values.keys() | blobs.keys())
     capture = Capture(
-        Structure(flat.names, flat.paths, objects, shards), flat.containers, tensors, [], values=values, blobs=blobs
+        Structure(flat.names, flat.paths, objects, shards),
+        flat.containers,
+        tensors,
+        [],
+        values=values,
+        blobs=blobs,
+        foreign=foreign,
     )
     devices = _check_devices(flat.names, tensors)
+    _check_forms(flat.names, tensors)
     capture.versions = _versions(tensors)
     copy_at_once(capture, devices)
-    samples = Samples(flat.names, capture.tensors, besides=capture.eager) if sampled else None
+    samples = None
+    if sampled:
+        samples = Samples(flat.names, capture.tensors, besides=capture.eager)
+    elif not arrays <= capture.eager.keys():  # NumPy counts no changes
+        seen = [tensor if leaf in arrays else None for leaf, tensor in enumerate(capture.tensors)]
+        samples = Samples(flat.names, seen, besides=capture.eager)
     capture.events = _ready_events(devices)
     capture.behind = reading_behind
     follow_steps(capture, samples)
     return capture
 
 
-def _take_object(name: str, leaf: int, value: Any, values: dict[int, Any], blobs: dict[int, bytes]) -> None:
+def _take_arrays(flat: FlatState) -> set[int]:
+    """Put tensors in the places of NumPy arrays, and record which; return their positions."""
+    arrays: set[int] = set()
+    known: dict[int, torch.Tensor | None] = {}  # an array at two places is copied, if at all, once
+    for leaf, value in enumerate(flat.leaves):
+        if type(value) not in ARRAY_TYPES:
+            continue
+        if id(value) not in known:
+            known[id(value)] = tensor_of(value)
+        tensor = known[id(value)]
+        if tensor is not None:
+            flat.leaves[leaf] = tensor
+            flat.containers.append({"path": list(flat.paths[leaf]), "type": ARRAY_RECORD, "at": leaf})
+            arrays.add(leaf)
+    return arrays
+
+
+def _culprit(flat: FlatState) -> str:
+    """Name the leaf that can't be taken hold of even alone."""
+    for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
+        try:
+            _hold(FlatState([name], [path], [leaf]), {}, sampled=False)
+        except Exception:  # which is what the caller tells
+            return name
+    return "the state dict"
+
+
+def _take_object(
+    name: str,
+    leaf: int,
+    value: Any,
+    values: dict[int, Any],
+    blobs: dict[int, bytes],
+    foreign: dict[int, tuple[str, dict[str, bool]]],
+) -> None:
     if is_frozen(value):
         values[leaf] = value
         return
-    if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        raise SaveError(_meta_message(name))
-    blobs[leaf] = encode_object(name, value)
+    if isinstance(value, torch.Tensor):
+        if torch.nn.parameter.is_lazy(value):
+            raise SaveError(f"{name} is not initialised: run a batch through its lazy module before it is saved")
+        if type(value).__module__.startswith("torch._subclasses"):
+            raise SaveError(f"{name} is a {type(value).__name__}, which has no values: save outside of tracing")
+        if value.device.type == "meta":
+            raise SaveError(_meta_message(name))
+    named: dict[Any, bool] = {}
+    blobs[leaf] = encode_object(name, value, named)
+    names = foreign_names(named)
+    if names:
+        foreign[leaf] = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."), names
 
 
 def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> set[torch.device]:
@@ -129,6 +197,33 @@ def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None])
         name = next(n for n, t in zip(names, tensors, strict=True) if t is not None and t.is_meta)
         raise SaveError(_meta_message(name))
     return devices
+
+
+def _check_forms(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Refuse tensors that have no memory of their own, or could be stored but not loaded; of very many the first."""
+    names, tensors = names[:CHECKED_AHEAD], tensors[:CHECKED_AHEAD]
+    forms = {
+        (tensor.dtype, tensor.dim(), tensor.is_nested, _is_traced(tensor)) for tensor in tensors if tensor is not None
+    }
+    if not any(nested or traced or unstorable(dtype, dims) for dtype, dims, nested, traced in forms):
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor is None:
+            continue
+        wrong = None if tensor.is_quantized else unstorable(tensor.dtype, tensor.dim())
+        if tensor.is_nested and tensor.layout is torch.strided:
+            wrong = "is a nested tensor of the strided layout; make it one of layout=torch.jagged"
+        if _is_traced(tensor):
+            wrong = "stands for a value within a function that torch transforms; save outside of it"
+        if wrong is not None:
+            raise SaveError(f"{name} {wrong}")
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has no memory, for it is a stand-in of ``torch.func`` or of a compiler."""
+    return torch._is_functional_tensor(tensor) or not (
+        torch._C._has_storage(tensor) or tensor.layout is not torch.strided
+    )
 
 
 def _meta_message(name: str) -> str:

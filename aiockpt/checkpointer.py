@@ -13,6 +13,7 @@ from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.planning.selection import check_patterns
 from aiockpt.reader import CheckpointReader
 from aiockpt.submission import Path, SaveOptions, StateDict
+from aiockpt.threads import check_asyncio
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,10 +32,14 @@ if TYPE_CHECKING:
     from aiockpt.verify_report import VerifyReport
 
 
+_INSTEAD = "use a SyncCheckpointer in a thread"
+
+
 class AsyncCheckpointer(CheckpointerBase):
     """Saves and loads checkpoints from asyncio programs, without ever blocking the loop.
 
-    Usable from any number of loops and threads::
+    Only asyncio can await it; in trio use a `SyncCheckpointer` in ``trio.to_thread.run_sync``. Usable from any number
+    of loops and threads::
 
         async with aiockpt.AsyncCheckpointer() as ckpt:
             save = ckpt.save({"model": model.state_dict()}, "runs/a/step-100")
@@ -44,6 +49,7 @@ class AsyncCheckpointer(CheckpointerBase):
     """
 
     async def __aenter__(self) -> Self:
+        check_asyncio("an AsyncCheckpointer", _INSTEAD)
         self._engine.start()
         return self
 
@@ -65,7 +71,7 @@ class AsyncCheckpointer(CheckpointerBase):
         *,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
-        format: SaveFormat = "dcp",
+        format: SaveFormat | None = None,
         shard_bytes: int | None = None,
         separation_hint: str | Sequence[str] | None = None,
         pre_commit: Hook | None = None,
@@ -84,18 +90,25 @@ class AsyncCheckpointer(CheckpointerBase):
         call `fence` before other updates in place, such as those of averaged weights (EMA), or loading into the
         tensors. Changes through ``tensor.data``, NumPy views, custom kernels that don't count, and replayed CUDA
         graphs can't be seen by counters at all: call `fence` before those as well, or ask for ``validate="hash"``.
+        Larger NumPy arrays, which have no counter, are always looked at as that does.
 
         Saves go one after the other, in the order of the calls.
 
         Args:
             state_dict: nested dicts, lists and tuples with str or int keys, of tensors of any dtype and strides
-                and of picklable objects. Mappings of other types come back as dicts.
-            path: a directory that doesn't exist yet; its parents are made. With ``format="safetensors"`` a path that
-                ends with ``.safetensors`` is one file.
-            overwrite: replace a checkpoint at this path, atomically.
+                and of picklable objects. NumPy arrays of numbers are stored as tensors. Mappings of other types come
+                back as dicts. What has ``state_dict`` and ``load_state_dict``, such as a module, an optimizer, a
+                scheduler or a data loader, is saved as its ``state_dict()``, which is called here, once for each
+                object; also the state itself may be one.
+            path: a directory that doesn't exist yet, or with the ending ``.safetensors`` a file; its parents are made.
+                ``~`` is the home directory. It must not be in the directory of another checkpoint.
+            overwrite: replace a checkpoint at this path, atomically: a directory, or a file of ``torch.save`` or
+                safetensors, or an empty directory. Of a link the link is replaced, not what it leads to. If the
+                directory holds anything that the checkpoint does not name, it is refused, and that is listed.
             metadata: JSON-able facts, kept as text in `.aiockpt.json`, and for safetensors in the header of each
                 file as well, where what is not text becomes JSON.
-            format: "dcp" for what ``torch.distributed.checkpoint`` reads. "safetensors" for what
+            format: None for "safetensors" if the path ends in ``.safetensors``, else for "dcp".
+                "dcp" for what ``torch.distributed.checkpoint`` reads. "safetensors" for what
                 ``safetensors`` and ``transformers`` read: plain tensors only, under dotted names and stored row by
                 row; a tied tensor is stored under its first name, and the header's metadata gives that name
                 for each other one. A directory gets ``model.safetensors``, or a set of files with
@@ -106,7 +119,9 @@ class AsyncCheckpointer(CheckpointerBase):
                 the hint, for example to delete or to move the optimizer's part alone. For the "dcp" format.
             pre_commit: a function or coroutine function that is called with the path when all bytes are durable and
                 nothing is published. If it fails, so does the save. Runs in a worker thread, a coroutine in an
-                event loop of its own there; of several ranks each runs its own.
+                event loop of its own there; of several ranks each runs its own. With this checkpointer it may load,
+                open, verify and delete; whatever would wait for the hook itself raises `SaveError` there: to save, to
+                wait for a save, and to close.
             post_commit: the same, called when the checkpoint is published, before `written` comes. If it fails, the
                 save has succeeded all the same: its result has ``post_commit_error``, and it is logged.
             storage: where to keep it; None for the file system.
@@ -127,10 +142,12 @@ class AsyncCheckpointer(CheckpointerBase):
             A handle with the futures ``staged`` and ``written``.
 
         Raises:
-            ValueError: the format or ``validate`` is not known, or ``shard_bytes`` or ``compress`` is of no use here.
-            SaveError: something can't be saved; the message names the key.
+            ValueError: the format or ``validate`` is not known, the format contradicts the path, or ``shard_bytes`` or
+                ``compress`` is of no use here.
+            SaveError: something can't be saved, or its ``state_dict()`` failed; the message names the key. Or it is
+                called by a hook of its own.
             CheckpointExistsError: the path is taken.
-            CheckpointerClosedError: the checkpointer is closed.
+            CheckpointerClosedError: the checkpointer is closed, or was made before a fork.
             AiockptError: the failure of an earlier save that nobody awaited.
         """
         options = SaveOptions(
@@ -156,6 +173,7 @@ class AsyncCheckpointer(CheckpointerBase):
         keys: str | Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
         strict: bool = True,
+        missing: list[str] | None = None,
         verify: bool = True,
         mmap: bool = False,
         safe_globals: Sequence[Any] = (),
@@ -165,19 +183,30 @@ class AsyncCheckpointer(CheckpointerBase):
         """Load a checkpoint: ours, one of ``torch.distributed.checkpoint``, of ``torch.save``, or of safetensors.
 
         When the waiting task is cancelled, the load stops, and the target is no longer touched once the
-        cancellation comes through.
+        cancellation comes through. No ``load_state_dict`` has been called then, or each has.
 
         Args:
             path: the checkpoint's directory, or a file of ``torch.save`` or safetensors.
-            state_dict: what to load into. Its tensors are filled in place, whatever their device and strides;
-                its objects are replaced. Keys that only the checkpoint has are left out. None: give everything,
-                as a new state dict with the containers and key types that were saved. Tensors that were tied
-                share memory again; parameters come back as plain tensors.
-            map_location: where new tensors go, as in ``torch.load``; None: host memory.
+            state_dict: what to load into. Its tensors and NumPy arrays are filled in place, whatever their device and
+                strides, and whether an array or a tensor was saved there;
+                its objects are replaced. Keys that only the checkpoint has are left out, but an empty container or
+                None takes all that is stored there, in new containers of the types that were saved. What has
+                ``state_dict`` and ``load_state_dict`` is given all that is stored under its key: the tensors of its
+                ``state_dict()`` are filled in place where they fit, and ``load_state_dict`` is called, in the order
+                of the state and inner objects first, by the caller's thread, or task, when everything is read.
+                None: give everything, as a new state dict with the containers and key types that were saved.
+                Tensors that were tied share memory again; parameters come back as plain tensors.
+            map_location: where new tensors go, as in ``torch.load``; None: host memory, also beside targets on an
+                accelerator (the ``load_state_dict`` of optimizers moves them to their parameters). NumPy arrays are
+                always made in host memory, except that "meta" gives a tensor without memory.
             keys: load these alone: names, names of containers (all that is in them), and glob patterns such as
                 ``"model.*.weight"``, whose ``*`` matches dots as well. Positions of lists that are left out are None.
             dtype: cast floating-point tensors to this dtype, as ``nn.Module.to`` does.
-            strict: refuse to load when the checkpoint lacks a key of ``state_dict`` or of ``keys``.
+            strict: refuse to load when the checkpoint lacks a key of ``state_dict`` or of ``keys``. False: leave
+                those as they are, and warn once, with a `MissingKeysWarning` that has them as ``keys``. It is passed
+                on to modules. Objects other than modules judge themselves what they can do without, as long as
+                something is stored for them.
+            missing: a list, to which the keys are added that ``strict=False`` let be missing.
             verify: check the CRC of everything that is read, where it carries one.
             mmap: give tensors that are backed by the files: nothing is read before it is used, so no CRC is
                 checked. Writing to one changes a private copy of the page, never the file. The files must stay
@@ -197,6 +226,8 @@ class AsyncCheckpointer(CheckpointerBase):
             CorruptCheckpointError: it is unfinished, truncated or changed; the message names key and file.
                 Tensors of a target may have been filled by then: the error's ``placed`` and ``partly_placed``
                 name them. All that can be known without reading the tensors is looked at before.
+            LoadError: a ``state_dict()`` failed, and nothing was changed; or a ``load_state_dict`` did: the message
+                names the objects that had been given their states before it.
             MissingKeysError: keys of ``state_dict`` are not in it; nothing was changed.
             ShapeMismatchError: a shape or dtype differs; nothing was changed.
             UnsafeCheckpointError: an object needs something that was not allowed; nothing was changed.
@@ -206,11 +237,13 @@ class AsyncCheckpointer(CheckpointerBase):
             keys=check_patterns(keys),
             dtype=dtype,
             strict=strict,
+            missing=missing,
             verify=verify,
             mmap=mmap,
             safe_globals=safe_globals,
             trust=trust,
         )
+        check_asyncio("load()", _INSTEAD)
         return await self._load(path, state_dict, options, storage).wait()
 
     def open(
@@ -239,7 +272,7 @@ class AsyncCheckpointer(CheckpointerBase):
         storage, where = self._located(path, storage)
         options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, transforms=self._transforms)
         check_options(options, into=False)
-        return CheckpointReader(self._engine, storage, where, options)
+        return CheckpointReader(self._engine, storage, where, options, self)
 
     async def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
         """Check all of a checkpoint: files, sizes, framing, CRCs, and what its metadata says of them.
@@ -258,6 +291,7 @@ class AsyncCheckpointer(CheckpointerBase):
             CheckpointNotFoundError: nothing is there.
             LoadError: it can't be read at all.
         """
+        check_asyncio("verify()", _INSTEAD)
         return await self._verify(path, storage).wait()
 
     async def delete(self, path: Path, *, storage: Storage | None = None) -> None:
@@ -268,19 +302,22 @@ class AsyncCheckpointer(CheckpointerBase):
         Does not stop when the waiting task is cancelled.
 
         Args:
-            path: a checkpoint's directory, or a safetensors file. Anything else is refused, links as well.
+            path: a checkpoint's directory, a file of safetensors or ``torch.save``, or a link, of which the link alone
+                is removed. Anything else is refused, and so is a directory that holds anything that the checkpoint
+                does not name.
             storage: see `load`.
 
         Raises:
             CheckpointNotFoundError: nothing is there.
             DeleteError: it is no checkpoint, is being saved by this checkpointer, or can't be removed.
         """
+        check_asyncio("delete()", _INSTEAD)
         await self._delete(path, storage).wait()
 
     async def clean(
         self, directory: Path, *, older_than_s: float | None = None, storage: Storage | None = None
     ) -> list[str]:
-        """Remove the hidden directories (``.NAME.aiockpt-*``) that killed processes have left, without saving.
+        """Remove the hidden directories (``.aiockpt-*``) that killed processes have left, without saving.
 
         Every first save into a directory does so as well, as far as it is proven that nobody needs them any more: their
         process ran on this machine and is gone, and no other, such as its writer process, holds them.
@@ -298,6 +335,7 @@ class AsyncCheckpointer(CheckpointerBase):
             ValueError: the age is negative.
             DeleteError: the directory can't be read.
         """
+        check_asyncio("clean()", _INSTEAD)
         return await self._clean(directory, older_than_s, storage).wait()
 
     async def ready(self) -> None:
@@ -313,6 +351,7 @@ class AsyncCheckpointer(CheckpointerBase):
         Args:
             state_dict: a state of the size to come; only its tensors' sizes matter.
         """
+        check_asyncio("prewarm()", _INSTEAD)
         await self._prewarm(state_dict)
 
     async def window(self) -> None:
@@ -332,6 +371,7 @@ class AsyncCheckpointer(CheckpointerBase):
             AiockptError: the failure of an earlier save that nobody awaited.
             SaveCancelledError: a save took longer than ``drain_timeout`` and was cancelled.
         """
+        check_asyncio("aclose()", "use a SyncCheckpointer, and close() in a thread")
         closed = self._engine.close()
         await closed.settled()
         self._engine.join()
@@ -360,10 +400,12 @@ class _LoneReader(CheckpointReader):
 
     def __init__(self, checkpointer: AsyncCheckpointer, path: Path, options: LoadOptions) -> None:
         storage, where = checkpointer._located(path, None)
-        super().__init__(checkpointer._engine, storage, where, options)
+        super().__init__(checkpointer._engine, storage, where, options, checkpointer)
+        checkpointer._warns_as(f"reader of {where}")
         self._checkpointer = checkpointer
 
     async def __aenter__(self) -> Self:
+        check_asyncio(f"a reader of {self.path}", _INSTEAD)
         try:
             return await super().__aenter__()
         except BaseException:

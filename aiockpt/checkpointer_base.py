@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+import weakref
+from collections import deque
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,15 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiockpt.capture import ready_events
 from aiockpt.coordination.choose import check_group, choose_coordinator, is_distributed
 from aiockpt.engine import Engine
-from aiockpt.errors import DeleteError
+from aiockpt.errors import DeleteError, LoadError, SaveError
 from aiockpt.guard import StepGuard, fence_all
+from aiockpt.handover import Loading
+from aiockpt.line import KEPT
 from aiockpt.load import load_checkpoint
 from aiockpt.load_options import LoadOptions, check_options
-from aiockpt.load_together import Gathering, load_together
+from aiockpt.load_together import Gathering, conclude, load_together
 from aiockpt.options import EngineOptions, OnBusy, OnFailure, ProcessWriter, check_writer
 from aiockpt.planning.planner import stored_bytes
 from aiockpt.sampling import check_validation
 from aiockpt.staging.pacing import check_window
+from aiockpt.stateful import check_optimizers, resolve
 from aiockpt.storage.local import LocalStorage
 from aiockpt.storage.retries import DEFAULT_RETRIES
 from aiockpt.submission import Path, SaveOptions, StateDict, Submitter, named
@@ -35,9 +41,10 @@ if TYPE_CHECKING:
     from aiockpt.coordination.base import Coordinator
     from aiockpt.coordination.choose import ProcessGroupLike
     from aiockpt.handle import Completion, SaveHandle
+    from aiockpt.handover import Filled
     from aiockpt.item_reader import LoadTools
     from aiockpt.job import SaveJob
-    from aiockpt.line import Statistics
+    from aiockpt.line import Failures, Statistics
     from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.sampling import Validation
     from aiockpt.staging.pacing import StagingWindow
@@ -51,6 +58,8 @@ Planning = Literal["central", "decentralized"]
 
 class CheckpointerBase:
     """A checkpointer without a way to wait."""
+
+    _unclosed: weakref.finalize[Any, Any] | None = None
 
     def __init__(
         self,
@@ -157,8 +166,10 @@ class CheckpointerBase:
         self._group = process_group
         self._was_distributed = is_distributed()
         self._coordination_timeout = coordination_timeout
-        self._engine = Engine(options)
+        self._failures: Failures = deque(maxlen=KEPT)
+        self._engine = Engine(options, self._failures)
         self._turn = asyncio.Lock()
+        self._handing_over: set[int] = set()
         self._submitter = Submitter(
             self._engine,
             LocalStorage(direct_io=direct_io, fsync=fsync, retries=retries),
@@ -167,6 +178,14 @@ class CheckpointerBase:
             validate=check_validation(validate),
             decentralized=self._decentralized,
         )
+        self._warns_as(f"{type(self).__name__}")
+
+    def _warns_as(self, what: str) -> None:
+        """Have the engine end when the last reference to this goes, with a warning that names it so."""
+        if self._unclosed is not None:
+            self._unclosed.detach()
+        self._unclosed = weakref.finalize(self, self._engine.let_go, what)
+        self._unclosed.atexit = False  # saves in flight are finished then, and nothing is to be said
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._engine!r}>"
@@ -179,7 +198,10 @@ class CheckpointerBase:
         )
 
     def _submit(self, state_dict: StateDict, path: Path, options: SaveOptions) -> SaveHandle:
-        return self._submitter.submit(state_dict, path, options, together=self._coordinator() is not None)
+        coordinator = self._coordinator()
+        return self._submitter.submit(
+            state_dict, path, options, ranks=None if coordinator is None else coordinator.world_size
+        )
 
     @property
     def _forgiving(self) -> bool:
@@ -215,17 +237,22 @@ class CheckpointerBase:
         """
         return self._submitter.submit_items(items, directory, planner, files=files, separation_hint=separation_hint)
 
-    def _load(
-        self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None
-    ) -> Call[Any]:
+    def _load(self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None) -> Loading:
         coordinator = None if state_dict is None else self._coordinator()
         if coordinator is None:
-            return self._engine.call(self._loading(path, state_dict, options, storage), f"load {os.fspath(path)}")
+            alone = self._loading(path, state_dict, options, storage, together=False)
+            call = self._engine.call(alone, f"load {os.fspath(path)}")
+            return Loading(call, options.missing, lambda _: None, self._handing_over)
+        if threading.get_ident() in self._handing_over:
+            raise LoadError(
+                f"{path} can't be loaded within a load_state_dict() that this checkpointer calls: with other ranks it "
+                "does one load after the other. Load it before or after, or with another checkpointer"
+            )
         gathering = Gathering(coordinator, named(path))
         refusal: BaseException | None = None
-        load: Callable[..., Coroutine[Any, Any, Any]] | None = None
+        load: Callable[..., Coroutine[Any, Any, Filled]] | None = None
         try:
-            load = self._loading(path, state_dict, options, storage)
+            load = self._loading(path, state_dict, options, storage, together=True)
         except BaseException as exc:  # the others have called as well: they are to fail, not to wait
             refusal = exc
         call = self._engine.call(
@@ -234,19 +261,34 @@ class CheckpointerBase:
         )
         if refusal is not None:
             raise refusal
-        return call
+        return Loading(call, options.missing, partial(self._conclude, gathering), self._handing_over)
+
+    def _conclude(self, gathering: Gathering, error: BaseException | None) -> Call[None] | None:
+        """Tell the other ranks how live objects have taken their states, where there are any."""
+        if not gathering.is_handing_over:
+            return None
+        return self._engine.call(lambda _: conclude(gathering, self._turn, error), gathering.what)
 
     def _loading(
-        self, path: Path, state_dict: StateDict | None, options: LoadOptions, storage: Storage | None
-    ) -> Callable[..., Coroutine[Any, Any, Any]]:
-        """Check what can be checked at the call; give what does the rest."""
+        self,
+        path: Path,
+        state_dict: StateDict | None,
+        options: LoadOptions,
+        storage: Storage | None,
+        *,
+        together: bool,
+    ) -> Callable[..., Coroutine[Any, Any, Filled]]:
+        """Check what can be checked at the call; give what does the engine's part."""
         check_options(options, into=state_dict is not None)
         options = replace(options, transforms=self._transforms)
         storage, where = self._located(path, storage)
-        ready = {} if state_dict is None else ready_events(state_dict)
+        target = None if state_dict is None else resolve(state_dict, LoadError)
+        if target is not None and together:
+            check_optimizers(target.objects, LoadError)
+        ready = {} if target is None else ready_events(target.tree)
 
-        def load(tools: LoadTools, gathering: Gathering | None = None) -> Coroutine[Any, Any, Any]:
-            return load_checkpoint(storage, where, state_dict, options, tools, ready, gathering)
+        def load(tools: LoadTools, gathering: Gathering | None = None) -> Coroutine[Any, Any, Filled]:
+            return load_checkpoint(storage, where, state_dict, target, options, tools, ready, gathering)
 
         return load
 
@@ -333,5 +375,5 @@ class CheckpointerBase:
         return self._engine.statistics()
 
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
-        nbytes, devices = stored_bytes(state_dict)
+        nbytes, devices = stored_bytes(resolve(state_dict, SaveError).tree)
         return self._engine.prewarm(nbytes, devices)

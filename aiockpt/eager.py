@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiockpt.errors import SaveError
-from aiockpt.planning.source import freed_message
+from aiockpt.extent import freed_message, is_freed
+from aiockpt.planning.planner import CHECKED_AHEAD
 from aiockpt.staging.pool import Mapping as MappedMemory
 from aiockpt.staging.pool import copy_small
 
@@ -25,18 +26,27 @@ EAGER_BYTES = 16 << 20
 
 
 def copy_at_once(capture: Capture, devices: set[torch.device]) -> None:
-    """Copy the small tensors, up to a total: those that a forward pass may change, above all."""
+    """Copy the small tensors, up to a total: those that a forward pass may change, above all.
+
+    Raises:
+        SaveError: a tensor reaches out of its storage. Of very many tensors those that are not copied here are looked
+            at when they are staged.
+    """
     chosen: dict[torch.device, dict[int, int]] = {device: {} for device in devices}
     (only,) = devices if len(devices) == 1 else (None,)
     versions = capture.versions
     total = 0
     for leaf, tensor in enumerate(capture.tensors):
-        if tensor is None or tensor.layout is not torch.strided:
+        if total > EAGER_BYTES and leaf >= CHECKED_AHEAD:
+            break
+        if tensor is None:
+            continue
+        if is_freed(tensor):
+            raise SaveError(freed_message(capture.structure.names[leaf]))
+        if total > EAGER_BYTES or tensor.layout is not torch.strided or tensor.is_quantized:
             continue
         nbytes = tensor.nbytes
-        if tensor.is_contiguous() and tensor.untyped_storage().nbytes() < nbytes:
-            raise SaveError(freed_message(capture.structure.names[leaf]))
-        if not 0 < nbytes <= EAGER_TENSOR_BYTES or tensor.is_quantized:
+        if not 0 < nbytes <= EAGER_TENSOR_BYTES:
             continue
         if tensor.is_contiguous():
             chosen[only or tensor.device][leaf] = nbytes
@@ -51,8 +61,6 @@ def copy_at_once(capture: Capture, devices: set[torch.device]) -> None:
                 continue  # it is copied with the large ones
         versions[leaf] = None
         total += nbytes
-        if total > EAGER_BYTES:
-            break
     for device, sizes in chosen.items():
         if sizes:
             try:

@@ -16,7 +16,7 @@ from aiockpt.staging.memory import TensorMemory
 from aiockpt.staging.placing import AcceleratorPlacer
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.staging.shared import SharedMemory
-from aiockpt.threads import Workers
+from aiockpt.threads import Duty, Origin, Workers
 from aiockpt.writer.host import WriterHost
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class EngineTools:
         options: how large, and how many.
         world: gives the other ranks, where there are any.
         unwanted: tells that staging memory is not to be made ahead just now.
+        origin: the engine.
+        shared: the memory that a writer process is to share; see `shared_memory`.
 
     Attributes:
         io_workers: the threads that write.
@@ -53,25 +55,30 @@ class EngineTools:
     """
 
     def __init__(
-        self, options: EngineOptions, world: Callable[[], WorldTools | None], unwanted: Callable[[], bool]
+        self,
+        options: EngineOptions,
+        world: Callable[[], WorldTools | None],
+        unwanted: Callable[[], bool],
+        *,
+        origin: Origin,
+        shared: SharedMemory | None = None,
     ) -> None:
         self._options = options
         count = options.writing_threads
-        self.copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy")
-        self.io_workers = Workers(count, "aiockpt-io")
-        self._seal_workers = Workers(min(count, max(2, cores())), "aiockpt-seal", nice=_NICE)
+        saving, loading = Duty(origin, "saves", "a thread that saves"), Duty(origin, "loads", "a thread that loads")
+        self.copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy", duty=saving)
+        self.io_workers = Workers(count, "aiockpt-io", duty=saving)
+        self._seal_workers = Workers(min(count, max(2, cores())), "aiockpt-seal", nice=_NICE, duty=saving)
         # Twice as many as write, for each also checks and places what it has read, while the disk waits.
-        self._load_workers = Workers(2 * count, "aiockpt-load")
+        self._load_workers = Workers(2 * count, "aiockpt-load", duty=loading)
         self.stagers: dict[torch.device, Stager] = {}
         self.placers: dict[torch.device, AcceleratorPlacer] = {}
         is_bounded = options.staging_bytes is not None
-        capacity = 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)
-        self._shared: SharedMemory | None = None
+        capacity = _chunks(options)
+        self._shared = shared
         self.writer: WriterHost | None = None
-        if options.writer is not None:
-            most = capacity * options.chunk if is_bounded else available_memory_bytes() // 2
-            self._shared = SharedMemory(max(1, most // options.chunk) * options.chunk)
-            self.writer = WriterHost(options.writer, options.chunk, count, self._shared)
+        if options.writer is not None and shared is not None:
+            self.writer = WriterHost(options.writer, options.chunk, count, shared)
         self.pool = ChunkPool(options.chunk, capacity, self._shared)
         self.growth = PoolGrowth(self.pool, self.copy_workers, files=count, bounded=is_bounded, unwanted=unwanted)
         self.saves = SaveTools(
@@ -120,3 +127,22 @@ class EngineTools:
                 stack.callback(stager.close)
             for placer in self.placers.values():
                 stack.callback(placer.close)
+
+
+def shared_memory(options: EngineOptions) -> SharedMemory | None:
+    """Make the staging memory that a writer process is to share; None where threads write.
+
+    Raises:
+        OSError: there is no descriptor for it.
+        AiockptError: there is no such memory.
+    """
+    if options.writer is None:
+        return None
+    is_bounded = options.staging_bytes is not None
+    most = _chunks(options) * options.chunk if is_bounded else available_memory_bytes() // 2
+    return SharedMemory(max(1, most // options.chunk) * options.chunk)
+
+
+def _chunks(options: EngineOptions) -> int:
+    """Return how many chunks there may be at first."""
+    return 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)

@@ -23,6 +23,8 @@
     ├── CheckpointerClosedError        the checkpointer was used after it was closed
     └── CoordinationError              ranks could not agree
 
+    MissingKeysWarning                 (UserWarning) ``strict=False`` has let a load go on without some keys
+
 A message says what happened, where (path, key, file, offset) and what to do about it; the underlying
 exception is chained as ``__cause__``.
 """
@@ -105,6 +107,38 @@ class MissingKeysError(LoadError, KeyError):
     def __str__(self) -> str:
         # KeyError shows the repr of its argument, which would hide the sentence.
         return shown(str(self.args[0]))
+
+
+class MissingKeysWarning(UserWarning):
+    """A load with ``strict=False`` went on without keys that were asked for.
+
+    Attributes:
+        keys: the keys that the checkpoint lacks, in the order of the target.
+        unexpected: the keys of the checkpoint that modules did not know.
+    """
+
+    def __init__(self, message: str, keys: tuple[str, ...] = (), unexpected: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.keys = keys
+        self.unexpected = unexpected
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
+
+
+class SafeGlobalsWarning(UserWarning):
+    """A save holds objects that only a load with ``safe_globals`` or ``trust`` will read.
+
+    Attributes:
+        names: the full names of the classes and functions that ``safe_globals`` has to list.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names = names
+
+    def __str__(self) -> str:
+        return shown(super().__str__())
 
 
 class ShapeMismatchError(LoadError):

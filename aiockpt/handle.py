@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
@@ -14,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, Self, TypeVar
 
 from aiockpt.errors import SaveSkippedError
+from aiockpt.threads import Origin, check_asyncio
+
+logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
 
@@ -29,10 +33,20 @@ class Completion(Awaitable[T], Generic[T]):
 
         await save.staged
         save.written.result(timeout=60)
+
+    It can't be waited for in a forked process, which lacks the threads that bring it about, nor in these themselves:
+    in hooks, above all. Waiting there raises an error at once, if the moment has not come.
+
+    Args:
+        what: names it in messages.
+        origin: the engine that brings it about; None: anybody may wait anywhere.
+        saves: it comes when saves have ended.
     """
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, origin: Origin | None = None, *, saves: bool = True) -> None:
         self._what = what
+        self._origin = origin
+        self._saves = saves
         self._condition = threading.Condition()
         self._done = False
         self._value: T | None = None
@@ -42,6 +56,7 @@ class Completion(Awaitable[T], Generic[T]):
         self.observed = False
         self._on_block: Callable[[], object] | None = None
         self._on_await: Callable[[], object] | None = None
+        self._on_observed: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else f"failed: {self._error!r}" if self._error else "done"
@@ -66,6 +81,8 @@ class Completion(Awaitable[T], Generic[T]):
 
         Raises:
             TimeoutError: it has not come in time. The work goes on.
+            CheckpointerClosedError: it belongs to another process, from which this one was forked.
+            SaveError: this is a hook of the same checkpointer, which can't wait for it.
         """
         self._block(timeout)
         return self._deliver()
@@ -73,7 +90,8 @@ class Completion(Awaitable[T], Generic[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Block until the moment comes; give its error, or None."""
         self._block(timeout)
-        self.observed = self.observed or self._error is not None
+        if self._error is not None:
+            self._observe()
         return self._error
 
     def ended(self, timeout: float | None) -> None:
@@ -86,8 +104,15 @@ class Completion(Awaitable[T], Generic[T]):
             if not self._condition.wait_for(lambda: self._done, timeout):
                 raise TimeoutError(f"{self._what} has not come within {timeout} s")
 
+    def _check(self) -> None:
+        if self._origin is not None:
+            self._origin.check(self._what, saves=self._saves)
+
     def _block(self, timeout: float | None) -> None:
-        if self._on_block is not None and not self._done:
+        if self._done:
+            return
+        self._check()
+        if self._on_block is not None:
             self._on_block()
         with self._condition:
             self._waiting += 1
@@ -103,8 +128,10 @@ class Completion(Awaitable[T], Generic[T]):
 
     async def settled(self) -> None:
         """Wait until the moment has come, without its value or error."""
+        check_asyncio(self._what)
         if self._done:
             return
+        self._check()
         if self._on_await is not None:
             self._on_await()
         loop = asyncio.get_running_loop()
@@ -133,9 +160,14 @@ class Completion(Awaitable[T], Generic[T]):
 
     def _deliver(self) -> T:
         if self._error is not None:
-            self.observed = True
+            self._observe()
             raise self._error
         return self._value  # type: ignore[return-value]
+
+    def _observe(self) -> None:
+        self.observed = True
+        if self._on_observed is not None:
+            self._on_observed()
 
     def _settle(self, value: T | None, error: BaseException | None = None) -> bool:
         """Let the moment come; False when it had come before."""
@@ -146,7 +178,10 @@ class Completion(Awaitable[T], Generic[T]):
             wakers, self._wakers = self._wakers, []
             self._condition.notify_all()
         for wake in wakers:
-            wake()
+            try:
+                wake()
+            except Exception:  # of a loop of the caller's; those who wait in others are told all the same
+                logger.exception("a loop in which %s is waited for can't be told that it has come", self._what)
         return True
 
 
@@ -237,15 +272,16 @@ class SaveHandle(Awaitable[SaveResult]):
     the two.
     """
 
-    def __init__(self, path: str, control: Control, started: float) -> None:
+    def __init__(self, path: str, control: Control, started: float, origin: Origin | None = None) -> None:
         self.path = path
-        self.staged: Completion[None] = Completion(f"staged {path}")
-        self.written: Completion[SaveResult] = Completion(f"written {path}")
+        self.staged: Completion[None] = Completion(f"`staged` of {path}", origin)
+        self.written: Completion[SaveResult] = Completion(f"`written` of {path}", origin)
+        self._origin = origin
         self._control = control
         self._started = started
         self._events: list[ProgressEvent] = []
         self._last: ProgressEvent | None = None
-        self._news = Completion[None]("progress")
+        self._news = self._next_news()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -319,6 +355,9 @@ class SaveHandle(Awaitable[SaveResult]):
     async def progress(self) -> AsyncIterator[ProgressEvent]:
         """Iterate over the events of this save, from the first, until it is over. Never raises its error."""
         seen = 0
+        check_asyncio(f"the progress of {self.path}")
+        if self._origin is not None:
+            self._origin.check_process()
         while True:
             with self._lock:
                 news = self._news
@@ -335,8 +374,11 @@ class SaveHandle(Awaitable[SaveResult]):
         with self._lock:
             self._events.append(event)
             self._last = event
-            news, self._news = self._news, Completion[None]("progress")
+            news, self._news = self._news, self._next_news()
         news._settle(None)
+
+    def _next_news(self) -> Completion[None]:
+        return Completion(f"progress of {self.path}", self._origin)
 
     def _wake(self) -> None:
         """Wake who iterates over the events: there will be no more."""

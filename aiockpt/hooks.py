@@ -8,21 +8,29 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiockpt.errors import SaveError
+from aiockpt.threads import Duty, Origin
 
 Hook = Callable[[str], "Awaitable[object] | object"]
 """A function or coroutine function, called with the path of the checkpoint."""
 
 
-def run_hook(hook: Hook, path: str, what: str) -> None:
+def run_hook(hook: Hook, path: str, what: str, origin: Origin) -> None:
     """Call a hook; await what it gives, in an event loop of its own. Blocks.
+
+    Args:
+        hook: is called.
+        path: the checkpoint.
+        what: what the hook is for.
+        origin: the engine, whose saves can't be waited for meanwhile.
 
     Raises:
         SaveError: it has failed; the cause is chained.
     """
     try:
-        value = hook(path)
-        if inspect.isawaitable(value):
-            asyncio.run(_awaited(value))
+        with Duty(origin, "saves", f"the {what} hook of {path}"):
+            value = hook(path)
+            if inspect.isawaitable(value):
+                asyncio.run(_awaited(value))
     except BaseException as exc:  # this is a worker thread: nothing of it is meant for the loop
         raise SaveError(f"the {what} hook of {path} failed: {type(exc).__name__}: {exc}") from exc
 

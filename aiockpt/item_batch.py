@@ -12,6 +12,7 @@ from aiockpt.planning.planner import is_dense
 from aiockpt.reads import TensorRead, seen_as
 from aiockpt.staging.placing import Placement
 from aiockpt.staging.pool import copy_small
+from aiockpt.targets import check_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,6 +86,8 @@ class ItemBatch:
                 start += item.payload_offset
                 if verify and item.crc is not None:
                     check(read, item, crc32(buffer[start : start + item.nbytes]))
+                if read.fills and read.target is not None:
+                    check_memory(read.name, read.target)
                 found.append((read, item, start))
             at += span.end - span.begin
         # Nothing is placed before all of it is known to be good.

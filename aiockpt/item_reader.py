@@ -14,7 +14,7 @@ import torch
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.format.objects import decode_object
+from aiockpt.format.objects import ScalarDecoder, decode_object
 from aiockpt.format.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.ziparchive import FramingError
 from aiockpt.item_batch import ItemBatch, batches
@@ -22,6 +22,7 @@ from aiockpt.planning.layout import align_up
 from aiockpt.shown import show_plainly, shown
 from aiockpt.staging.placing import place
 from aiockpt.staging.pool import Mapping as MappedMemory
+from aiockpt.targets import check_memory
 from aiockpt.tensor_stream import TensorStream, memory_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ PART_BYTES = 16 << 20
 """The most that one thread reads at a time, straight into place."""
 BUFFER_BYTES = 8 << 20
 """The most that one thread reads into its buffer at a time."""
+_RUN_BYTES = 1 << 20
+"""The most that is read at a time of objects that are neighbours in a file."""
+_RUN_GAP_BYTES = 4096
 _PAGE_BYTES = 4096
 _SETTLED_AT_ONCE = 16
 _CPU = torch.device("cpu")
@@ -106,11 +110,13 @@ class ItemReader:
         self._options = options
         self._tools = tools
         self._parser = ItemParser()
+        self._scalars = ScalarDecoder()
         self._local = threading.local()
 
     async def read_objects(self, objects: Sequence[ObjectRead]) -> None:
         """Read and unpickle objects."""
-        await self._each([functools.partial(self._hop, self._decode, read) for read in objects])
+        runs = _runs(objects)
+        await self._each([functools.partial(self._hop, self._decode_run, run) for run in runs])
 
     async def prepare(self, reads: Sequence[TensorRead]) -> None:
         """Read the framing of those items that are not read as a whole, so that what is wrong there shows early."""
@@ -241,6 +247,7 @@ class ItemReader:
         return batch.read_into(self._source, buffer, address, self._parse_small, self._check_crc, verify=verify)
 
     def _read_direct(self, stream: TensorStream, number: int, _buffer: memoryview, _address: int) -> list[Placement]:
+        _check_target(stream.read)
         stream.read.begun = True
         stream.read_direct(self._source, number, verify=self._options.verify)
         return []
@@ -249,6 +256,7 @@ class ItemReader:
         placements = stream.read_buffered(self._source, number, buffer, verify=self._options.verify)
         if stream.parts == 1 and not stream.crc_matches(verify=self._options.verify):
             raise self._damaged(stream.read)  # before anything of it is placed
+        _check_target(stream.read)
         stream.read.begun = True
         return placements
 
@@ -258,10 +266,23 @@ class ItemReader:
             raise self._damaged(read)
         read.pending -= 1
 
-    def _decode(self, read: ObjectRead) -> None:
+    def _decode_run(self, run: Sequence[ObjectRead]) -> None:
+        """Read objects that are neighbours in a file at once."""
+        for read in run:
+            read.place = self._source.settled(read.place)
+        begin, end = run[0].place.offset, max(read.place.offset + read.place.length for read in run)
+        data = memoryview(self._bytes(run[0].place, 0, end - begin))
+        for read in run:
+            start = read.place.offset - begin
+            blob = data[start : start + read.place.length]
+            scalar = self._scalars.decode(blob)
+            if scalar is None:
+                self._decode(read, bytes(blob))
+            else:
+                (read.value,) = scalar
+
+    def _decode(self, read: ObjectRead, blob: bytes) -> None:
         options = self._options
-        read.place = self._source.settled(read.place)
-        blob = self._bytes(read.place, 0, read.place.length)
         try:
             read.value = decode_object(
                 read.name,
@@ -269,6 +290,7 @@ class ItemReader:
                 safe_globals=options.safe_globals,
                 trust=options.trust,
                 map_location=options.map_location,
+                member_of=read.member_of,
             )
         except LoadError as exc:
             raise type(exc)(f"{self._path}/{read.place.file}: {exc}") from exc
@@ -333,6 +355,28 @@ class ItemReader:
         if read.selections is None:
             return read.chunk.place.length >= LARGE_BYTES
         return not read.fills or read.chunk.place.length >= SMALL_BYTES
+
+
+def _check_target(read: TensorRead) -> None:
+    """Check that the memory of the caller's tensor is still there; it was when the load was planned."""
+    if read.fills and read.target is not None:
+        check_memory(read.name, read.target)
+
+
+def _runs(objects: Sequence[ObjectRead]) -> list[list[ObjectRead]]:
+    """Group objects that lie close together in a file; each large one is on its own."""
+    runs: list[list[ObjectRead]] = []
+    file, begin, end = "", 0, 0
+    for read in sorted(objects, key=lambda read: (read.place.file, read.place.offset)):
+        place = read.place
+        stop = place.offset + place.length
+        if runs and place.file == file and place.offset <= end + _RUN_GAP_BYTES and stop - begin <= _RUN_BYTES:
+            runs[-1].append(read)
+            end = max(end, stop)
+        else:
+            runs.append([read])
+            file, begin, end = place.file, place.offset, stop
+    return runs
 
 
 def _batch_done(batch: ItemBatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.staging.base import Stager
     from aiockpt.storage.base import Storage
+    from aiockpt.threads import Origin
     from aiockpt.transforms.base import Transform
     from aiockpt.transforms.zstd import Zstd
 
@@ -48,8 +48,19 @@ _OPERATOR_S = 0.02
 """How long an operator in place may go on after the copies were made, to be seen all the same."""
 
 
+def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
+    """Return the format to save in: the one that was asked for, or else the one that the path's ending means.
+
+    Raises:
+        ValueError: they contradict each other.
+    """
+    if name == "dcp" and path.endswith(SUFFIX):
+        raise ValueError(f"{path} ends in {SUFFIX}, which contradicts format='dcp'; rename it, or leave out format")
+    return name or ("safetensors" if path.endswith(SUFFIX) else "dcp")
+
+
 def choose_form(
-    name: SaveFormat,
+    name: SaveFormat | None,
     path: str,
     metadata: Mapping[str, JsonValue],
     *,
@@ -103,7 +114,8 @@ class SaveJob:
     failure from ``staged``, nor from fences. ``fallback`` is where it goes if it can't be written to ``path``, which
     then becomes that; ``asked`` stays the path that it was to go to, and ``spoilt`` says why it didn't.
     ``quarantine`` sets the memory apart that its threads hold. ``on_end`` is told how it ends, before all others are;
-    it sees to ``ended``.
+    it sees to ``ended``. ``origin`` is the engine that makes it; ``post`` lets its loop call a function, and never
+    raises.
     """
 
     path: str
@@ -112,6 +124,7 @@ class SaveJob:
     metadata: dict[str, JsonValue]
     capture: Capture
     started: float
+    origin: Origin
     form: SaveForm | None = None
     pre_commit: Hook | None = None
     post_commit: Hook | None = None
@@ -122,8 +135,8 @@ class SaveJob:
     transforms: Sequence[Transform] = ()
     captured_s: float = 0.0
     handle: SaveHandle = field(init=False)
-    post: Callable[[Callable[[], None]], object] = lambda _: None
-    cancelled: Completion[bool] = field(default_factory=lambda: Completion[bool]("cancelled"))
+    post: Callable[[Callable[[], object]], object] = lambda _: None
+    cancelled: Completion[bool] = field(init=False)
     issued: threading.Event = field(default_factory=threading.Event)
     awaited: threading.Event = field(default_factory=threading.Event)
     planned: anyio.Event = field(init=False)
@@ -150,22 +163,39 @@ class SaveJob:
 
     def __post_init__(self) -> None:
         self.asked = self.path
-        self.handle = handle = SaveHandle(self.path, self, self.started)
+        self.handle = handle = SaveHandle(self.path, self, self.started, self.origin)
+        self.cancelled = Completion(f"the end of cancelling {self.path}", self.origin)
         # Who awaits `written` may go on with other things meanwhile; who blocks can't.
         handle.staged._on_await = handle.staged._on_block = handle.written._on_block = self.hurry
 
     @classmethod
-    def of_refusal(cls, path: str, storage: Storage, error: BaseException, started: float) -> Self:
+    def of_refusal(cls, path: str, storage: Storage, error: BaseException, started: float, origin: Origin) -> Self:
         """Make a job that does nothing but to tell the other ranks why this one does not save."""
         nothing = Capture(Structure([], [], frozenset()), [], [], [])
-        return cls(path, storage, overwrite=False, metadata={}, capture=nothing, started=started, refused=error)
+        return cls(
+            path,
+            storage,
+            overwrite=False,
+            metadata={},
+            capture=nothing,
+            started=started,
+            origin=origin,
+            refused=error,
+        )
 
     @classmethod
     def of_failure(
-        cls, path: str, storage: Storage, error: BaseException, started: float, *, forgiving: bool = False
+        cls,
+        path: str,
+        storage: Storage,
+        error: BaseException,
+        started: float,
+        origin: Origin,
+        *,
+        forgiving: bool = False,
     ) -> Self:
         """Make a job that is over before it has begun."""
-        job = cls.of_refusal(path, storage, error, started)
+        job = cls.of_refusal(path, storage, error, started, origin)
         job.forgiving = forgiving
         job.settle(None, error)
         return job
@@ -190,10 +220,10 @@ class SaveJob:
 
     def cancel(self) -> Completion[bool]:
         """See `SaveHandle.cancel`."""
+        if not self.cancelled.done():
+            self.origin.check_process()
         self.cancel_asked = True
-        # The engine may be gone, and then the save is over and has said how it ended.
-        with contextlib.suppress(RuntimeError):
-            self.post(lambda: self.scope.cancel())
+        self.post(lambda: self.scope.cancel())
         return self.cancelled
 
     def hurry(self) -> None:
@@ -228,6 +258,8 @@ class SaveJob:
             TimeoutError: they were not enqueued in time.
         """
         timeout = check_timeout(timeout)
+        if not self.handle.staged.done():
+            self.origin.check(f"fence() of {self.path}")
         self.hurry()
         while not self.fenced:
             if not self.issued.wait(timeout):
@@ -266,24 +298,32 @@ class SaveJob:
                 return
             self.verdict = error
         self._settle_staged(error)
-        with contextlib.suppress(RuntimeError):  # see `cancel`
-            self.post(lambda: self.scope.cancel())
+        self.post(lambda: self.scope.cancel())
 
     def check_verdict(self) -> None:
         """Raise what it is to fail with, if anything."""
         if self.verdict is not None:
             raise self.verdict
 
+    def fail(self, cause: BaseException) -> None:
+        """End it with an error, as the engine has failed in it; what still runs of it publishes nothing."""
+        error = SaveError(f"the save of {self.path} failed with the engine: {cause!r}")
+        error.__cause__ = cause
+        self.verdict = self.verdict or error
+        self.settle(None, error)
+
     def settle(self, result: SaveResult | None, error: BaseException | None) -> None:
         """Tell who waits how it has ended, if they have not been told yet."""
-        self.on_end(self, error)
-        if error is not None:
-            self._settle_staged(error)
-        self.capture.release()
-        self.issued.set()
-        self.handle.written._settle(result, error)
-        self.handle._wake()
-        self.cancelled._settle(isinstance(error, SaveCancelledError))
+        try:
+            self.on_end(self, error)  # which logs, by handlers of the caller's
+            if error is not None:
+                self._settle_staged(error)
+            self.capture.release()
+        finally:
+            self.issued.set()
+            self.handle.written._settle(result, error)
+            self.handle._wake()
+            self.cancelled._settle(isinstance(error, SaveCancelledError))
 
     def let_pass(self) -> None:
         """Let later saves, and what else waits for this one, go on. On the engine's loop."""

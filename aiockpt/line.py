@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import CheckpointerBusyError, SaveCancelledError, SaveSkippedError
@@ -16,12 +18,15 @@ if TYPE_CHECKING:
 
     from aiockpt.job import SaveJob
     from aiockpt.options import OnBusy, OnFailure
+    from aiockpt.threads import Origin
 
-_KEPT = 100
+KEPT = 100
+"""How many paths and errors are kept for `Statistics`."""
 
 logger = logging.getLogger("aiockpt")
 
 Outcome = Literal["written", "skipped", "failed", "cancelled"]
+Failures = deque[tuple[str, BaseException]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +86,16 @@ class SaveLine:
         on_busy: what becomes of a save that comes while others are in flight.
         most: how many saves may be in flight before that counts as busy.
         on_failure: whether failures that nobody awaits are raised, or logged alone.
+        origin: the engine.
+        failures: gets path and error of each that fails, as long as somebody else has it; see `_see`.
 
     Attributes:
         lock: guards all of it; whoever holds it may call any method.
     """
 
-    def __init__(self, on_busy: OnBusy, most: int, on_failure: OnFailure) -> None:
+    def __init__(self, on_busy: OnBusy, most: int, on_failure: OnFailure, origin: Origin, failures: Failures) -> None:
+        self._origin = origin
+        self._failures = weakref.ref(failures)
         self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
         self._on_busy = on_busy
@@ -97,8 +106,7 @@ class SaveLine:
         self._unseen: list[SaveJob] = []
         self._waiting: list[Completion[None]] = []
         self._counts: Counter[Outcome] = Counter()
-        self._skipped: deque[str] = deque(maxlen=_KEPT)
-        self._failures: deque[tuple[str, BaseException]] = deque(maxlen=_KEPT)
+        self._skipped: deque[str] = deque(maxlen=KEPT)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -161,7 +169,8 @@ class SaveLine:
 
     def ready(self) -> Completion[None]:
         """Give the moment when a save would find the checkpointer not busy."""
-        completion = Completion[None]("ready")
+        self._origin.check_process()
+        completion = Completion[None]("ready()", self._origin)
         with self.lock:
             if self._busy:
                 self._waiting.append(completion)
@@ -178,6 +187,12 @@ class SaveLine:
             self._jobs.append(job)
             if job.refused is None:
                 self._unseen.append(job)
+                # An error that was raised leads to the frames that it went through, which may have the checkpointer.
+                job.handle.staged._on_observed = job.handle.written._on_observed = partial(self._see, job)
+
+    def _see(self, job: SaveJob) -> None:
+        with self.lock:
+            self._unseen = [other for other in self._unseen if other is not job]
 
     def record(self, job: SaveJob, error: BaseException | None) -> None:
         """Take note of how a save ends, right before those who wait for it are told."""
@@ -216,18 +231,20 @@ class SaveLine:
             self._skipped.append(job.asked)
             logger.info("%s", error)
         elif outcome == "failed" and error is not None:
-            self._failures.append((job.asked, error))
+            failures = self._failures()
+            if failures is not None:
+                failures.append((job.asked, error))
             if self._on_failure == "warn":
                 logger.error("a checkpoint was not written, training goes on: %s", error, exc_info=error)
 
-    def fail_all(self) -> list[SaveJob]:
-        """Take all out, and wake who waits: the engine has died."""
+    def fail_all(self, error: BaseException) -> list[SaveJob]:
+        """Take all out, and tell who waits until it is ready: the engine has failed."""
         with self.lock:
             jobs, self._jobs, self._abandoned = self._jobs + self._abandoned, [], []
             self._idle.notify_all()
             ready, self._waiting = self._waiting, []
         for completion in ready:
-            completion._settle(None)
+            completion._settle(None, error)
         return jobs
 
     def ends_within(self, timeout_s: float, *, abandoned: bool = False) -> bool:
@@ -253,6 +270,16 @@ class SaveLine:
                     error.add_note(f"(this is the failure of the earlier save to {job.path}, which nobody awaited)")
                     raise error
 
+    def log_unseen(self) -> None:
+        """Log the errors of saves that nobody has been told of, and that nobody is left to be told of."""
+        while True:
+            try:
+                self.raise_unseen()
+            except Exception:
+                logger.exception("a save has failed, and nobody has the checkpointer any more")
+            else:
+                return
+
     def statistics(self, staging_bytes: int, quarantined_bytes: int) -> Statistics:
         """Sum up."""
         with self.lock:
@@ -264,7 +291,7 @@ class SaveLine:
                 failed=self._counts["failed"],
                 cancelled=self._counts["cancelled"],
                 skipped_paths=tuple(self._skipped),
-                failures=tuple(self._failures),
+                failures=tuple(self._failures() or ()),
                 staging_bytes=staging_bytes,
                 quarantined_bytes=quarantined_bytes,
             )

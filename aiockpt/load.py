@@ -8,8 +8,9 @@ import anyio
 
 from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import MissingKeysError
+from aiockpt.handover import Filled
 from aiockpt.index_reader import read_index
-from aiockpt.planning.selection import matching
+from aiockpt.planning.selection import hint, matching
 from aiockpt.target_load import TargetLoad
 from aiockpt.whole_load import WholeLoad
 
@@ -22,24 +23,27 @@ if TYPE_CHECKING:
     from aiockpt.item_reader import LoadTools
     from aiockpt.load_options import LoadOptions
     from aiockpt.load_together import Gathering
+    from aiockpt.stateful import ResolvedState
     from aiockpt.storage.base import Storage
 
 
 async def load_checkpoint(
     storage: Storage,
     path: str,
-    state_dict: Mapping[Any, Any] | None,
+    state_dict: Any,
+    target: ResolvedState | None,
     options: LoadOptions,
     tools: LoadTools,
     ready: Mapping[torch.device, torch.Event],
     gathering: Gathering | None = None,
-) -> Any:
-    """Load a checkpoint; see `aiockpt.AsyncCheckpointer.load`.
+) -> Filled:
+    """Load a checkpoint, but for what is left to the caller's thread; see `aiockpt.AsyncCheckpointer.load`.
 
     Args:
         storage: where it is kept.
         path: where it is there.
-        state_dict: what to load into.
+        state_dict: what to load into, as the caller has it.
+        target: the same without live objects; None to load everything.
         options: how.
         tools: what the engine lends.
         ready: for each accelerator, the moment in the caller's stream from which on targets may be filled.
@@ -52,14 +56,17 @@ async def load_checkpoint(
         )
         for device, event in ready.items():
             await tools.placer_for(device).begin(event)
-        if state_dict is None:
-            return await WholeLoad(source, path, index, options, tools).run(chosen(path, index, options))
+        if target is None:
+            wanted, unmatched = chosen(path, index, options)
+            return Filled(
+                path, await WholeLoad(source, path, index, options, tools).run(wanted), missing=unmatched, strict=False
+            )
         load = TargetLoad(source, path, index, options, tools)
         # Everything that can be wrong is looked at before the first byte is placed.
-        await load.prepare(state_dict)
+        await load.prepare(target, state_dict)
         if gathering is not None and await gathering.agree(reads=await tools.workers.run(load.number)):
             source.share()
-        filled = await load.fill(state_dict)
+        filled = await load.fill(target, state_dict)
         if gathering is not None:
             gathering.filled = load.names
         return filled
@@ -68,19 +75,19 @@ async def load_checkpoint(
             await tools.workers.run(source.close)
 
 
-def chosen(path: str, index: Index, options: LoadOptions) -> Mapping[str, Entry]:
-    """Give the entries that the options ask for.
+def chosen(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:
+    """Return the entries that the options ask for, and the keys and patterns that mean nothing.
 
     Raises:
         MissingKeysError: a key or pattern means nothing in this checkpoint.
     """
     if options.keys is None:
-        return index.entries
+        return index.entries, ()
     names, unmatched = matching(index.entries.keys(), options.keys)
     if unmatched and options.strict:
         raise MissingKeysError(
             f"{path} holds nothing that is meant by {', '.join(map(repr, unmatched[:10]))}; see what it holds with "
-            "open(path), or pass strict=False",
+            f"open(path), or pass strict=False.{hint(unmatched, index.entries, names)}",
             unmatched,
         )
-    return {name: index.entries[name] for name in index.entries if name in names}
+    return {name: index.entries[name] for name in index.entries if name in names}, unmatched

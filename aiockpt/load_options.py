@@ -24,6 +24,7 @@ class LoadOptions:
     keys: Sequence[str] | None = None
     dtype: torch.dtype | None = None
     strict: bool = True
+    missing: list[str] | None = None
     verify: bool = True
     mmap: bool = False
     safe_globals: Sequence[Any] = ()
@@ -42,6 +43,10 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
         TypeError: one is of the wrong kind.
         ValueError: two contradict each other.
     """
+    if options.missing is not None and not isinstance(options.missing, list):
+        raise TypeError(
+            f"missing must be a list, to which the keys are added that were not there, not {options.missing!r}"
+        )
     dtype, where = options.dtype, options.map_location
     if isinstance(options.safe_globals, str) or not isinstance(options.safe_globals, Iterable):
         raise TypeError(f"safe_globals must be a list of classes and functions, not {options.safe_globals!r}")

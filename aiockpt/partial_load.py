@@ -16,7 +16,7 @@ from aiockpt.index_reader import read_index
 from aiockpt.item_reader import ItemReader
 from aiockpt.load_options import target_device
 from aiockpt.planning.ranges import Selection, select
-from aiockpt.planning.selection import check_patterns, matching
+from aiockpt.planning.selection import check_patterns, hint, matching
 from aiockpt.reads import TensorRead, reads_of, say_what_was_placed
 from aiockpt.sharded import is_distributed
 from aiockpt.steps import count_change
@@ -100,7 +100,10 @@ class OpenCheckpoint:
         for pattern in patterns:
             names, unmatched = matching(self.index.entries.keys(), [pattern])
             if unmatched:
-                raise MissingKeysError(f"{self.path} holds nothing that is meant by {pattern!r}", unmatched)
+                raise MissingKeysError(
+                    f"{self.path} holds nothing that is meant by {pattern!r}.{hint(unmatched, self.index.entries)}",
+                    unmatched,
+                )
             found |= dict.fromkeys(names if len(names) < 2 else [n for n in self.index.entries if n in names])
         return list(found)
 
@@ -115,7 +118,9 @@ class OpenCheckpoint:
         """
         entry = self.index.entries.get(name)
         if entry is None:
-            raise KeyError(f"{self.path} has no {name!r}; keys() gives all that it has")
+            raise KeyError(
+                f"{self.path} has no {name!r}; keys() gives all that it has.{hint([str(name)], self.index.entries)}"
+            )
         if out is not None and not isinstance(out, torch.Tensor):
             raise TypeError(f"out must be a tensor to fill, not a {type(out).__name__}")
         if not isinstance(entry, TensorEntry):

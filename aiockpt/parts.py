@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aiockpt.errors import SaveError
+from aiockpt.planning.coverage import overlapping
+from aiockpt.planning.source import Shard
 from aiockpt.sharded import (
     LocalPart,
     ShardingError,
@@ -19,7 +22,6 @@ from aiockpt.sharded import (
 )
 
 if TYPE_CHECKING:
-    from aiockpt.planning.source import Shard
     from aiockpt.planning.tree import FlatState
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -32,7 +34,7 @@ def take_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool, onc
     Args:
         flat: the leaves.
         shards: is given where the parts belong that are not the whole of their tensors.
-        together: see `aiockpt.capture.capture_state`.
+        together: whether other ranks save their parts as well.
         once: see `aiockpt.capture.capture_state`.
 
     Returns:
@@ -77,15 +79,28 @@ def _taken(part: LocalPart, leaf: int, shards: dict[int, Shard]) -> torch.Tensor
 
 def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:
     try:
-        parts = local_parts(name, value)
+        parts, shape = local_parts(name, value), whole_shape(value)
     except ShardingError as exc:
         raise SaveError(str(exc)) from None
-    if not together and [tuple(part.tensor.shape) for part in parts] != [whole_shape(value)]:
+    parts = [part._replace(tensor=dense_form(name, part.tensor)) for part in parts]
+    for part in parts:
+        if type(part.tensor) not in PLAIN_TYPES:
+            raise SaveError(
+                f"{name} is a {type(value).__name__} whose part here is a {type(part.tensor).__name__}, which can't be "
+                "saved as a part of a tensor; put a plain tensor in its place"
+            )
+    if together or [tuple(part.tensor.shape) for part in parts] == [shape]:
+        return parts
+    boxes = [(part.shard.offsets, tuple(part.tensor.shape)) for part in parts]
+    if shape is None or sum(part.tensor.numel() for part in parts) != math.prod(shape) or overlapping(boxes):
         raise SaveError(
             f"{name} is a {type(value).__name__}, of which this process has a part only, and it saves alone: make the "
             "checkpointer with the process group of all ranks that have the others, or gather it with full_tensor()"
         )
-    return parts
+    whole = parts[0].tensor.new_empty(shape)
+    for part, (offsets, sizes) in zip(parts, boxes, strict=True):
+        whole[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))] = part.tensor
+    return [LocalPart(whole, Shard(shape, (0,) * len(shape)))]
 
 
 def is_coded(value: Any) -> bool:

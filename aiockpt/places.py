@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from aiockpt.errors import SaveError
-from aiockpt.planning.source import freed_message
+from aiockpt.extent import freed_message, is_freed, reach_bytes, strided_parts
 from aiockpt.staging.base import RAW_DTYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LINE_BYTES = 64
 """What is seen at one place: memory comes in such lines, so that fewer bytes would take as long."""
@@ -60,23 +57,13 @@ class Place(NamedTuple):
         return self.seen if self.picks is None else torch.take(self.seen, self.picks)
 
 
-def strided_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Give the strided tensors that hold the values of one of any layout; none of what is held otherwise."""
-    layout = tensor.layout
-    if layout is torch.strided:
-        if not tensor.is_quantized:
-            return (tensor,) if tensor.numel() else ()
+def seen_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors in which a tensor of any layout is looked at: all of the memory of a quantized one."""
+    if tensor.is_quantized:
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        parts = [raw.set_(tensor.untyped_storage())]
-    elif layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    else:
-        parts = []
-    return [part.detach() for part in parts if part.numel()]
+        return [raw.set_(tensor.untyped_storage())]
+    # Itself, not a view, which would not show that it has other memory by then.
+    return [part if part is tensor else part.detach() for part in strided_parts(tensor)]
 
 
 def place_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tensor, chance: float) -> Place:
@@ -92,6 +79,8 @@ def place_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tensor, cha
     Raises:
         SaveError: its memory was freed.
     """
+    if is_freed(part):
+        raise SaveError(freed_message(name))
     numel, size = part.numel(), part.itemsize
     length = min(numel, max(1, LINE_BYTES // size))
     number = min(numel // length, max(LEAST_PLACES, -(-numel * size // DISTANCE_BYTES)))
@@ -100,19 +89,14 @@ def place_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tensor, cha
     begin = int(chance * (numel - length - (number - 1) * step + 1))
     plain = _plain(part)
     dense = plain if plain.is_contiguous() else _in_memory_order(plain)
-    offset = part.storage_offset()
     if dense.is_contiguous():
-        end, picks = offset + numel, None
+        picks = None
+        dense = dense.as_strided((number, length), (step, 1), part.storage_offset() + begin)
     else:
-        end = offset + 1 + sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True))
         row = torch.arange(begin, begin + length, device=part.device)
         picks = torch.arange(number, device=part.device)[:, None] * step + row
-    if part.untyped_storage().nbytes() < end * size:
-        raise SaveError(freed_message(name))
-    if picks is None:
-        dense = dense.as_strided((number, length), (step, 1), offset + begin)
     seen = dense if dense.dtype in _COMMON else dense.view(RAW_DTYPES[size])
-    return Place(leaf, tensor, part, seen, picks, number, length, seen.data_ptr() - part.data_ptr(), int(end) * size)
+    return Place(leaf, tensor, part, seen, picks, number, length, seen.data_ptr() - part.data_ptr(), reach_bytes(part))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from aiockpt.errors import LoadError
 from aiockpt.format.index import TensorEntry
 from aiockpt.load_options import check_options
 from aiockpt.partial_load import Wanted, index_of, read_wanted
+from aiockpt.threads import check_asyncio
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator, Sequence
@@ -47,7 +48,8 @@ class Caller(Protocol):
 class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
     """What both readers share: the index, which is a mapping of keys to what is stored."""
 
-    def __init__(self, caller: Caller, storage: Storage, path: str, options: LoadOptions) -> None:
+    def __init__(self, caller: Caller, storage: Storage, path: str, options: LoadOptions, owner: object) -> None:
+        self._owner = owner  # which is closed when nobody has it
         self.path = path
         self._caller = caller
         self._storage = storage
@@ -202,6 +204,9 @@ class _Ahead:
             call.cancel()
 
 
+_INSTEAD = "use the open() of a SyncCheckpointer in a thread"
+
+
 class CheckpointReader(_Reader):
     """A checkpoint that is open: a mapping of its keys to what is stored, and ways to read that.
 
@@ -218,6 +223,7 @@ class CheckpointReader(_Reader):
     """
 
     async def __aenter__(self) -> Self:
+        check_asyncio(f"a reader of {self.path}", _INSTEAD)
         if self._open is None:
             self._open = await self._begin_open().wait(lambda late: late.source.close())
         return self
@@ -241,7 +247,7 @@ class CheckpointReader(_Reader):
         dtype: torch.dtype | None = None,
         verify: bool | None = None,
     ) -> Any:
-        """Read a tensor, a part of one, or an object.
+        """Read a tensor, a part of one, or an object. A NumPy array that was saved is read as a tensor.
 
         Args:
             key: which.
@@ -260,6 +266,7 @@ class CheckpointReader(_Reader):
             IndexError: the index does not fit the shape.
             TypeError: the index is of another kind, or is given for an object.
         """
+        check_asyncio("read()", _INSTEAD)
         wanted = [self._opened.want(key, index, out)]
         values = await self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).wait()
         return values[key]
@@ -284,6 +291,7 @@ class CheckpointReader(_Reader):
         Returns:
             The values by key.
         """
+        check_asyncio("read_many()", _INSTEAD)
         return await self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).wait()
 
     def stream(
@@ -321,6 +329,7 @@ class CheckpointReader(_Reader):
 
     @staticmethod
     async def _streamed(ahead: _Ahead) -> AsyncIterator[tuple[str, Any]]:
+        check_asyncio("stream()", _INSTEAD)
         try:
             while ahead.start():
                 values = await ahead.first.wait()

@@ -11,6 +11,7 @@ from aiockpt.planning.ranges import Selection, overlap
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from enum import Enum
 
     from aiockpt.errors import LoadError
     from aiockpt.format.index import ChunkEntry, ItemPlace, TensorEntry, TensorItem
@@ -24,11 +25,13 @@ class ObjectRead:
         name: its key.
         place: where its bytes are.
         value: what was read.
+        member_of: the Enum class of the member whose place it takes.
     """
 
     name: str
     place: ItemPlace
     value: Any = None
+    member_of: type[Enum] | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,7 @@ import torch
 
 from aiockpt.errors import SaveError, StageError
 from aiockpt.format.garbage import few_collections
-from aiockpt.places import Place, place_of, strided_parts
+from aiockpt.places import Place, place_of, seen_parts
 from aiockpt.staging.runtime import reading_behind, ready_event
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Samples:
             for leaf, tensor in enumerate(tensors):
                 if tensor is None or leaf in besides:
                     continue
-                for part in strided_parts(tensor):
+                for part in seen_parts(tensor):
                     place = place_of(names[leaf], leaf, tensor, part, random.random())
                     groups.setdefault((part.device, place.seen.dtype, place.length), []).append(place)
             try:

@@ -190,7 +190,7 @@ class _Save:
             if previous is not None:  # which may be on its second way
                 await previous.over.wait()
             if job.pre_commit is not None:
-                await self._tools.io_workers.run(run_hook, job.pre_commit, job.path, "pre_commit")
+                await self._tools.io_workers.run(run_hook, job.pre_commit, job.path, "pre_commit", job.origin)
                 await anyio.lowlevel.checkpoint_if_cancelled()
             with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
                 result = await course.finish(Transferred(plan, writing.files, writing.crcs, self._times_s(), writing))
@@ -247,7 +247,7 @@ class _Save:
     async def _after(self, result: SaveResult, hook: Hook) -> SaveResult:
         """Run what comes after the commit; it can't undo that."""
         try:
-            await self._tools.io_workers.run(run_hook, hook, self._job.path, "post_commit")
+            await self._tools.io_workers.run(run_hook, hook, self._job.path, "post_commit", self._job.origin)
         except SaveError as exc:
             logger.exception("%s is published all the same", self._job.path)
             return replace(result, post_commit_error=exc)

@@ -2,12 +2,15 @@
 
 The placements of a DTensor are followed from the first mesh dimension to the last: ``Shard`` cuts a dimension as
 `torch.chunk` does; ``_StridedShard``, which FSDP2 uses over tensor parallelism, cuts each of ``split_factor`` pieces
-so and takes one part of every piece. The parts of a ShardedTensor are in its own metadata.
+so and takes one part of every piece. The parts of a ShardedTensor are in its own metadata. A tensor that implements
+DCP's protocol (``torch/distributed/_checkpointable.py``) is asked for them; one that has the attributes of a
+``CheckpointableTensor`` (``torch/distributed/checkpoint/protocol.py``, since torch 2.14) says it there.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +22,11 @@ from aiockpt.planning.source import Shard
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+_PROTOCOL = "__create_write_items__"
+_ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_FLAT = "_is_flat_param"
+"""What a parameter has into which FSDP1 has put several, and of which each rank has a piece."""
+_MARKS = ("global_shape", "global_offsets", _FLAT)
 _KINDS: dict[type, str | None] = {}
 _Run = tuple[int, int]
 """Neighbouring positions along a dimension: the first, and how many."""
@@ -40,14 +48,29 @@ class ShardingError(ValueError):
     """A distributed tensor can't be saved, or loaded into; the message names the key."""
 
 
+def any_distributed(values: Sequence[object]) -> bool:
+    """Tell in a short time whether one of very many values is one rank's part of a tensor."""
+    kinds = set(map(type, values))
+    if any(_kind(kind) is not None for kind in kinds):
+        return True
+    if not all(issubclass(kind, torch.Tensor) for kind in kinds):
+        values = [value for value in values if isinstance(value, torch.Tensor)]
+    return any([True for value in values if hasattr(value, mark)] for mark in _MARKS)
+
+
 def is_distributed(value: object) -> bool:
     """Tell whether a value is one rank's part of a tensor."""
-    return _kind(type(value)) is not None
+    return _kind_of(value) is not None
 
 
-def whole_shape(value: Any) -> tuple[int, ...]:
-    """Give the sizes of the whole of a distributed tensor."""
-    return tuple(value.metadata().size if _kind(type(value)) == "ShardedTensor" else value.shape)
+def whole_shape(value: Any) -> tuple[int, ...] | None:
+    """Return the sizes of the whole of a distributed tensor; None if this rank has no part that says it."""
+    kind = _kind_of(value)
+    if kind == "CheckpointableTensor":
+        return tuple(value.global_shape)
+    if kind == "_Checkpointable":
+        return next((tuple(item.tensor_data.size) for item in _write_items("", value)), None)
+    return tuple(value.metadata().size if kind == "ShardedTensor" else value.shape)
 
 
 def whole_dtype(value: Any) -> torch.dtype:
@@ -60,7 +83,7 @@ def whole_dtype(value: Any) -> torch.dtype:
 def replica_of(value: Any) -> tuple[int, int]:
     """Tell which of how many copies of its part of a tensor this rank has; the same part has as many on each rank."""
     index, count = 0, 1
-    if _kind(type(value)) == "DTensor":
+    if _kind_of(value) == "DTensor":
         coordinate = value.device_mesh.get_coordinate()
         for dim, placement in enumerate(value.placements):
             if placement.is_replicate() and coordinate is not None:
@@ -80,7 +103,7 @@ def local_parts(name: str, value: Any) -> list[LocalPart]:
 
     Args:
         name: its key, for messages.
-        value: a DTensor or a ShardedTensor.
+        value: for which `is_distributed` is True.
 
     Returns:
         The parts; none if this rank is not in the tensor's mesh, or its part is empty. More than one where
@@ -89,19 +112,125 @@ def local_parts(name: str, value: Any) -> list[LocalPart]:
     Raises:
         ShardingError: it holds partial sums, or is sharded in a way that is not known.
     """
-    if _kind(type(value)) != "ShardedTensor":
+    kind = _kind_of(value)
+    if kind == "DTensor":
         return _dtensor_parts(name, value)
-    shape = whole_shape(value)
-    parts = [(each.tensor.detach(), tuple(each.metadata.shard_offsets)) for each in value.local_shards()]
+    if kind == "ShardedTensor":
+        shape = tuple(value.metadata().size)
+        parts = [(each.tensor.detach(), tuple(each.metadata.shard_offsets)) for each in value.local_shards()]
+    elif kind == "CheckpointableTensor":
+        shape, parts = _described_parts(name, value)
+    elif kind == "_Checkpointable" and isinstance(value, torch.Tensor):
+        shape, parts = _asked_parts(name, value)
+    else:
+        raise ShardingError(
+            f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which stands for a part of a tensor "
+            "in a way that is not known here; put a DTensor, or the whole tensor, in its place"
+        )
     return [LocalPart(tensor, Shard(shape, offsets)) for tensor, offsets in parts if tensor.numel() or not all(shape)]
 
 
 def _kind(kind: type) -> str | None:
     """Tell which distributed tensor a class is, or derives from; None: it is another class."""
     if kind not in _KINDS:
-        names = (each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch.distributed"))
-        _KINDS[kind] = next((name for name in names if name in ("DTensor", "ShardedTensor")), None)
+        names = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch.distributed")]
+        found = next((name for name in names if name in ("DTensor", "ShardedTensor")), None)
+        if found is None and hasattr(kind, _PROTOCOL):
+            found = "_Checkpointable"
+        elif found is None and ((names and issubclass(kind, torch.Tensor)) or _has_fields(kind)):
+            found = "unknown"
+        _KINDS[kind] = found
     return _KINDS[kind]
+
+
+def _has_fields(kind: type) -> bool:
+    """Return if a class of other values has fields that say which part of a tensor one is, as Megatron's does."""
+    return not issubclass(kind, torch.Tensor) and "global_shape" in getattr(kind, "__dataclass_fields__", ())
+
+
+def _kind_of(value: Any) -> str | None:
+    kind = _kind(type(value))
+    if kind is None and isinstance(value, torch.Tensor) and _is_described(value):
+        return "unknown" if hasattr(value, _FLAT) else "CheckpointableTensor"
+    if kind == "DTensor" and hasattr(value._local_tensor, _PROTOCOL):
+        return "_Checkpointable"
+    return kind
+
+
+def _is_described(value: torch.Tensor) -> bool:
+    """Return if a tensor has attributes that say which part of a whole it is; one without the others counts."""
+    return any(hasattr(value, mark) for mark in _MARKS)
+
+
+# --- tensors that say which parts they are ----------------------------------------------------------
+
+_Parts = tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]
+"""The shape of a whole, and of each part its values and where it begins."""
+
+
+def _described_parts(name: str, value: Any) -> _Parts:
+    """Read the attributes of a CheckpointableTensor; its parts are views."""
+    try:
+        if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise TypeError("its class does not hold its values as they are")
+        shape = _sizes(value.global_shape)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            local = value.detach().as_subclass(torch.Tensor)
+        parts = [
+            (_region(local, _sizes(inner), _sizes(sizes)), _within(shape, _sizes(begin), _sizes(sizes)))
+            for begin, inner, sizes in zip(value.global_offsets, value.local_offsets, value.local_sizes, strict=True)
+        ]
+    except (AttributeError, TypeError, ValueError) as exc:
+        raise ShardingError(
+            f"{name} is a tensor of {tuple(value.shape)} with some of the attributes {', '.join(_ATTRIBUTES)}, which "
+            f"do not say which part of a tensor it is: {exc}. Correct them, or remove them if it is a whole one"
+        ) from None
+    return shape, parts
+
+
+def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(operator.index, values))
+
+
+def _within(shape: Sequence[int], offsets: tuple[int, ...], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return offsets that are within a shape together with what begins there."""
+    if not all(at >= 0 and n >= 0 and at + n <= total for at, n, total in zip(offsets, sizes, shape, strict=True)):
+        raise ValueError(f"{tuple(sizes)} at {offsets} reaches out of {tuple(shape)}")
+    return offsets
+
+
+def _region(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: Sequence[int]) -> torch.Tensor:
+    _within(tensor.shape, offsets, sizes)
+    return tensor[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))]
+
+
+def _asked_parts(name: str, value: Any) -> _Parts:
+    """Ask a tensor that implements DCP's protocol for its parts."""
+    shape: tuple[int, ...] = ()
+    parts = []
+    for item in _write_items(name, value):
+        with torch.no_grad():
+            tensor = value.__get_tensor_shard__(item.index)
+        shape, chunk = tuple(item.tensor_data.size), item.tensor_data.chunk
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != tuple(chunk.sizes):
+            raise ShardingError(
+                f"{name} is a {type(value).__name__} that says that its part at {tuple(chunk.offsets)} has the sizes "
+                f"{tuple(chunk.sizes)}, and gives a {type(tensor).__name__} of {tuple(getattr(tensor, 'shape', ()))}"
+            )
+        parts.append((tensor.detach(), tuple(chunk.offsets)))
+    return shape, parts
+
+
+def _write_items(name: str, value: Any) -> list[Any]:
+    try:
+        items = list(value.__create_write_items__(name, value))
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
+    except Exception as exc:  # whatever its class does
+        raise ShardingError(f"{name} is a {type(value).__name__} that can't say which parts it has: {exc}") from exc
+    if any(item.tensor_data is None for item in items):
+        raise ShardingError(f"{name} is a {type(value).__name__} that stores bytes, not a tensor; put the bytes there")
+    return items
 
 
 # --- DTensors -------------------------------------------------------------------------------------
@@ -192,10 +321,10 @@ def _cuts(name: str, value: Any) -> tuple[_Cut, ...] | None:
 def _pieces(shape: tuple[int, ...], cuts: tuple[_Cut, ...], local: tuple[int, ...]) -> tuple[_Piece, ...] | None:
     """Give the pieces of a tensor that make up a local tensor; None if it can't be of this shape."""
     along = _runs(shape, cuts)
-    if _sizes(along) != local:
+    if _run_sizes(along) != local:
         # FSDP2 cuts what tensor parallelism has left, which for uneven sizes is not what the placements say.
         along = _runs(shape, [cut._replace(split=1) for cut in reversed(cuts)])
-        if _sizes(along) != local or all(cut.split == 1 for cut in cuts):
+        if _run_sizes(along) != local or all(cut.split == 1 for cut in cuts):
             return None
     if all(len(runs) == 1 for runs in along):
         return (_Piece(None, tuple(runs[0][0] for runs in along)),)
@@ -241,7 +370,7 @@ def _joined(runs: Iterable[_Run]) -> list[_Run]:
     return found or [(0, 0)]
 
 
-def _sizes(along: Sequence[Sequence[_Run]]) -> tuple[int, ...]:
+def _run_sizes(along: Sequence[Sequence[_Run]]) -> tuple[int, ...]:
     return tuple(sum(count for _, count in runs) for runs in along)
 
 

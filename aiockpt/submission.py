@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.capture import capture_items, capture_state
-from aiockpt.errors import CheckpointExistsError, SaveError, SaveSkippedError, WriteError
+from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError, SaveSkippedError, WriteError
 from aiockpt.format.manifest import check_user_metadata
-from aiockpt.job import SaveJob, choose_form
+from aiockpt.format.objects import needed_for
+from aiockpt.job import SaveJob, choose_form, format_for
 from aiockpt.planning.dcp_plan import DcpForm
+from aiockpt.planning.tree import NameMemo
 from aiockpt.sampling import check_validation
+from aiockpt.stateful import Stateful
+from aiockpt.storage.local import absolute
 from aiockpt.transforms.rules import choose_compression
 
 if TYPE_CHECKING:
@@ -24,14 +30,17 @@ if TYPE_CHECKING:
     from aiockpt.handle import SaveHandle
     from aiockpt.hooks import Hook
     from aiockpt.job import SaveFormat
-    from aiockpt.planning.tree import NameMemo
+    from aiockpt.planning.source import Capture
     from aiockpt.planning.world_planner import WorldPlanner
     from aiockpt.sampling import Validation
     from aiockpt.storage.base import Storage
     from aiockpt.transforms.base import Transform
     from aiockpt.transforms.rules import CompressRule
 
-StateDict = Mapping[Any, Any]
+_SHOWN = 5
+_KEPT_SETS = 1000
+
+StateDict = Mapping[Any, Any] | Stateful
 Path = str | os.PathLike[str]
 
 
@@ -41,7 +50,7 @@ class SaveOptions:
 
     overwrite: bool = False
     metadata: Mapping[str, Any] | None = None
-    format: SaveFormat = "dcp"
+    format: SaveFormat | None = None
     shard_bytes: int | None = None
     separation_hint: str | Sequence[str] | None = None
     pre_commit: Hook | None = None
@@ -81,7 +90,8 @@ class Submitter:
         )
         self._validate = validate
         self._decentralized = decentralized
-        self._names: NameMemo = {}
+        self._names = NameMemo()
+        self._seen: set[frozenset[str]] = set()
 
     @property
     def forgiving(self) -> bool:
@@ -101,22 +111,24 @@ class Submitter:
         storage = storage if storage is not None else self._storage
         return storage, storage.locate(where)
 
-    def submit(self, state_dict: StateDict, path: Path, options: SaveOptions, *, together: bool) -> SaveHandle:
+    def submit(self, state_dict: StateDict, path: Path, options: SaveOptions, *, ranks: int | None) -> SaveHandle:
         """Put a save in line; see `aiockpt.AsyncCheckpointer.save` for what it raises.
 
         Args:
             state_dict: what to save.
             path: where.
             options: how.
-            together: with other ranks.
+            ranks: how many save together; None: this process alone.
         """
         started = time.perf_counter()
+        self._engine.origin.check(f"a save to {named(path)}")
         try:
-            job = self._job(state_dict, path, options, started, together=together)
+            job = self._job(state_dict, path, options, started, ranks=ranks)
             self._engine.submit(job)
         except BaseException as exc:
-            if together:  # the others have called as well: they are to fail, not to wait
-                self._engine.refuse(SaveJob.of_refusal(named(path), self._storage, exc, started))
+            if ranks is not None:  # the others have called as well: they are to fail, not to wait
+                refusal = SaveJob.of_refusal(named(path), self._storage, exc, started, self._engine.origin)
+                self._engine.refuse(refusal)
             is_calm = self.forgiving and isinstance(exc, WriteError)
             if is_calm or isinstance(exc, SaveSkippedError):
                 return self._over(named(path), exc, started)
@@ -135,6 +147,7 @@ class Submitter:
     ) -> SaveJob:
         """Put one in line that adds files to a directory; see `CheckpointerBase.submit_items`."""
         started = time.perf_counter()
+        self._engine.origin.check(f"a save to {named(directory)}")
         if self._transforms:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
         storage, where = self.located(directory, None)
@@ -145,6 +158,7 @@ class Submitter:
             metadata={},
             capture=capture_items(items, sampled=self._validate == "hash"),
             started=started,
+            origin=self._engine.origin,
             form=DcpForm(files, separation_hint),
             part=planner,
         )
@@ -154,7 +168,8 @@ class Submitter:
 
     def _over(self, path: str, error: BaseException, started: float) -> SaveHandle:
         """Give the handle of a save that is over at the call."""
-        job = SaveJob.of_failure(path, self._storage, error, started, forgiving=self.forgiving)
+        origin = self._engine.origin
+        job = SaveJob.of_failure(path, self._storage, error, started, origin, forgiving=self.forgiving)
         self._engine.line.record(job, error)
         return job.handle
 
@@ -186,10 +201,12 @@ class Submitter:
                 raise  # else the save finds it as well, and goes there
 
     def _job(
-        self, state_dict: StateDict, path: Path, options: SaveOptions, started: float, *, together: bool
+        self, state_dict: StateDict, path: Path, options: SaveOptions, started: float, *, ranks: int | None
     ) -> SaveJob:
+        together = ranks is not None
         self._engine.line.raise_unseen()
         storage, where = self.located(path, options.storage)
+        options = replace(options, format=format_for(options.format, where))
         self._engine.admit(where)
         fallback = self._fallback_for(where, storage, together=together)
         self._look(storage, where, fallback, overwrite=options.overwrite)
@@ -212,12 +229,13 @@ class Submitter:
         capture = capture_state(
             state_dict,
             self._names,
-            together=together,
+            ranks=ranks,
             once=together and self._decentralized,
             sampled=check_validation(options.validate or self._validate) == "hash",
         )
         if form is not None:
             form.admit(capture)
+        self._warn_of_permissions(capture)
         names = capture.structure.names
         compression = None if options.compress is None else choose_compression(options.compress, names, capture.tensors)
         return SaveJob(
@@ -227,6 +245,7 @@ class Submitter:
             metadata=facts,
             capture=capture,
             started=started,
+            origin=self._engine.origin,
             form=form,
             pre_commit=options.pre_commit,
             post_commit=options.post_commit,
@@ -235,6 +254,37 @@ class Submitter:
             forgiving=self.forgiving,
             fallback=fallback,
         )
+
+    def _warn_of_permissions(self, capture: Capture) -> None:
+        """Warn of objects that will need permission to be loaded; once for each set of classes."""
+        new: dict[frozenset[str], int] = {}
+        for leaf, (_, foreign) in capture.foreign.items():
+            if frozenset(foreign) not in self._seen:
+                new.setdefault(frozenset(foreign), leaf)
+        kinds: list[str] = []
+        names: dict[str, None] = {}
+        listed = True
+        for leaf in new.values():
+            kind, foreign = capture.foreign[leaf]
+            needed = needed_for(capture.blobs[leaf], foreign)
+            if needed.names or not needed.suffices:
+                kinds.append(f"{capture.structure.names[leaf]} is a {kind}")
+                names |= dict.fromkeys(needed.names)
+                listed = listed and needed.suffices
+        if kinds:
+            more = [f"{len(kinds) - _SHOWN} more are others"] if len(kinds) > _SHOWN else []
+            what = "it" if len(kinds) == 1 else "them"
+            option = f"safe_globals=[{', '.join(names)}]" if listed else "trust=True, as safe_globals can't be enough"
+            warnings.warn(
+                SafeGlobalsWarning(
+                    f"{', '.join(kinds[:_SHOWN] + more)}: loading {what} will need {option}",
+                    tuple(names),
+                ),
+                stacklevel=_stacklevel(),
+            )
+        if len(self._seen) > _KEPT_SETS:
+            self._seen.clear()
+        self._seen |= new.keys()  # only now: where the warning is an error, every such save is refused
 
     def _check_transforms(self, options: SaveOptions, where: str, *, together: bool) -> None:
         """Refuse to compress, or to transform otherwise, what can't be.
@@ -255,6 +305,14 @@ class Submitter:
             )
 
 
+def _stacklevel() -> int:
+    """Return the level, seen from the caller, of the first function that is not of this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "aiockpt":
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def check_portable(*tools: Storage | Transform) -> None:
     """Refuse a storage, or a transform, that a writer process can't have.
 
@@ -265,6 +323,8 @@ def check_portable(*tools: Storage | Transform) -> None:
         try:
             if b"__main__" in pickle.dumps(tool):
                 raise TypeError("it is defined in the main module, which that process does not import: move it to one")
+        except Warning:  # an error only because the program makes errors of warnings
+            raise
         except Exception as exc:  # whatever its class does
             raise SaveError(
                 f"{type(tool).__name__} can't be sent to the writer process ({exc}): make it picklable, or use "
@@ -275,6 +335,6 @@ def check_portable(*tools: Storage | Transform) -> None:
 def named(path: Path) -> str:
     """Name a path as `Storage.locate` does, as far as that is possible."""
     try:
-        return os.path.abspath(os.fspath(path))
+        return absolute(path)
     except (TypeError, ValueError):
         return str(path)

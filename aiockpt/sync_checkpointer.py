@@ -60,7 +60,7 @@ class SyncCheckpointer(CheckpointerBase):
         *,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
-        format: SaveFormat = "dcp",
+        format: SaveFormat | None = None,
         shard_bytes: int | None = None,
         separation_hint: str | Sequence[str] | None = None,
         pre_commit: Hook | None = None,
@@ -101,7 +101,7 @@ class SyncCheckpointer(CheckpointerBase):
         *,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
-        format: SaveFormat = "dcp",
+        format: SaveFormat | None = None,
         shard_bytes: int | None = None,
         separation_hint: str | Sequence[str] | None = None,
         pre_commit: Hook | None = None,
@@ -141,6 +141,7 @@ class SyncCheckpointer(CheckpointerBase):
         keys: str | Sequence[str] | None = None,
         dtype: torch.dtype | None = None,
         strict: bool = True,
+        missing: list[str] | None = None,
         verify: bool = True,
         mmap: bool = False,
         safe_globals: Sequence[Any] = (),
@@ -153,6 +154,7 @@ class SyncCheckpointer(CheckpointerBase):
             keys=check_patterns(keys),
             dtype=dtype,
             strict=strict,
+            missing=missing,
             verify=verify,
             mmap=mmap,
             safe_globals=safe_globals,
@@ -173,7 +175,7 @@ class SyncCheckpointer(CheckpointerBase):
         storage, where = self._located(path, storage)
         options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, transforms=self._transforms)
         check_options(options, into=False)
-        return SyncCheckpointReader(self._engine, storage, where, options)
+        return SyncCheckpointReader(self._engine, storage, where, options, self)
 
     def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""

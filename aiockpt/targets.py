@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from aiockpt.errors import ShapeMismatchError
+from aiockpt.extent import is_freed
+from aiockpt.format.arrays import ARRAY_TYPES, torch_dtype, view_array
 from aiockpt.format.index import TensorEntry
+from aiockpt.overlaps import overlaps_itself
 from aiockpt.planning.ranges import Selection
 from aiockpt.sharded import LocalPart, ShardingError, counted, is_distributed, local_parts, whole_dtype, whole_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
     from aiockpt.format.index import Entry
 
@@ -59,23 +64,43 @@ def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype 
     """
     if is_distributed(leaf):
         return _distributed_target(path, name, entry, leaf, dtype)
+    if type(leaf) in ARRAY_TYPES and isinstance(entry, TensorEntry):
+        return _array_target(path, name, entry, leaf, dtype)
     check_target(path, name, entry, leaf, dtype)
     if not (isinstance(entry, TensorEntry) and isinstance(leaf, torch.Tensor)):
         return None
     return Target([Filling(leaf.detach())], [leaf])
 
 
+def _array_target(
+    path: str, name: str, entry: TensorEntry, array: NDArray[Any], dtype: torch.dtype | None
+) -> Target | None:
+    """Check a NumPy array; None for one whose elements lie so that no tensor can share them."""
+    mine = torch_dtype(array.dtype)
+    if mine is None:
+        raise ShapeMismatchError(f"{name} is an array of {array.dtype!r} in the target but {entry.dtype} in {path}")
+    if not array.flags.writeable:
+        raise ShapeMismatchError(f"{name} is a read-only array in the target, which can't be filled")
+    tensor = view_array(array)
+    if tensor is None:
+        _check_shape(path, name, entry.shape, array.shape)
+        _check_dtype(path, name, entry.dtype, mine, dtype)
+        return None
+    check_target(path, name, entry, tensor, dtype)
+    return Target([Filling(tensor)], [])
+
+
 def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target:
-    """Check a DTensor or ShardedTensor, of which only this rank's part is filled."""
+    """Check a distributed tensor, of which only this rank's part is filled."""
     if not isinstance(entry, TensorEntry):
         raise ShapeMismatchError(f"{name} is a {type(leaf).__name__} in the target but an object in {path}")
-    shape = whole_shape(leaf)
-    _check_shape(path, name, entry.shape, shape)
-    _check_dtype(path, name, entry.dtype, whole_dtype(leaf), dtype)
     try:
-        parts = local_parts(name, leaf)
+        parts, shape = local_parts(name, leaf), whole_shape(leaf)
     except ShardingError as exc:
         raise ShapeMismatchError(str(exc)) from exc
+    if shape is not None:
+        _check_shape(path, name, entry.shape, shape)
+    _check_dtype(path, name, entry.dtype, whole_dtype(leaf), dtype)
     for part in parts:
         # The sizes are those of the part: a rank's memory is checked as any tensor's is.
         form = TensorEntry(entry.dtype, tuple(part.tensor.shape), entry.chunks)
@@ -133,12 +158,21 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dty
         raise ShapeMismatchError(f"{name} has the layout {leaf.layout} in the target but is strided in {path}")
     if leaf.is_meta:
         raise ShapeMismatchError(f"{name} is on the meta device in the target; give it memory first (to_empty)")
-    if any(step == 0 and size > 1 for step, size in zip(leaf.stride(), leaf.shape, strict=True)):
-        raise ShapeMismatchError(f"{name} is an expanded tensor in the target: its elements share memory; clone it")
+    if overlaps_itself(leaf):
+        raise ShapeMismatchError(f"{name} overlaps itself in the target: its elements share memory; clone it")
     _check_shape(path, name, entry.shape, tuple(leaf.shape))
-    if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.untyped_storage().nbytes() < _extent_bytes(leaf):
-        raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
+    check_memory(name, leaf)
     _check_dtype(path, name, entry.dtype, leaf.dtype, dtype)
+
+
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Check that there is memory to fill.
+
+    Raises:
+        ShapeMismatchError: the tensor reaches out of its storage.
+    """
+    if is_freed(tensor):
+        raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
 
 
 def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
@@ -152,7 +186,7 @@ def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
         and leaf.layout is torch.strided
         and leaf.is_contiguous()
         and not leaf.is_meta
-        and leaf.untyped_storage().nbytes() >= (leaf.storage_offset() + leaf.numel()) * leaf.itemsize
+        and not is_freed(leaf)
     )
 
 
@@ -173,11 +207,3 @@ def _check_dtype(path: str, name: str, stored: torch.dtype, wanted: torch.dtype,
     became = "" if loaded is stored else f", loaded as {loaded}"
     advice = f"; pass dtype={wanted} to cast" if stored.is_floating_point and wanted.is_floating_point else ""
     raise ShapeMismatchError(f"{name} is {wanted} in the target but {stored} in {path}{became}{advice}")
-
-
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Give how much of its storage a tensor reaches into."""
-    if not tensor.numel():
-        return 0
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(last + 1) * tensor.itemsize

@@ -1,4 +1,4 @@
-"""The one thread hop: blocking functions on a bounded group of named threads.
+"""Threads: the one thread hop, the loop of a thread, and who may wait for what in which thread.
 
 A hop is never abandoned. When the awaiting task is cancelled the await still lasts until the thread is
 done, so that a buffer which the thread uses can be given back right after the await, whatever happened.
@@ -8,22 +8,194 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import importlib
 import os
 import queue
 import sys
 import threading
 import time
 from concurrent.futures import Executor, Future
+from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import anyio
 
+from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError
+
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_UVLOOP_DESCRIPTORS = 16
+"""More than a loop of uvloop's takes: the first one of libuv in a process makes pipes as well."""
+_ASYNCIO_DESCRIPTORS = 4
+
+# --- who may wait for what -------------------------------------------------------------------------
+
+Part = Literal["loop", "saves", "loads"]
+
+
+class Origin:
+    """An engine, as its completions know it: a process, and threads that can't wait for what they bring about."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is its process, and not one that was forked from it."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Refuse a forked process: it has none of the engine's threads, and their locks may be held for ever.
+
+        Raises:
+            CheckpointerClosedError: this is another process.
+        """
+        if not self.is_here:
+            raise CheckpointerClosedError(
+                "this checkpointer was made in another process, before a fork; make a new one in this process"
+            )
+
+    def check(self, what: str, *, saves: bool = True) -> None:
+        """Refuse a call that would wait for itself.
+
+        Args:
+            what: the call, for the message.
+            saves: it waits for saves; loads may be waited for by those who save: by hooks.
+
+        Raises:
+            CheckpointerClosedError: see `check_process`.
+            SaveError: this thread works for the engine.
+        """
+        self.check_process()
+        duty = _duty()
+        if duty is None or duty.origin is not self or (duty.part == "saves" and not saves):
+            return
+        raise SaveError(
+            f"{what} was asked for by {duty.what}, which would wait for itself for ever. Do it when "
+            "`written` has come, or with another checkpointer"
+        )
+
+
+class Duty:
+    """What a thread does for an engine; a context for the time that it does it.
+
+    Args:
+        origin: the engine.
+        part: which part of its work.
+        what: what it is called in messages.
+    """
+
+    __slots__ = ("_before", "_token", "is_over", "origin", "part", "what")
+
+    def __init__(self, origin: Origin, part: Part, what: str) -> None:
+        self.origin = origin
+        self.part = part
+        self.what = what
+        self.is_over = False
+
+    def __enter__(self) -> None:
+        self._before = getattr(_thread, "duty", None)
+        self._token = _inherited.set(self)
+        _thread.duty = self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over = True
+        _thread.duty = self._before
+        _inherited.reset(self._token)
+
+
+_thread = threading.local()
+_inherited: ContextVar[Duty | None] = ContextVar("aiockpt-duty", default=None)
+_off_duty: ContextVar[bool] = ContextVar("aiockpt-off-duty", default=False)
+
+
+def _duty() -> Duty | None:
+    """Return what this thread does for an engine, or does for a thread that waits for it, as with asyncio.to_thread."""
+    if _off_duty.get():
+        return None
+    own: Duty | None = getattr(_thread, "duty", None)
+    if own is not None:
+        return own
+    duty = _inherited.get()
+    # What is posted to a loop inherits the context as well, and nobody waits for it.
+    return None if duty is None or duty.is_over or _has_loop() else duty
+
+
+@contextlib.contextmanager
+def off_duty() -> Iterator[None]:
+    """Let a task or a thread of an engine wait for others as a caller does: the engine does not wait for it."""
+    token = _off_duty.set(True)
+    try:
+        yield
+    finally:
+        _off_duty.reset(token)
+
+
+def _has_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_asyncio(what: str, instead: str = "call result() in a thread") -> None:
+    """Refuse to await where asyncio does not run this task.
+
+    Raises:
+        AiockptError: there is no asyncio loop, or trio runs this task.
+    """
+    trio = sys.modules.get("trio")
+    if _has_loop() and not (trio is not None and trio.lowlevel.in_trio_task()):
+        return
+    raise AiockptError(
+        f"{what} can be awaited in asyncio only, which does not run this task: {instead}; in trio with "
+        "`await trio.to_thread.run_sync(...)`"
+    )
+
+
+# --- loops -----------------------------------------------------------------------------------------
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Make an event loop: uvloop's, which other threads wake faster, where it is installed and safe to use.
+
+    libuv ends the process where it can't have the descriptors for its first loop, and when it closes one of the
+    first three, which are free in a program that has closed its standard streams. So these are looked for before.
+
+    Raises:
+        OSError: there are no descriptors for asyncio's own loop either.
+    """
+    free = _free_descriptors(_UVLOOP_DESCRIPTORS)
+    if len(free) == _UVLOOP_DESCRIPTORS and min(free) > 2:
+        with contextlib.suppress(Exception):  # missing, or broken: whatever its import raises
+            loop: asyncio.AbstractEventLoop = importlib.import_module("uvloop").new_event_loop()
+            return loop
+    if len(free) < _ASYNCIO_DESCRIPTORS:  # asyncio would complain once more when what it began is collected
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return asyncio.SelectorEventLoop()  # not by the policy, which may be uvloop's
+
+
+def _free_descriptors(count: int) -> list[int]:
+    """Return the numbers of the next descriptors, ``count`` of them if so many can be had."""
+    free: list[int] = []
+    try:
+        while len(free) < count:
+            free += os.pipe()
+    except OSError:
+        pass  # there are no more
+    for fd in free:
+        os.close(fd)
+    return free
+
+
+# --- the hop ---------------------------------------------------------------------------------------
 
 
 async def drained(awaitable: Awaitable[T]) -> T:
@@ -54,12 +226,14 @@ class DaemonThreads(Executor):
         count: how many threads there are at most.
         name: what they are called, for debuggers and profilers.
         nice: how far they step back when others want the processor, as in nice(1); on Linux.
+        duty: what they do for an engine, where they run functions of the caller's.
     """
 
-    def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
+    def __init__(self, count: int, name: str, *, nice: int = 0, duty: Duty | None = None) -> None:
         self._count = count
         self._name = name
         self._nice = nice
+        self._duty = duty
         self._work: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
@@ -103,6 +277,7 @@ class DaemonThreads(Executor):
 
     def _serve(self) -> None:
         _step_back(self._nice)
+        _thread.duty = self._duty
         while (task := self._work.get()) is not None:
             task.run()
             del task
@@ -166,11 +341,12 @@ class Workers:
         count: the most threads that run at once; they start when first needed.
         name: what the threads are called, for debuggers and profilers.
         nice: how far the threads step back when others want the processor, as in nice(1); on Linux.
+        duty: what they do for an engine, where they run functions of the caller's.
     """
 
-    def __init__(self, count: int, name: str, *, nice: int = 0) -> None:
+    def __init__(self, count: int, name: str, *, nice: int = 0, duty: Duty | None = None) -> None:
         self.count = count
-        self.executor = DaemonThreads(count, name, nice=nice)
+        self.executor = DaemonThreads(count, name, nice=nice, duty=duty)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` in one of the threads; cancellation waits for it to end."""

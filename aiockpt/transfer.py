@@ -102,6 +102,8 @@ class Router:
             return await self._issue_to_several(pieces, chunk)
         except (LayoutMismatchError, AiockptError):
             raise
+        except Warning:  # an error only because the program makes errors of warnings
+            raise
         except Exception as exc:
             raise StageError(f"copying tensors into staging memory failed: {type(exc).__name__}: {exc}") from exc
 

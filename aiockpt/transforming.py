@@ -206,6 +206,8 @@ class _ItemEncoder:
             self._names.append(transform.descriptor)
             try:
                 self._encoders.append(transform.encoder())
+            except Warning:  # an error only because the program makes errors of warnings
+                raise
             except Exception as exc:
                 raise self._failed(len(self._names) - 1, exc) from exc
 
@@ -216,6 +218,8 @@ class _ItemEncoder:
             for number, encoder in enumerate((self._encoders or [])[first:], first):
                 try:
                     piece = memoryview(encoder.update(piece)).cast("B")
+                except Warning:  # an error only because the program makes errors of warnings
+                    raise
                 except Exception as exc:
                     raise self._failed(number, exc) from exc
                 if not piece:
@@ -227,6 +231,8 @@ class _ItemEncoder:
         for number, encoder in enumerate(self._encoders or []):
             try:
                 piece = memoryview(encoder.finish()).cast("B")
+            except Warning:  # an error only because the program makes errors of warnings
+                raise
             except Exception as exc:
                 raise self._failed(number, exc) from exc
             yield from self._through(piece, number + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -11,13 +11,15 @@ from isal.isal_zlib import crc32
 
 from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from aiockpt.format.arrays import check_arrays
 from aiockpt.format.checks import check_index
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
+from aiockpt.format.manifest import is_of_another_save
 from aiockpt.format.manifest_reader import decode_manifest
 from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.index_reader import presented, read_index
+from aiockpt.index_reader import NOT_ITS_MANIFEST, check_place, checkpoints_below, presented, read_document, read_index
 from aiockpt.item_verifier import ItemVerifier
 from aiockpt.planning.inventory import Inventory
 from aiockpt.planning.tree import StructureError, unflatten
@@ -103,6 +105,8 @@ class _Reading:
     described_files: int = 0
     described_bytes: int = 0
     _trouble: LoadError | None = None
+    _read: dict[str, bytes | None] = field(default_factory=dict)
+    _is_replaced: bool = False
 
     def take_inventory(self) -> Inventory:
         """Find out what there should be."""
@@ -111,12 +115,13 @@ class _Reading:
 
     def _take_inventory(self) -> Inventory:
         files = self.source.files
+        check_place(self.source, self.path)
         manifest = self._read_manifest()
         facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
         described = {name: size for name, size in files.items() if name not in (METADATA_NAME, MANIFEST_NAME)}
         inventory = Inventory(described, facts, self.findings)
         by_dcp = METADATA_NAME in files or (manifest is not None and METADATA_NAME in manifest.files)
-        if by_dcp or any(name.endswith(".distcp") for name in files):
+        if by_dcp or (any(name.endswith(".distcp") for name in files) and not checkpoints_below(files)):
             self._add_dcp(inventory, manifest)
         else:
             self._add_other(inventory)
@@ -124,7 +129,7 @@ class _Reading:
 
     def _add_dcp(self, inventory: Inventory, manifest: Manifest | None) -> None:
         """Add what metadata in the format of DCP says, or the manifest."""
-        self.format = "dcp" if MANIFEST_NAME not in self.source.files else "aiockpt"
+        self.format = "dcp" if MANIFEST_NAME not in self.source.files or self._is_replaced else "aiockpt"
         index, given = self._read_metadata(manifest)
         if index is not None and index.is_transformed:
             index = self._presented(index, inventory, manifest)
@@ -189,7 +194,13 @@ class _Reading:
         if MANIFEST_NAME not in self.source.files:
             return None
         data = self._read_file(MANIFEST_NAME)
-        return None if data is None else self._decoded(MANIFEST_NAME, "manifest", decode_manifest, data)
+        manifest = None if data is None else self._decoded(MANIFEST_NAME, "manifest", decode_manifest, data)
+        metadata = self._read_file(METADATA_NAME) if manifest and METADATA_NAME in self.source.files else None
+        if manifest and metadata is not None and is_of_another_save(manifest, metadata):
+            self.findings.add("manifest", MANIFEST_NAME, NOT_ITS_MANIFEST, severity="warning")
+            self._is_replaced = True
+            return None
+        return manifest
 
     def _read_metadata(self, manifest: Manifest | None) -> tuple[Index | None, Index | None]:
         """Read `.metadata`.
@@ -226,16 +237,23 @@ class _Reading:
         return False
 
     def _read_file(self, name: str) -> bytes | None:
-        data = bytearray(self.source.files[name])
+        if name not in self._read:
+            self._read[name] = self._read_now(name)
+        return self._read[name]
+
+    def _read_now(self, name: str) -> bytes | None:
         try:
-            self.source.read(name, 0, memoryview(data))
+            data = read_document(self.source, name)
+        except CorruptCheckpointError as exc:
+            self.findings.add("metadata" if name == METADATA_NAME else "manifest", name, str(exc))
+            return None
         except LoadError as exc:
             self.findings.add("unreadable", name, str(exc))
             self._trouble = exc
             return None
         self.described_files += 1
         self.described_bytes += len(data)
-        return bytes(data)
+        return data
 
     def _decoded(self, name: str, kind: ProblemKind, decode: Callable[[bytes], T], data: bytes) -> T | None:
         try:
@@ -259,6 +277,7 @@ class _Reading:
         containers = index.containers if manifest is None else manifest.containers
         try:
             unflatten(index.paths.values(), [0] * len(index.paths), containers)
+            check_arrays(index.entries, index.paths, containers)
         except (StructureError, KeyError, TypeError, ValueError) as exc:
             name = METADATA_NAME if manifest is None else MANIFEST_NAME
             self.findings.add("structure", name, f"the keys do not make up a state dict: {exc}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.arrays import array_names, array_of
 from aiockpt.format.garbage import few_collections
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.item_reader import ItemReader, LoadTools
@@ -21,6 +22,7 @@ from aiockpt.targets import cast, relocated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from enum import Enum
 
     from aiockpt.format.index import Entry, ItemPlace, TensorItem
     from aiockpt.storage.base import Source
@@ -62,12 +64,28 @@ class WholeLoad:
         self._index = index
         self._options = options
         self._tools = tools
+        self._enums: dict[str, type[Enum]] = {}  # by name, those of the members that objects take the place of
         self._reader = ItemReader(source, path, options, tools, known)
 
     async def run(self, entries: Mapping[str, Entry]) -> Any:
         """Load these entries; give the state dict."""
-        values = await self.values(entries)
+        values = await self.state_values(entries)
         return await self._tools.workers.run(self._nested, values)
+
+    async def state_values(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
+        """Load as `values` does, but what was a NumPy array as one, so always to host memory."""
+        arrays = {name: entries[name] for name in array_names(self._index.containers) if name in entries}
+        where = self._options.map_location
+        if not arrays or target_device(where).type == "meta":
+            return await self.values(entries)
+        if where is None:
+            values = await self.values(entries)
+        else:
+            options = replace(self._options, map_location=None)
+            host = WholeLoad(self._source, self._path, self._index, options, self._tools)
+            values = await self.values({name: entry for name, entry in entries.items() if name not in arrays})
+            values |= await host.values(arrays)
+        return values | {name: array_of(values[name]) for name in arrays}
 
     async def values(self, entries: Mapping[str, Entry]) -> dict[str, Any]:
         """Load tensors and objects into memory of their own; give them by name."""
@@ -102,7 +120,7 @@ class WholeLoad:
                 if isinstance(entry, TensorEntry):
                     tensors[name] = entry
                 elif isinstance(entry, ObjectEntry):
-                    objects.append(ObjectRead(name, entry.place))
+                    objects.append(ObjectRead(name, entry.place, member_of=self._enums.get(name)))
                 else:
                     values[name] = entry.value
             return objects, tensors, self._stored(tensors, device)

@@ -16,6 +16,16 @@ import uvloop
 
 import aiockpt
 from aiockpt.staging.pool import ChunkPool
+from aiockpt.storage import replacing
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the whole suite in two processes, each file in one of them; what is named, and what wants a GPU, in one."""
+    whole = config.args_source is not pytest.Config.ArgsSource.ARGS and config.option.markexpr != "gpu"
+    is_worker = hasattr(config, "workerinput")  # which would start workers of its own, and these others
+    if whole and not is_worker and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
+        config.option.numprocesses, config.option.dist = 2, "loadfile"
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
@@ -67,11 +77,17 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert not left, f"threads left: {left}"
     assert [pool.leased for pool in pools] == [0] * len(pools)
     assert not set(process.children()) - servers
-    hidden = [str(path) for path in tmp_path.rglob(".*.aiockpt-*")]
+    hidden = [str(path) for path in tmp_path.rglob(".aiockpt-*")]
     assert not hidden, f"unfinished checkpoints left: {hidden}"
     if _open_files(process) > before:
         gc.collect()
     assert _open_files(process) <= before, f"{_open_files(process) - before} file descriptors left"
+
+
+@pytest.fixture(autouse=True)
+def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask each file system again what it can do, for a test may let it answer otherwise."""
+    monkeypatch.setattr(replacing, "_EXCHANGES", {})
 
 
 @pytest.fixture(autouse=True)

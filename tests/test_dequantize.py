@@ -55,6 +55,7 @@ def test_one_that_gives_no_plain_values_is_refused(tmp_path: Path) -> None:
         ckpt.submit(state, tmp_path / "c")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of which it gives each once a process
 def test_torchs_own_quantized_tensors_stay_as_they_are(tmp_path: Path) -> None:
     quantized = torch.quantize_per_tensor(torch.randn(40), 0.1, 3, torch.qint8)
     with aiockpt.SyncCheckpointer() as ckpt:

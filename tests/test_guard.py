@@ -137,6 +137,7 @@ def test_a_step_counts_from_its_beginning(options, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # which the compiler itself uses
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")  # of the compiler, on 3.13.0
 def test_compiled_steps_wait_each_time(tmp_path: Path) -> None:
     trainer = Trainer(fused=True)  # whose changes only our own hook counts
     trainer.apply = torch.compile(lambda: trainer.optimizer.step(), backend="eager")

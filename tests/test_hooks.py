@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import errno
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.testing import FaultyStorage, GatedStorage
 
 STATE = {"w": torch.arange(50_000.0), "step": 3}
 
@@ -21,7 +29,7 @@ async def test_they_are_called_with_the_path_before_and_after(tmp_path: Path, ki
     path = tmp_path / "c"
 
     def note(what: str, where: str) -> None:
-        files = list(tmp_path.glob(".c.aiockpt-*/*.distcp"))
+        files = list(tmp_path.glob(".aiockpt-*/*.distcp"))
         seen.append((what, where, path.exists(), len(files)))
 
     async def before(where: str) -> None:
@@ -95,3 +103,185 @@ async def test_a_hook_that_wants_to_end_the_program_undoes_nothing(tmp_path: Pat
         with pytest.raises(aiockpt.SaveError, match=r"pre_commit hook of .* failed: SystemExit"):
             await ckpt.save(STATE, tmp_path / "d", pre_commit=ends)
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+OWN = r"was asked for by the (pre|post)_commit hook of .*/c, which would wait for itself for ever"
+
+USES: dict[str, Any] = {
+    "save": lambda ckpt, own, later, path: ckpt.save(STATE, f"{path}-2"),
+    "submit": lambda ckpt, own, later, path: ckpt.submit(STATE, f"{path}-2"),
+    "written": lambda ckpt, own, later, path: own.written.result(),
+    "the next one": lambda ckpt, own, later, path: later.written.result(),
+    "cancel": lambda ckpt, own, later, path: own.cancel().result(),
+    "ready": lambda ckpt, own, later, path: ckpt.ready(),
+    "close": lambda ckpt, own, later, path: ckpt.close(),
+}
+
+
+def _within(how: str, use: Callable[[], object]) -> Callable[[str], object]:
+    """Make a hook that does something: a function, or a coroutine function that does it in a thread."""
+
+    async def hook(path: str) -> None:
+        await asyncio.to_thread(use)
+
+    return hook if how == "thread" else lambda _: use()
+
+
+@pytest.mark.parametrize("how", ["function", "thread"])
+@pytest.mark.parametrize("when", ["pre_commit", "post_commit"])
+@pytest.mark.parametrize("what", USES)
+def test_what_would_wait_for_the_hook_itself_is_refused(what: str, when: str, how: str, tmp_path: Path) -> None:
+    path, given = tmp_path / "c", concurrent.futures.Future[tuple[aiockpt.SaveHandle, aiockpt.SaveHandle]]()
+    gate = GatedStorage(LocalStorage(), ["commit"])
+    with aiockpt.SyncCheckpointer() as ckpt:
+        hook = _within(how, lambda: USES[what](ckpt, *given.result(60), str(path)))
+        save = ckpt.submit(STATE, path, **{when: hook})
+        later = ckpt.submit(STATE, tmp_path / "next", storage=gate)
+        given.set_result((save, later))
+        try:
+            if when == "pre_commit":
+                with pytest.raises(aiockpt.SaveError, match=f"the pre_commit hook of .* failed: SaveError: .*{OWN}"):
+                    save.written.result(60)
+            else:
+                error = save.written.result(60).post_commit_error
+                assert isinstance(error, aiockpt.SaveError)
+                assert re.search(OWN, str(error))
+        finally:
+            gate.open("commit")
+        later.written.result(60)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"next"} | ({"c"} if when == "post_commit" else set())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["save", "load it", "written", "aclose"])
+async def test_so_it_is_in_coroutines(what: str, tmp_path: Path) -> None:
+    path, given = tmp_path / "c", concurrent.futures.Future[aiockpt.SaveHandle]()
+
+    async def hook(where: str) -> None:
+        save = given.result(60)
+        if what == "load it":  # loads wait for no save
+            assert torch.equal((await ckpt.load(where))["w"], STATE["w"])
+        elif what == "save":
+            await ckpt.save(STATE, f"{where}-2")
+        else:
+            await (save if what == "written" else ckpt.aclose())
+
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        given.set_result(ckpt.save(STATE, path, post_commit=hook))
+        error = (await given.result()).post_commit_error
+        assert error is None if what == "load it" else re.search(OWN, str(error))
+        await ckpt.save(STATE, tmp_path / "d")
+
+
+def test_what_waits_for_no_save_is_allowed(tmp_path: Path) -> None:
+    seen: list[object] = []
+
+    def hook(path: str) -> None:
+        seen.append(ckpt.verify(path).ok)
+        seen.append(ckpt.load(path)["step"])
+        with ckpt.open(path) as reader:
+            seen.append(len(reader))
+        ckpt.delete(tmp_path / "old")
+        ckpt.prewarm(STATE)
+        with aiockpt.SyncCheckpointer() as other:
+            other.save(STATE, tmp_path / "copy")
+
+    with aiockpt.SyncCheckpointer(io_threads=1) as ckpt:
+        ckpt.save(STATE, tmp_path / "old")
+        assert ckpt.save(STATE, tmp_path / "c", post_commit=hook).post_commit_error is None
+    assert seen == [True, 3, 2]
+    assert {entry.name for entry in tmp_path.iterdir()} == {"c", "copy"}
+
+
+@pytest.mark.asyncio
+async def test_a_hook_may_have_its_loop_save_again(tmp_path: Path) -> None:
+    """What is posted to a loop inherits the context of the hook, and is none of it."""
+    loop, second = asyncio.get_running_loop(), asyncio.Event()
+    saves: list[aiockpt.SaveHandle] = []
+
+    def save_again() -> None:
+        saves.append(ckpt.save(STATE, tmp_path / "d"))
+        second.set()
+
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save(STATE, tmp_path / "c", post_commit=lambda _: loop.call_soon_threadsafe(save_again) and None)
+        await second.wait()
+        assert (await saves[0]).path == str(tmp_path / "d")
+
+
+class _Uses:
+    """A transform that changes nothing, and uses a checkpointer meanwhile."""
+
+    descriptor = "example.uses/1"
+
+    def __init__(self) -> None:
+        self.use: Callable[[], object] = lambda: None
+
+    def encoder(self) -> _Uses:
+        return self
+
+    def decoder(self) -> _Uses:
+        return self
+
+    def update(self, data: memoryview, most: int = 0) -> bytes:
+        self.use()
+        return bytes(data)
+
+    def finish(self, most: int = 0) -> bytes:
+        return b""
+
+
+class _Asks(WrapperStorage):
+    """A storage that uses a checkpointer in the engine's loop, and in the threads that load."""
+
+    def __init__(self) -> None:
+        super().__init__(LocalStorage())
+        self.use: Callable[[], object] = lambda: None
+
+    async def before(self, step: str, name: str) -> None:
+        self.use()
+
+    def before_read(self, name: str, offset: int, nbytes: int) -> None:
+        self.use()
+
+
+@pytest.mark.parametrize("what", ["save", "load"])
+def test_other_code_of_the_caller_is_refused_where_it_would_wait_for_itself(what: str, tmp_path: Path) -> None:
+    transform, storage = _Uses(), _Asks()
+    with aiockpt.SyncCheckpointer(transforms=[transform]) as ckpt:
+        ckpt.save(STATE, tmp_path / "c")
+
+        def use() -> object:
+            return ckpt.save(STATE, tmp_path / "d") if what == "save" else ckpt.load(tmp_path / "c")
+
+        def done(again: Callable[[], object]) -> None:
+            with pytest.raises(aiockpt.AiockptError) as caught:
+                again()
+            causes = [str(caught.value), str(caught.value.__cause__)]
+            where = r"a thread that (loads|saves)|the thread of the checkpointer's own event loop"
+            assert any(re.search(f"was asked for by ({where}), which would wait for itself", text) for text in causes)
+
+        transform.use = use
+        if what == "save":  # while it is encoded, loads may be waited for
+            done(lambda: ckpt.save(STATE, tmp_path / "e"))
+        done(lambda: ckpt.load(tmp_path / "c"))
+        transform.use = lambda: None
+        storage.use = use
+        done(lambda: ckpt.save(STATE, tmp_path / "e", storage=storage))
+        done(lambda: ckpt.load(tmp_path / "c", storage=storage))
+        storage.use = lambda: None
+        ckpt.save(STATE, tmp_path / "e", storage=storage)
+
+
+def test_a_function_for_the_fallback_may_load(tmp_path: Path) -> None:
+    """It is called where `save` is, before anything has begun."""
+
+    def fallback(path: str) -> str:
+        assert ckpt.load(tmp_path / "c")["step"] == 3
+        return f"{path}-spare"
+
+    with aiockpt.SyncCheckpointer() as plain:
+        plain.save(STATE, tmp_path / "c")
+    with aiockpt.SyncCheckpointer(fallback_path=fallback) as ckpt:
+        storage = FaultyStorage(LocalStorage(), "write", OSError(errno.ENOSPC, "full"))
+        assert ckpt.save(STATE, tmp_path / "d", storage=storage).path == str(tmp_path / "d-spare")

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import aiockpt
 from tests.hostile_inputs import METADATA_BOMBS, OBJECT_BOMBS, pickle_of, zipped
 from tests.states import assert_same, random_tensor, raw_bytes
+from tests.stock import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -37,7 +38,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ckpt.save(STATE, top / "ours")
     shutil.copytree(top / "ours", top / "plain")
     (top / "plain" / ".aiockpt.json").unlink()
-    dcp.save(STATE, checkpoint_id=top / "stock", no_dist=True)
+    dcp.save(STATE, checkpoint_id=top / "stock", **ALONE)
     return {path.name: path for path in top.iterdir()}
 
 

@@ -14,7 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
+from aiockpt.dcp import FileSystemReader
 from tests.states import assert_same, large_state, random_tensor, training_state
+from tests.stock import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -83,7 +85,7 @@ def test_objects_in_tuples_are_replaced(ckpt, tmp_path: Path) -> None:
 
 
 def test_a_tuple_of_tensors_that_dcp_wrote(ckpt, tmp_path: Path) -> None:
-    dcp.save({"t": (torch.ones(2), 3)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.save({"t": (torch.ones(2), 3)}, checkpoint_id=tmp_path / "c", **ALONE)
     target = {"t": (torch.zeros(2), 0)}
     ckpt.load(tmp_path / "c", target)
     assert_same({"t": (torch.ones(2), 3)}, target)
@@ -93,7 +95,7 @@ def test_tensors_in_several_chunks(ckpt, tmp_path: Path) -> None:
     """As ranks write them: here made by hand from two tensors of one file."""
     whole = random_tensor(torch.int32, (1000, 600), 5)
     state = {"top": whole[:300].clone(), "bottom": whole[300:].clone(), "small": whole[:4].clone()}
-    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "c", **ALONE)
     with open(tmp_path / "c" / ".metadata", "rb") as file:
         metadata = pickle.load(file)
     described = metadata.state_dict_metadata
@@ -136,6 +138,26 @@ def test_map_location(ckpt, tmp_path: Path) -> None:
     assert sorted(seen) == [(40, "cpu"), (1_600_000, "cpu")]
 
 
+def test_what_looks_like_a_missing_key(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"a": torch.ones(3), "encoder": {"weight": torch.ones(1)}}, tmp_path / "c")
+    looks = r"What looks alike: 'encoder\.weight' for 'encoder\.wieght'\."
+    target = {"a": torch.zeros(3), "encoder": {"wieght": torch.zeros(1)}}
+    with pytest.raises(aiockpt.MissingKeysError, match=looks + r" Pass strict=False"):
+        ckpt.load(tmp_path / "c", target)
+    with pytest.raises(aiockpt.MissingKeysError, match=looks):
+        ckpt.load(tmp_path / "c", keys=["a", "encoder.wieght"])
+    with ckpt.open(tmp_path / "c") as reader:
+        with pytest.raises(KeyError, match=looks):
+            reader.read("encoder.wieght")
+        with pytest.raises(aiockpt.MissingKeysError, match=looks):
+            reader.read_many(["a", "encoder.wieght"])
+        with pytest.raises(KeyError, match="has no 5; keys"):
+            reader.read(5)
+    with pytest.raises(aiockpt.MissingKeysError) as caught:
+        ckpt.load(tmp_path / "c", {"\x1b[2J": 1})
+    assert "\x1b" not in str(caught.value)
+
+
 def test_missing_keys(ckpt, tmp_path: Path) -> None:
     ckpt.save({"a": torch.ones(3)}, tmp_path / "c")
     target = {"a": torch.zeros(3), "b": torch.zeros(1), "c": {"d": 1}}
@@ -164,8 +186,8 @@ def test_shapes_and_dtypes_are_checked_before_anything_is_written(ckpt, tmp_path
         assert not target["a"].any()
     with pytest.raises(aiockpt.ShapeMismatchError, match="o is a tensor in the target but an object"):
         ckpt.load(tmp_path / "c", {"o": torch.zeros(1)})
-    with pytest.raises(aiockpt.LoadError, match="keys must be str or int"):
-        ckpt.load(tmp_path / "c", {1.5: torch.zeros(1)})
+    with pytest.raises(aiockpt.LoadError, match="keys must be str, int"):
+        ckpt.load(tmp_path / "c", {b"x": torch.zeros(1)})
 
 
 def test_nothing_there(ckpt, tmp_path: Path) -> None:
@@ -185,6 +207,44 @@ def test_nothing_there(ckpt, tmp_path: Path) -> None:
     assert isinstance(aiockpt.CheckpointNotFoundError("x"), FileNotFoundError)
 
 
+def test_a_directory_of_checkpoints_says_which_there_are(ckpt, tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    for step in (9, 90, 1000):
+        ckpt.save(state, tmp_path / "run" / f"step-{step}")
+    ckpt.save(state, tmp_path / "run" / "last", format="safetensors")
+    torch.save(state, tmp_path / "run" / "old.pt")
+    hidden = tmp_path / "run" / ".hidden"
+    shutil.copytree(tmp_path / "run" / "step-9", hidden)
+    says = r"run: it is no checkpoint, but has some below: step-1000, step-90, step-9, old\.pt, last; add one of these"
+    for attempt in (ckpt.load, ckpt.verify, ckpt.open, lambda path: FileSystemReader(path).read_metadata()):
+        with pytest.raises(aiockpt.CheckpointNotFoundError, match=says):
+            attempt(tmp_path / "run").__enter__()
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"run/step-1000, run/step-90, .*add one of these"):
+        ckpt.load(tmp_path)
+    for step in range(20):
+        shutil.copytree(hidden, tmp_path / "many" / f"s{step}")
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"below: s19, s18, .*, s10 and 10 more; add"):
+        ckpt.load(tmp_path / "many")
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match=r"has one below: s; add this to the path"):
+        ckpt.load(shutil.copytree(hidden, tmp_path / "one" / "s").parent)
+
+
+def test_a_file_inside_of_a_checkpoint_names_its_directory(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    ckpt.save({"w": torch.ones(2)}, path)
+    shutil.copy(path / ".metadata", path / "__0.metadata")
+    for name in (".metadata", ".aiockpt.json", "__0_0.distcp", "__0.metadata"):
+        for attempt in (
+            ckpt.load,
+            ckpt.verify,
+            ckpt.open,
+            lambda inner: FileSystemReader(inner).read_metadata(),
+            lambda inner: FileSystemReader(inner).read_metadata(rank=0),
+        ):
+            with pytest.raises(aiockpt.CheckpointNotFoundError, match=f"{name} is a file inside of .*, {path}$"):
+                attempt(path / name).__enter__()
+
+
 def _copy(source: Path, name: str) -> Path:
     return Path(shutil.copytree(source, source.parent / name))
 
@@ -193,7 +253,7 @@ def _copy(source: Path, name: str) -> Path:
 def test_missing_and_truncated_files(stock: bool, ckpt, tmp_path: Path) -> None:
     state = large_state(4) | {"note": "x"}
     if stock:
-        dcp.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
+        dcp.save(state, checkpoint_id=tmp_path / "good", **ALONE)
     else:
         ckpt.save(state, tmp_path / "good")
     lost = _copy(tmp_path / "good", "lost")
@@ -226,7 +286,7 @@ def test_flipped_payload_is_found_and_named(stock: bool, ckpt, tmp_path: Path) -
 
     state = {**large_state(4, kib=2048), "small": torch.arange(50), "text": "abc" * 10}
     if stock:
-        dcp.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
+        dcp.save(state, checkpoint_id=tmp_path / "good", **ALONE)
     else:
         ckpt.save(state, tmp_path / "good")
     index = decode_metadata((tmp_path / "good" / ".metadata").read_bytes())
@@ -293,7 +353,8 @@ def test_an_edited_manifest_is_refused(ckpt, tmp_path: Path) -> None:
 def test_objects_do_not_run_code(ckpt, tmp_path: Path) -> None:
     ckpt.save({"o": Custom(5), "t": torch.ones(1)}, tmp_path / "c")
     with pytest.raises(
-        aiockpt.UnsafeCheckpointError, match=r"object o needs tests\.test_load\.Custom.*safe_globals=\[Custom\]"
+        aiockpt.UnsafeCheckpointError,
+        match=r"object o needs tests\.test_load\.Custom.*safe_globals=\[tests\.test_load\.Custom\]",
     ):
         ckpt.load(tmp_path / "c")
     assert ckpt.load(tmp_path / "c", safe_globals=[Custom])["o"] == Custom(5)
@@ -317,7 +378,7 @@ def test_metadata_does_not_run_code(ckpt, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["../secret", "/etc/hostname", "sub/../../secret", "link"])
 def test_paths_stay_inside_the_directory(path: str, ckpt, tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "c", **ALONE)
     shutil.copy(tmp_path / "c" / "__0_0.distcp", tmp_path / "secret")
     (tmp_path / "c" / "link").symlink_to(tmp_path / "secret")
     with open(tmp_path / "c" / ".metadata", "rb") as file:
@@ -361,7 +422,7 @@ async def test_a_cancelled_load_stops(tmp_path: Path) -> None:
 def test_targets_whose_elements_share_memory_are_refused(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(4, 5), "z": torch.ones(2)}, tmp_path / "c")
     target = {"z": torch.zeros(2), "w": torch.zeros(1, 5).expand(4, 5)}
-    with pytest.raises(aiockpt.ShapeMismatchError, match="w is an expanded tensor"):
+    with pytest.raises(aiockpt.ShapeMismatchError, match="w overlaps itself"):
         ckpt.load(tmp_path / "c", target)
     assert not target["z"].any()
 
@@ -383,7 +444,7 @@ def test_text_that_is_half_a_character(ckpt, tmp_path: Path) -> None:
 
 
 def test_overlapping_chunks_are_corrupt(ckpt, tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(4), "b": torch.ones(4)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.save({"a": torch.ones(4), "b": torch.ones(4)}, checkpoint_id=tmp_path / "c", **ALONE)
     with open(tmp_path / "c" / ".metadata", "rb") as file:
         metadata = pickle.load(file)
     tensor = metadata.state_dict_metadata["a"]
@@ -404,3 +465,60 @@ def test_map_location_may_raise_anything(ckpt, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         ckpt.load(tmp_path / "c", map_location=stop)
     assert_same({"a": torch.ones(4)}, ckpt.load(tmp_path / "c"))
+
+
+# --- targets that share memory ------------------------------------------------------------------------
+
+
+def test_targets_that_overlap_themselves_are_refused(ckpt, tmp_path: Path) -> None:
+    ckpt.save({"a": torch.ones(3), "w": torch.ones(3, 4)}, tmp_path / "c")
+    memory = torch.zeros(100)
+    for wrong in (
+        torch.zeros(1, 4).expand(3, 4),
+        memory.as_strided((3, 4), (1, 1)),
+        memory.as_strided((3, 4), (3, 1)),
+        memory.as_strided((3, 4), (2, 4)),
+    ):
+        target = {"a": torch.zeros(3), "w": wrong}
+        with pytest.raises(aiockpt.ShapeMismatchError, match="w overlaps itself in the target"):
+            ckpt.load(tmp_path / "c", target)
+        assert not target["a"].any()
+    crossed = memory.as_strided((3, 4), (2, 3))  # steps that cross, but no place twice
+    ckpt.load(tmp_path / "c", {"w": crossed})
+    assert crossed.eq(1).all()
+
+
+def test_targets_that_share_memory_are_refused(ckpt, tmp_path: Path) -> None:
+    ckpt.save(
+        {"a": torch.ones(4, 4), "b": torch.zeros(4, 4), "c": torch.ones(4, 4), "f": torch.ones(3)}, tmp_path / "c"
+    )
+    memory, first = torch.full((8, 8), 7.0), torch.zeros(3)
+    for a, b in (
+        (memory[:4, :4], memory[3:7, :4]),
+        (memory[:4, :4], memory[:4, 3:7]),
+        (memory[:4, :4], memory[:4, :4].t()),
+        (memory[::2, ::2], memory[2:6, 2:6]),
+        (memory[:4, :4], memory[:4, :4]),
+    ):
+        with pytest.raises(aiockpt.ShapeMismatchError, match=r"[ab] and [ab] (share|are the same) memory"):
+            ckpt.load(tmp_path / "c", {"f": first, "a": a, "b": b})
+        assert memory.eq(7).all()
+        assert not first.any()
+    for a, b in ((memory[:4, :4], memory[:4, 4:]), (memory[::2, ::2], memory[1::2, ::2])):  # side by side
+        ckpt.load(tmp_path / "c", {"a": a, "b": b})
+        assert a.eq(1).all()
+        assert b.eq(0).all()
+    tied = torch.zeros(4, 4)
+    ckpt.load(tmp_path / "c", {"a": tied, "c": tied})  # stored twice, but the same
+    assert tied.eq(1).all()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_tied_targets_of_tied_tensors(ckpt, tmp_path: Path) -> None:
+    tied, other = torch.arange(6.0), torch.zeros(6)
+    ckpt.save({"a": tied, "b": tied}, tmp_path / "c")
+    dcp.save({"a": tied, "b": tied}, checkpoint_id=tmp_path / "stock", **ALONE)
+    for name in ("c", "stock"):
+        other.zero_()
+        ckpt.load(tmp_path / name, {"a": other, "b": other})
+        assert torch.equal(tied, other)

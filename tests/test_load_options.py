@@ -18,6 +18,7 @@ from aiockpt.storage.local import LocalStorage
 from aiockpt.testing import FaultyStorage
 from tests.counting import CountingStorage
 from tests.states import assert_same, large_state, random_tensor, training_state
+from tests.stock import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -39,7 +40,7 @@ def test_keys_by_name_container_and_pattern(stock: bool, ckpt, tmp_path: Path) -
         "model_step": 5,
     }
     if stock:
-        dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+        dcp.save(state, checkpoint_id=tmp_path / "c", **ALONE)
     else:
         ckpt.save(state, tmp_path / "c")
     load = lambda keys, **more: ckpt.load(tmp_path / "c", keys=keys, **more)  # noqa: E731
@@ -147,7 +148,7 @@ def test_mapped_tensors_are_copies_on_write(writer: str, ckpt, tmp_path: Path) -
     if writer == "ours":
         ckpt.save(state, path)
     elif writer == "stock":
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path, **ALONE)
     else:
         torch.save(state, path)
     before = {file: file.read_bytes() for file in ([path] if path.is_file() else path.iterdir())}
@@ -209,7 +210,7 @@ def test_a_failed_load_says_what_it_placed(stock: bool, tmp_path: Path) -> None:
     path = tmp_path / "c"
     with aiockpt.SyncCheckpointer(io_threads=1) as ckpt:
         if stock:
-            dcp.save(state, checkpoint_id=path, no_dist=True)
+            dcp.save(state, checkpoint_id=path, **ALONE)
         else:
             ckpt.save(state, path)
         with ckpt.open(path) as reader:
@@ -235,7 +236,7 @@ def test_what_can_be_known_before_is_looked_at_before(ckpt, tmp_path: Path) -> N
     state = large_state(3, kib=2048) | {"small": torch.arange(5), "o": {"k": [1, 2]}}
     for broken in ("o.k", "w1"):
         path = tmp_path / broken
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path, **ALONE)
         with ckpt.open(path) as reader:
             info = reader[broken]
             file, offset = (info.file, info.offset) if broken == "o.k" else (info.file, info.chunks[0].offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from safetensors.torch import save as their_bytes
 
 import aiockpt
+import aiockpt.dcp
+from aiockpt.cli.demo.workspace import workspace
+from aiockpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from aiockpt.storage.local import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import large_state, raw_bytes, training_state
@@ -329,7 +334,6 @@ def test_what_a_header_can_not_hold_is_refused_later(
     ("arguments", "path", "message"),
     [
         ({"format": "torch"}, "c", "format is 'torch'; it must be 'dcp' or 'safetensors'"),
-        ({"format": None}, "c", "format is None"),
         ({"shard_bytes": 5}, "c", "shard_bytes is for format='safetensors'"),
         ({"format": "safetensors", "shard_bytes": 5}, "m.safetensors", "the path names one safetensors file"),
         ({"format": "safetensors", "shard_bytes": 0}, "c", "shard_bytes is 0"),
@@ -384,10 +388,13 @@ def test_a_file_is_created_exclusively_or_replaced(tmp_path: Path) -> None:
         assert_holds(ckpt.load(path), {"w": torch.ones(1)})
         ckpt.save({"v": torch.zeros(2)}, path, format="safetensors", overwrite=True)
         assert_holds(load_file(path), {"v": torch.zeros(2)})
-        for other in (tmp_path / "notes.txt", tmp_path / "link.safetensors"):
-            other.symlink_to(path) if other.suffix == ".safetensors" else other.write_text("mine")
-            with pytest.raises(aiockpt.CheckpointExistsError, match="replaces checkpoints only"):
-                ckpt.submit({"w": torch.zeros(1)}, other, format="safetensors", overwrite=True)
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(aiockpt.CheckpointExistsError, match=r"notes\.txt is a file, but neither"):
+            ckpt.submit({"w": torch.zeros(1)}, tmp_path / "notes.txt", format="safetensors", overwrite=True)
+        (tmp_path / "link.safetensors").symlink_to(path)
+        ckpt.save({"w": torch.ones(3)}, tmp_path / "link.safetensors", overwrite=True)
+        assert not (tmp_path / "link.safetensors").is_symlink()
+        assert_holds(load_file(path), {"v": torch.zeros(2)})
     assert names_in(tmp_path) == ["link.safetensors", "m.safetensors", "notes.txt"]
 
 
@@ -509,3 +516,71 @@ def test_transformers_loads_it(make: Callable[[Any], Any], shard_bytes: int | No
     assert_holds(dict(loaded.state_dict()), dict(model.state_dict()))
     del loaded, model
     gc.collect()
+
+
+# --- what paths mean ----------------------------------------------------------------------------------
+
+
+def test_the_ending_of_the_path_means_the_format(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"w": torch.ones(3)}, path)
+        assert torch.equal(load_file(path)["w"], torch.ones(3))
+        ckpt.submit({"w": torch.zeros(3)}, str(path), overwrite=True).written.result()
+        assert torch.equal(load_file(path)["w"], torch.zeros(3))
+        with pytest.raises(ValueError, match=r"m.safetensors ends in .safetensors, which contradicts format='dcp'"):
+            ckpt.save({"w": torch.ones(3)}, tmp_path / "new" / "m.safetensors", format="dcp")
+        with pytest.raises(ValueError, match="compress is for format='dcp'"):
+            ckpt.save({"w": torch.ones(3)}, path, overwrite=True, compress="zstd")
+        with pytest.raises(aiockpt.SaveError, match="step"):
+            ckpt.save({"step": object()}, tmp_path / "n.safetensors")
+        ckpt.save({"w": torch.ones(3), "step": 3}, tmp_path / "m")
+    assert names_in(tmp_path) == ["m", "m.safetensors"]
+    with pytest.raises(ValueError, match=r"ends in .safetensors, and this writer writes to directories"):
+        aiockpt.dcp.FileSystemWriter(path)
+    torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
+    with pytest.raises(ValueError, match="which contradicts format='dcp'"):
+        torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "n.safetensors")
+
+
+def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a path can be given."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    state = {"w": torch.ones(3)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert ckpt.save(state, "~/a").path == str(tmp_path / "a")
+        ckpt.save(state, Path("~/m.safetensors"))
+        assert torch.equal(ckpt.load("~/a")["w"], state["w"])
+        assert ckpt.verify("~/a").ok
+        with pytest.raises(aiockpt.CheckpointExistsError, match=str(tmp_path / "a")):
+            ckpt.save(state, "~/a")
+        ckpt.delete("~/m.safetensors")
+        assert ckpt.clean("~") == []
+        ckpt.save(state, "./~/a")  # a directory of that name
+    assert (tmp_path / "~" / "a" / ".metadata").exists()
+    target = {"w": torch.zeros(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, for there is no process group
+        dcp.save(state, storage_writer=aiockpt.dcp.FileSystemWriter("~/b"))
+        dcp.load(target, storage_reader=aiockpt.dcp.FileSystemReader("~/b"))
+    assert torch.equal(target["w"], state["w"])
+    dcp_to_torch_save("~/b", "~/b.pt")
+    torch_save_to_dcp("~/b.pt", "~/c")
+    (tmp_path / "file").touch()
+    with aiockpt.SyncCheckpointer(fallback_path="~/other", retries=None) as ckpt:
+        assert ckpt.save(state, "~/file/d").path == str(tmp_path / "other" / "d")
+    with workspace(Path("~/demo"), keep=False) as root:
+        assert root == tmp_path / "demo"
+        (root / "mine").touch()
+    assert (root / "mine").exists()
+    assert names_in(tmp_path) == ["a", "b", "b.pt", "c", "demo", "file", "other", "~"]
+
+
+@pytest.mark.asyncio
+async def test_the_home_directory_without_a_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save({"w": torch.ones(3)}, "~/a")
+    async with aiockpt.open("~/a") as reader:
+        assert torch.equal(await reader.read("w"), torch.ones(3))

@@ -7,11 +7,17 @@ import gc
 import json
 import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp._flat_param import FlatParameter
 
 import aiockpt
 from aiockpt.storage.local import LocalStorage
@@ -622,7 +628,7 @@ async def test_a_dead_engine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A defect, or a machine out of resources: nobody may wait for ever."""
     from aiockpt.engine import Engine
 
-    async def die(self: Engine) -> None:
+    async def die(self: Engine, *_: object) -> None:
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(Engine, "_main", die)
@@ -666,3 +672,105 @@ def test_odd_timeouts(tmp_path: Path) -> None:
         ckpt.save({"x": 1}, tmp_path / ("n" * 250))
     with pytest.raises(ValueError, match="drain_timeout"):
         aiockpt.SyncCheckpointer(drain_timeout=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones([1] * 65), "k has 65 dimensions, and torch can't copy one of more than 64; reshape it"),
+        (torch.ones(8, dtype=torch.int8).view(torch.qint8), "k has the dtype torch.qint8 but no scale"),
+        (torch.ones(8, dtype=torch.int8).view(torch.quint4x2), "k has the dtype torch.quint4x2 but no scale"),
+    ],
+    ids=["dimensions", "qint8", "quint4x2"],
+)
+def test_what_could_not_be_loaded_is_refused(tensor: torch.Tensor, message: str, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(aiockpt.SaveError, match=message):
+            ckpt.submit({"k": tensor}, tmp_path / "c")
+        with pytest.raises(aiockpt.SaveError, match=message):
+            ckpt.save({f"{n}": torch.ones(1) for n in range(30_000)} | {"k": tensor}, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shape", [[1] * 64, [2] * 12 + [1] * 52])
+def test_most_dimensions(shape: list[int], tmp_path: Path) -> None:
+    tensor = torch.rand(shape)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"k": tensor, "t": tensor.transpose(0, 5)}, tmp_path / "c")
+        found, target = ckpt.load(tmp_path / "c"), {"t": torch.zeros(shape)}
+        ckpt.load(tmp_path / "c", target)
+    assert torch.equal(found["k"], tensor)
+    assert torch.equal(target["t"], tensor.transpose(0, 5))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_values_that_share_bytes(tmp_path: Path) -> None:
+    tensor = torch.quantize_per_tensor(torch.rand(31), 0.1, 0, torch.quint4x2)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"k": tensor}, tmp_path / "c")
+        assert torch.equal(ckpt.load(tmp_path / "c")["k"].dequantize(), tensor.dequantize())
+
+
+def _nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def _local_tensor() -> torch.Tensor:
+    module = pytest.importorskip("torch.distributed._local_tensor")
+    return module.LocalTensor({0: torch.ones(3), 1: torch.ones(3)})
+
+
+@dataclass
+class Sharded:
+    """As Megatron's ShardedTensor: an object that says which part of a tensor its data is."""
+
+    data: torch.Tensor
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_nested, r"k is a nested tensor of the strided layout; make it one of layout=torch\.jagged"),
+        (_fake, "k is a FakeTensor, which has no values"),
+        (torch.nn.UninitializedParameter, "k is not initialised: run a batch through its lazy module"),
+        (torch.nn.UninitializedBuffer, "k is not initialised: run a batch through its lazy module"),
+        (lambda: torch._to_functional_tensor(torch.ones(3)), "k stands for a value within a function that torch"),
+        (lambda: torch._to_functional_tensor(torch.ones(100_000)), "k stands for a value within a function that torch"),
+        (lambda: FlatParameter(torch.ones(3)), "k is a .*Parameter, which stands for a part of a tensor"),
+        (lambda: AsyncCollectiveTensor(torch.ones(3)), "k is a .*AsyncCollectiveTensor, which stands for a part"),
+        (_local_tensor, "k is a .*LocalTensor, which stands for a part"),
+        (lambda: Sharded(torch.ones(3), (6,), (3,)), "k is a .*Sharded, which stands for a part of a tensor"),
+    ],
+)
+@pytest.mark.parametrize("validate", ["versions", "hash"])
+def test_stand_ins_are_refused(make: Callable[[], Any], message: str, validate: Any, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.SaveError, match=message):
+        ckpt.submit({"a": torch.ones(2), "k": make()}, tmp_path / "c", validate=validate)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_values_of_transformed_functions_are_refused(transform: Callable[..., Any], tmp_path: Path) -> None:
+    def function(value: torch.Tensor) -> torch.Tensor:
+        ckpt.submit({"k": value}, tmp_path / "c")
+        return value.sum()
+
+    with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.SaveError, match="k stands for a value within"):
+        transform(function)(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore::aiockpt.SafeGlobalsWarning")
+def test_jagged_tensors(tmp_path: Path) -> None:
+    tensor = torch.nested.nested_tensor([torch.rand(2), torch.rand(3)], layout=torch.jagged)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"k": tensor}, tmp_path / "c")
+        found = ckpt.load(tmp_path / "c", trust=True)["k"]  # torch 2.15 has not listed them
+    assert all(map(torch.equal, found.unbind(), tensor.unbind()))

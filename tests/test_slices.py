@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import aiockpt
 from tests.counting import CountingStorage
 from tests.states import assert_same, random_tensor
+from tests.stock import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -27,7 +28,7 @@ def _write(state: dict[str, torch.Tensor], path: Path, writer: str) -> Path:
             ckpt.save(state, path)
         (path / ".aiockpt.json").unlink()
     elif writer == "dcp":
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path, **ALONE)
     elif writer == "torch":
         torch.save(state, path)
     else:
@@ -99,7 +100,7 @@ def sharded(path: Path, whole: torch.Tensor, cuts: list[tuple[tuple[int, ...], t
         f"p{i}": whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].clone()
         for i, (offsets, sizes) in enumerate(cuts)
     }
-    dcp.save(pieces, checkpoint_id=path, no_dist=True)
+    dcp.save(pieces, checkpoint_id=path, **ALONE)
     with open(path / ".metadata", "rb") as file:
         metadata = pickle.load(file)
     described, places = metadata.state_dict_metadata, metadata.storage_data
@@ -237,7 +238,7 @@ def test_values_at_odd_offsets_of_the_file(shift: int, tmp_path: Path) -> None:
         "large": torch.randn(300, 400, dtype=torch.complex128),
         "small": torch.randn(20, 30, dtype=torch.complex128),
     }
-    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "c", **ALONE)
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(tmp_path / "c") as reader:
         for name in ("large", "small"):
             for target in (torch.zeros_like(state[name].t()).t(), torch.zeros_like(state[name]).repeat(1, 2)[:, ::2]):

@@ -29,6 +29,7 @@ from aiockpt.threads import Workers
 from aiockpt.verify import verify_checkpoint
 from aiockpt.verify_report import Problem, VerifyReport
 from tests.states import assert_same, large_state, random_tensor, training_state
+from tests.stock import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -45,7 +46,7 @@ def verify(path: Path, storage: Storage | None = None) -> VerifyReport:
 
 def save(state: dict[str, Any], path: Path, *, stock: bool = False) -> None:
     if stock:
-        dcp.save(state, checkpoint_id=path, no_dist=True)
+        dcp.save(state, checkpoint_id=path, **ALONE)
     else:
         with aiockpt.SyncCheckpointer(io_threads=3) as ckpt:
             ckpt.save(state, path)
@@ -502,7 +503,7 @@ def test_tied_tensors_are_checked_once_and_named_both(tmp_path: Path) -> None:
 
 def test_extra_files_are_warnings(tmp_path: Path) -> None:
     save({"a": torch.ones(4)}, tmp_path / "c")
-    left = tmp_path / "c" / ".x.aiockpt-12-0123456789ab"
+    left = tmp_path / "c" / ".aiockpt-x.12.0123456789abcdef"
     left.mkdir()
     (left / "__0_0.distcp").write_bytes(b"half")
     (left / ".metadata").write_bytes(b"half")

@@ -39,7 +39,7 @@ class _Way:
 
     lane: Lane
     thread: DaemonThreads
-    turn: anyio.Lock = field(default_factory=anyio.Lock)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # not anyio's: it is made in the caller's thread
     leader: Leader | None = None
     follower: Follower | None = None
 

@@ -20,7 +20,9 @@ from aiockpt.dcp.torch_source import map_torch_file
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.planning.ranges import boxes
+from aiockpt.planning.selection import hint
 from aiockpt.sync_checkpointer import SyncCheckpointer
+from aiockpt.targets import check_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -176,7 +178,9 @@ class BroadcastingTorchSaveReader(StorageReader):
                 leaves, _ = flatten_state_dict(value)
             missing = tuple(name for name in names if name not in leaves)
             if missing:
-                raise MissingKeysError(f"{self.checkpoint_id} lacks {', '.join(missing[:10])}", missing)
+                raise MissingKeysError(
+                    f"{self.checkpoint_id} lacks {', '.join(missing[:10])}.{hint(missing, leaves)}", missing
+                )
             tensors = {n: leaves[n] for n in names if isinstance(leaves[n], torch.Tensor)}
             offer = _Offer(
                 {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
@@ -278,5 +282,6 @@ def _places(items: Sequence[ReadItem], offer: _Offer, name: str, planner: LoadPl
             raise ShapeMismatchError(
                 f"{name}: the planner gave a tensor of the shape {tuple(target.size())} for a part of {lengths}"
             )
+        check_memory(name, target)
         places.append(Place(item, starts, lengths, target))
     return places

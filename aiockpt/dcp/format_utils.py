@@ -17,6 +17,7 @@ from aiockpt.dcp.to_dcp import write_checkpoint
 from aiockpt.dcp.to_torch import write_torch_file
 from aiockpt.errors import AiockptError
 from aiockpt.load_options import LoadOptions, check_options
+from aiockpt.storage.local import absolute
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def dcp_to_torch_save(
         dcp_checkpoint_dir: a checkpoint of ``torch.distributed.checkpoint``, of any number of ranks, or any that we
             load.
         torch_save_path: the file to write.
-        overwrite: replace a file that is there.
+        overwrite: replace a file of torch.save or safetensors that is there; of a link, the link.
         verify: check the CRC of everything that is read, where it carries one.
         safe_globals: classes and functions that pickled objects may use, besides those torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
@@ -68,7 +69,7 @@ def dcp_to_torch_save(
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError: it is unfinished, truncated or changed.
         UnsafeCheckpointError: an object needs something that was not allowed.
-        CheckpointExistsError: the file exists, and ``overwrite`` is False; or it is a directory.
+        CheckpointExistsError: the file exists, and ``overwrite`` is False; or it is a directory, or another file.
         WriteError, CommitError: the file can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
@@ -164,7 +165,7 @@ def _to_torch(
     overwrite: bool,
 ) -> Callable[[LoadTools], Coroutine[Any, Any, None]]:
     storage, where = checkpointer._located(path, None)
-    file = os.path.abspath(os.fspath(target))
+    file = absolute(target)
     return lambda tools: write_torch_file(storage, where, file, options, tools, overwrite=overwrite)
 
 

@@ -19,6 +19,7 @@ from aiockpt.item_reader import ItemReader
 from aiockpt.planning.ranges import Selection
 from aiockpt.reads import TensorRead, say_what_was_placed
 from aiockpt.steps import count_change
+from aiockpt.targets import check_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -155,6 +156,7 @@ class PlanReading:
                 f"{item.dest_index.fqn}: the planner gave a tensor of the shape {tuple(target.size())} for a part of "
                 f"{self._path} of the shape {tuple(item.lengths)}"
             )
+        check_memory(item.dest_index.fqn, target)
 
     def _is_direct(self, request: _Request, target: torch.Tensor) -> bool:
         """Tell whether a target can be filled as it is; else its values are copied by torch, in the plan's order."""
@@ -163,11 +165,6 @@ class PlanReading:
         accelerator = torch.accelerator.current_accelerator()
         if target.device.type != "cpu" and (accelerator is None or target.device.type != accelerator.type):
             return False
-        last = (
-            sum((n - 1) * step for n, step in zip(target.shape, target.stride(), strict=True)) if target.numel() else -1
-        )
-        if target.untyped_storage().nbytes() < (target.storage_offset() + last + 1) * target.itemsize:
-            raise ShapeMismatchError(f"the memory of {request.item.dest_index.fqn} was freed; materialise it first")
         if any(step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)):
             return False
         return not self._ahead or self._extents.claim(request.item.dest_index.fqn, target)

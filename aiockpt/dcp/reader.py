@@ -20,7 +20,7 @@ from aiockpt.errors import CheckpointNotFoundError, LoadError
 from aiockpt.format.checks import check_index
 from aiockpt.format.metadata import decode_metadata
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.index_reader import presented, read_index
+from aiockpt.index_reader import check_place, presented, read_document, read_index
 from aiockpt.load_options import LoadOptions, check_options
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
@@ -221,13 +221,13 @@ def _fs_path(path: Path) -> Path:
 
 def _rank_index(source: Source, path: str, rank: int) -> Index:
     """Read the metadata of a rank that has saved without the others. Blocks."""
+    check_place(source, path)
     name = f"__{int(rank)}{METADATA_NAME}"
     if name not in source.files:
         raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} alone: {path} has no {name}")
-    data = bytearray(source.files[name])
-    source.read(name, 0, memoryview(data))
+    data = read_document(source, name, path)
     try:
-        index = decode_metadata(bytes(data))
+        index = decode_metadata(data)
     except LoadError as exc:
         raise type(exc)(f"{path}/{name}: {exc}") from exc
     check_index(path, index, source.files)

@@ -13,10 +13,12 @@ import anyio
 from aiockpt.dcp.torch_source import map_torch_file
 from aiockpt.errors import CheckpointExistsError, CommitError, LoadError
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.storage.publish import remove, sync_directory
+from aiockpt.storage.belonging import remove
+from aiockpt.storage.publish import sync_directory
 from aiockpt.storage.syscalls import rename_noreplace
 from aiockpt.storage.tickets import new_ticket
 from aiockpt.sync_checkpointer import SyncCheckpointer
+from aiockpt.threads import off_duty
 
 if TYPE_CHECKING:
     from aiockpt.checkpointer import AsyncCheckpointer
@@ -48,11 +50,17 @@ async def write_checkpoint(
             f"{path} holds a {type(mapped.value).__name__}, not a state dict; load it with torch.load, and save it "
             "within a dict"
         )
-    inner = os.path.join(target, new_ticket("new")) if shared else target
+    inner = os.path.join(target, new_ticket()) if shared else target
 
     submit = checkpointer.submit if isinstance(checkpointer, SyncCheckpointer) else checkpointer.save
-    handle = await tools.workers.run(submit, mapped.value, inner, overwrite=overwrite)
-    await _written(handle, mapped)
+
+    def begin() -> SaveHandle:
+        with off_duty():
+            return submit(mapped.value, inner, overwrite=overwrite, format="dcp")
+
+    handle = await tools.workers.run(begin)
+    with off_duty():
+        await _written(handle, mapped)
     if shared:
         await tools.workers.run(_move_in, inner, target)
 

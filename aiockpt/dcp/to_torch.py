@@ -13,6 +13,7 @@ from isal.isal_zlib import crc32
 from aiockpt.dcp.torch_file import TorchFileWriter
 from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.arrays import ARRAY_RECORD
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.torchzip import _unbacked_tensor
 from aiockpt.index_reader import read_index
@@ -112,8 +113,10 @@ class _Conversion:
                 values[name] = entry.value
         index = self._index
         names = [name for name in index.paths if name in values]
+        # NumPy arrays stay tensors: torch.load refuses pickled arrays unless it is allowed NumPy's functions.
+        containers = [record for record in index.containers if record["type"] != ARRAY_RECORD]
         try:
-            state = unflatten([index.paths[n] for n in names], [values[n] for n in names], index.containers)
+            state = unflatten([index.paths[n] for n in names], [values[n] for n in names], containers)
         except (StructureError, KeyError, TypeError, ValueError) as exc:
             raise CorruptCheckpointError(f"{self._path}: the structure of the state dict is damaged: {exc}") from exc
         rooms = file.frame(state if index.wrapped is None else state[index.wrapped])

@@ -18,6 +18,7 @@ from isal.isal_zlib import crc32
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.framing import CRC
 from aiockpt.format.ziparchive import FramingError, data_offset, read_directory
+from aiockpt.storage.belonging import objection
 from aiockpt.storage.publish import make_directories, sync_directory
 from aiockpt.storage.syscalls import allocate, rename_noreplace
 from aiockpt.storage.tickets import new_ticket
@@ -66,14 +67,13 @@ class TorchFileWriter:
 
     Args:
         path: the final name.
-        overwrite: replace a file that is there.
+        overwrite: replace a file of torch.save or safetensors that is there, or a link to one, not what it leads to.
     """
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
-        self._path = os.path.realpath(path)  # what a link leads to is replaced, not the link
+        self._path = os.path.abspath(path)
         self._overwrite = overwrite
-        folder, name = os.path.split(self._path)
-        self._hidden = os.path.join(folder, new_ticket(name))
+        self._hidden = os.path.join(os.path.dirname(self._path), new_ticket())
         self._fd = -1
 
     def open(self) -> Self:
@@ -88,9 +88,16 @@ class TorchFileWriter:
         if not self._overwrite and os.path.lexists(self._path):
             raise CheckpointExistsError(f"{self._path} exists already; choose another name, or pass overwrite=True")
         try:
+            found = objection(self._path) if os.path.lexists(self._path) else None
+            if found is not None:
+                raise CheckpointExistsError(
+                    f"{self._path} {found}; overwrite=True replaces checkpoints only. Choose another name."
+                )
             make_directories(os.path.dirname(self._path), fsync=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
             self._fd = os.open(self._hidden, flags, 0o664)
+        except CheckpointExistsError:
+            raise
         except OSError as exc:
             raise WriteError(f"can't create {self._path}: {exc}") from exc
         return self

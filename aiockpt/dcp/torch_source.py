@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import InlineEntry, TensorEntry
-from aiockpt.format.objects import HARMLESS, _allow_list, _not_yet_allowed
+from aiockpt.format.objects import HARMLESS, _allow_list, _not_yet_allowed, checked_sparse
 from aiockpt.index_reader import read_index
 from aiockpt.map_reader import MapReader
 from aiockpt.planning.tree import StructureError, unflatten
@@ -91,7 +92,13 @@ def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
     with open(path, "rb") as file:
         mappable = file.read(4) == b"PK\3\4"
     try:
-        with _allow_list, torch.serialization.safe_globals(_not_yet_allowed((*HARMLESS, *options.safe_globals))):
+        with (
+            _allow_list,
+            torch.serialization.safe_globals(_not_yet_allowed((*HARMLESS, *options.safe_globals))),
+            contextlib.nullcontext() if options.trust else checked_sparse(),
+        ):
             return torch.load(path, map_location="cpu", mmap=mappable, weights_only=not options.trust)
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
     except Exception as exc:  # a damaged pickle raises nearly anything
         raise type(why)(f"{why} (torch.load says: {type(exc).__name__}: {str(exc).partition('. ')[0]})") from exc

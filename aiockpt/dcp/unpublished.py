@@ -14,9 +14,11 @@ import uuid
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.storage.publish import make_directories, remove, sync_directory
+from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
+from aiockpt.storage.belonging import data_files_of, remove
+from aiockpt.storage.publish import make_directories, sync_directory
 from aiockpt.storage.syscalls import rename_noreplace
+from aiockpt.storage.tickets import shared_ticket
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -31,9 +33,8 @@ def metadata_name(rank: int | None) -> str:
 
 def _hidden(path: str, rank: int | None) -> tuple[str, str]:
     """Give the two places where the files may go: beside the path, and within it."""
-    short = os.fsdecode(os.fsencode(os.path.basename(path))[:180])
-    beside = os.path.join(os.path.dirname(path), f".{short}.aiockpt-dcp")
-    return beside, os.path.join(path, ".new.aiockpt-dcp" if rank is None else f".new.aiockpt-dcp-{rank}")
+    beside = os.path.join(os.path.dirname(path), shared_ticket(os.path.basename(path)))
+    return beside, os.path.join(path, f"{HIDDEN}dcp" if rank is None else f"{HIDDEN}dcp-{rank}")
 
 
 def begin(path: str, rank: int | None, *, fsync: bool) -> str:
@@ -170,7 +171,7 @@ def _move_in(
     metadata = os.path.join(path, metadata_name(rank))
     if not os.path.isdir(path) or (os.path.lexists(metadata) and not overwrite):
         raise CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
-    old = _old_files(path, rank)
+    old = [os.path.join(path, name) for name in data_files_of(path, metadata_name(rank))]
     placed: list[str] = []
     try:
         for name, final in names.items():
@@ -190,14 +191,6 @@ def _move_in(
     for each in old:
         remove(each)
     remove(hidden)
-
-
-def _old_files(path: str, rank: int | None) -> list[str]:
-    """Give the files of the checkpoint that is there, if there is one, apart from its metadata."""
-    if not os.path.lexists(os.path.join(path, metadata_name(rank))):
-        return []
-    begin_with = "" if rank is None else f"__{rank}_"
-    return [os.path.join(path, n) for n in os.listdir(path) if n.endswith(_DATA) and n.startswith(begin_with)]
 
 
 def hold(hidden: str) -> int:

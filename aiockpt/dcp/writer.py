@@ -20,8 +20,9 @@ from torch.futures import Future
 from aiockpt.dcp import unpublished
 from aiockpt.dcp.items import files_of, places_of, resolved, results_of
 from aiockpt.errors import CheckpointExistsError
-from aiockpt.format.names import DCP_VERSION
+from aiockpt.format.names import DCP_VERSION, SUFFIX
 from aiockpt.planning.world_planner import WorldPlanner
+from aiockpt.storage.local import absolute
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         return None if self.use_collectives else self.rank
 
     def _path(self) -> str:
-        return os.path.abspath(self.path)
+        return absolute(self.path)
 
     @contextmanager
     def _lent(self) -> Iterator[SyncCheckpointer | AsyncCheckpointer]:
@@ -273,4 +274,6 @@ def _local(path: Path) -> pathlib.Path:
         raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
     if "://" in text:
         raise ValueError(f"{text} is a URL; this writer writes to directories, so give a path")
+    if text.endswith(SUFFIX):
+        raise ValueError(f"{text} ends in {SUFFIX}, and this writer writes to directories; rename it")
     return pathlib.Path(text)

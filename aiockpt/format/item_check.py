@@ -27,6 +27,9 @@ _LENGTHS = struct.Struct("<3H")  # of the name, extra fields and comment of an e
 _DESCRIPTOR_FLAG = 8
 _DIRECTORY_FLAG = 16
 _DESCRIPTOR = b"PK\7\10"
+_SMALL_BYTES = 4096
+"""Objects up to this size are learned from."""
+_MOST_TEMPLATES = 4096
 _LEGACY = b"\x80\x02\x8a"  # how the pickles of torch < 1.6 begin
 
 
@@ -150,7 +153,7 @@ def agree(found: TensorItem, crc: int | None, given: TensorItem) -> bool:
 class _Template:
     """What items with the same beginning have in common: everything but some records and their CRCs."""
 
-    tensor: TensorItem
+    tensor: TensorItem | None
     payload: Span
     varying: tuple[Span, ...]
     fixed: tuple[tuple[int, bytes], ...]
@@ -172,7 +175,7 @@ class ItemChecker:
 
     def __init__(self) -> None:
         self._templates: dict[tuple[bytes, int], _Template] = {}
-        self._prefix_bytes = 704
+        self._prefix_bytes = {True: 704, False: 64}  # of tensors, and of objects
 
     def check(self, item: memoryview, *, is_tensor: bool) -> tuple[Framed, list[Span]]:
         """Check all of an item.
@@ -183,8 +186,8 @@ class ItemChecker:
         Raises:
             FramingError: the framing is damaged.
         """
-        template = self._templates.get((bytes(item[: self._prefix_bytes]), len(item))) if is_tensor else None
-        if template is not None and template.fits(item):
+        template = self._template(item, is_tensor=is_tensor)
+        if template is not None and template.tensor is not None and template.fits(item):
             crc = CRC.unpack_from(item, template.payload.crc_at[0])[0]
             return Framed(template.tensor, (template.payload,), crc), []
 
@@ -193,15 +196,39 @@ class ItemChecker:
 
         framed = read_framing(len(item), fetch, is_tensor=is_tensor)
         wrong = [span for span in framed.spans if crc32(item[span.start : span.stop]) != span.crc]
-        if framed.tensor is not None and framed.spans and not wrong:
-            self._learn(item, framed, framed.tensor)
+        if framed.spans and not wrong and (is_tensor or len(item) <= _SMALL_BYTES):
+            self._learn(item, framed)
         return framed, wrong
 
-    def _learn(self, item: memoryview, framed: Framed, tensor: TensorItem) -> None:
-        start = tensor.payload_offset
-        payload = next((span for span in framed.spans if span.start == start and span.stop > start), None)
-        if payload is None or payload.stop != start + tensor.nbytes:
-            return
+    def object_pickle(self, item: memoryview) -> bytes | None:
+        """Return the pickle of an intact small object; None where its items have to be read one by one.
+
+        Raises:
+            FramingError: the framing is damaged.
+        """
+        template = self._template(item, is_tensor=False)
+        if template is None or not template.fits(item):
+            _, wrong = self.check(item, is_tensor=False)
+            template = None if wrong else self._template(item, is_tensor=False)
+            if template is None or not template.fits(item):
+                return None
+        return bytes(item[template.payload.start : template.payload.stop])
+
+    def _template(self, item: memoryview, *, is_tensor: bool) -> _Template | None:
+        return self._templates.get((bytes(item[: self._prefix_bytes[is_tensor]]), len(item)))
+
+    def _learn(self, item: memoryview, framed: Framed) -> None:
+        tensor = framed.tensor
+        if tensor is not None:
+            start = tensor.payload_offset
+            payload = next((span for span in framed.spans if span.start == start and span.stop > start), None)
+            if payload is None or payload.stop != start + tensor.nbytes:
+                return
+        else:
+            payload = next((span for span in framed.spans if span.name.endswith("/data.pkl")), None)
+            if payload is None or len(self._templates) >= _MOST_TEMPLATES:
+                return
+            start = payload.start
         # The id differs between items, for it is made from the CRCs of the other records.
         varying = tuple(
             s for s in framed.spans if s.start >= start and (s is payload or s.name.endswith("/.data/serialization_id"))
@@ -213,5 +240,5 @@ class ItemChecker:
             if low > end:
                 fixed.append((end, bytes(item[end:low])))
             end = max(end, high)
-        self._prefix_bytes = start
+        self._prefix_bytes[tensor is not None] = start
         self._templates[bytes(item[:start]), len(item)] = _Template(tensor, payload, varying, tuple(fixed))

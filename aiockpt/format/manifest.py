@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from isal.isal_zlib import crc32
+
+from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,7 +26,13 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 
+_PICKLED = (b"\x95", b"c")  # a frame, of protocols 4 and later; the name of a class, of those before
+_FLOAT = "$float"
+_NOT_FINITE = ("nan", "inf", "-inf")
+_MOST_BITS = 4096  # Python makes no text of much longer numbers
+
 SEAL = ',\n  "manifest_crc32": "'
+_LONG_PARTS = (b',\n  "index": ', b',\n  "transformed": ')  # a line break can't be within a text of JSON
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -91,8 +101,41 @@ def encode_manifest(manifest: Manifest, index: str | None = None, transformed: s
     return f'{body}{SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
 
 
+def files_listed(data: bytes) -> frozenset[str] | None:
+    """Return the names of the files that a manifest lists, without reading its index; None if it is damaged."""
+    body, _, seal = data.rpartition(SEAL.encode())
+    try:
+        if int(seal[:8], 16) != crc32(body):
+            return None
+        for part in _LONG_PARTS:
+            body = body.partition(part)[0]
+        return frozenset(json.loads(body + b"\n}")["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def is_pickled(metadata: bytes) -> bool:
+    """Return whether `.metadata`, of which this is the beginning, was pickled: aiockpt's begins otherwise."""
+    return metadata[:1] == b"\x80" and metadata[2:3] in _PICKLED
+
+
+def is_of_another_save(manifest: Manifest, metadata: bytes) -> bool:
+    """Return whether a manifest was left by a checkpoint that another program has replaced in place.
+
+    It records another `.metadata` than this one, which is pickled, and names its save in a `StorageMeta`, as torch's
+    writers do and aiockpt's does not. One of aiockpt's that was damaged, or edited, does neither.
+    """
+    if not (is_pickled(metadata) and b"save_id" in metadata):
+        return False
+    facts = manifest.files.get(METADATA_NAME)
+    return facts is None or facts != FileFacts(len(metadata), crc32(metadata))
+
+
 def check_user_metadata(metadata: object) -> dict[str, JsonValue]:
-    """Copy the user's facts, refusing what JSON can't hold.
+    """Copy the user's facts as JSON, refusing what it can't hold.
+
+    Scalars of NumPy and of torch become numbers, paths become texts. JSON has no number for nan, inf and -inf: they
+    become ``{"$float": "nan"}``, which `read_user_metadata` makes floats of again.
 
     Raises:
         TypeError: naming the key that is not JSON-able.
@@ -105,19 +148,36 @@ def check_user_metadata(metadata: object) -> dict[str, JsonValue]:
         raise TypeError("metadata is nested too deeply, or holds itself") from None
 
 
+def read_user_metadata(value: Any) -> Any:
+    """Return the user's facts as they were given, of what `check_user_metadata` made of them."""
+    if type(value) is list:
+        return [read_user_metadata(part) for part in value]
+    if type(value) is not dict:
+        return value
+    if value.keys() == {_FLOAT} and value[_FLOAT] in _NOT_FINITE:
+        return float(value[_FLOAT])
+    return {key: read_user_metadata(part) for key, part in value.items()}
+
+
 def _is_text(key: object, where: str) -> bool:
     if not isinstance(key, str):
         raise TypeError(f"{where} has the key {key!r}; JSON keys are strings")
+    if key == _FLOAT:
+        raise TypeError(f"{where} has the key {key!r}, which stands for nan and inf; use another")
     return True
 
 
 def _json_copy(value: Any, where: str) -> JsonValue:
+    if _is_array(value):
+        value = _number_of(value, where)
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise TypeError(f"metadata[{where!r}] has more than {_MOST_BITS} bits; store it as text")
     if value is None or type(value) in (bool, int, str):
         return value  # type: ignore[no-any-return]
     if isinstance(value, float):
-        if not math.isfinite(value):
-            raise TypeError(f"metadata[{where!r}] is {value}, which JSON can't hold; store it as text")
-        return float(value)
+        return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if isinstance(value, PurePath):
+        return str(value)
     if isinstance(value, list | tuple):
         return [_json_copy(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
@@ -126,3 +186,24 @@ def _json_copy(value: Any, where: str) -> JsonValue:
         f"metadata[{where!r}] is a {type(value).__name__}, which JSON can't hold; "
         "convert it, for example with .item() or str()"
     )
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is of torch or NumPy. Neither is imported here: a process that only writes has none."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    return (torch is not None and isinstance(value, torch.Tensor)) or (
+        numpy is not None and isinstance(value, numpy.generic | numpy.ndarray)
+    )
+
+
+def _number_of(value: Any, where: str) -> Any:
+    """Return the one value of a scalar of torch or NumPy. Blocks until a tensor on an accelerator is computed."""
+    if value.ndim:
+        raise TypeError(
+            f"metadata[{where!r}] is a {type(value).__name__} of {value.ndim} dimensions; metadata takes single "
+            "values: put it into the state, or pass .tolist()"
+        )
+    try:
+        return float(value) if type(value).__name__ == "longdouble" else value.item()
+    except (RuntimeError, NotImplementedError) as exc:  # on the meta device, for one
+        raise TypeError(f"metadata[{where!r}] is a {type(value).__name__} without a value: {exc}") from exc

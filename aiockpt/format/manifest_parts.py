@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from aiockpt.format.arrays import ARRAY_RECORD
+from aiockpt.format.keys import FACTORIES, decode_key
 from aiockpt.format.manifest import FileFacts, JsonValue
 
 _MAX_BYTES = 1 << 62
-_CONTAINER_TYPES = ("dict", "OrderedDict", "list", "tuple")
+_CONTAINER_TYPES = ("dict", "OrderedDict", "Counter", "defaultdict", "list", "tuple", ARRAY_RECORD)
 
 
 def file_facts(files: Any) -> dict[str, FileFacts]:
@@ -60,9 +62,21 @@ def _container(record: dict[str, Any]) -> dict[str, JsonValue]:
     if integers is not None:
         # A mapping, so that a key is found in it as fast in a long one.
         read["int_keys"] = integers if integers is True else dict.fromkeys(map(text, integers))
+    if "factory" in record:
+        if text(record["factory"]) not in FACTORIES:
+            raise ValueError("a defaultdict makes its values with something that is not known")
+        read["factory"] = record["factory"]
+    if "keys" in record:
+        read["keys"] = {each: _key(each, key) for each, key in mapping(record["keys"]).items()}
     if "module_metadata" in record:
         read["module_metadata"] = {name: mapping(facts) for name, facts in mapping(record["module_metadata"]).items()}
     return read
+
+
+def _key(name: str, value: Any) -> JsonValue:
+    if str(decode_key(value)) != name:
+        raise ValueError("a container has a key that is not the one of its name")
+    return value  # type: ignore[no-any-return]
 
 
 def _positions(path: list[Any]) -> list[int]:

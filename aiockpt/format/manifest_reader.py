@@ -7,8 +7,9 @@ import json
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.arrays import check_arrays
 from aiockpt.format.checks import check_paths
-from aiockpt.format.manifest import FORMAT_VERSION, SEAL, Manifest
+from aiockpt.format.manifest import FORMAT_VERSION, SEAL, Manifest, read_user_metadata
 from aiockpt.format.manifest_index import decode_index
 from aiockpt.format.manifest_parts import containers, file_facts, mapping, text
 from aiockpt.format.names import MANIFEST_NAME
@@ -29,8 +30,11 @@ def decode_manifest(data: bytes) -> Manifest:
         if document["format_version"] > FORMAT_VERSION:
             raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
         document["containers"] = containers(document["containers"])
+        document["metadata"] = read_user_metadata(mapping(document["metadata"]))
         index = decode_index(document) if "index" in document else None
         check_paths({} if index is None else index.paths, document["containers"])
+        if index is not None:
+            check_arrays(index.entries, index.paths, document["containers"])
         return Manifest(
             writer=text(document["writer"]),
             created=text(document["created"]),

@@ -109,6 +109,7 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("pathlib", "PurePosixPath"): Function(_path),
     ("pathlib._local", "PosixPath"): Function(_path),
     ("pathlib._local", "WindowsPath"): Function(_path),
+    ("pathlib._local", "PurePosixPath"): Function(_path),
 }
 
 

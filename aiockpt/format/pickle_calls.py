@@ -18,6 +18,7 @@ _ELEMENT_BYTES = 8
 _ENTRY_BYTES = 64  # of a set or a dict
 _LATIN = ("latin1", "latin-1")
 _ENDLESS = 1 << 62
+_PER_BYTE = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +34,7 @@ class Value:
         hashed: its hash, as far as equal ones show; of everything whose hash is not known here it is the same.
         depth: how deep tuples are in it.
         items: the elements of a tuple.
-        name: the full name of a global.
+        name: the full name of a global; of a storage that of its type.
         width: the bytes of an element of a storage.
     """
 
@@ -169,6 +170,16 @@ def _range(g: Guard, name: str, args: list[Any]) -> Value:
     return Value("range", size=min(size, _ENDLESS), hashes=min(size, _ENDLESS) + 1)
 
 
+def _texts(g: Guard, name: str, args: list[Any]) -> Value:
+    """Take texts, as paths and decimals do."""
+    if any(type(arg) is not str for arg in args):
+        raise PickleError(f"it calls {name} with something else than texts")
+    g.charge(sum(map(weight, args)))
+    return Value("time" if name.startswith("pathlib.") else "plain")  # hashes of paths can't be foreseen either
+
+
+_PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+_NUMPY = ("core.multiarray._reconstruct", "_core.multiarray._reconstruct", "core.multiarray.scalar")
 _TIMES = ("datetime.date", "datetime.datetime", "datetime.time")
 
 
@@ -208,8 +219,10 @@ def _tensor(g: Guard, name: str, args: list[Any]) -> Value:
             DTYPES.get(args[6].name.removeprefix("torch.")) if len(args) > 6 and isinstance(args[6], Value) else None
         )
         width = dtype.itemsize if dtype is not None else _ENDLESS
-    filled = name.endswith("_rebuild_qtensor") and math.prod(shape) * width > storage.size
-    if filled or not view_fits(offset, shape, stride, width, storage.size):
+    is_quantized = name.endswith("_rebuild_qtensor")
+    room = storage.size * (_PER_BYTE.get(storage.name, 1) if is_quantized else 1)
+    filled = is_quantized and math.prod(shape) * width > room
+    if filled or not view_fits(offset, shape, stride, width, room):
         raise PickleError(f"it makes a tensor of {shape} that reaches beyond its {storage.size} bytes")
     return Value("tensor")
 
@@ -238,6 +251,12 @@ CALLS: dict[str, Any] = {
     "collections.defaultdict": _copy("defaultdict", hashed=True),
     "collections.OrderedDict": _copy("dict", hashed=True),
     "collections.Counter": _copy("dict", hashed=True),
+    **{f"{module}.{name}": _texts for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    "decimal.Decimal": _texts,
+    "argparse.Namespace": call_user,
+    "types.SimpleNamespace": call_user,
+    "_io.BytesIO": call_user,
+    **{f"numpy.{name}": call_user for name in (*_NUMPY, "_core.multiarray.scalar", "ndarray", "dtype")},
     "_codecs.encode": _encode,
     "torch.Size": _copy("object"),
     "torch.device": _plain,

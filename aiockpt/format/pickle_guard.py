@@ -8,7 +8,9 @@ Here the pickle runs with stand-ins for its values, which know how much a copy o
 from __future__ import annotations
 
 import _compat_pickle
-from typing import TYPE_CHECKING, Any
+import importlib
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.format.pickle_calls import CALLS, Value, call_user, depth_of, hash_cost, weight
 from aiockpt.format.pickle_machine import Handler, Machine, PickleError, pop_mark, read_line
@@ -45,11 +47,55 @@ _STORAGES = {f"torch.{name}Storage": DTYPES[dtype].itemsize for name, dtype in _
 _STORAGES["torch.storage.UntypedStorage"] = 1
 
 
+@cache
+def torch_names() -> frozenset[str]:
+    """Return the full names of what torch's restricted unpickler calls by itself."""
+    names = getattr(importlib.import_module("torch._weights_only_unpickler"), "_get_allowed_globals", dict)
+    return frozenset(names())
+
+
+class Needs(NamedTuple):
+    """What a pickle needs to be allowed.
+
+    Attributes:
+        names: the full names of classes and functions, in order.
+        made: those of ``names`` whose results are given a state: they have to be classes.
+        lookups: what ``builtins.getattr``, where it is allowed, is called for: full names ("" of values) and names.
+        has_storages: it holds tensors.
+        fills: it adds elements to objects of the classes.
+        is_whole: it was followed to its end.
+    """
+
+    names: tuple[str, ...]
+    made: frozenset[str]
+    lookups: frozenset[tuple[str, Any]]
+    has_storages: bool
+    fills: bool
+    is_whole: bool
+
+
+def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
+    """Find out what a pickle names that is neither allowed nor known; it is not run. Args as `check_object_pickle`."""
+    collector = _Collector(data, records, allowed)
+    try:
+        collector.run()
+        whole = True
+    except (PickleError, _RefusedByTorch):
+        whole = False
+    storages = bool(collector.storages)
+    made, lookups = frozenset(collector.made), frozenset(collector.lookups)
+    return Needs(tuple(collector.names), made, lookups, storages, collector.fills, whole)
+
+
+class ForeignNameError(PickleError):
+    """A pickle calls something of torch that is on nobody's list; ``args`` holds its full name."""
+
+
 class _RefusedByTorch(Exception):
     """From here on torch would not go on either, and says why better."""
 
 
-def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
+def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> bool:
     """Check that a pickle can be loaded at a cost that its length and its storages justify.
 
     Args:
@@ -57,14 +103,19 @@ def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collec
         records: the length in bytes of each storage, by key.
         allowed: the full names of what it may call besides torch's own list.
 
+    Returns:
+        Whether it was followed to its end; if not, torch refuses it as well.
+
     Raises:
+        ForeignNameError: it calls something that nobody has allowed.
         PickleError: saying what it would do.
     """
     guard = _Guard(data, records, allowed)
     try:
         guard.run()
     except _RefusedByTorch:
-        return
+        return False
+    return True
 
 
 class _Guard(Machine):
@@ -74,7 +125,7 @@ class _Guard(Machine):
         self._allowed = allowed
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
         self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
-        self._storages: dict[str, Value] = {}
+        self.storages: dict[str, Value] = {}
 
     def charge(self, steps: int) -> None:
         """Count what something costs."""
@@ -98,8 +149,15 @@ class _Guard(Machine):
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
         if full not in CALLS and full not in self._allowed and not full.startswith("torch."):
-            raise _RefusedByTorch
+            self.miss(full)
         return Value("global", name=full)
+
+    def miss(self, name: str) -> None:
+        """Take note of a name that is neither allowed nor known."""
+        raise _RefusedByTorch
+
+    def note(self, target: Value, *, filled: bool) -> None:
+        """Take note of an object that is given a state, or elements."""
 
     def invoke(self, function: Any, args: list[Any]) -> Any:
         """Give what a call would give, and count what it costs."""
@@ -108,9 +166,15 @@ class _Guard(Machine):
         rule = CALLS.get(function.name)
         if rule is None:
             if function.name not in self._allowed:
-                raise PickleError(f"it calls {function.name}, which torch.save never does")
+                if function.name in torch_names():
+                    raise PickleError(f"it calls {function.name}, which torch.save never does")
+                self.miss_call(function.name)
             rule = call_user
         return rule(self, function.name, args)
+
+    def miss_call(self, name: str) -> None:
+        """Take note of a function of torch that is neither allowed nor known."""
+        raise ForeignNameError(name)
 
     def storage(self, pid: Any) -> Value:
         """Give the storage that a persistent id stands for."""
@@ -124,10 +188,44 @@ class _Guard(Machine):
             raise PickleError(f"storage {key[:100]} would have {numel * width} bytes, more than are stored")
         if not numel:  # empty storages of several types may have one key
             return Value("storage", size=0, width=width)
-        known = self._storages.setdefault(key, Value("storage", size=numel * width, width=width))
+        known = self.storages.setdefault(key, Value("storage", size=numel * width, name=kind.name, width=width))
         if (known.size, known.width) != (numel * width, width):
             raise PickleError(f"storage {key[:100]} has two lengths, or two types")
         return known
+
+
+class _Collector(_Guard):
+    """Goes on where the guard stops, and keeps what it stopped at."""
+
+    def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
+        super().__init__(data, records, allowed)
+        self.names: dict[str, None] = {}
+        self.made: set[str] = set()
+        self.lookups: set[tuple[str, Any]] = set()
+        self.fills = False
+
+    def miss(self, name: str) -> None:
+        self.names[name] = None
+
+    def miss_call(self, name: str) -> None:
+        self.names[name] = None
+
+    def note(self, target: Value, *, filled: bool) -> None:
+        self.fills |= filled
+        if not filled and target.kind == "object":
+            self.made.add(target.name)
+
+    def invoke(self, function: Any, args: list[Any]) -> Any:
+        made = super().invoke(function, args)
+        if function.name == "builtins.getattr":
+            owner, attribute = args if len(args) == 2 else (None, None)
+            if isinstance(owner, Value) and owner.kind == "global" and type(attribute) is str:
+                self.lookups.add((owner.name, attribute))
+            else:
+                self.lookups.add(("", ""))
+        if isinstance(made, Value) and made.kind == "object":
+            made.name = function.name
+        return made
 
 
 def _unsupported(_g: _Guard, _at: int) -> int:
@@ -176,6 +274,9 @@ def _tuple_n(count: int) -> Handler:
     return push
 
 
+_LIKE = {"list": ("list", "deque"), "dict": ("dict", "defaultdict")}
+
+
 def _extend(g: _Guard, items: list[Any]) -> None:
     target = _target(g, "list")
     for item in items:
@@ -184,8 +285,10 @@ def _extend(g: _Guard, items: list[Any]) -> None:
 
 def _target(g: _Guard, kind: str) -> Value:
     target = g.stack[-1]
-    if not isinstance(target, Value) or target.kind not in (kind, "object"):
+    if not isinstance(target, Value) or target.kind not in (*_LIKE[kind], "object"):
         raise _RefusedByTorch
+    if target.kind != kind:  # beside tensors torch fills lists and dicts alone
+        g.note(target, filled=True)
     return target
 
 
@@ -239,6 +342,7 @@ def _build(g: _Guard, at: int) -> int:
     target = g.stack[-1]
     if not isinstance(target, Value) or target.kind not in ("dict", "object"):
         raise PickleError("it gives a state to something that has none")
+    g.note(target, filled=False)
     g.charge(weight(state) + sum(weight(part) for part in (state.items or ())[:2]) if isinstance(state, Value) else 1)
     return at
 

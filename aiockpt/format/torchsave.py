@@ -19,8 +19,8 @@ import torch
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import ChunkEntry, TensorEntry, TensorItem
-from aiockpt.format.objects import HARMLESS, _allow_list, _not_yet_allowed
-from aiockpt.format.pickle_guard import check_object_pickle
+from aiockpt.format.objects import HARMLESS, _allow_list, _not_yet_allowed, is_shortage, permission_for
+from aiockpt.format.pickle_guard import ForeignNameError, check_object_pickle
 from aiockpt.format.pickle_machine import PickleError
 from aiockpt.format.structure import is_too_much
 from aiockpt.format.torch_archive import StandIns, open_archive
@@ -133,6 +133,8 @@ def holds_tensors(value: Any) -> bool:
     """
     try:
         _TensorFinder(io.BytesIO()).dump(value)
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
     except Exception:  # a user's __reduce__ may raise anything
         return True
     return False
@@ -169,8 +171,13 @@ def read_torch_file(
         value = unpickle(data, stand_ins, safe_globals)
     except LoadError:
         raise
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
     except Exception as exc:  # a damaged pickle raises nearly anything, and so does a class that wants values
-        raise _explained(name, exc, trust=trust, checked=bool(archive.records["data.pkl"].crc)) from exc
+        if is_shortage(exc):
+            raise LoadError(f"{name} can't be read now, for lack of memory or descriptors: {exc}") from exc
+        permission = "" if trust else permission_for(data, archive.storage_bytes(), safe_globals)
+        raise _explained(name, exc, permission, trust=trust, checked=bool(archive.records["data.pkl"].crc)) from exc
     finally:
         _forget_sparse_tensors()
     if is_too_much(value, len(data)):
@@ -185,17 +192,24 @@ class _UnplaceableError(Exception):
     """The pickle makes a tensor that no stand-in can be made for; the argument says of which kind."""
 
 
-def _explained(name: str, exc: Exception, *, trust: bool, checked: bool) -> LoadError:
+def _explained(name: str, exc: Exception, permission: str, *, trust: bool, checked: bool) -> LoadError:
     """Say what it means that unpickling failed, and what to do about it."""
     if isinstance(exc, _UnplaceableError):
         return _unplaceable(name, "something in it", str(exc))
+    refused = isinstance(exc, pickle.UnpicklingError) and not trust and exc.__cause__ is None
+    if permission and (refused or isinstance(exc, ForeignNameError)):
+        return UnsafeCheckpointError(f"{name} needs {permission}")
     if isinstance(exc, PickleError):
         return UnsafeCheckpointError(
-            f"the pickle in {name} was not read: {exc}. It is damaged or was made to harm; if you trust the file, pass "
+            f"the pickle in {name} was not read: {exc}, which is not what torch.save writes: it is damaged, or was "
+            "changed; if you trust the file, pass trust=True."
+        )
+    if refused:
+        reason = str(exc).partition("\n")[0]
+        return UnsafeCheckpointError(
+            f"{name} holds what torch's restricted unpickler can't read ({reason}). If you trust the file, pass "
             "trust=True."
         )
-    if isinstance(exc, pickle.UnpicklingError) and not trust and exc.__cause__ is None:
-        return UnsafeCheckpointError(_why_refused(name, str(exc)))
     if isinstance(exc, pickle.UnpicklingError) or not checked:
         return CorruptCheckpointError(f"the pickle in {name} is damaged: {type(exc).__name__}: {exc}")
     return LoadError(
@@ -253,17 +267,3 @@ def _forget_sparse_tensors() -> None:
     get = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
     pending = getattr(torch._utils, "_sparse_tensors_to_validate", []) if get is None else get()
     pending[:] = [tensor for tensor in pending if not tensor.is_meta]
-
-
-def _why_refused(name: str, reason: str) -> str:
-    """Say what torch's restricted unpickler did not like, and what to do about it."""
-    wanted = reason.partition("GLOBAL ")[2].partition(" ")[0]
-    if wanted:
-        return (
-            f"{name} needs {wanted}, which could run code. If you trust it, pass "
-            f"safe_globals=[{wanted.rpartition('.')[2]}], or trust=True to allow everything."
-        )
-    return (
-        f"{name} holds what torch's restricted unpickler can't read ({reason.partition(chr(10))[0]}). "
-        "If you trust the file, pass trust=True."
-    )

@@ -77,11 +77,16 @@ def tensor_framing(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int
     nbytes = tensor.untyped_storage().nbytes()
     data = b"".join(sink.parts)
     start = sink.skipped[0] if sink.skipped is not None else len(data)
-    return _framing_around(data[:start], data[start:], nbytes)
+    return _framing_around(data[:start], data[start:], nbytes, "/data/0")
 
 
-def _framing_around(prefix: bytes, rest: bytes, nbytes: int) -> Framing:
-    """Split what ``torch.save`` wrote, and fill in the CRCs of the small records."""
+def pickle_framing(blob: bytes, nbytes: int) -> Framing:
+    """Split a ``torch.save`` file of an object without storages around its pickle of ``nbytes`` bytes."""
+    return _framing_around(blob, b"", nbytes, "/data.pkl")
+
+
+def _framing_around(prefix: bytes, rest: bytes, nbytes: int, name: str) -> Framing:
+    """Split what ``torch.save`` wrote around a record, and fill in the CRCs of the others."""
 
     def fetch(offset: int, size: int) -> bytes:
         if offset < len(prefix):
@@ -91,7 +96,7 @@ def _framing_around(prefix: bytes, rest: bytes, nbytes: int) -> Framing:
     gap = nbytes if rest else 0
     length = len(prefix) + gap + len(rest)
     records = read_directory(length, fetch)
-    payload = next(r for r in records if r.name.endswith("/data/0"))
+    payload = next(r for r in records if r.name.endswith(name))
     payload_offset = data_offset(payload, fetch)
     if not gap:  # nothing was skipped: an empty storage has no bytes to skip
         whole = prefix + rest

@@ -13,12 +13,12 @@ from aiockpt.format.indexed_entries import Form
 from aiockpt.format.metadata_tail import MetadataHead, finish_metadata
 from aiockpt.format.metadata_writer import encode_metadata
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.format.objects import encode_object
+from aiockpt.format.objects import encode_object, is_shortage
 from aiockpt.format.torchzip import tensor_framing
 from aiockpt.planning.buckets import assign_buckets, bucket_count
 from aiockpt.planning.layout import BLOCK_BYTES, FileImage, align_up, lay_out
 from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
-from aiockpt.planning.specs import describe
+from aiockpt.planning.specs import describe, unstorable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -234,9 +234,16 @@ def framing_of(name: str, spec: TensorSpec | None) -> Framing:
     """
     if spec is None:
         raise TypeError(f"{name} is no tensor")
+    wrong = unstorable(spec.dtype, len(spec.shape))
+    if wrong is not None:
+        raise SaveError(f"{name} {wrong}")
     try:
         return tensor_framing(spec.dtype, tuple(spec.shape), spec.saved_stride)
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
     except Exception as exc:  # whatever torch.save raises for what it can't store
+        if is_shortage(exc):
+            raise SaveError(f"{name} can't be saved now, for lack of memory or descriptors: {exc}") from exc
         raise SaveError(f"{name} has the dtype {spec.dtype}, which torch.save can't store: {exc}") from exc
 
 

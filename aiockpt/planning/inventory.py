@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.index import InlineEntry, ItemPlace, ObjectEntry, TensorEntry
-from aiockpt.format.names import METADATA_NAME
+from aiockpt.format.names import HIDDEN, METADATA_NAME
 from aiockpt.planning.coverage import Extent, overlapping, part_overlaps
 from aiockpt.planning.stored import Owner, StoredFile, StoredItem
 
@@ -209,7 +209,7 @@ class Inventory:
         extra: dict[tuple[bool, str], list[str]] = {}
         for name in sorted(self._sizes.keys() - self._referenced):
             parts = name.split("/")
-            hidden = next((n for n, part in enumerate(parts, 1) if part.startswith(".") and ".aiockpt-" in part), 0)
+            hidden = next((n for n, part in enumerate(parts, 1) if part.startswith(HIDDEN)), 0)
             # A folder of which nothing is needed, such as another checkpoint, is told as one.
             depth = hidden or (1 if parts[0] not in folders else len(parts))
             extra.setdefault((bool(hidden), "/".join(parts[:depth])), []).append(name)

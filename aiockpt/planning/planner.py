@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.format.arrays import ARRAY_TYPES, tensor_of
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.layout import BLOCK_BYTES
 from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
@@ -121,7 +122,8 @@ def _find_tied(specs: Sequence[TensorSpec | None], addresses: Sequence[int]) -> 
 
 def stored_bytes(state_dict: Mapping[Any, Any]) -> tuple[int, set[torch.device]]:
     """Estimate, from above, the bytes that a state dict takes when stored; and give the devices it is on."""
-    tensors = [leaf for leaf in flatten(state_dict).leaves if isinstance(leaf, torch.Tensor)]
+    leaves = (tensor_of(leaf) if type(leaf) in ARRAY_TYPES else leaf for leaf in flatten(state_dict).leaves)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     plain = [tensor for tensor in tensors if tensor.layout is torch.strided]
     framing_bytes = 2 * BLOCK_BYTES  # with the gap before a payload that is aligned
     nbytes = sum(tensor.numel() * tensor.dtype.itemsize + framing_bytes for tensor in plain)

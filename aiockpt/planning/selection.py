@@ -1,17 +1,45 @@
-"""Which keys of a checkpoint are meant: names, names of containers, and glob patterns."""
+"""Which keys of a checkpoint are meant: names, names of containers, and glob patterns; and which may have been."""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
-from typing import TYPE_CHECKING
+from bisect import bisect_left
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from aiockpt.format.arrays import ARRAY_RECORD
+from aiockpt.shown import shown_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
     from aiockpt.format.index import ObjPath
 
 _MAGIC = re.compile(r"[*?\[]")
+
+_WRAPPERS = {
+    "module": "DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
+}
+"""What keeps a model under a name of its own."""
+
+_HINTED = 10
+"""So many missing keys are looked at one by one."""
+_BESIDE = 30
+"""So many names on each side of one are."""
+_DEPTH = 16
+"""So many levels of containers are."""
+_COMPARED = 1000
+"""A change of all keys is tried with so many missing ones."""
+_LETTERS = 500
+"""Longer names are left out."""
+_ALIKE = 0.7
+"""The least ratio of `difflib` for a name that looks like another."""
 
 
 def check_patterns(keys: object) -> tuple[str, ...] | None:
@@ -61,6 +89,124 @@ def matching(names: Collection[str], patterns: Iterable[str]) -> tuple[set[str],
     return found, tuple(unmatched)
 
 
+def hint(missing: Sequence[str], names: Iterable[str], asked: Container[str] = (), *, fills: bool = False) -> str:
+    """Return sentences on what is there that looks like what is missing.
+
+    The first missing keys are looked at, and for each of them the names beside it, sorted from their beginnings and
+    sorted from their ends: a slip at one place leaves either what is before it or what is behind it.
+
+    Args:
+        missing: what is not there: names, and names of containers.
+        names: all names there are.
+        asked: those that are not meant by others, for they were asked for by themselves.
+        fills: say how to load into a target all the same.
+
+    Returns:
+        The sentences, after a space; nothing if nothing looks alike.
+    """
+    missing = [key.removesuffix(".*") for key in missing[:_COMPARED] if len(key) < _LETTERS]
+    candidates = [name for name in names if name not in asked and len(name) < _LETTERS]
+    depths = {key.count(".") + 1 for key in missing[:_HINTED]}
+    known = {*candidates}.union(*(_cut(candidates, depth) for depth in depths if depth <= _DEPTH))
+    ordered, backwards = sorted(known), sorted(name[::-1] for name in known)
+    beside = {
+        key: [*_beside(ordered, key), *(name[::-1] for name in _beside(backwards, key[::-1]))]
+        for key in missing[:_HINTED]
+    }
+    change = _common_change(beside, missing, known)
+    if change is not None:
+        key = next(key for key in missing if change.applied(key) in known)
+        return " " + change.described(key, fills=fills)
+    alike = ((key, found) for key in beside for found in difflib.get_close_matches(key, beside[key], 1, _ALIKE))
+    said = [f"'{shown_name(found)}' for '{shown_name(key)}'" for key, found in islice(alike, 3)]
+    return f" What looks alike: {', '.join(said)}." if said else ""
+
+
+class _Change(NamedTuple):
+    """A level, or several, that the stored names have and the others lack; or the other way round.
+
+    Attributes:
+        at: how many levels are before it.
+        levels: which it is.
+        is_stored: whether the stored names have it.
+    """
+
+    at: int
+    levels: tuple[str, ...]
+    is_stored: bool
+
+    def applied(self, key: str) -> str | None:
+        """Return what a key is called with the change; None where there is nothing to change."""
+        parts = key.split(".")
+        behind = self.at if self.is_stored else self.at + len(self.levels)
+        if behind >= len(parts) or not (self.is_stored or tuple(parts[self.at : behind]) == self.levels):
+            return None
+        return ".".join([*parts[: self.at], *(self.levels if self.is_stored else ()), *parts[behind:]])
+
+    def described(self, key: str, *, fills: bool) -> str:
+        """Return the sentences about it, with a key as the example."""
+        level, example = shown_name(".".join(self.levels)), shown_name(self.applied(key) or "")
+        wrappers = " and ".join(_WRAPPERS[each] for each in self.levels if each in _WRAPPERS)
+        text = f"Its keys {'have' if self.is_stored else 'lack'} '{level}.', as in '{example}' for '{shown_name(key)}'"
+        if wrappers and self.is_stored:
+            text += f": it was saved from a model within {wrappers}"
+        elif wrappers:
+            text += f": it was saved from a model that was not within {wrappers}"
+        if not fills:
+            return text + "."
+        if not self.is_stored:
+            return f"{text}. Load into what is below '{level}' in the target{', model.' + level if wrappers else ''}."
+        nested = "".join(f"{{'{shown_name(each)}': " for each in self.levels)
+        text += f". Load into {nested}{'model' if wrappers else '...'}{'}' * len(self.levels)} in place of "
+        return text + (
+            f"model; what is saved as model.{level} has no such keys." if wrappers else "what it is to hold."
+        )
+
+
+def _cut(names: Sequence[str], depth: int) -> set[str]:
+    """Return the containers of so many levels that are around names."""
+    within = re.compile(r"[^.]*" + r"\.[^.]*" * (depth - 1) + r"(?=\.)")
+    return {found[0] for found in map(within.match, names) if found}
+
+
+def _beside(ordered: Sequence[str], key: str) -> Sequence[str]:
+    at = bisect_left(ordered, key)
+    return ordered[max(0, at - _BESIDE) : at + _BESIDE]
+
+
+def _common_change(
+    beside: Mapping[str, Sequence[str]], missing: Sequence[str], known: Container[str]
+) -> _Change | None:
+    """Return the change that makes stored names of most missing keys, if there is one."""
+    found = Counter(change for key, names in beside.items() for change in _changes(key, names, known))
+    best: tuple[int, _Change] | None = None
+    for change, _ in found.most_common(_HINTED):
+        hits = sum(change.applied(key) in known for key in missing)
+        if 2 * hits > len(missing) and (best is None or hits > best[0]):
+            best = hits, change
+    # Of one key alone there may be many at other places.
+    return best[1] if best is not None and (len(missing) > 1 or len(found) == 1) else None
+
+
+def _changes(key: str, names: Iterable[str], known: Container[str]) -> set[_Change]:
+    """Return the changes that make stored names of a key."""
+    parts = tuple(key.split("."))
+    if len(parts) > _DEPTH:
+        return set()
+    levels = range(len(parts))
+    lost = (_Change(at, parts[at:behind], False) for behind in levels for at in range(behind))
+    wrapped = (_Change(at, (each,), True) for each in _WRAPPERS for at in levels)
+    found = {change for change in (*lost, *wrapped) if change.applied(key) in known}
+    for name in names:
+        longer = tuple(name.split("."))
+        more = len(longer) - len(parts)
+        if more > 0:
+            found |= {
+                _Change(at, longer[at : at + more], True) for at in levels if longer[:at] + longer[at + more :] == parts
+            }
+    return found
+
+
 def containers_within(
     containers: Sequence[dict[str, object]], names: Sequence[str], paths: Sequence[ObjPath], kept: Collection[str]
 ) -> list[dict[str, object]]:
@@ -79,11 +225,16 @@ def containers_within(
         before.append(before[-1] + (name in kept))
         (around if name in kept else cut).update(path[:depth] for depth in range(len(path)))
     whole = around - cut
+    arrays = {path for name, path in zip(names, paths, strict=True) if name in kept}
     found: list[dict[str, object]] = []
     for record in containers:
         path = tuple(record["path"])  # type: ignore[arg-type]
         at = min(int(record["at"]), len(names))  # type: ignore[call-overload]
         # An empty one has no leaves to be known by: it belongs to what is kept as a whole around it.
+        if record["type"] == ARRAY_RECORD:
+            if path in arrays:
+                found.append({**record, "at": before[at]})
+            continue
         if path in around or any(path[:depth] in whole for depth in range(len(path))):
             found.append({**record, "at": before[at]})
     return found

@@ -45,14 +45,6 @@ class Structure:
     shards: dict[int, Shard] = field(default_factory=dict)
 
 
-def freed_message(name: str) -> str:
-    """Say that a tensor has no memory to copy."""
-    return (
-        f"the memory of {name} was freed: its storage is smaller than the tensor. Save a state dict whose tensors "
-        "are materialised"
-    )
-
-
 @dataclass(slots=True)
 class Capture:
     """A state dict at the moment of `save()`.
@@ -65,6 +57,7 @@ class Capture:
         wholes: for leaves that are parts of DTensors that tensor, which has a counter of its own, and its version.
         values: objects that can't change, to be pickled later.
         blobs: objects that could change, pickled.
+        foreign: of these, those that are not plain data: the class, and what `foreign_names` gives.
         eager: for each tensor copied at the call its place in the arena of its device: offset and bytes.
         arenas: for each device the bytes of the tensors copied at the call, dtype uint8.
         events: for each accelerator the moment in the caller's stream at which the tensors are ready.
@@ -79,6 +72,7 @@ class Capture:
     wholes: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
     values: dict[int, Any] = field(default_factory=dict)
     blobs: dict[int, bytes] = field(default_factory=dict)
+    foreign: dict[int, tuple[str, dict[str, bool]]] = field(default_factory=dict)
     eager: dict[int, tuple[int, int]] = field(default_factory=dict)
     arenas: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     events: dict[torch.device, torch.Event] = field(default_factory=dict)
@@ -117,6 +111,7 @@ class Capture:
         self.token = None
         self.values = {}
         self.blobs = {}
+        self.foreign = {}
         self.tensors = []
         self.versions = []
         self.wholes = []

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from aiockpt.format.checks import MAX_DIMS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -15,6 +17,20 @@ if TYPE_CHECKING:
 _KEYS: Any = getattr(torch._C, "_dispatch_keys", None)
 _KEY: Any = getattr(torch._C, "DispatchKey", None)
 _CONJUGATE, _NEGATIVE = getattr(_KEY, "Conjugate", None), getattr(_KEY, "Negative", None)
+
+
+_QUANTIZED = frozenset(
+    dtype for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if (dtype := getattr(torch, name, None))
+)
+
+
+def unstorable(dtype: torch.dtype, dims: int) -> str | None:
+    """Return what is wrong with a strided tensor of this form, which could be stored but not loaded; None: nothing."""
+    if dims > MAX_DIMS:
+        return f"has {dims} dimensions, and torch can't copy one of more than {MAX_DIMS}; reshape it"
+    if dtype in _QUANTIZED:
+        return f"has the dtype {dtype} but no scale, as only a view of whole numbers has; save these"
+    return None
 
 
 class TensorSpec(NamedTuple):

@@ -2,12 +2,13 @@
 
 Leaves get the names and paths that torch's DCP gives them: keys joined by dots, every key as text, list
 positions as numbers. Unlike DCP, tuples that hold tensors are taken apart as well, and what DCP's paths
-can't express (key types, tuples, ordered dicts, empty containers) is kept in container records.
+can't express (key types, tuples, ordered dicts, empty containers, which tensors were arrays) is kept in container
+records.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.format.arrays import ARRAY_RECORD, array_of
+from aiockpt.format.keys import FACTORIES, MOST_BITS, check_hashes, decode_key, encode_key, is_key
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
     from aiockpt.format.index import ObjPath
     from aiockpt.format.manifest import JsonValue
-
-NameMemo = dict["ObjPath", tuple[list[str], list[str], "list[ObjPath]"]]
-"""For the path of a dict its keys, and the names and paths that they give."""
 
 _MEMO_KEYS = 1000
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -30,6 +31,31 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 class StructureError(ValueError):
     """A state dict has a structure that can't be saved; the message names the key."""
+
+
+_Known = tuple[list[str], list[str], "list[ObjPath]"]
+
+
+class NameMemo:
+    """For the path of each large dict of tensors its keys, and the names and paths that they give.
+
+    Those of the last two state dicts are kept, so that keys which change with every save do not pile up.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[ObjPath, _Known] = {}
+        self._before: dict[ObjPath, _Known] = {}
+
+    def __len__(self) -> int:
+        return len(self._last.keys() | self._before.keys())
+
+    def find(self, path: ObjPath) -> _Known | None:
+        """Return what is known of a dict."""
+        return self._last.get(path) or self._before.get(path)
+
+    def keep(self, used: dict[ObjPath, _Known]) -> None:
+        """Keep what a state dict used; what neither it nor the one before it used is forgotten."""
+        self._before, self._last = self._last, used
 
 
 @dataclass(slots=True)
@@ -42,7 +68,9 @@ class FlatState:
         leaves: the leaves themselves, in the order of the state dict.
         containers: JSON-able records of the containers that names and paths can't express.
         whole: see `flatten`.
+        apart: see `flatten`.
         memo: see `flatten`.
+        used: what of the memo is to be kept.
     """
 
     names: list[str] = field(default_factory=list)
@@ -50,33 +78,50 @@ class FlatState:
     leaves: list[Any] = field(default_factory=list)
     containers: list[dict[str, JsonValue]] = field(default_factory=list)
     whole: Container[str] = ()
-    memo: NameMemo = field(default_factory=dict)
+    apart: Container[str] = ()
+    memo: NameMemo = field(default_factory=NameMemo)
+    used: dict[ObjPath, _Known] = field(default_factory=dict)
 
 
-def flatten(state_dict: Mapping[Any, Any], *, whole: Container[str] = (), memo: NameMemo | None = None) -> FlatState:
+def flatten(
+    state_dict: Mapping[Any, Any],
+    *,
+    whole: Container[str] = (),
+    apart: Container[str] = (),
+    memo: NameMemo | None = None,
+) -> FlatState:
     """Take a state dict apart.
 
     Args:
         state_dict: what to take apart; it is not changed.
         whole: names of sequences that stay one leaf, for DCP keeps tuples of tensors so.
+        apart: names of sequences that are taken apart, though there is neither a tensor nor a dict in them.
         memo: names and paths of the large dicts of tensors that were seen before; is added to.
 
     Raises:
-        StructureError: a key that is neither str nor int, two leaves with one name, or a container that
-            holds itself.
+        StructureError: a key that can't be stored (see `aiockpt.format.keys`), two leaves with one name, or a
+            container that holds itself.
     """
     if not isinstance(state_dict, Mapping):
         raise StructureError(
             f"the state must be a dict of names to values, not a {type(state_dict).__name__}; "
             "wrap it, for example in {'state': ...}"
         )
-    flat = FlatState(whole=whole, memo={} if memo is None else memo)
+    flat = FlatState(whole=whole, apart=apart, memo=NameMemo() if memo is None else memo)
     try:
         _walk_mapping(flat, (), "", state_dict)
     except RecursionError:
         raise StructureError(
             f"the state dict is nested too deeply, or holds itself, near {'.'.join(flat.names[-1:]) or 'its top'}"
         ) from None
+    except StructureError:
+        raise
+    except (ValueError, NotImplementedError) as exc:  # a mapping of the user's may raise anything
+        raise StructureError(
+            f"the state dict can't be taken apart, behind {'.'.join(flat.names[-1:]) or 'its top'}: "
+            f"{type(exc).__name__}: {exc}"
+        ) from exc
+    flat.memo.keep(flat.used)
     if len(set(flat.names)) != len(flat.names):
         seen: set[str] = set()
         twice = next(name for name in flat.names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
@@ -93,7 +138,7 @@ def _walk(flat: FlatState, path: ObjPath, name: str, value: Any) -> None:
     elif isinstance(value, Mapping):
         _walk_mapping(flat, path, name, value)
         return
-    elif (kind is list or kind is tuple) and name not in flat.whole and _has_parts(value):
+    elif (kind is list or kind is tuple) and name not in flat.whole and (_has_parts(value) or name in flat.apart):
         _walk_sequence(flat, path, name, value)
         return
     flat.names.append(name)
@@ -104,26 +149,22 @@ def _walk(flat: FlatState, path: ObjPath, name: str, value: Any) -> None:
 def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[Any, Any]) -> None:
     before = len(flat.leaves)
     ordered = isinstance(mapping, OrderedDict)
+    own = _kind_of(mapping)
     kinds = set(map(type, mapping))
     record: dict[str, JsonValue] = {}
     if not kinds <= {str}:
-        if not kinds <= {str, int}:
-            key = next(key for key in mapping if type(key) not in (str, int))
-            raise StructureError(
-                f"{name or 'the state dict'} has the key {key!r} of type {type(key).__name__}; keys must be str or int"
-            )
-        if len(set(map(str, mapping))) != len(mapping):
-            raise StructureError(f"{name or 'the state dict'} has a number and its text both as keys; rename one")
-        integers: JsonValue = [str(key) for key in mapping if type(key) is int]
-        record["int_keys"] = True if len(kinds) == 1 else integers
-    if record or ordered or not mapping:
-        record |= {"path": list(path), "type": "OrderedDict" if ordered else "dict", "at": before}
+        record = _key_record(name or "the state dict", mapping, kinds)
+    if record or own or not mapping:
+        record |= {"path": list(path), "type": own or "dict", "at": before}
+        factory = getattr(mapping, "default_factory", None) if own == "defaultdict" else None
+        if factory is not None:
+            record["factory"] = factory.__name__
         if ordered and (attribute := _module_metadata(mapping)) is not None:
             record["module_metadata"] = attribute
         flat.containers.append(record)
     dot = name + "." if path else ""
     if set(map(type, mapping.values())) <= _TENSORS and len(kinds) == 1 and str in kinds:
-        names, paths = _names_of(flat.memo, path, dot, list(mapping))
+        names, paths = _names_of(flat, path, dot, list(mapping))
         flat.names += names
         flat.paths += paths
         flat.leaves += mapping.values()
@@ -133,15 +174,50 @@ def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[An
         _walk(flat, (*path, text), dot + text, value)
 
 
-def _names_of(memo: NameMemo, path: ObjPath, dot: str, keys: list[str]) -> tuple[list[str], list[ObjPath]]:
-    """Give names and paths of the leaves of a dict; those of a large one are kept for the next time."""
-    known = memo.get(path)
-    if known is not None and known[0] == keys:
-        return known[1], known[2]
-    names, paths = [dot + key for key in keys], [(*path, key) for key in keys]
+def _kind_of(mapping: Mapping[Any, Any]) -> str:
+    """Return the name of a dict's type, as far as it is kept; nothing for plain dicts, and for what becomes one."""
+    if isinstance(mapping, OrderedDict):
+        return "OrderedDict"
+    if type(mapping) is Counter:
+        return "Counter"
+    if type(mapping) is defaultdict and (mapping.default_factory in (None, *FACTORIES.values())):
+        return "defaultdict"
+    return ""
+
+
+def _key_record(name: str, mapping: Mapping[Any, Any], kinds: set[type]) -> dict[str, JsonValue]:
+    """Return what a record says of the keys of a dict that are no texts."""
+    for key in mapping:
+        if not is_key(key):
+            raise StructureError(
+                f"{name} has the key {_shown(key)} of type {type(key).__name__}; keys must be str, int, float, bool, "
+                f"None or tuples of these, and numbers shorter than {MOST_BITS} bits"
+            )
+    if len(set(map(str, mapping))) != len(mapping):
+        raise StructureError(f"{name} has a key that is no text and its text as another; rename one")
+    record: dict[str, JsonValue] = {}
+    if int in kinds:
+        record["int_keys"] = True if len(kinds) == 1 else [str(key) for key in mapping if type(key) is int]
+    if not kinds <= {str, int}:
+        record["keys"] = {str(key): encode_key(key) for key in mapping if type(key) not in (str, int)}
+    return record
+
+
+def _shown(key: Any) -> str:
+    try:
+        return f"{key!r:.100}"
+    except Exception:  # whatever its class raises, or a number of too many digits
+        return "(which can't be shown)"
+
+
+def _names_of(flat: FlatState, path: ObjPath, dot: str, keys: list[str]) -> tuple[list[str], list[ObjPath]]:
+    """Return names and paths of the leaves of a dict; those of a large one are kept for the next time."""
+    known = flat.memo.find(path)
+    if known is None or known[0] != keys:
+        known = keys, [dot + key for key in keys], [(*path, key) for key in keys]
     if len(keys) >= _MEMO_KEYS:
-        memo[path] = (keys, names, paths)
-    return names, paths
+        flat.used[path] = known
+    return known[1], known[2]
 
 
 def _walk_sequence(flat: FlatState, path: ObjPath, name: str, values: list[Any] | tuple[Any, ...]) -> None:
@@ -186,7 +262,8 @@ def unflatten(paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Itera
     Raises:
         StructureError: two paths contradict each other.
     """
-    pending = sorted(containers, key=lambda record: record["at"])
+    records = sorted(containers, key=lambda record: record["at"])
+    pending = [record for record in records if record["type"] != ARRAY_RECORD]
     root: dict[str, Any] = {}
     done = 0
     for count, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
@@ -196,7 +273,7 @@ def unflatten(paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Itera
         _set(_container_of(root, path), path[-1], leaf)
     for record in pending[done:]:
         _place_container(root, record)
-    return _finish(root, pending)
+    return _finish(root, records)
 
 
 def _container_of(root: dict[str, Any], path: ObjPath) -> Any:
@@ -238,7 +315,7 @@ def _set(container: Any, part: str | int, value: Any) -> None:
 
 
 def _finish(root: dict[str, Any], records: list[Mapping[str, Any]]) -> Any:
-    """Give each recorded container its own type, the deepest first."""
+    """Make of each recorded container, and array, the type that it had, the deepest first."""
     for record in sorted(records, key=lambda record: -len(record["path"])):
         path = record["path"]
         if not path:
@@ -252,22 +329,41 @@ def _finish(root: dict[str, Any], records: list[Mapping[str, Any]]) -> Any:
 
 def _typed(container: Any, record: Mapping[str, Any]) -> Any:
     kind = record["type"]
+    if kind == ARRAY_RECORD:
+        return array_of(container)
     if kind in ("tuple", "list"):
         values = container if isinstance(container, list) else []
         return tuple(values) if kind == "tuple" else values
     if not isinstance(container, dict):
         raise StructureError(f"{record['path']} should be a dict")
-    integers = record.get("int_keys", ())
-    if integers is True:
-        container = {int(key): value for key, value in container.items()}
-    elif integers:
-        container = {int(key) if key in integers else key: value for key, value in container.items()}
+    if "int_keys" in record or "keys" in record:
+        container = _with_keys(container, record)
+    if kind == "Counter":
+        return Counter(container)
+    if kind == "defaultdict":
+        return defaultdict(FACTORIES[record["factory"]] if "factory" in record else None, container)
     if kind != "OrderedDict":
         return container
     ordered: OrderedDict[Any, Any] = OrderedDict(container)
     if "module_metadata" in record:
         ordered._metadata = OrderedDict(record["module_metadata"])  # type: ignore[attr-defined]
     return ordered
+
+
+def _with_keys(container: dict[str, Any], record: Mapping[str, Any]) -> dict[Any, Any]:
+    """Put the keys themselves in the place of their texts."""
+    numbers, others = record.get("int_keys", ()), record.get("keys", {})
+    every = numbers is True
+    integers = () if every else frozenset(numbers)
+    keys = [
+        decode_key(others[text]) if text in others else int(text) if every or text in integers else text
+        for text in container
+    ]
+    check_hashes(keys)
+    typed = dict(zip(keys, container.values(), strict=True))
+    if len(typed) != len(container):
+        raise StructureError(f"{record['path']} has two keys that are equal")
+    return typed
 
 
 def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath = (), *, check: bool = False) -> Any:

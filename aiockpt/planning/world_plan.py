@@ -254,7 +254,9 @@ def _containers(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> list[d
             path = tuple(record["path"])
             at = record["at"]
             place = numbers[held.names[at]] if at < len(held.names) else len(found)
-            merged.setdefault(path, {**record, "at": place})
+            known = merged.setdefault(path, {**record, "at": place})
+            if "keys" in record:
+                known["keys"] = {**known.get("keys", {}), **record["keys"]}
             if "int_keys" in record:
                 numbered.add(path)
     for path in numbered:

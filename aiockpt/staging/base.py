@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from aiockpt.errors import StageError
+from aiockpt.extent import freed_message, is_freed
 from aiockpt.planning.ranges import boxes
-from aiockpt.planning.source import freed_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,14 +83,13 @@ def check(leaf: int, capture: Capture, layout: Layout) -> tuple[torch.Tensor, Te
     return tensor, spec
 
 
-def check_extent(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor's storage covers it, whatever its strides.
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor's storage covers it, whatever its strides: it may have been freed since the call.
 
     Raises:
         StageError: it does not.
     """
-    last = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() and (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes():
+    if is_freed(tensor):
         raise StageError(freed_message(name))
 
 

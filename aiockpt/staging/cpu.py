@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aiockpt.errors import StageError
-from aiockpt.planning.source import freed_message
-from aiockpt.staging.base import Done, LayoutMismatchError, Stager, check_extent, copy_strided, restore
+from aiockpt.staging.base import Done, LayoutMismatchError, Stager, check_memory, copy_strided, restore
 from aiockpt.staging.pool import copy_small
 
 if TYPE_CHECKING:
@@ -69,13 +67,11 @@ def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout:
                 source = restore(arenas[_CPU][early[0] : sum(early)], tensor)
                 copy_strided(piece, source, spec, chunk.tensor[at : at + stop - start])
         elif spec.is_raw:
-            # Held so that nobody can free the memory while it is read.
-            storage = tensor.untyped_storage()
-            if storage.nbytes() < tensor.storage_offset() * tensor.itemsize + tensor.nbytes:
-                raise StageError(freed_message(capture.structure.names[leaf]))
+            storage = tensor.untyped_storage()  # held so that nobody can let go of the memory while it is read
+            check_memory(capture.structure.names[leaf], tensor)
             copy = copy_small if stop - start < SMALL_BYTES else ctypes.memmove
             copy(base + at, tensor.data_ptr() + start, stop - start)
             del storage
         else:
-            check_extent(capture.structure.names[leaf], tensor)
+            check_memory(capture.structure.names[leaf], tensor)
             copy_strided(piece, tensor, spec, chunk.tensor[at : at + stop - start])

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aiockpt.errors import StageError
-from aiockpt.planning.source import freed_message
-from aiockpt.staging.base import LayoutMismatchError, check, check_extent, copy_strided, restore
+from aiockpt.staging.base import LayoutMismatchError, check, check_memory, copy_strided, restore
 
 if TYPE_CHECKING:
     from aiockpt.planning.layout import Piece
@@ -82,7 +80,7 @@ class ChunkFiller:
             self.sources.append(source)
             self._add(at, stop - start, source)
             return
-        check_extent(self._capture.structure.names[leaf], tensor)
+        check_memory(self._capture.structure.names[leaf], tensor)
         self.sources.append(tensor)
         self._add_strided(piece, tensor, spec)
 
@@ -109,8 +107,7 @@ class ChunkFiller:
     def _bytes_of(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
         """Give the bytes of a piece of a tensor that is stored as it lies."""
         nbytes = tensor.nbytes
-        if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.itemsize + nbytes:
-            raise StageError(freed_message(self._capture.structure.names[piece.leaf]))
+        check_memory(self._capture.structure.names[piece.leaf], tensor)
         flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return flat if piece.stop - piece.start == nbytes else flat[piece.start : piece.stop]
 

@@ -5,7 +5,6 @@ What may be copied when is decided by `Budget`, which knows no clock and no loop
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
@@ -105,7 +104,7 @@ class Pacing:
 
     Args:
         window: what is allowed; None for everything.
-        post: lets the engine's loop call a function, from any thread.
+        post: lets the engine's loop call a function, from any thread; never raises.
     """
 
     def __init__(self, window: StagingWindow | None, post: Callable[[Callable[[], object]], object]) -> None:
@@ -125,12 +124,12 @@ class Pacing:
     def open(self) -> None:
         """Open a window; from any thread. Does not wait."""
         if self._has_windows:
-            self._tell(self._open)
+            self._post(self._open)
 
     def hurry(self, number: int) -> None:
         """Let a save, and those before it, go on without a pause; from any thread."""
         if self._budget is not None and number > self._hurried:
-            self._tell(partial(self._hurry, number))
+            self._post(partial(self._hurry, number))
 
     def wait_s(self, number: int) -> float:
         """Tell how long the next copy of a save would wait."""
@@ -156,10 +155,6 @@ class Pacing:
                 await self._news.wait()
         if number > self._hurried:  # who is hurried leaves no debt to those that come after
             self._budget.take(nbytes, anyio.current_time())
-
-    def _tell(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
-            self._post(function)
 
     def _open(self) -> None:
         if self._budget is not None:

@@ -8,9 +8,10 @@ import os
 import stat
 from typing import TYPE_CHECKING, Literal
 
+from aiockpt.storage.belonging import remove
 from aiockpt.storage.hold import hold
-from aiockpt.storage.publish import identity, remove
-from aiockpt.storage.syscalls import rename_noreplace
+from aiockpt.storage.replacing import complete, is_between
+from aiockpt.storage.syscalls import identity, rename_noreplace
 from aiockpt.storage.tickets import SWEPT, new_ticket, read_ticket, this_process
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ def make_hidden(hidden: str) -> Hold:
 
 def _make_elsewhere(hidden: str) -> Hold:
     """Make a directory under a name of this process, and give it the other one when it is held."""
-    folder, name = os.path.split(hidden)
+    folder = os.path.dirname(hidden)
     for attempt in range(_ATTEMPTS):
-        own = os.path.join(folder, new_ticket(name.rpartition(".aiockpt-")[0].removeprefix(".")))
+        own = os.path.join(folder, new_ticket())
         try:
             held = _make(own)
             break
@@ -122,7 +123,12 @@ def contents(path: str) -> bytes | None:
 
 
 def fate_of(hidden: str, path: str, own: tuple[int, int] | None) -> Literal["open", "published", "gone"]:
-    """Tell what has become of a hidden directory; None as its identity if that was never known."""
+    """Tell what has become of a hidden directory; None as its identity if that was never known.
+
+    A replacement that was interrupted between its two renames is completed.
+    """
+    if is_between(hidden):
+        complete(hidden, path, lambda: None)  # `LocalTransaction.tidy` syncs
     found = identity(hidden)
     if own is None:
         return "gone" if found is None else "open"

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import stat
 import time
 from collections import defaultdict
@@ -26,16 +25,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aiockpt.shown import shown_name
+from aiockpt.storage.belonging import OtherThingsError, look_into, remove, several
 from aiockpt.storage.hold import lock
-from aiockpt.storage.publish import could_be_unfinished, remove_own
-from aiockpt.storage.tickets import SWEPT, Owner, Ticket, booted_s, is_running, read_ticket, this_process
+from aiockpt.storage.publish import remove_own
+from aiockpt.storage.replacing import complete, is_between, recorded_name
+from aiockpt.storage.tickets import (
+    RECORD,
+    REPLACED,
+    SWEPT,
+    Owner,
+    Ticket,
+    booted_s,
+    is_running,
+    read_ticket,
+    this_process,
+)
 
 Verdict = Literal["dead", "rebooted", "old", "running", "unknown"]
 """Of a leftover: its owner is dead, or was when the machine was started, or it is as old as was asked for; or it must
 stay: its owner lives, or is not known here."""
 
 _QUIET_S = 60.0
-_ATTEMPTS = 100
 
 logger = logging.getLogger("aiockpt")
 
@@ -126,6 +136,8 @@ class Leftovers:
         try:
             remove_own(hidden, identity)
         except OSError as exc:
+            if isinstance(exc, OtherThingsError):  # for somebody to look at, once
+                self._own.pop(hidden, None)
             logger.warning("can't remove the unfinished checkpoint %s: %s", shown_name(hidden), exc)
         else:
             self._own.pop(hidden, None)
@@ -189,16 +201,46 @@ class _Cleaning:
         if self._is_running(owner):
             return
         names = [base + ticket.word for ticket in tickets]
+        if is_between(self._path(base)) and not self._settle(base, owner):
+            return
         for name in names:
             if stat.S_ISDIR(self._mode(name)):
                 with contextlib.suppress(FileNotFoundError):  # somebody else was faster
                     self._clean_directory(name, owner)
-        if any(stat.S_ISDIR(self._mode(name)) for name in (base, base + SWEPT)):
+        if any(stat.S_ISDIR(self._mode(name)) for name in (base, base + SWEPT, base + REPLACED)):
             return
         for name in names:
-            if stat.S_ISREG(self._mode(name)):
+            mode = self._mode(name)
+            if stat.S_ISREG(mode) or (name in (base, base + REPLACED) and stat.S_ISLNK(mode)):
                 with contextlib.suppress(FileNotFoundError):
-                    self._clean_file(name, owner)
+                    self._clean_file(name, owner, replaced=name in (base, base + REPLACED))
+
+    def _settle(self, base: str, owner: Owner | None) -> bool:
+        """Complete a replacement that was interrupted; return whether what it has set aside may be removed.
+
+        Whoever's it is: a path without its checkpoint serves nobody. Only its owner may be about to do it.
+        """
+        fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            record = os.stat(base + RECORD, dir_fd=self._fd, follow_symlinks=False)
+            if not (self._is_own(base, os.fstat(fd)) and self._is_own(base + RECORD, record)):
+                return False
+            is_quiet = record.st_mtime < self._by.now_s - _QUIET_S
+            if judge(owner, record.st_mtime, False, self._by) == "unknown" and not is_quiet:
+                return False
+            if lock(fd, fcntl.LOCK_EX) == "refused":
+                raise _InUseError("somebody else works at it")
+            path = self._path(recorded_name(self._path(base)))
+            if not complete(self._path(base), path, self._sync):
+                raise OSError(errno.EEXIST, f"{shown_name(path)} is no checkpoint, so what belongs there stays", base)
+            logger.info("completed the replacement of %s, which was interrupted", shown_name(path))
+        finally:
+            os.close(fd)
+        return True
+
+    def _sync(self) -> None:
+        if self._fsync:
+            os.fsync(self._fd)
 
     def _is_running(self, owner: Owner | None) -> bool:
         here = self._by.here
@@ -209,21 +251,21 @@ class _Cleaning:
         try:
             if not self._is_own(name, os.fstat(fd)):
                 return
-            if self._verdict(name, owner, _look_into(fd)[1]) == "unknown":  # not even locked: it may just be begun
+            if self._verdict(name, owner, _changed_s(fd)) == "unknown":  # not even locked: it may just be begun
                 return
             locked = lock(fd, fcntl.LOCK_EX)
             if locked == "refused":
                 raise _InUseError("somebody else works at it, or removes it")
-            names, changed_s = _look_into(fd)
+            changed_s = _changed_s(fd)
             verdict = self._verdict(name, owner, changed_s)
             # Without locks nobody knows whether a dead trainer's writer process lives.
             unsure = verdict == "dead" and locked == "unsupported" and not self._by.is_old(changed_s)
             if verdict == "unknown" or unsure:
                 return
-            if not could_be_unfinished(names):
-                raise OSError(errno.ENOTEMPTY, f"it holds other things than a checkpoint ({min(names)})", name)
-            if self._fsync:  # whatever has replaced it
-                os.fsync(self._fd)
+            others = look_into(fd, unfinished=True).others
+            if others:
+                raise OSError(errno.ENOTEMPTY, f"it holds other things than a checkpoint ({several(others)})", name)
+            self._sync()  # whatever has replaced it
             self._take(name, os.fstat(fd))
             self._removed.append(name)
         finally:
@@ -238,16 +280,14 @@ class _Cleaning:
             if swept != name:
                 os.rename(swept, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             raise _InUseError("another directory has come to its place")
-        for _ in range(_ATTEMPTS):
-            if not self._mode(swept):
-                return
-            with contextlib.suppress(FileNotFoundError):  # somebody else was faster with a part of it
-                shutil.rmtree(swept, dir_fd=self._fd)
+        remove(swept, dir_fd=self._fd)
 
-    def _clean_file(self, name: str, owner: Owner | None) -> None:
+    def _clean_file(self, name: str, owner: Owner | None, *, replaced: bool) -> None:
         found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         if not self._is_own(name, found) or self._verdict(name, owner, found.st_mtime) == "unknown":
             return
+        if self._fsync and replaced:  # a file or a link, which something has replaced
+            os.fsync(self._fd)
         os.unlink(name, dir_fd=self._fd)
         self._removed.append(name)
 
@@ -274,11 +314,11 @@ class _Cleaning:
         return os.path.join(self._directory, name)
 
 
-def _look_into(fd: int) -> tuple[list[str], float]:
-    """Give the names in a directory, and when anything in or below it was changed last."""
+def _changed_s(fd: int) -> float:
+    """Return when anything in or below a directory was changed last."""
     changed_s = os.fstat(fd).st_mtime
     for _, folders, files, below in os.fwalk(".", dir_fd=fd):
         for name in (*folders, *files):
             with contextlib.suppress(FileNotFoundError):
                 changed_s = max(changed_s, os.stat(name, dir_fd=below, follow_symlinks=False).st_mtime)
-    return os.listdir(fd), changed_s
+    return changed_s

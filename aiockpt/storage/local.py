@@ -7,6 +7,7 @@ durable checkpoint or nothing. A checkpoint that is one file is written there as
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections import deque
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import AiockptError, DeleteError, WriteError
 from aiockpt.storage.base import Identity, Source, Storage, Transaction
+from aiockpt.storage.belonging import remove
 from aiockpt.storage.deleting import delete
 from aiockpt.storage.hidden import make_hidden
 from aiockpt.storage.hold import hold_if_there
@@ -23,6 +25,7 @@ from aiockpt.storage.local_source import open_source
 from aiockpt.storage.local_transaction import JoinedTransaction, LocalTransaction, Manner, WithinTransaction
 from aiockpt.storage.publish import check_free, make_parents
 from aiockpt.storage.repeated import syncing_once
+from aiockpt.storage.replacing import ask_file_system
 from aiockpt.storage.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
 from aiockpt.storage.tickets import new_ticket
 
@@ -31,6 +34,13 @@ if TYPE_CHECKING:
     from aiockpt.threads import Workers
 
 _ATTEMPTS = 100
+
+logger = logging.getLogger("aiockpt")
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of what a user has named, in which ``~`` is a home directory."""
+    return os.path.abspath(os.path.expanduser(path))
 
 
 class LocalStorage(Storage):
@@ -67,7 +77,7 @@ class LocalStorage(Storage):
             raise AiockptError(f"{path} is a URL; this version keeps checkpoints in directories, so give a path")
         if not path:
             raise AiockptError("the path is empty; name a directory or a file")
-        return os.path.abspath(path)
+        return absolute(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:
         """Look whether the path is free, or holds what may be overwritten."""
@@ -80,30 +90,36 @@ class LocalStorage(Storage):
 
     def new_ticket(self, path: str) -> str:
         """Choose a name for the hidden directory."""
-        return new_ticket(os.path.basename(self.locate(path)))
+        return new_ticket()
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         """Make the hidden directory that the files go to, when what killed processes have left beside it is removed."""
         path = self.locate(path)
         again = self._manner.repeater.run
+        await workers.run(self._manner.leftovers.look, os.path.dirname(path))  # its space, or its name, may be needed
         await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
-        await workers.run(self._manner.leftovers.look, os.path.dirname(path))  # its space may be needed
-        make = partial(workers.run, syncing_once, self._make_hidden, path, ticket)
+        make = partial(workers.run, syncing_once, self._make_hidden, path, ticket, overwrite)
         hidden, held = await again(f"make the directory for {path}", make)
         return LocalTransaction(
             self._manner, path, hidden, overwrite=overwrite, workers=workers, held=held, own=held.identity
         )
 
-    def _make_hidden(self, path: str, ticket: str | None) -> tuple[str, Hold]:
+    def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
         try:
             make_parents(path, self._manner.fsync, self._settled)
             for attempt in range(_ATTEMPTS):
                 hidden = _beside(path, ticket or self.new_ticket(path))
                 try:
-                    return hidden, make_hidden(hidden)
+                    held = make_hidden(hidden)
                 except FileExistsError:  # never use what somebody else has made
                     if ticket is not None or attempt == _ATTEMPTS - 1:
                         raise
+                else:
+                    if overwrite:
+                        _ask(hidden, path, held)
+                    return hidden, held
+        except AiockptError:
+            raise
         except OSError as exc:
             raise WriteError(f"can't make the directory for {path}: {exc}") from exc
         raise AssertionError("the last attempt returns or raises")
@@ -159,6 +175,20 @@ class LocalStorage(Storage):
         return await workers.run(
             open_source, self.locate(path), direct_io=self._manner.direct_io, buffers=self._buffers
         )
+
+
+def _ask(hidden: str, path: str, held: Hold) -> None:
+    """Ask the file system, before anything is written, whether what is at a path can be replaced there."""
+    try:
+        if os.path.lexists(path):
+            ask_file_system(hidden, path)
+    except BaseException:
+        held.release()
+        try:
+            remove(hidden)
+        except OSError as exc:  # the first error counts
+            logger.warning("can't remove the unfinished checkpoint %s: %s; the next run does", hidden, exc)
+        raise
 
 
 def _beside(path: str, ticket: str) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.storage.base import Source
 from aiockpt.storage.local_file import LocalFile
+from aiockpt.storage.replacing import readable, stand_in
 
 if TYPE_CHECKING:
     import mmap
@@ -41,8 +42,14 @@ def open_source(path: str, *, direct_io: bool, buffers: deque[memoryview] | None
     """
     try:
         for _ in range(_ATTEMPTS):
-            source = LocalSource(path, deque() if buffers is None else buffers, direct_io=direct_io)
-            if source.is_current(path):
+            place = _place_of(path)
+            try:
+                source = LocalSource(place, deque() if buffers is None else buffers, direct_io=direct_io)
+            except FileNotFoundError:
+                if place == path:
+                    raise
+                continue  # it has just got its name
+            if source.is_current(place):
                 return source
             source.close()  # another checkpoint has come to this path while this one was being opened
     except FileNotFoundError as exc:
@@ -52,6 +59,15 @@ def open_source(path: str, *, direct_io: bool, buffers: deque[memoryview] | None
     except OSError as exc:
         raise LoadError(f"can't look into {path}: {exc}") from exc
     raise LoadError(f"{path} is replaced again and again; load it when it has settled")
+
+
+def _place_of(path: str) -> str:
+    """Return where what belongs at a path is: elsewhere if it was being replaced when a process was killed."""
+    if not os.path.lexists(path):
+        hidden = stand_in(path)
+        if hidden is not None and not os.path.lexists(path):
+            return readable(hidden)
+    return path
 
 
 class _Opened:

@@ -8,11 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiockpt.errors import CommitError, WriteError
+from aiockpt.format.names import SINGLE_NAME
 from aiockpt.storage.base import Fate, FileSink, Identity, Transaction
+from aiockpt.storage.belonging import OtherThingsError, remove
 from aiockpt.storage.hidden import contents, fate_of, sizes_in, sweep, write_word
 from aiockpt.storage.local_sink import LocalSink
-from aiockpt.storage.publish import NotTakenBackError, remove, remove_own, sync_directory
+from aiockpt.storage.publish import NotTakenBackError, remove_own, sync_directory
 from aiockpt.storage.repeated import Publication, publish_repeatedly
+from aiockpt.storage.replacing import is_between, remove_record
+from aiockpt.storage.tickets import REPLACED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -82,7 +86,7 @@ class LocalTransaction(Transaction):
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         """See `Transaction.create`."""
         if not name:
-            self._single = os.path.basename(self._path)
+            self._single = SINGLE_NAME
         path = os.path.join(self._hidden, name or self._single)
         final = os.path.join(self._path, name) if name else self._path
         manner = self._manner
@@ -125,8 +129,14 @@ class LocalTransaction(Transaction):
             await sink.close()
         leftovers = self._manner.leftovers
         leftovers.look_again(os.path.dirname(self._hidden))
+        if is_between(self._hidden):  # a commit that hangs: the only good checkpoint may be here
+            await self.leave()
+            raise WriteError(f"{self._path} is just being replaced, so what was written stays in {self._hidden}")
         try:
-            await self._again("remove", remove_own, self._hidden, self._identity)
+            own_files = [os.path.basename(sink.path) for sink in self._sinks]
+            await self._again("remove", remove_own, self._hidden, self._identity, own_files)
+        except OtherThingsError as exc:
+            raise WriteError(f"can't remove the unfinished checkpoint {self._hidden}: {exc}; see what that is") from exc
         except OSError as exc:
             leftovers.add(self._hidden, self._identity)
             raise WriteError(
@@ -204,7 +214,9 @@ class LocalTransaction(Transaction):
             if await self._workers.run(fate_of, self._hidden, self._path, self._identity) == "published":
                 if self._manner.fsync:
                     await self._workers.run(sync_directory, os.path.dirname(self._path))
-                await self._workers.run(remove, self._hidden)  # what it replaced
+                await self._workers.run(remove, self._hidden)  # what it replaced, where names were exchanged
+                await self._workers.run(remove_record, self._hidden)
+                await self._workers.run(remove, self._hidden + REPLACED)
         except OSError as exc:
             raise WriteError(f"{self._path} was published, but can't be made durable: {exc}") from exc
         finally:

@@ -6,26 +6,31 @@ import contextlib
 import errno
 import logging
 import os
-import shutil
-from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
-from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME, SUFFIX
-from aiockpt.storage.syscalls import UnsupportedError, rename_exchange, rename_noreplace
+from aiockpt.storage.belonging import OtherThingsError, checkpoint_above, objection, remove
+from aiockpt.storage.replacing import (
+    BetweenError,
+    can_exchange,
+    explained,
+    remove_record,
+    replace_in_steps,
+    undo_replacement,
+)
+from aiockpt.storage.syscalls import UnsupportedError, identity, rename_exchange, rename_noreplace
+from aiockpt.storage.tickets import REPLACED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
-
-_SAFETENSORS_FILES = (f"*{SUFFIX}", INDEX_NAME, MANIFEST_NAME)
-_UNFINISHED_FILES = ("*.distcp", ".nfs*", "probe")  # NFS keeps what was removed while it is open; see `hidden._is_own`
 
 _ATTEMPTS = 100
 
 # Of file systems whose directories can't be synced, or not by who saves; such a one has made nothing there.
 _NOT_OURS_TO_SYNC = frozenset({errno.EINVAL, errno.EROFS, errno.EACCES, errno.EPERM})
 
-_Undo = Literal["rename", "exchange", "nothing"]
+_Undo = Literal["rename", "exchange", "steps", "nothing"]
 
 Rest: TypeAlias = tuple[str, tuple[int, int] | None]
 """A hidden directory that is still there, and its identity."""
@@ -41,43 +46,34 @@ def check_free(path: str, *, overwrite: bool) -> None:
     """Look whether a path is free, or holds what may be overwritten.
 
     Raises:
-        CheckpointExistsError: it is not and does not.
+        CheckpointExistsError: it is not and does not, or is within a checkpoint.
     """
+    above = checkpoint_above(path)
+    if above is not None:
+        raise CheckpointExistsError(
+            f"{path} is in the directory of a checkpoint, {above}, which is replaced and deleted as one; save beside it"
+        )
     if not os.path.lexists(path):
         return
     if not overwrite:
         raise CheckpointExistsError(
             f"{path} exists already; save under another name, or pass overwrite=True to replace it"
         )
+    check_replaceable(path)
+
+
+def check_replaceable(path: str) -> None:
+    """Look whether what is at a path is a checkpoint and nothing else.
+
+    Raises:
+        CheckpointExistsError: it is not.
+    """
     found = objection(path)
     if found is not None:
         raise CheckpointExistsError(
-            f"{path} {found}; overwrite=True replaces checkpoints only. Save under another name."
+            f"{path} {found}; overwrite=True replaces a checkpoint and nothing else. Move that away, or save under "
+            "another name."
         )
-
-
-def objection(path: str) -> str | None:
-    """Say why what is at a path can't be taken for a checkpoint; None if it can."""
-    if not os.path.islink(path) and os.path.isfile(path) and path.endswith(SUFFIX):
-        return None
-    if os.path.islink(path) or not os.path.isdir(path):
-        return f"is not a directory, nor a {SUFFIX} file"
-    return objection_to(os.listdir(path))
-
-
-def objection_to(entries: Collection[str]) -> str | None:
-    """Say why a directory with these names in it can't be taken for a checkpoint; None if it can."""
-    others = [name for name in entries if not any(fnmatchcase(name, known) for known in _SAFETENSORS_FILES)]
-    if entries and METADATA_NAME not in entries and (others or list(entries) == [MANIFEST_NAME]):
-        return f"is a directory that holds other things than a checkpoint ({min(others or entries)})"
-    return None
-
-
-def could_be_unfinished(names: Collection[str]) -> bool:
-    """Tell whether a directory with these names in it may be a checkpoint, or the beginning or the rest of one."""
-    return METADATA_NAME in names or all(
-        any(fnmatchcase(name, known) for known in (*_SAFETENSORS_FILES, *_UNFINISHED_FILES)) for name in names
-    )
 
 
 def make_directories(path: str, fsync: bool) -> None:
@@ -149,40 +145,16 @@ def _opened(path: str) -> Iterator[int]:
         os.close(fd)
 
 
-def identity(path: str) -> tuple[int, int] | None:
-    """Give what tells a directory from all others, whatever it is called; None if there is none."""
-    try:
-        found = os.stat(path, follow_symlinks=False)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
+def remove_own(path: str, own: tuple[int, int] | None, also: Collection[str] = ()) -> None:
+    """Remove a hidden directory, unless it is no longer the one with this identity; None: whatever it is.
 
-
-def remove(path: str) -> None:
-    """Remove a directory with all that is in it, or a file, if it is there; others may be at it at the same time."""
-    for _ in range(_ATTEMPTS):
-        if not os.path.lexists(path):
-            return
-        try:
-            if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
-        except FileNotFoundError:  # somebody else was faster with a part of it: go on with the rest
-            continue
-        except OSError as exc:  # somebody has put a last file there
-            if exc.errno != errno.ENOTEMPTY:
-                raise
-    if os.path.lexists(path):
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-
-
-def remove_own(path: str, own: tuple[int, int] | None) -> None:
-    """Remove a hidden directory, unless it is no longer the one with this identity; None: whatever it is."""
+    Raises:
+        OSError: see `remove`.
+    """
     found = identity(path)
     if own is not None and found not in (None, own):
         raise FileExistsError(errno.EEXIST, "somebody has put another directory in its place", path)
-    remove(path)
+    remove(path, also=also)
 
 
 def publish(
@@ -226,18 +198,22 @@ def publish(
         # Opened before, for once it has its name there must be nothing left to fail but the fsync.
         with _opened(os.path.dirname(path)) if fsync else contextlib.nullcontext() as parent:
             check()
-            undo, replaced = _place(finished, path, overwrite)
+            undo, replaced = _place(
+                finished, hidden, path, overwrite, None if parent is None else partial(sync_fd, parent)
+            )
             if parent is not None:
                 _make_durable(parent, hidden, finished, path, undo)
     except AiockptError:
         raise
-    except UnsupportedError as exc:
-        raise CommitError(
-            f"the file system of {path} can't replace a checkpoint atomically ({exc}); save under another name"
-        ) from exc
+    except BetweenError as exc:
+        raise NotTakenBackError(
+            f"{path} is not complete under its name: {exc}. Loading it finds what is in {hidden}, and the next save of "
+            "another process beside it gives that its name"
+        ) from exc.__cause__
     except OSError as exc:
-        raise CommitError(f"can't publish {path}: {exc}") from exc
-    return remove_rest(path, hidden, own if name else replaced) if name or undo == "exchange" else None
+        raise CommitError(f"can't publish {path}: {explained(exc, path)}") from exc
+    rest = remove_replaced(path, hidden, replaced) if undo == "steps" else None
+    return (remove_rest(path, hidden, own if name else replaced) if name or undo == "exchange" else None) or rest
 
 
 def remove_rest(path: str, hidden: str, own: tuple[int, int] | None) -> Rest | None:
@@ -250,12 +226,23 @@ def remove_rest(path: str, hidden: str, own: tuple[int, int] | None) -> Rest | N
         remove_own(hidden, own)
     except OSError as exc:
         logger.warning("%s was published; what it replaced could not be removed from %s: %s", path, hidden, exc)
-        return None if isinstance(exc, FileExistsError) else (hidden, own)
+        return None if isinstance(exc, FileExistsError | OtherThingsError) else (hidden, own)
     return None
 
 
-def _place(finished: str, path: str, overwrite: bool) -> tuple[_Undo, tuple[int, int] | None]:
-    """Rename to the final name; tell how that is undone, and the identity of what was exchanged for it."""
+def remove_replaced(path: str, hidden: str, own: tuple[int, int] | None) -> Rest | None:
+    """Remove what was set aside for what was published; see `remove_rest`."""
+    try:
+        remove_record(hidden)
+    except OSError as exc:
+        logger.warning("%s was published; the record of that can't be removed: %s", path, exc)
+    return remove_rest(path, hidden + REPLACED, own)
+
+
+def _place(
+    finished: str, hidden: str, path: str, overwrite: bool, sync: Callable[[], object] | None
+) -> tuple[_Undo, tuple[int, int] | None]:
+    """Rename to the final name; tell how that is undone, and the identity of what had it before."""
     new = identity(finished)
     for attempt in range(_ATTEMPTS):
         try:
@@ -266,24 +253,39 @@ def _place(finished: str, path: str, overwrite: bool) -> tuple[_Undo, tuple[int,
         else:
             return "rename", None
         try:
-            check_free(path, overwrite=True)
             checked = identity(path)
+            check_replaceable(path)
+            if can_exchange(hidden) is False:
+                raise UnsupportedError(errno.EINVAL, "the file system has refused an exchange before", path)
             rename_exchange(finished, path)
         except UnsupportedError:
-            if not (os.path.isfile(finished) and os.path.isfile(path)):
-                raise
-            os.replace(finished, path)
-            return "nothing", None
+            if os.path.isfile(finished) and os.path.isfile(path):
+                os.replace(finished, path)
+                return "nothing", None
+            replace_in_steps(finished, hidden, path, sync, partial(_objection_now, checked=checked))
+            return "steps", checked
         except FileNotFoundError:  # it has been deleted just now, unless it is done though the answer is an error
             if attempt == _ATTEMPTS - 1 or identity(path) == new:
                 raise
         else:
-            # Another checkpoint may be replaced as well; as it is not what was checked, it will not be removed.
-            if identity(finished) in (None, checked) or objection(finished) is None:
+            # Another checkpoint may be replaced as well; as it is not what was checked, it will not be removed. A link
+            # that was checked may lead nowhere from here.
+            found = _objection_now(finished, checked)
+            if found is None:
                 return "exchange", checked
             _give_back(finished, path)
-            raise CheckpointExistsError(f"{path} was replaced by somebody else during the save; it was left as it is")
+            raise CheckpointExistsError(f"{path} was changed during the save, and {found}; it was left as it is")
     raise AssertionError("the last attempt returns or raises")
+
+
+def _objection_now(replaced: str, checked: tuple[int, int] | None) -> str | None:
+    """Do as `objection` for what has just been replaced; it may be gone already."""
+    if identity(replaced) == checked and os.path.islink(replaced):
+        return None
+    try:
+        return objection(replaced) if os.path.lexists(replaced) else None
+    except OSError as exc:
+        return f"can't be looked at any more ({exc})"
 
 
 def _give_back(finished: str, path: str) -> None:
@@ -312,6 +314,8 @@ def _take_back(parent: int, hidden: str, finished: str, path: str, undo: _Undo, 
     try:
         if undo == "exchange":
             rename_exchange(finished, path)
+        elif undo == "steps":
+            undo_replacement(finished, hidden, path)
         elif identity(finished) == identity(path):  # both are names of one file, of which a rename would leave both
             os.unlink(path)
         else:

@@ -10,8 +10,17 @@ from traceback import walk_tb
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
-from aiockpt.storage.publish import NotTakenBackError, identity, publish, remove_rest, sync_directory, sync_fd
+from aiockpt.storage.publish import (
+    NotTakenBackError,
+    publish,
+    remove_replaced,
+    remove_rest,
+    sync_directory,
+    sync_fd,
+)
 from aiockpt.storage.retries import AMBIGUOUS, NotSyncedError, fault_of
+from aiockpt.storage.syscalls import identity
+from aiockpt.storage.tickets import REPLACED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +114,10 @@ class Publication:
                 sync_directory(os.path.dirname(self.path))
         except OSError as exc:
             raise NotTakenBackError(f"{self.path} was published but can't be made durable ({exc})") from exc
-        self.rest = remove_rest(self.path, self.hidden, identity(self.hidden))
+        aside = self.hidden + REPLACED
+        if os.path.lexists(aside):
+            self.rest = remove_replaced(self.path, self.hidden, identity(aside))
+        self.rest = remove_rest(self.path, self.hidden, identity(self.hidden)) or self.rest
         return True
 
 

@@ -55,7 +55,7 @@ def _rename_in_steps(source: str, target: str) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from None
     # rename(2) refuses to replace a directory that holds anything, so a checkpoint is safe all the same; it would
     # replace a file, while link(2) fails if one has come to the target meanwhile.
-    if os.path.isdir(source) or not _link(source, target):
+    if os.path.islink(source) or os.path.isdir(source) or not _link(source, target):
         os.rename(source, target)
         return
     try:
@@ -75,6 +75,15 @@ def _link(source: str, target: str) -> bool:
     return True
 
 
+def identity(path: str) -> tuple[int, int] | None:
+    """Return what tells a directory from all others, whatever it is called; None if there is none."""
+    try:
+        found = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def rename_exchange(one: str, other: str) -> None:
     """Let two paths change places atomically; see renameat2(2).
 
@@ -85,6 +94,17 @@ def rename_exchange(one: str, other: str) -> None:
         InterruptedError: it may be done, or not.
     """
     _call("renameat2", _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE))
+
+
+def is_overlay(device: int) -> bool:
+    """Return whether a device is an overlay file system, as containers have it; see proc_pid_mountinfo(5)."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = [line.partition(" - ") for line in file]
+    except OSError:
+        return False
+    return any(mount.split()[2] == number and kind.startswith("overlay ") for mount, _, kind in mounts)
 
 
 def allocate(fd: int, nbytes: int) -> None:

@@ -1,13 +1,16 @@
-"""The names of hidden directories. They tell who has made one, so that those of processes that are gone are known.
+r"""The names of hidden directories. They tell who has made one, so that those of processes that are gone are known.
 
-A name is `.NAME.aiockpt-MACHINE BOOT SPACE-PID-START-RANDOM`, the three in capitals being hashes of eight letters each
-without a gap between them, and maybe a word behind it: `-part-3` for a file beside the directory, `-swept` for a
-directory that is being removed. RANDOM has 64 bits, so that nobody can guess it.
+A name is `.aiockpt-MACHINE BOOT SPACE.PID.START.RANDOM`, the first three being hashes of ten letters each without a gap
+between them, and maybe a word behind it: `-part-3` for a file beside the directory, `-swept` for a directory that is
+being removed. RANDOM has 64 bits, so that nobody can guess it.
+
+The name of the checkpoint is no part of it. Programs that look for checkpoints may match hidden names as well: one that
+searches for `step-(\d+)` would take a killed save for a complete one. For the same reason the hashes have no vowels and
+no digits, so that no word comes about by chance, and no number follows a hyphen.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 import re
@@ -18,17 +21,24 @@ import time
 from dataclasses import dataclass
 from functools import cache
 
-_NAME_BYTES = 150  # of 255 that a name may have
-_HASH_LETTERS = 8
+from aiockpt.format.names import HIDDEN
+
+_LETTERS = "bcdfghjklmnpqrstvwxz"
+_HASH_LETTERS = 10
 _FIRST_SPACE = "pid:[4026531836]"  # of the processes that are in no container; see PROC_PID_INIT_INO in the kernel
 _OWNED = re.compile(
-    r"(?P<base>\..*\.aiockpt-(?P<machine>[a-z2-7]{8})(?P<boot>[a-z2-7]{8})(?P<space>[a-z2-7]{8})"
-    r"-(?P<pid>[0-9]{1,7})-(?P<start>[0-9]{1,20})-[0-9a-f]{16})(?P<word>(?:-[a-z0-9]+)*)",
-    re.DOTALL,
+    r"(?P<base>\.aiockpt-(?P<machine>[a-z]{10})(?P<boot>[a-z]{10})(?P<space>[a-z]{10})"
+    r"\.(?P<pid>[0-9]{1,7})\.(?P<start>[0-9]{1,20})\.[0-9a-f]{16})(?P<word>(?:-[a-z0-9]+)*)"
 )
-# Those of older versions, of systems that don't tell, and of the adapters for DCP.
-_UNOWNED = re.compile(r"(?P<base>\..*\.aiockpt-(?:dcp|[0-9]{1,7}-[0-9a-f]{12,16}))(?P<word>(?:-[a-z0-9]+)*)", re.DOTALL)
+# Those of systems that don't tell, and of the adapters for DCP.
+_UNOWNED = re.compile(
+    r"(?P<base>\.aiockpt-(?:x\.[0-9]{1,7}\.[0-9a-f]{16}|dcp(?:-[a-z]{20})?))(?P<word>(?:-[a-z0-9]+)*)"
+)
 SWEPT = "-swept"
+REPLACED = "-replaced"
+"""Behind the name of a hidden directory: what its contents are about to replace; see `aiockpt.storage.replacing`."""
+RECORD = "-replaces"
+"""The same: a file with the name of the checkpoint that they replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,7 @@ class Owner:
     start: int
 
     def __str__(self) -> str:
-        return f"{self.machine}{self.boot}{self.space}-{self.pid}-{self.start}"
+        return f"{self.machine}{self.boot}{self.space}.{self.pid}.{self.start}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +78,14 @@ class Ticket:
     owner: Owner | None
 
 
-def new_ticket(name: str) -> str:
-    """Choose a hidden name for something that will be called ``name``."""
-    short = name
-    while len(os.fsencode(short)) > _NAME_BYTES:
-        short = short[:-1]
-    owner = this_process()
-    return f".{short}.aiockpt-{os.getpid() if owner is None else owner}-{secrets.token_hex(8)}"
+def new_ticket() -> str:
+    """Choose a hidden name."""
+    return f"{HIDDEN}{this_process() or f'x.{os.getpid()}'}.{secrets.token_hex(8)}"
+
+
+def shared_ticket(name: str) -> str:
+    """Return the hidden name that all ranks of an adapter for DCP use for a checkpoint; a hash stands for its name."""
+    return f"{HIDDEN}dcp-{_hash(name, 2 * _HASH_LETTERS)}"
 
 
 def read_ticket(name: str) -> Ticket | None:
@@ -150,6 +161,10 @@ def _contents(path: str) -> str:
         return file.read().strip()
 
 
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-    return base64.b32encode(digest).decode().lower()[:_HASH_LETTERS]
+def _hash(text: str, length: int = _HASH_LETTERS) -> str:
+    number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest(), "big")
+    letters = []
+    for _ in range(length):
+        number, letter = divmod(number, len(_LETTERS))
+        letters.append(_LETTERS[letter])
+    return "".join(letters)

@@ -8,17 +8,18 @@ r"""Replay a recording as if power had been lost after each call, and look wheth
 
 ``identify(path, name)`` is the caller's: it loads the checkpoint at a path, which was saved as ``name``, tells which
 state it holds, by its label (see `aiockpt.testing.power_promises`), and raises if it holds none. It is called once for
-each distinct content of each name, on a copy, for the others would say the same. Hidden names (``.NAME.aiockpt-...``)
-are nobody's checkpoints, so states that differ in these alone count as one.
+each distinct content of each name, on a copy, for the others would say the same. Hidden names (``.aiockpt-...``)
+are nobody's checkpoints, so states that differ in these alone count as one; but ``through_hidden`` looks at these too,
+for storages that find what belongs at a path under such a name while it is being replaced.
 """
 
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from aiockpt.format.names import HIDDEN
 from aiockpt.testing.disk import Disk
 from aiockpt.testing.disk_files import WHOLE
 from aiockpt.testing.power_choices import choose
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
     from aiockpt.testing.power_choices import Choice
     from aiockpt.testing.power_judge import Identify
 
-_HIDDEN = re.compile(r"\..*\.aiockpt-")
-
 
 def is_shown(name: str) -> bool:
     """Tell whether a name is no hidden one of an unfinished checkpoint."""
-    return not _HIDDEN.match(name)
+    return not name.startswith(HIDDEN)
+
+
+def _all(_: str) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class Replay:
         bound: how many states are tried at each cut at most.
         seed: what those are drawn from that are tried where there are more.
         first_only: stop at the first state that breaks a promise.
+        through_hidden: look for names that show nothing in copies of all that is hidden.
     """
 
     def __init__(
@@ -122,8 +126,10 @@ class Replay:
         bound: int = 1000,
         seed: int = 0,
         first_only: bool = False,
+        through_hidden: bool = False,
     ) -> None:
-        self._judge = Judge(identify, scratch)
+        self._judge = Judge(identify, scratch, through_hidden=through_hidden)
+        self._matters = _all if through_hidden else is_shown
         self._ordered = ordered
         self._bound = bound
         self._first_only = first_only
@@ -166,12 +172,12 @@ class Replay:
         return self._judge.labels(content, names)
 
     def _lose_power(self, disk: Disk, promises: Promises, where: tuple[int, FileCall | None], tally: _Tally) -> None:
-        pending = disk.pending(is_shown)
+        pending = disk.pending(self._matters)
         choices = choose(pending, bound=self._bound, source=self._source)
         tally.incomplete += not choices.complete
         expected = promises.names
         for choice in sorted(choices.chosen, key=lambda choice: len(_lost(pending, choice))):
-            content = disk.left({each.key: option for each, option in zip(pending, choice, strict=True)}, is_shown)
+            content = disk.left({each.key: option for each, option in zip(pending, choice, strict=True)}, self._matters)
             tally.states += 1
             tally.digests.add(content.digest)
             if (content.digest, expected) in self._right:

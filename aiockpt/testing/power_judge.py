@@ -6,6 +6,8 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+from aiockpt.errors import CheckpointNotFoundError
+from aiockpt.format.names import HIDDEN
 from aiockpt.testing.disk_names import Folder, put
 from aiockpt.testing.power_promises import GONE
 
@@ -26,9 +28,11 @@ class Judge:
     Args:
         identify: see `aiockpt.testing.power`.
         scratch: a directory for copies of checkpoints.
+        through_hidden: see `aiockpt.testing.power.Replay`.
     """
 
-    def __init__(self, identify: Identify, scratch: str) -> None:
+    def __init__(self, identify: Identify, scratch: str, *, through_hidden: bool = False) -> None:
+        self._through_hidden = through_hidden
         self.checked = 0
         self._identify = identify
         self._scratch = scratch
@@ -46,18 +50,33 @@ class Judge:
     def labels(self, content: Folder, names: Iterable[str]) -> dict[str, str]:
         """Tell what each of these names shows, those that show nothing left out."""
         known = dict.fromkeys(names)
-        return {name: self.label(entry, name) for name, entry in _checkpoints(content, "", known) if name in known}
+        labels = {name: self.label(entry, name) for name, entry in _checkpoints(content, "", known) if name in known}
+        hidden = Folder({name: entry for name, entry in content.entries.items() if name.startswith(HIDDEN)})
+        for name in known.keys() - labels.keys() if self._through_hidden and hidden.entries else ():
+            labels[name] = self.label(hidden, name, beside=True)
+        return labels
 
-    def label(self, content: Left, name: str) -> str:
-        """Tell what a checkpoint holds: a label, or why it is none."""
+    def label(self, content: Left, name: str, *, beside: bool = False) -> str:
+        """Tell what a checkpoint holds: a label, or why it is none.
+
+        Args:
+            content: the checkpoint, or what is hidden beside it.
+            name: its name.
+            beside: which of these ``content`` is.
+        """
         key = name, content.digest
         if key not in self._known:
             self.checked += 1
             folder = os.path.join(self._scratch, f"checked-{self.checked}")
-            os.makedirs(os.path.dirname(os.path.join(folder, name)))
-            put(content, os.path.join(folder, name))
+            if beside:
+                put(content, folder)
+            else:
+                os.makedirs(os.path.dirname(os.path.join(folder, name)))
+                put(content, os.path.join(folder, name))
             try:
                 self._known[key] = self._identify(os.path.join(folder, name), name)
+            except CheckpointNotFoundError:
+                self._known[key] = GONE
             except Exception as exc:
                 self._known[key] = f"what can't be loaded ({type(exc).__name__}: {exc})".replace(folder, "")
             finally:

@@ -33,6 +33,8 @@ _FILTER_MODE = 2
 _X86_64 = 0xC000003E
 _LOAD, _JUMP_EQUAL, _JUMP_SET, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ALLOW, _TRACE, _REFUSE = 0x7FFF0000, 0x7FF00000, 0x00050000 | errno.ENOSYS
+_INVALID = 0x00050000 | errno.EINVAL
+_RENAMEAT2 = 316
 _AT_NUMBER, _AT_ARCH, _AT_ARGUMENTS = 0, 4, 16
 
 _NAMES = (
@@ -196,6 +198,33 @@ def stop_at(always: Sequence[int], by_flags: Mapping[int, tuple[int, int]], refu
         program += [(_JUMP_EQUAL, 0, 4, number), (_LOAD, 0, 0, _AT_ARGUMENTS + 8 * argument)]
         program += [(_JUMP_SET, 0, 1, flags), (_RETURN, 0, 0, _TRACE), (_RETURN, 0, 0, _ALLOW)]
     program.append((_RETURN, 0, 0, _ALLOW))
+    _install(program)
+
+
+def refuse_rename_flags() -> None:
+    """Let renameat2(2) with any flag fail with EINVAL, as on NFS, for the calling thread and all that it starts.
+
+    It can't be undone. A tracer does not see these calls.
+
+    Raises:
+        OSError: the kernel has no such filters.
+    """
+    flags = _AT_ARGUMENTS + 8 * 4
+    _install(
+        [
+            (_LOAD, 0, 0, _AT_ARCH),
+            (_JUMP_EQUAL, 0, 5, _X86_64),
+            (_LOAD, 0, 0, _AT_NUMBER),
+            (_JUMP_EQUAL, 0, 3, _RENAMEAT2),
+            (_LOAD, 0, 0, flags),
+            (_JUMP_EQUAL, 1, 0, 0),
+            (_RETURN, 0, 0, _INVALID),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
+    )
+
+
+def _install(program: Sequence[tuple[int, int, int, int]]) -> None:
     code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
     whole = _Program(len(program), code)
     for option, value, data in ((_SET_NO_NEW_PRIVS, 1, None), (_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(whole))):

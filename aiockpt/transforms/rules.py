@@ -77,6 +77,8 @@ def _by_pattern(rule: Mapping[str, Compression], names: Sequence[str]) -> list[Z
 def _asked(rule: Callable[[str, torch.Tensor], Compression], name: str, tensor: torch.Tensor) -> Zstd | None:
     try:
         value = rule(name, tensor)
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
     except Exception as exc:
         raise SaveError(f"the function given as compress failed for {name}: {type(exc).__name__}: {exc}") from exc
     return compression_of(value)

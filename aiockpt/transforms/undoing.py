@@ -94,5 +94,7 @@ def _failures_of(descriptor: str) -> Iterator[None]:
     """Name the transform that fails."""
     try:
         yield
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
     except Exception as exc:
         raise TransformFailedError(descriptor, f"{type(exc).__name__}: {exc}") from exc

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib
 import logging
 import mmap
 import os
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from aiockpt.threads import Workers
+from aiockpt.threads import Workers, new_event_loop
 from aiockpt.writer.channel import Channel
 from aiockpt.writer.child_save import ChildSave, Saves
 from aiockpt.writer.messages import Begin, Hello, Log, Message, Ready
@@ -48,14 +47,9 @@ def main(trainer: int, end: int, memory: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer decides, or its death
         signal.signal(number, signal.SIG_IGN)
-    use_uvloop = False
-    with contextlib.suppress(Exception):  # missing, or broken: whatever its import raises
-        importlib.import_module("uvloop")
-        use_uvloop = True
     with socket.socket(fileno=end) as ours:
-        anyio.run(
-            _Child(trainer, Channel(ours), memory).serve, backend="asyncio", backend_options={"use_uvloop": use_uvloop}
-        )
+        child = _Child(trainer, Channel(ours), memory)
+        anyio.run(child.serve, backend="asyncio", backend_options={"loop_factory": new_event_loop})
 
 
 class _Child:

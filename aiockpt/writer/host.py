@@ -69,6 +69,8 @@ class WriterHost:
                     raise WriteError("no writer process is started any more: the checkpointer is being closed")
                 try:
                     process = await self._worker.run(WriterProcess, self._memory.fd)
+                except Warning:  # an error only because the program makes errors of warnings
+                    raise
                 except Exception as exc:  # of the system, or of what is in sys.path
                     raise WriteError(f"the writer process can't be started: {exc}") from exc
                 self._link = Link(process, self._hello)

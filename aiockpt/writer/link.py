@@ -120,6 +120,7 @@ class Link:
             self.kill()
         finally:
             self.dead = True
+            self._waiter.shutdown(wait=False)
             self._lose(what)
 
     async def _serve(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,80 @@ async def test_a_load_whose_loop_was_closed_is_finished_by_closing(tmp_path: Pat
         storage.let_go()
     assert_same(STATE, target)
     del kept
+
+
+class Takes:
+    """Does something when it is given its state."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        self.given: list[dict[str, int]] = []
+        self.then = then
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given.append(state)
+        self.then()
+
+
+def _cancel_this_task() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+@pytest.mark.asyncio
+async def test_who_is_cancelled_while_objects_are_given_their_states_has_loaded(tmp_path: Path) -> None:
+    """Nothing comes between two objects: all are given theirs, and the cancellation is the caller's next wait's."""
+    first, second, after = Takes(_cancel_this_task), Takes(), []
+
+    async def load(ckpt: aiockpt.AsyncCheckpointer) -> None:
+        target = {"a": first, "b": second, "step": 0}
+        assert await ckpt.load(tmp_path / "c", target) is target
+        assert target["step"] == 5
+        after.append("loaded")
+        await asyncio.sleep(0)
+        after.append("not here")
+
+    async with aiockpt.AsyncCheckpointer(drain_timeout=DRAIN_S) as ckpt:
+        await ckpt.save({"a": {"n": 7}, "b": {"n": 8}, "step": 5}, tmp_path / "c")
+        task = asyncio.ensure_future(load(ckpt))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (first.given, second.given, after) == ([{"n": 7}], [{"n": 8}], ["loaded"])
+        await ckpt.load(tmp_path / "c", {"a": second})
+    assert second.given[1:] == [{"n": 7}]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stop", [asyncio.CancelledError, KeyboardInterrupt])
+async def test_an_object_that_stops_the_load(tmp_path: Path, stop: type[BaseException]) -> None:
+    def stops() -> None:
+        raise stop("enough")
+
+    first, second = Takes(stops), Takes()
+    async with aiockpt.AsyncCheckpointer(drain_timeout=DRAIN_S) as ckpt:
+        await ckpt.save({"a": {"n": 7}, "b": {"n": 8}}, tmp_path / "c")
+        with pytest.raises(stop, match="enough"):
+            await ckpt.load(tmp_path / "c", {"a": first, "b": second})
+        assert (first.given, second.given) == ([{"n": 7}], [])
+        await ckpt.load(tmp_path / "c", {"b": second})
+    assert second.given == [{"n": 8}]
+
+
+@pytest.mark.asyncio
+async def test_who_is_cancelled_before_objects_are_given_their_states_gives_them_none(tmp_path: Path) -> None:
+    storage, taker = HeldReads(), Takes()
+    target = {"a": taker, **_empty()}
+    async with aiockpt.AsyncCheckpointer(io_threads=1, drain_timeout=DRAIN_S) as ckpt:
+        await ckpt.save({"a": {"n": 7}, **STATE}, tmp_path / "c")
+        loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
+        await asyncio.to_thread(storage.reached.wait, WAIT_S)
+        loading.cancel()
+        storage.let_go()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert taker.given == []
+        await ckpt.load(tmp_path / "c", target)
+    assert taker.given == [{"n": 7}]

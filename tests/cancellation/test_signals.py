@@ -175,7 +175,7 @@ def test_sigterm_without_a_handler_kills_and_the_path_is_free(moment: str, runs:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state_of(2), runs / "c")
         assert_same(state_of(2), ckpt.load(runs / "c"))
-    for left in runs.glob(".c.aiockpt-*"):  # what the killed one had begun
+    for left in runs.glob(".aiockpt-*"):  # what the killed one had begun
         shutil.rmtree(left)
 
 

@@ -57,7 +57,7 @@ def test_resumed_run_is_identical(demos):
     output, code, _ = demos["exact"]
     assert code == 0, output
     assert "Killed (SIGKILL) while step-0000" in output
-    assert "Left behind, and now removed: .step-0000" in output
+    assert "Left behind, and now removed: .aiockpt-" in output
     assert "GPT of 0.4 million parameters, resumed from step-0000" in output
     assert "The losses of all 12 steps are identical" in output
     assert "The resumed run is identical to the one that was never interrupted." in output
@@ -250,10 +250,10 @@ def test_losses_are_compared_exactly():
 def test_workspace_keeps_or_removes(tmp_path):
     for keep in (True, False):
         with workspace(tmp_path / "new", keep=keep) as root:
-            (root / "run").mkdir()
-        assert (tmp_path / "new" / "run").exists() is keep
+            (root / "interrupted").mkdir()
+        assert (tmp_path / "new" / "interrupted").exists() is keep
         if keep:
-            (tmp_path / "new" / "run").rmdir()
+            (tmp_path / "new" / "interrupted").rmdir()
     assert (tmp_path / "new").exists(), "it was there before"
     with workspace(tmp_path / "other", keep=False):
         pass
@@ -261,7 +261,7 @@ def test_workspace_keeps_or_removes(tmp_path):
 
 
 def test_only_leftovers_of_saves_are_removed(tmp_path):
-    leftover = tmp_path / ".step-000010.aiockpt-12-ab"
+    leftover = tmp_path / ".aiockpt-x.12.0123456789abcdef"
     leftover.mkdir()
     (leftover / "__0_0.distcp").touch()
     (tmp_path / ".git").mkdir()

@@ -53,7 +53,7 @@ class Nameless(LocalStorage):
     """Gives its hidden directories names that tell nobody whose they are."""
 
     def new_ticket(self, path: str) -> str:
-        return f".{os.path.basename(path)}.aiockpt-nobody-{os.urandom(4).hex()}"
+        return f".aiockpt-nobody-{os.urandom(4).hex()}"
 
 
 class Careless(LocalStorage):
@@ -61,7 +61,7 @@ class Careless(LocalStorage):
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         folder = Path(self.locate(path)).parent
-        for found in folder.glob(".*.aiockpt-*"):
+        for found in folder.glob(".aiockpt-*"):
             shutil.rmtree(found)
         return await super().begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
 

@@ -18,8 +18,12 @@ from tests.crash.zygote import Zygote
 
 EVERY = 1 << 30
 _SLOW = ("writer process", "two ranks")
-QUICK = {name: 8 if name.startswith(_SLOW) else 16 for name in SCENARIOS} | {"first save": EVERY, "overwrite": EVERY}
-"""How many points of each scenario the quick form has: of the two that matter most, all."""
+_ALL = ("first save", "overwrite", "overwrite in two steps")
+QUICK = {
+    name: EVERY if name in _ALL else 4 if name.startswith("two steps") else 8 if name.startswith(_SLOW) else 16
+    for name in SCENARIOS
+}
+"""How many points of each scenario the quick form has: of the three that matter most, all."""
 LIVE = ("first save", "overwrite")
 _BATCH = 4
 _Job = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from aiockpt import SyncCheckpointer
+from aiockpt.errors import CheckpointNotFoundError
+from aiockpt.testing.ptrace import refuse_rename_flags
 from tests.crash.promises import Allowed
 from tests.crash.scenarios import Scenario, checkpointer
 
@@ -40,10 +44,12 @@ def look(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
     """Compare what is found with what may be there. For a process that has nothing to do with the killed one."""
     problems = []
     found = visible(folder)
-    for name, steps in allowed.items():
-        if name not in found and None not in steps:
-            problems.append(Problem("lost", f"{name} was announced for a step of {steps}, and is not there"))
     with checkpointer() as ckpt:
+        if scenario.refused:  # what was just being replaced is not listed, but is read
+            found |= {name for name in allowed if _is_read(ckpt, folder / name)}
+        for name, steps in allowed.items():
+            if name not in found and None not in steps:
+                problems.append(Problem("lost", f"{name} was announced for a step of {steps}, and is not there"))
         for name in sorted(found):
             steps = {step for step in allowed.get(name, ()) if step is not None}
             if not steps:
@@ -59,6 +65,36 @@ def look(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
                 problems.append(
                     Problem("lost" if old else "mixed", f"{name} holds another state than one of {sorted(steps)}")
                 )
+    return problems
+
+
+def _is_read(ckpt: SyncCheckpointer, path: Path) -> bool:
+    try:
+        return ckpt.verify(path).ok
+    except CheckpointNotFoundError:
+        return False
+
+
+def delete_all(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
+    """Delete what is found, in a copy; nothing may come back, nor be left when the next run has saved."""
+    copy = folder.with_name("deleted")
+    shutil.copytree(folder, copy, symlinks=True)
+    problems = []
+    with checkpointer() as ckpt:
+        for name in allowed:
+            there = _is_read(ckpt, copy / name)
+            try:
+                ckpt.delete(copy / name)
+            except CheckpointNotFoundError:
+                if there:
+                    problems.append(Problem("lost", f"{name} is read, but can't be deleted"))
+            if _is_read(ckpt, copy / name):
+                problems.append(Problem("stray", f"{name} is read after it was deleted"))
+    problems += run_next(scenario, copy, ["next"])
+    if visible(copy) != {scenario.file("next")}:
+        problems.append(Problem("stray", f"{visible(copy)} is there after all was deleted"))
+    problems += left_over(copy)
+    shutil.rmtree(copy)
     return problems
 
 
@@ -84,7 +120,15 @@ def left_over(folder: Path) -> list[Problem]:
 
 def check(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
     """Look, save as the next run would, and look for leftovers."""
+    if scenario.refused:
+        refuse_rename_flags()
     problems = look(scenario, folder, allowed)
+    if scenario.refused:
+        problems += delete_all(scenario, folder, allowed)
+        problems += run_next(scenario, folder, ["next"])
+        for name in {name for name, steps in allowed.items() if None not in steps} - visible(folder):
+            problems.append(Problem("lost", f"{name} is not listed when the next run has saved"))
+        problems += look(scenario, folder, {**allowed, scenario.file("next"): {19}}) + left_over(folder)
     problems += run_next(scenario, folder, [*sorted(visible(folder))[:1], "next"])
     return problems + left_over(folder)
 

@@ -61,7 +61,7 @@ def kind_of(call: FileCall) -> str:
     if call.name == "mark":
         return call.data.decode().split()[0]
     parts = call.path.split("/")
-    above = next((at for at, part in enumerate(parts) if re.match(r"\..+\.aiockpt-", part)), None)
+    above = next((at for at, part in enumerate(parts) if part.startswith(".aiockpt-")), None)
     if call.name in ("rename", "exchange"):
         return "to the final name" if not os.path.basename(call.to).startswith(".") else "to a hidden name"
     if above is None:

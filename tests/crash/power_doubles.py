@@ -47,7 +47,7 @@ class CarelessStorage(Storage):
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         path = self.locate(path)
-        hidden = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.aiockpt-{secrets.token_hex(4)}")
+        hidden = os.path.join(os.path.dirname(path), f".aiockpt-{secrets.token_hex(4)}")
         await workers.run(os.mkdir, hidden)
         return _CarelessTransaction(path, hidden, self._lacks, self.replaced, workers)
 

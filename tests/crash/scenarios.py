@@ -23,6 +23,7 @@ from aiockpt import SaveHandle, SyncCheckpointer
 from aiockpt.errors import AiockptError
 from aiockpt.format.names import SUFFIX
 from aiockpt.storage.base import Storage
+from aiockpt.testing.ptrace import refuse_rename_flags
 from tests.ranks import failing
 from tests.states import assert_same
 
@@ -63,6 +64,7 @@ class Scenario:
         whom: which processes are killed.
         staged_is_promise: a save that is staged survives when ``whom`` are killed.
         storage: where the next run saves; None for the file system.
+        refused: the file system can't exchange names, nor rename without replacing.
         crashed: an earlier program was killed in the directory, right before its save was published.
     """
 
@@ -75,6 +77,7 @@ class Scenario:
     staged_is_promise: bool = False
     storage: Callable[[], Storage] | None = None
     crashed: bool = False
+    refused: bool = False
 
     def state(self, name: str, step: int) -> dict[str, Any]:
         """Give what is saved under a name at a step."""
@@ -208,6 +211,16 @@ def _save_as_rank(rank: int, meeting: Path, folder: Path, announce: Announce, co
                 return
 
 
+def save_refused(folder: Path, announce: Announce, run: Callable[..., object]) -> None:
+    """Run a program on a file system that can't exchange names."""
+    refuse_rename_flags()
+    run(folder, announce)
+
+
+def _refused(run: Callable[..., object], before: Mapping[str, int], **options: Any) -> Scenario:
+    return Scenario(partial(save_refused, run=run), before, refused=True, **options)
+
+
 _FILE = f"c{SUFFIX}"
 _FLAT: dict[str, Any] = {"flat": True}
 _SAFE: dict[str, Any] = {"format": "safetensors"}
@@ -232,6 +245,16 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "safetensors directory": Scenario(
         partial(save_one, overwrite=True, shard_bytes=1 << 19, **_FLAT, **_SAFE), {"c": 1}, **_TENSORS
+    ),
+    "overwrite in two steps": _refused(partial(save_one, overwrite=True), {"c": 1}),
+    "two steps after a crash": _refused(partial(save_one, overwrite=True), {"c": 1}, crashed=True),
+    "two steps, several in flight": _refused(save_several, {"c": 1}),
+    "two steps, deleting older ones": _refused(save_and_delete, {"old-1": 1, "old-2": 2}),
+    "two steps, writer process": _refused(save_by_process, {"c": 1}),
+    "two steps, writer process (writer killed)": _refused(save_by_process, {"c": 1}, whom="others"),
+    "two steps, two ranks": _refused(save_by_ranks, {"c": 1}, options={}),
+    "two steps, one safetensors file": _refused(
+        partial(save_one, name=_FILE, overwrite=True, **_FLAT, **_SAFE), {_FILE: 1}, suffix=SUFFIX, **_TENSORS
     ),
     "compressed": Scenario(partial(save_one, compress="zstd", overwrite=True), {"c": 1}),
 }

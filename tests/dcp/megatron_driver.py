@@ -80,6 +80,27 @@ def plan_save(
     return finalize
 
 
+def write_alone(path: Path, state: dict[str, Any]) -> None:
+    """Save by one process without others."""
+    writer = FileSystemWriterAsync(path)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.prepare_write_data(planner.finish_plan(plan), planner)
+    write, preload, args = writer.get_save_function_and_args()
+    assert write is not None
+    assert preload is not None
+    args[1] = preload()
+    there = path.exists()
+    write(*args)
+    assert path.exists() == there
+    results = writer.retrieve_write_results()
+    assert isinstance(results, list)
+    writer.finish(metadata, [results])
+
+
 def keep_writing(inbox: Any, preloaded: Any, done: Any) -> None:
     """Be the process that is kept for all saves."""
     while (request := inbox.get()) is not None:

@@ -136,9 +136,12 @@ def test_objects_that_hold_tensors(tmp_path: Path) -> None:
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 3]]), torch.rand(2), (4, 5), check_invariants=True)
     state = {"w": random_tensor(torch.int16, (6, 6), 2), "object": Settings(3), "sparse": sparse}
     state["object"].value = values  # type: ignore[assignment]
-    with aiockpt.SyncCheckpointer() as checkpointer:
+    with (
+        aiockpt.SyncCheckpointer() as checkpointer,
+        pytest.warns(aiockpt.SafeGlobalsWarning, match=r"safe_globals=\[.*Settings\]"),
+    ):
         checkpointer.save(state, tmp_path / "c")
-    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"safe_globals=\[Settings\]"):
+    with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"safe_globals=\[.*Settings\]"):
         ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt")
     assert not (tmp_path / "m.pt").exists()
     ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt", safe_globals=[Settings])
@@ -157,25 +160,31 @@ def test_damage_leaves_what_was_there(tmp_path: Path, shape: tuple[int, ...]) ->
     data = bytearray(file.read_bytes())
     data[data.find(raw_bytes(state["second"])[:64]) + 99] ^= 4
     file.write_bytes(bytes(data))
-    (tmp_path / "m.pt").write_bytes(b"before")
+    torch.save({"before": 1}, tmp_path / "m.pt")
     with pytest.raises(aiockpt.CorruptCheckpointError, match="bytes of second"):
         ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt")
-    assert (tmp_path / "m.pt").read_bytes() == b"before"
+    assert torch.load(tmp_path / "m.pt") == {"before": 1}
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_file_is_replaced_only_if_it_may_be(tmp_path: Path) -> None:
     dcp.save({"w": torch.rand(3)}, checkpoint_id=tmp_path / "c")
-    (tmp_path / "m.pt").write_bytes(b"before")
+    torch.save({"before": 1}, tmp_path / "m.pt")
     (tmp_path / "link.pt").symlink_to(tmp_path / "m.pt")
+    (tmp_path / "notes").write_text("mine")
     with pytest.raises(aiockpt.CheckpointExistsError, match="overwrite=True"):
         ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt", overwrite=False)
     with pytest.raises(aiockpt.CheckpointExistsError, match="is a directory"):
         ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "c")
-    assert (tmp_path / "m.pt").read_bytes() == b"before"
+    with pytest.raises(aiockpt.CheckpointExistsError, match=r"notes is a file, but neither .* Choose another name"):
+        ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "notes")
+    assert (tmp_path / "notes").read_text() == "mine"
     ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "link.pt")
-    assert (tmp_path / "link.pt").is_symlink()
-    assert list(torch.load(tmp_path / "m.pt", weights_only=True)) == ["w"]
+    assert not (tmp_path / "link.pt").is_symlink()
+    assert list(torch.load(tmp_path / "link.pt")) == ["w"]
+    assert torch.load(tmp_path / "m.pt") == {"before": 1}
+    ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt")
+    assert list(torch.load(tmp_path / "m.pt")) == ["w"]
 
 
 # --- from a torch.save file to a checkpoint -------------------------------------------------------
@@ -196,6 +205,7 @@ def test_a_file_becomes_what_torchs_function_makes_of_it(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.filterwarnings("ignore::aiockpt.SafeGlobalsWarning")
 @pytest.mark.parametrize("how", ["legacy", "quantized", "class"])
 def test_files_that_only_torch_reads(tmp_path: Path, how: str) -> None:
     state: dict[str, Any] = {"w": random_tensor(torch.float32, (33, 9), 1), "n": 4}
@@ -294,7 +304,7 @@ async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
         torch.save(state, tmp_path / "in")
 
     task = asyncio.ensure_future(getattr(ours, way)(tmp_path / "in", tmp_path / "out"))
-    while not list(tmp_path.glob(".*.aiockpt-*")):  # until something is written
+    while not list(tmp_path.glob(".aiockpt-*")):  # until something is written
         await asyncio.wait([task], timeout=0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

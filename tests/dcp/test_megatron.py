@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from aiockpt.dcp.megatron import FileSystemWriterAsync
-from tests.dcp.megatron_driver import drive
+from tests.dcp.megatron_driver import drive, write_alone
 from tests.ranks.world import World
 from tests.states import assert_same
 
@@ -59,27 +59,12 @@ def test_a_writing_process_that_dies_fails_the_save_on_all_ranks(ranks: World, t
     outcomes = ranks.results(drive, tmp_path, "forked", "together", {"breaks": True})
     assert all("did its process die?" in outcomes[0] for _ in "1")
     assert outcomes[1].startswith("failed")
-    assert [path.name for path in (tmp_path / "0").iterdir() if not path.name.startswith(".new")] == ["common.pt"]
+    assert [path.name for path in (tmp_path / "0").iterdir() if not path.name.startswith(".aiockpt-")] == ["common.pt"]
 
 
 def test_one_process_alone(tmp_path: Path) -> None:
     state = {"w": torch.rand(300, 200), "n": {"step": 3}}
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    writer.prepare_write_data(planner.finish_plan(plan), planner)
-    write, preload, args = writer.get_save_function_and_args()
-    assert write is not None
-    assert preload is not None
-    args[1] = preload()
-    write(*args)
-    assert not (tmp_path / "c").exists()
-    results = writer.retrieve_write_results()
-    assert isinstance(results, list)
-    writer.finish(metadata, [results])
+    write_alone(tmp_path / "c", state)
     target = {"w": torch.zeros(300, 200), "n": {"step": None}}
     dcp.load(target, checkpoint_id=tmp_path / "c")
     assert_same(state, target)

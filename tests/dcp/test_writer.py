@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,7 +28,7 @@ from tests.dcp.test_reader import blank, needs_saves_alone, state_of
 from tests.ranks.world import RankFailure, World, mesh_of
 from tests.states import assert_same, random_tensor, raw_bytes
 
-HIDDEN = ".*.aiockpt-*"
+HIDDEN = ".aiockpt-*"
 
 
 def stock_loaded(state: Any, path: Path) -> Any:
@@ -146,6 +146,26 @@ def test_wherever_it_goes(tmp_path: Path, there: str) -> None:
         assert (path / "notes").read_text() == "mine"
     assert not list(path.glob(HIDDEN))
     assert not list(path.parent.glob(HIDDEN))
+
+
+@pytest.mark.parametrize("rank", [None, pytest.param(0, marks=needs_saves_alone)])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_only_files_of_the_old_checkpoint_are_removed(tmp_path: Path, rank: int | None, damaged: bool) -> None:
+    path = tmp_path / "c"
+    alone: dict[str, Any] = {} if rank is None else {"use_collectives": False}
+    dcp.save(state_of(1), storage_writer=FileSystemWriter(path), **alone)
+    (old,) = path.glob("*.distcp")
+    (path / "__7_7.distcp").write_text("named by another rank")
+    stored = Metadata({}, storage_data={MetadataIndex("x"): _StorageInfo("__7_7.distcp", 0, 1)})
+    (path / "__7.metadata").write_bytes(pickle.dumps(stored))
+    if not damaged:
+        (path / "__0_9.distcp").write_text("somebody's")
+    document = path / (".metadata" if rank is None else "__0.metadata")
+    document.write_bytes(document.read_bytes()[: -9 if damaged else None])
+    dcp.save(state_of(2), storage_writer=FileSystemWriter(path), **alone)
+    assert not old.exists()
+    assert (path / "__7_7.distcp").read_text() == "named by another rank"
+    assert damaged or (path / "__0_9.distcp").read_text() == "somebody's"
 
 
 def test_a_file_is_not_replaced(tmp_path: Path) -> None:

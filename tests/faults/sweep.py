@@ -94,7 +94,7 @@ class Outcome:
 def kind_of(call: FileCall) -> str:
     """Name a call and its file, without what differs from run to run."""
     parts = Path(call.path).parts
-    hidden = next((number for number, part in enumerate(parts) if ".aiockpt-" in part), None)
+    hidden = next((number for number, part in enumerate(parts) if part.startswith(".aiockpt-")), None)
     if hidden is None:
         return f"{call.name} {'final' if parts[-1].startswith(NAME) else 'parent'}"
     return f"{call.name} {'/'.join(parts[hidden + 1 :]) or 'hidden'}"

@@ -159,7 +159,7 @@ def test_reads_that_fail_or_end_early(tmp_path: Path) -> None:
             with pytest.raises(aiockpt.LoadError, match="Input/output error") as caught:
                 ckpt.load(tmp_path / "c", storage=fails)
             assert isinstance(caught.value.__cause__, OSError)
-            ends = FaultyStorage(LocalStorage(fsync=False), faults=[Fault("read", nth=nth, short_bytes=3)])
+            ends = FaultyStorage(LocalStorage(fsync=False), faults=[Fault("read", nth=nth, short_bytes=2)])
             with pytest.raises(aiockpt.CorruptCheckpointError, match="too early"):
                 ckpt.load(tmp_path / "c", storage=ends)
             assert fails.struck == ends.struck == {"read": 1}

@@ -79,6 +79,16 @@ def test_tensors_in_objects_pass(make: Callable[[], torch.Tensor]) -> None:
     assert again[1]["same"] is again[0]
 
 
+def test_sparse_tensors_are_looked_into_without_a_warning() -> None:
+    far = torch.sparse_coo_tensor(torch.tensor([[0, 900]]), torch.ones(2), (3,), check_invariants=False)
+    blobs = encode_object("k", [torch.eye(3).to_sparse()]), encode_object("k", [far])
+    assert_same(torch.eye(3), decode_object("k", blobs[0])[0].to_dense())
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="900"):
+        decode_object("k", blobs[1])
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    assert_same(torch.eye(3), decode_object("k", blobs[0])[0].to_dense())
+
+
 def test_classes_that_the_caller_allows_pass() -> None:
     value = [Settings(0.5, ["a"]), numpy.arange(6.0).reshape(2, 3), numpy.float64(3)]
     blob = encode_object("k", value)

@@ -38,8 +38,10 @@ def find_global(module: str, name: str) -> Any:
         return KINDS[name]
     if module == "torch" and name in DTYPES:
         return DTYPES[name]
-    if name in ("Size", "PurePosixPath"):
-        return Function(lambda *args: args if name != "Size" else tuple(*args))
+    if name == "Size":
+        return Function(lambda sizes: tuple(sizes))
+    if name == "PurePosixPath":  # pickled in parts, or since Python 3.13 as one text
+        return Function(lambda *parts: PurePosixPath(*parts).parts)
     if name in ("_get_layout", "_MEM_FORMAT_ENCODING"):
         return Function(lambda value: (name, value))
     raise LookupError(f"{module}.{name}")
@@ -56,7 +58,8 @@ def plain(value: Any) -> Any:
         return (type(value).__name__, plain(inner))
     if type(value) is TensorProperties:
         layout, form = ("_get_layout", str(value.layout)), ("_MEM_FORMAT_ENCODING", 0)
-        return (type(value).__name__, (value.dtype, layout, value.requires_grad, form, value.pin_memory))
+        known = (value.dtype, layout, value.requires_grad, form, value.pin_memory)
+        return (type(value).__name__, known + value.__getstate__()[len(known) :])  # strides, since torch 2.15
     if isinstance(value, PurePosixPath):
         return value.parts
     if is_dataclass(value):

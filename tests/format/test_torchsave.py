@@ -325,7 +325,7 @@ def test_files_without_crcs() -> None:
 
 def test_custom_classes_are_refused_until_allowed() -> None:
     value = {"config": Plain("x"), "w": torch.arange(3)}
-    with pytest.raises(UnsafeCheckpointError, match=r"model\.pt needs .*Plain.*safe_globals=\[Plain\].*trust=True"):
+    with pytest.raises(UnsafeCheckpointError, match=r"model\.pt needs .*Plain.*safe_globals=\[.*Plain\].*trust=True"):
         read(saved(value))
     check(value, safe_globals=[Plain])
     check(value, trust=True)
@@ -364,7 +364,7 @@ def test_evil_pickles_never_run() -> None:
 
 
 def test_pickles_that_would_fill_the_memory_are_not_run() -> None:
-    with pytest.raises(UnsafeCheckpointError, match=r"model\.pt was not read: .*made to harm.*trust=True"):
+    with pytest.raises(UnsafeCheckpointError, match=r"model\.pt was not read: .*damaged, or was changed.*trust=True"):
         read(saved({"w": torch.ones(2), "x": Bomb()}))
 
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import aiockpt
 from tests.fuzz import archives, pickled, texts
 from tests.hostile_inputs import METADATA_BOMBS, OBJECT_BOMBS, pickle_of, zipped
+from tests.stock import ALONE
 
 STATE = {
     "model": {"w": torch.arange(15.0).reshape(3, 5), "tied": [torch.ones(2, 2), (torch.zeros(3), {})]},
@@ -60,7 +61,7 @@ def make_targets(top: Path) -> dict[str, Target]:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(STATE, ours, metadata={"a": [1, "x"]})
         ckpt.save(STATE, top / "zstd", compress=lambda name, tensor: aiockpt.Zstd(), metadata={})
-    dcp.save(STATE, checkpoint_id=stock, no_dist=True)
+    dcp.save(STATE, checkpoint_id=stock, **ALONE)
     made = [
         _metadata(stock, top / "metadata"),
         _manifest("manifest", ours, top / "manifest"),

@@ -32,6 +32,7 @@ from tests.fuzz.targets import Target, make_targets
 from tests.fuzz.watch import Watch
 from tests.hostile_inputs import pickle_of
 from tests.states import assert_same
+from tests.stock import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -197,7 +198,7 @@ def test_conjugated_values_that_share_memory(targets, watch) -> None:
 def test_what_is_loaded_of_conjugated_values(tmp_path: Path) -> None:
     complex_ = torch.tensor([1 + 2j, 3 - 4j]).conj()
     state = {"a": complex_, "b": complex_.imag, "c": complex_[:1].expand(2, 3), "d": complex_.imag[1:].expand(4)}
-    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "c", **ALONE)
     with aiockpt.SyncCheckpointer() as ckpt:
         for mmap in (False, True):
             assert_same(state, ckpt.load(tmp_path / "c", mmap=mmap))

@@ -17,7 +17,7 @@ from aiockpt.planning.buckets import MIN_BUCKET_BYTES, assign_buckets, bucket_co
 from aiockpt.planning.layout import Sealer, align_up, lay_out, pack
 from aiockpt.planning.ranges import boxes
 from aiockpt.planning.specs import describe, describe_contiguous
-from aiockpt.planning.tree import StructureError, flatten, unflatten
+from aiockpt.planning.tree import NameMemo, StructureError, flatten, unflatten
 
 
 @settings(deadline=None)
@@ -218,3 +218,18 @@ def test_damaged_structures_raise_structure_errors() -> None:
     ):
         with pytest.raises((StructureError, TypeError)):
             unflatten(paths, [x] * len(paths), records)
+
+
+def test_names_of_keys_that_change_do_not_pile_up() -> None:
+    memo = NameMemo()
+    x = torch.zeros(1)
+    keys = [f"k{n}" for n in range(1000)]
+    for step in range(10):
+        flat = flatten({f"step-{step}": dict.fromkeys(keys, x), "always": dict.fromkeys(keys, x)}, memo=memo)
+        assert flat.names[:1] == [f"step-{step}.k0"]
+        assert len(memo) <= 3
+    for _ in range(3):  # two structures in turn both stay known
+        one, other = (flatten({name: dict.fromkeys(keys, x)}, memo=memo).names for name in "ab")
+    assert memo.find(("a",))[1] == one
+    assert memo.find(("b",))[1] == other
+    assert len(memo) == 2

@@ -252,6 +252,17 @@ def test_number_keys_of_all_ranks_are_kept() -> None:
     assert some.containers[0]["int_keys"] == ["3", "1", "5"]
 
 
+def test_other_keys_of_all_ranks_are_kept() -> None:
+    def of(keys: dict[str, Any]) -> Holdings:
+        record = {"path": ["d"], "type": "dict", "keys": keys, "at": 0}
+        return held({f"d.{key}": None for key in keys}, paths=[("d", key) for key in keys], containers=[record])
+
+    both = plan_world([of({"1.5": 1.5, "None": None}), of({"None": None, "(1, 2)": [1, 2]})])
+    assert both.containers == [
+        {"path": ["d"], "type": "dict", "keys": {"1.5": 1.5, "None": None, "(1, 2)": [1, 2]}, "at": 0}
+    ]
+
+
 # --- the book --------------------------------------------------------------------------------------------
 
 

@@ -242,7 +242,7 @@ def _lose_a_file(how: Callable[[Path], object], saving: Saving) -> None:
     """Let this rank's file not be what it has written, as if rank 0 saw another file system."""
 
     def spoil(path: str) -> None:
-        (file,) = Path(path).parent.glob(f".*.aiockpt-*/__{saving.rank}_0.distcp")
+        (file,) = Path(path).parent.glob(f".aiockpt-*/__{saving.rank}_0.distcp")
         how(file)
 
     saving.options["pre_commit"] = spoil
@@ -271,7 +271,7 @@ WRONG: dict[str, Callable[[Saving], None]] = {
     "unpicklable": partial(_set, "bad", lambda _: [Unpicklable()]),
     "meta": partial(_set, "bad", lambda _: torch.empty(3, device="meta")),
     "partial": partial(_set, "bad", _partial),
-    "metadata": partial(_option, "metadata", {"loss": torch.tensor(1.0)}),
+    "metadata": partial(_option, "metadata", {"loss": torch.ones(2)}),
     "no path": _no_path,
     "format": partial(_option, "format", "pickle"),
     "shape": partial(_set, "model", lambda s: {**s.state["model"], "both": noise((40_012,), 1)}),

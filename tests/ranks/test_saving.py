@@ -8,6 +8,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ import aiockpt
 from aiockpt import Zstd
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
 from tests.ranks.world import World, mesh_of
+from tests.stock import ALONE
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_every_layout_comes_back_here_and_in_stock_torch(
     target = {"model": {name: torch.full_like(tensor, 1) for name, tensor in expected.items()}, "step": 0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process, which is meant
-        dcp.load(target, checkpoint_id=path, no_dist=True)
+        dcp.load(target, checkpoint_id=path, **ALONE)
     assert same(target["model"], expected)
     assert target["step"] == 7
     assert {result.nbytes for result in results} == {sum(f.stat().st_size for f in path.glob("*.distcp"))}
@@ -128,6 +130,40 @@ def test_what_all_ranks_have_is_written_once_and_spread_evenly(
     assert torch.equal(state["own"], torch.randn(ranks * 3001, generator=generator))
 
 
+def save_arrays(rank: int, world_size: int, path: Path) -> None:
+    state: dict[str, Any] = {
+        "both": np.arange(50_000.0).reshape(100, 500).T,
+        "own": {f"of {rank}": np.full(3, rank), "text": np.array(["a"])},
+        "pair": (np.ones(2, np.float16), torch.ones(2)),
+        "tensor on rank 0": np.ones(3, np.float32) if rank else torch.ones(3),
+    }
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, path)
+        target = {"both": np.zeros((500, 100)), "own": {}}
+        ckpt.load(path, target)
+    assert np.array_equal(target["both"], state["both"])
+    assert sorted(target["own"]) == ["of 0", "of 1", "text"]
+    assert {type(value) for value in target["own"].values()} == {np.ndarray}
+
+
+def test_arrays_are_written_once_and_are_arrays_again(world2: World, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    world2.results(save_arrays, path)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        state = ckpt.load(path)
+        with ckpt.open(path) as reader:
+            assert len(reader["both"].chunks) == 1
+    assert np.array_equal(state["both"], np.arange(50_000.0).reshape(100, 500).T)
+    assert state["both"].flags.f_contiguous
+    assert [(value.tolist(), type(value)) for value in state["own"].values()] == [
+        ([0, 0, 0], np.ndarray),
+        (["a"], np.ndarray),
+        ([1, 1, 1], np.ndarray),
+    ]
+    assert (type(state["pair"]), *map(type, state["pair"])) == (tuple, np.ndarray, torch.Tensor)
+    assert sum(file.stat().st_size for file in path.glob("*.distcp")) < 1.1 * state["both"].nbytes
+
+
 def save_stages(rank: int, world_size: int, path: Path) -> None:
     """Save as a pipeline does: each rank has layers of its own, and some have none."""
     torch.manual_seed(100 + rank)
@@ -136,6 +172,7 @@ def save_stages(rank: int, world_size: int, path: Path) -> None:
         state["stages"] = OrderedDict({f"layer{rank}": torch.randn(5, rank + 1)})
         state["optim"] = {"state": {rank: {"exp_avg": torch.randn(3), "step": rank}}}
         state["only"] = {"rank": (rank, "text")}
+        state["odd"] = {rank / 2: torch.ones(rank), (rank, None): rank, bool(rank): "text"}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, path)
 
@@ -146,7 +183,9 @@ def test_ranks_may_have_other_keys_or_none(world4: World, tmp_path: Path) -> Non
     assert type(state["stages"]) is OrderedDict
     assert list(state["stages"]) == ["layer1", "layer3"]
     assert state["only"] == {"rank": (1, "text")}  # of what several ranks have, the lowest one's is kept
+    assert list(map(repr, state["odd"])) == ["0.5", "(1, None)", "True", "1.5", "(3, None)"]
     for rank in (1, 3):
+        assert state["odd"][rank / 2].numel() == state["odd"][rank, None] == rank
         torch.manual_seed(100 + rank)
         assert torch.equal(state["stages"][f"layer{rank}"], torch.randn(5, rank + 1))
         assert torch.equal(state["optim"]["state"][rank]["exp_avg"], torch.randn(3))

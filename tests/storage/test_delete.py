@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import aiockpt
@@ -38,7 +39,7 @@ def checkpoint(path: Path, data: bytes = b"tensors") -> Path:
 
 
 def hidden_beside(path: Path) -> str:
-    return str(path.parent / new_ticket(path.name))
+    return str(path.parent / new_ticket())
 
 
 # --- by a checkpointer --------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def test_a_plain_program_deletes_and_cleans(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(3)}, tmp_path / "a")
         ckpt.delete(tmp_path / "a")
-        left = tmp_path / ".a.aiockpt-12-0123456789ab"
+        left = tmp_path / ".aiockpt-x.12.0123456789abcdef"
         left.mkdir()
         os.utime(left, (1.0, 1.0))
         assert ckpt.clean(tmp_path) == []
@@ -80,10 +81,10 @@ def test_a_plain_program_deletes_and_cleans(tmp_path: Path) -> None:
 @pytest.mark.asyncio
 async def test_a_task_cleans(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
-        (tmp_path / ".a.aiockpt-12-0123456789ab-swept").mkdir()
-        os.utime(tmp_path / ".a.aiockpt-12-0123456789ab-swept", (1.0, 1.0))
+        (tmp_path / ".aiockpt-x.12.0123456789abcdef-swept").mkdir()
+        os.utime(tmp_path / ".aiockpt-x.12.0123456789abcdef-swept", (1.0, 1.0))
         assert await ckpt.clean(tmp_path) == []
-        assert await ckpt.clean(tmp_path, older_than_s=3600) == [str(tmp_path / ".a.aiockpt-12-0123456789ab-swept")]
+        assert await ckpt.clean(tmp_path, older_than_s=3600) == [str(tmp_path / ".aiockpt-x.12.0123456789abcdef-swept")]
 
 
 @pytest.mark.asyncio
@@ -133,15 +134,17 @@ async def test_storages(workers, tmp_path: Path) -> None:
 
 def test_other_things_are_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path / "real")
-    (tmp_path / "link").symlink_to("real")
-    (tmp_path / "nowhere").symlink_to("no such thing")
     (tmp_path / "link.safetensors").symlink_to("real/__0_0.distcp")
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "file.safetensors").write_text("mine")
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").write_text("mine")
+    (tmp_path / "link").symlink_to("work")
     os.mkfifo(tmp_path / "pipe.safetensors")
     before = sorted(tmp_path.rglob("*"))
-    for name in ("link", "nowhere", "link.safetensors", "file", "work", "pipe.safetensors"):
+    for name in sorted(set(os.listdir(tmp_path)) - {"real"}):
         with pytest.raises(DeleteError, match=f"/{name} is .*; nothing was deleted"):
             delete(str(tmp_path / name), hidden_beside(tmp_path / name), True)
     assert sorted(tmp_path.rglob("*")) == before
@@ -178,10 +181,11 @@ def test_it_is_gone_durably_before_its_files_are(tmp_path: Path, monkeypatch: py
     delete(str(checkpoint(path)), hidden_beside(path), False)
     assert calls == ["rename a", "remove"]
     single = tmp_path / "m.safetensors"
-    single.touch()
+    safetensors.torch.save_file({"x": torch.ones(3)}, single)
     calls.clear()
+    monkeypatch.setattr(deleting, "remove_own", real_remove)
     delete(str(single), hidden_beside(single), True)
-    assert calls == ["sync ."]
+    assert calls == ["rename m.safetensors", "sync ."]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,7 +235,7 @@ def test_what_has_taken_its_place_is_not_deleted(tmp_path: Path, monkeypatch: py
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
     _swapping(path, other, monkeypatch, back=True)
-    with pytest.raises(DeleteError, match=r"/a was replaced by another directory while it was .*nothing was deleted"):
+    with pytest.raises(DeleteError, match=r"/a was replaced by something else while it was .*nothing was deleted"):
         delete(str(path), hidden_beside(path), True)
     assert (path / "thesis.tex").read_text() == "mine"
     assert (tmp_path / "moved" / "__0_0.distcp").read_bytes() == b"these"
@@ -284,21 +288,21 @@ def test_a_rename_that_is_done_though_its_answer_is_an_error(
 def test_what_is_left_of_it_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(tmp_path / "a")
     hidden = hidden_beside(path)
-    real, noted = shutil.rmtree, []
+    real, noted = os.unlink, []
 
     def refuse(where: str, *args, **kwargs) -> None:
-        os.unlink(os.path.join(where, ".metadata"))
-        raise PermissionError(errno.EACCES, "Permission denied", where)
+        if where == ".metadata":  # which is the last
+            raise PermissionError(errno.EACCES, "Permission denied", where)
+        real(where, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", refuse)
+        patch.setattr(os, "unlink", refuse)
         with pytest.raises(DeleteError, match=f"/a is deleted, but its files can't be removed from {hidden}"):
             delete(str(path), hidden, True, lambda *rest: noted.append(rest))
     assert noted == [(hidden, publish.identity(hidden))]
     assert not path.exists()
-    assert shutil.rmtree is real
     assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], False), "this process lives"
-    assert os.listdir(hidden) == ["__0_0.distcp"]
+    assert os.listdir(hidden) == [".metadata"]
     shutil.rmtree(hidden)
 
 

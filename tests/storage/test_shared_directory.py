@@ -58,7 +58,7 @@ async def test_names_that_are_taken_are_not_used(workers, tmp_path: Path, monkey
     taken = tmp_path / LocalStorage().new_ticket(str(path))
     taken.mkdir()
     transaction = await LocalStorage().begin(str(path), overwrite=False, workers=workers)
-    assert transaction.ticket.endswith("-" + "2" * 16)
+    assert transaction.ticket.endswith("." + "2" * 16)
     await _write(transaction, b"new")
     await transaction.commit()
     assert list(taken.iterdir()) == []
@@ -72,7 +72,7 @@ async def test_names_that_are_taken_are_not_used(workers, tmp_path: Path, monkey
 
 
 def test_names_can_not_be_guessed() -> None:
-    randoms = {new_ticket("c").rpartition("-")[2] for _ in range(2000)}
+    randoms = {new_ticket().rpartition(".")[2] for _ in range(2000)}
     assert len(randoms) == 2000
     bits = [sum(int(random, 16) >> bit & 1 for random in randoms) for bit in range(64)]
     assert all(700 < count < 1300 for count in bits)  # each of the 64 bits differs
@@ -275,7 +275,7 @@ def test_another_user_plants_leftovers(sticky: Path) -> None:
     """Neither what he has made, nor what his links lead to, is removed."""
     precious = checkpoint(sticky / "precious", b"precious")
     gone = replace(tickets.this_process(), pid=4_194_304, start=1)  # a number that no process has
-    names = [f".c.aiockpt-{gone}-{number:016x}" for number in range(3)]
+    names = [f".aiockpt-{gone}.{number:016x}" for number in range(3)]
 
     def plant() -> None:
         (sticky / names[0]).mkdir()
@@ -295,7 +295,7 @@ def test_another_user_plants_leftovers(sticky: Path) -> None:
 
 @needs_root
 def test_a_directory_of_another_user_in_place_of_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = tmp_path / new_ticket("c")
+    hidden = tmp_path / new_ticket()
     real = os.mkdir
 
     def mkdir(path: str, mode: int = 0o777, **where: int) -> None:
@@ -316,7 +316,7 @@ def test_a_directory_of_another_user_in_place_of_the_new_one(tmp_path: Path, mon
 
 def test_a_probe_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the directory nor what it was held with stays; of open descriptors each test takes care."""
-    hidden = tmp_path / new_ticket("c")
+    hidden = tmp_path / new_ticket()
     real = os.mkdir
     fds: list[int] = []
 
@@ -340,7 +340,7 @@ def test_a_probe_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_has_come_to_the_name_of_an_unfinished_checkpoint_is_not_swept(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hidden = tmp_path / new_ticket("c")
+    hidden = tmp_path / new_ticket()
     held = make_hidden(str(hidden))
     held.release()
     checkpoint(tmp_path / "theirs", b"theirs")

@@ -21,6 +21,7 @@ from aiockpt.storage.local import LocalStorage
 from aiockpt.testing.storages import FaultyStorage, GatedStorage
 from aiockpt.transforms.zstd import ZSTD_DESCRIPTOR
 from tests.states import assert_same, large_state, random_tensor, raw_bytes
+from tests.stock import ALONE
 from tests.transforms.encryption import ChaCha20
 
 # torch's DCP warns that it runs without a process group, which is what we want here.
@@ -115,13 +116,13 @@ def test_torch_reads_ours(tmp_path: Path) -> None:
     state = a_state()
     save(state, tmp_path / "c")
     target = zeroed(state)
-    dcp.load(target, checkpoint_id=tmp_path / "c", no_dist=True)
+    dcp.load(target, checkpoint_id=tmp_path / "c", **ALONE)
     assert_same(state, target)
 
 
 def test_we_read_torchs(tmp_path: Path) -> None:
     state, path = a_state(), tmp_path / "c"
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, _extensions=[ZStandard()], thread_count=2), no_dist=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path, _extensions=[ZStandard()], thread_count=2), **ALONE)
     assert set(map(str, transforms_of(path).values())) == {str([ZSTD_DESCRIPTOR])}
     target = zeroed(state)
     load(path, target)
@@ -135,10 +136,10 @@ def test_the_adapters_read_both(tmp_path: Path) -> None:
     state = a_state()
     save(state, tmp_path / "ours")
     writer = dcp.FileSystemWriter(tmp_path / "torchs", _extensions=[ZStandard()])
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp.save(state, storage_writer=writer, **ALONE)
     for name in ("ours", "torchs"):
         target = zeroed(state)
-        dcp.load(target, storage_reader=aiockpt.dcp.FileSystemReader(tmp_path / name), no_dist=True)
+        dcp.load(target, storage_reader=aiockpt.dcp.FileSystemReader(tmp_path / name), **ALONE)
         assert_same(state, target)
         dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
         assert_same(state, torch.load(tmp_path / f"{name}.pt"))
@@ -314,7 +315,7 @@ def test_hostile_metadata(tmp_path: Path) -> None:
     ):
         path = tmp_path / "c"
         writer = dcp.FileSystemWriter(path, _extensions=[ZStandard()])
-        dcp.save({"w": torch.arange(1000.0)}, storage_writer=writer, no_dist=True)
+        dcp.save({"w": torch.arange(1000.0)}, storage_writer=writer, **ALONE)
         restock(path, change)
         with pytest.raises(error, match=match):
             load(path)
@@ -347,7 +348,7 @@ def test_objects_that_come_to_far_more_than_is_stored(tmp_path: Path, monkeypatc
     dcp.save(
         {"a": half, "b": half, "w": w},
         storage_writer=dcp.FileSystemWriter(tmp_path / "stock", _extensions=[ZStandard()]),
-        no_dist=True,
+        **ALONE,
     )
     save({"a": half, "b": half, "w": w}, tmp_path / "ours")
     assert load(tmp_path / "half")["half"] == half

@@ -114,5 +114,5 @@ async def test_words_that_can_not_be_removed_fail_nothing(workers, tmp_path: Pat
         f"beside {tmp_path / 'c'}: can't remove part-{rank}\\x1b[2J: it belongs to somebody else" for rank in (0, 1)
     ]
     assert (tmp_path / "c").is_dir()
-    for word in tmp_path.glob(".c*"):
+    for word in tmp_path.glob(".aiockpt-*"):
         word.unlink()

@@ -131,12 +131,12 @@ class Trainer:
         self.losses[self.step] = loss
         self.step += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Give all that the next step depends on. Weights and optimizer state are not copied."""
+    def state(self) -> dict[str, Any]:
+        """Return all that the next step depends on: to be saved, or to be loaded into."""
         on_cuda = self.device.type == "cuda"
         return {
-            "model": self.model.state_dict(),
-            "optim": self.optim.state_dict(),
+            "model": self.model,
+            "optim": self.optim,
             "step": self.step,
             "losses": self.losses,
             "rng": {
@@ -146,17 +146,14 @@ class Trainer:
             },
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, rng: bool = True) -> None:
-        """Take up training where ``state_dict()`` was called.
+    def resume(self, state: dict[str, Any], *, rng: bool = True) -> None:
+        """Go on from a state that was loaded into; model, optimizer and losses have theirs by then.
 
         Args:
-            state: what it gave.
+            state: what ``state()`` returned, loaded into.
             rng: take up the random numbers too. Without them the next steps are other ones.
         """
-        self.model.load_state_dict(state["model"])
-        self.optim.load_state_dict(state["optim"])
         self.step = state["step"]
-        self.losses = state["losses"]
         if not rng:
             return
         torch.set_rng_state(state["rng"]["cpu"])

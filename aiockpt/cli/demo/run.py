@@ -20,7 +20,7 @@ from aiockpt.cli.demo.events import Event, Measured, Saving
 from aiockpt.cli.demo.history import History
 from aiockpt.cli.demo.tables import methods_table, saves_table
 from aiockpt.cli.demo.workspace import remove_leftovers, scratch, workspace
-from aiockpt.format.names import METADATA_NAME
+from aiockpt.format.names import HIDDEN, METADATA_NAME
 
 IDENTICAL, DIFFERENT, INCOMPLETE, INTERRUPTED = 0, 1, 3, 130
 """Exit codes; the last is what shells report after Ctrl-C."""
@@ -160,7 +160,7 @@ class Demo:
             nonlocal victim
             armed = victim is None and bool(history.saved)
             if armed and isinstance(event, Saving) and event.phase in HALF_DONE and event.step >= kill_from:
-                victim = event.step if _has_begun(config.directory, event.step) else None
+                victim = event.step if _has_begun(config.directory) else None
             history.add(event)
             self._display.show(event)
             return victim is not None
@@ -243,6 +243,6 @@ def describe_steps(history: History) -> Sequence[str]:
     return (f"The median step takes {alone * 1e3:.0f} ms; {saving * 1e3:.0f} ms with a save at work beside it.",)
 
 
-def _has_begun(directory: str | Path, step: int) -> bool:
+def _has_begun(directory: str | Path) -> bool:
     """Tell whether a save has made the directory that it writes to."""
-    return any(Path(directory).glob(f".{checkpoint_name(step)}.aiockpt-*"))
+    return any(Path(directory).glob(f"{HIDDEN}*"))

@@ -31,7 +31,7 @@ async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rn
     async with aiockpt.AsyncCheckpointer() as ckpt:
         newest = newest_checkpoint(directory)
         if newest is not None:
-            trainer.load_state_dict(await ckpt.load(newest), rng=rng)
+            trainer.resume(await ckpt.load(newest, trainer.state()), rng=rng)
         report.ready(trainer, newest)
         save = None
         while trainer.step < steps:
@@ -45,7 +45,7 @@ async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rn
             if trainer.step % every == 0 or trainer.step == steps:
                 path = directory / f"step-{trainer.step:06d}"
                 with report.held(trainer.step):
-                    save = ckpt.save(trainer.state_dict(), path, metadata={"step": trainer.step, "loss": loss})
+                    save = ckpt.save(trainer.state(), path, metadata={"step": trainer.step, "loss": loss})
                 report.saving(trainer.step, save)
 
 

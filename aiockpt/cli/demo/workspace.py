@@ -8,6 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from aiockpt.format.names import HIDDEN
+from aiockpt.storage.local import absolute
+
+MADE = ("interrupted", "uninterrupted", "measure")
+"""The directories that the demo makes in its own."""
+
 
 @contextmanager
 def workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
@@ -20,6 +26,7 @@ def workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
     Raises:
         ValueError: it is not empty.
     """
+    directory = None if directory is None else Path(absolute(directory))
     made = directory is None or not directory.exists()
     root = Path(tempfile.mkdtemp(prefix="aiockpt-demo-")) if directory is None else directory
     root.mkdir(parents=True, exist_ok=True)
@@ -29,9 +36,10 @@ def workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
         yield root
     finally:
         if not keep:
-            for entry in root.iterdir():
-                shutil.rmtree(entry)
-            if made:
+            for name in MADE:
+                if (root / name).exists():
+                    shutil.rmtree(root / name)
+            if made and not any(root.iterdir()):  # somebody may have put something there
                 root.rmdir()
 
 
@@ -47,7 +55,7 @@ def scratch(path: Path) -> Iterator[Path]:
 
 def remove_leftovers(directory: Path) -> Iterator[tuple[str, list[str]]]:
     """Remove what unfinished saves left in a directory; give each one's name and its files' names."""
-    for leftover in sorted(directory.glob(".*.aiockpt-*")):
+    for leftover in sorted(directory.glob(f"{HIDDEN}*")):
         files = sorted(file.name for file in leftover.iterdir())
         shutil.rmtree(leftover)
         yield leftover.name, files

@@ -1,0 +1,72 @@
+"""Whether the memory that a tensor reaches into is there: a storage may be shrunk, or freed, under its tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PACKED = {dtype: count for name, count in (("quint4x2", 2), ("quint2x4", 4)) if (dtype := getattr(torch, name, None))}
+"""How many elements of a dtype are in one byte."""
+
+
+def freed_message(name: str) -> str:
+    """Return the text of the error for a tensor without memory to copy."""
+    return (
+        f"the memory of {name} was freed: its storage is smaller than the tensor. Save a state dict whose tensors "
+        "are materialised"
+    )
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return if a tensor, or a part that holds its values, reaches out of its storage; of any layout and class."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
+        numel = tensor.numel()
+        if tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + numel) * tensor.itemsize or not numel:
+            return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(map(_is_short, strided_parts(tensor)))
+
+
+def strided_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the strided tensors that hold the values of one of any layout; none of what is held otherwise.
+
+    A wrapper subclass has the parts of the tensors that it is made of.
+    """
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return [part for name in names for part in strided_parts(getattr(tensor, name))]
+    layout = tensor.layout
+    if tensor.is_nested:
+        parts = [tensor.values()] if layout is torch.strided else []
+    elif layout is torch.strided:
+        parts = [tensor]
+    elif layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        parts = []
+    return [part for part in parts if part.numel()]
+
+
+def reach_bytes(tensor: torch.Tensor) -> int:
+    """Return how much memory, from the beginning of its storage, a strided tensor reaches into."""
+    numel = tensor.numel()
+    if not numel:
+        return 0
+    end = tensor.storage_offset() + numel
+    if not tensor.is_contiguous():
+        end += 1 - numel + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return -(-end // _PACKED[tensor.dtype]) if tensor.dtype in _PACKED else int(end) * tensor.itemsize
+
+
+def _is_short(tensor: torch.Tensor) -> bool:
+    """Return whether a strided tensor reaches out of its storage."""
+    return torch._C._has_storage(tensor) and tensor.untyped_storage().nbytes() < reach_bytes(tensor)

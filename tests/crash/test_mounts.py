@@ -1,0 +1,58 @@
+"""A file system that can't exchange names, as clusters have them: a FUSE mount. The kernel itself refuses there."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.crash.campaign import points_of, spread
+from tests.crash.matrix import run_points, survey
+from tests.crash.scenarios import Scenario, save_one
+from tests.crash.zygote import Zygote
+
+TESTS = Path(__file__).parents[1] / "storage"
+# What these look at is another file system: where names are exchanged, where direct I/O has to be aligned, and where a
+# file that is open can be removed.
+OTHERS = ["at_the_last_moment", "direct_io_refused", "durable_is_taken_back", "who_reads_goes_on"]
+COUNT = 12
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    source, target = tmp_path / "source", tmp_path / "mount"
+    source.mkdir()
+    target.mkdir()
+    if shutil.which("bindfs") is None:
+        pytest.skip("bindfs is not installed")
+    done = subprocess.run(["bindfs", source, target], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"bindfs can't mount here: {done.stderr.strip()}")
+    yield target
+    subprocess.run(["fusermount", "-u", target], check=True)
+
+
+def test_the_tests_of_the_storage_hold_there(mount: Path) -> None:
+    chosen = " and ".join(f"not {name}" for name in OTHERS)
+    files = [TESTS / f"test_{name}.py" for name in ("local", "delete", "belonging")]
+    options = ["-p", "no:cacheprovider", f"--basetemp={mount / 'tests'}", "-k", chosen]
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parents[1])
+    assert done.returncode == 0, done.stdout
+
+
+def test_nothing_is_lost_wherever_an_overwrite_is_killed(zygote: Zygote, mount: Path) -> None:
+    scenario = Scenario(partial(save_one, overwrite=True), {"c": 1}, refused=True)
+    calls = zygote.call(survey, mount, "overwrite", scenario)
+    assert "exchange" not in {call.name for call in calls if call.to.endswith("/c")}
+    points = spread([point for point in points_of("overwrite", calls) if calls[point.number].name != "mark"], COUNT)
+    # The last third has the renames.
+    points += [point for point in points_of("overwrite", calls) if calls[point.number].name == "rename"]
+    outcomes = zygote.call(run_points, mount, "overwrite", points, scenario, timeout_s=300.0)
+    assert [(outcome.point, outcome.call, outcome.problems) for outcome in outcomes if outcome.problems] == []
+    assert len(outcomes) > COUNT

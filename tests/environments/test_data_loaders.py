@@ -1,0 +1,60 @@
+"""torchdata's StatefulDataLoader: a live object like others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+
+dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Keeps its place itself, in each worker."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 40:
+            self.at += 1
+            yield torch.tensor(self.at)
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "stream"])
+def test_an_epoch_goes_on_where_it_was(tmp_path: Path, workers: int, kind: str) -> None:
+    def loader() -> torch.utils.data.DataLoader:
+        data = Stream() if kind == "stream" else Numbers()
+        return dataloader.StatefulDataLoader(data, batch_size=4, num_workers=workers, shuffle=kind == "shuffled")
+
+    first, second = loader(), loader()
+    batches = iter(first)
+    seen = [next(batches).tolist() for _ in range(3)]
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"loader": first}, tmp_path / "c")
+        rest = [batch.tolist() for batch in batches]
+        ckpt.load(tmp_path / "c", {"loader": second})
+    assert [batch.tolist() for batch in second] == rest
+    assert len(rest) > 3
+    assert seen[0] not in rest

@@ -1,0 +1,23 @@
+"""Few file descriptors, and standard streams that are closed: errors at the call, never the end of the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_program_with_few_descriptors_goes_on(loop: str, writer: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.few_descriptors", tmp_path, loop, writer],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "Exception ignored" not in done.stderr

@@ -1,0 +1,204 @@
+"""Live objects of several ranks: sharded models and optimizers, and objects that fail on one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import aiockpt
+from tests.ranks.test_fsdp_load import Full, Model, build, full_state, same, share_of, state_of, train
+from tests.ranks.world import RankFailure, World, mesh_of
+
+
+class Counter:
+    """Fails where it is told to."""
+
+    def __init__(self, count: int, fails: str = "") -> None:
+        self.count = count
+        self._fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._fails == "state_dict":
+            raise ValueError("no state today")
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._fails == "load_state_dict":
+            raise ValueError("it does not fit")
+        self.count = state["count"]
+
+
+def save_trained(rank: int, world_size: int, path: Path, kind: str, whole: bool) -> tuple[list[float], Full]:
+    model, optimizer = build(kind, world_size, seed=1)
+    train(model, optimizer, range(2), share_of(kind, rank))
+    state = {"model": model, "optim": optimizer} if not whole else state_of(model, optimizer)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state | {"step": 2}, path)
+    saved = full_state(model, optimizer)
+    return train(model, optimizer, range(2, 4), share_of(kind, rank)), saved
+
+
+def load_trained(rank: int, world_size: int, path: Path, kind: str, stepped: bool) -> tuple[list[float], Full]:
+    model, optimizer = build(kind, world_size, seed=2)
+    if stepped:
+        train(model, optimizer, range(5, 6), share_of(kind, rank))
+    state = {"model": model, "optim": optimizer, "step": 0}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.load(path, state)
+    assert state["step"] == 2
+    moments = [each["exp_avg"] for each in optimizer.state.values()]
+    assert any(isinstance(each, DTensor) for each in moments)
+    loaded = full_state(model, optimizer)
+    return train(model, optimizer, range(2, 4), share_of(kind, rank)), loaded
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp", "fsdp_tp"])
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+def test_training_goes_on_as_if_it_had_not_stopped(world4: World, tmp_path: Path, kind: str, stepped: bool) -> None:
+    before = world4.results(save_trained, tmp_path / "c", kind, False)
+    after = world4.results(load_trained, tmp_path / "c", kind, stepped)
+    for (losses, saved), (losses_after, loaded) in zip(before, after, strict=True):
+        assert same(saved, loaded)
+        assert losses == losses_after
+
+
+def test_other_numbers_of_ranks_take_over(world2: World, world4: World, tmp_path: Path) -> None:
+    """Also one process, whose optimizer gets whole tensors."""
+    before = world2.results(save_trained, tmp_path / "c", "fsdp", False)
+    for _, loaded in world4.results(load_trained, tmp_path / "c", "fsdp_tp", False):
+        assert same(before[0][1], loaded)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.load(tmp_path / "c", {"model": model, "optim": optimizer})
+    assert same(before[0][1], full_state(model, optimizer))
+
+
+# --- failures -------------------------------------------------------------------------------------------
+
+
+def save_counter(rank: int, world_size: int, path: Path, failing: int) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        try:
+            ckpt.save({"a": Counter(rank, "state_dict" if rank == failing else "")}, path)
+        finally:
+            ckpt.save({"a": Counter(7)}, path.with_name("next"))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_state_dict_that_fails_on_one_rank(world2: World, tmp_path: Path, failing: int) -> None:
+    outcomes = world2.run(save_counter, tmp_path / "c", failing)
+    text = "state_dict() of a (Counter) failed: ValueError: no state today"
+    assert [outcome.kind for outcome in outcomes] == ["SaveError", "SaveError"]
+    assert outcomes[failing].text == text
+    assert outcomes[failing].cause == "ValueError: no state today"
+    assert outcomes[1 - failing].text == f"rank {failing}: {text}"
+    assert {path.name for path in tmp_path.iterdir()} == {"next"}
+
+
+def load_counter(rank: int, world_size: int, path: Path, failing: int, fails: str) -> int:
+    counter = Counter(0, fails if rank == failing else "")
+    with aiockpt.SyncCheckpointer() as ckpt:
+        try:
+            ckpt.load(path, {"a": counter, "w": torch.zeros(3)})
+        finally:  # the next one works, here with an object on one rank alone
+            again: Any = Counter(0) if rank else {"count": 0}
+            target = {"a": again}
+            ckpt.load(path, target)
+            assert target == {"a": again}
+            assert (again.count if rank else again["count"]) == 7
+    return counter.count
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("fails", ["state_dict", "load_state_dict"])
+def test_an_object_that_fails_to_load_on_one_rank(world2: World, tmp_path: Path, failing: int, fails: str) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"a": Counter(7), "w": torch.ones(3)}, tmp_path / "c")
+    outcomes = world2.run(load_counter, tmp_path / "c", failing, fails)
+    assert [outcome.kind for outcome in outcomes] == ["LoadError", "LoadError"]
+    assert outcomes[1 - failing].text.startswith(f"rank {failing}: ")
+    for outcome in outcomes:
+        assert f"{fails}() of a (Counter) failed: ValueError: " in outcome.text
+    assert world2.results(load_counter, tmp_path / "c", -1, fails) == [7, 7]
+
+
+class Loader(Counter):
+    """Loads by itself, which with other ranks would wait for itself."""
+
+    def __init__(self, ckpt: aiockpt.SyncCheckpointer, path: Path) -> None:
+        super().__init__(0)
+        self._ckpt, self._path = ckpt, path
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._ckpt.load(self._path, {"a": {"count": 0}})
+
+
+def load_within(rank: int, world_size: int, path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.load(path, {"a": Loader(ckpt, path)})
+
+
+def test_a_load_within_a_load(world2: World, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"a": Counter(7)}, tmp_path / "c")
+        ckpt.load(tmp_path / "c", {"a": Loader(ckpt, tmp_path / "c")})  # alone it may
+    for outcome in world2.run(load_within, tmp_path / "c"):
+        assert isinstance(outcome, RankFailure)
+        assert "can't be loaded within a load_state_dict()" in outcome.text
+
+
+# --- optimizers whose keys mean something else on each rank ---------------------------------------------
+
+
+def save_half(rank: int, world_size: int, path: Path) -> None:
+    """As pipeline stages do: each rank has parameters of its own, under the same numbers."""
+    alone = mesh_of(world_size, 1, names=("stages", "shards"))["shards"]
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(2 + rank, 2), alone, [Shard(0)]))
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"optim": torch.optim.Adam([weight])}, path)
+
+
+def save_flat(rank: int, world_size: int, path: Path) -> None:
+    model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=rank < 0)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"optim": torch.optim.Adam(model.parameters())}, path)
+
+
+@pytest.mark.parametrize(
+    ("save", "why"), [(save_half, "sharded over 1 of 2 ranks"), (save_flat, "flattened by FullyShardedDataParallel")]
+)
+def test_optimizers_that_need_names(world2: World, tmp_path: Path, save: Any, why: str) -> None:
+    for outcome in world2.run(save, tmp_path / "c"):
+        assert outcome.kind == "SaveError", outcome.trace
+        assert why in outcome.text
+        assert "Use get_state_dict(model, optim)" in outcome.text
+
+
+def ddp_saves(rank: int, world_size: int, path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with aiockpt.SyncCheckpointer(process_group=dist.group.WORLD) as ckpt:
+        ckpt.save({"model": model, "optim": optimizer}, path)
+        torch.manual_seed(1)
+        other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        fresh = torch.optim.Adam(other.parameters())
+        ckpt.load(path, {"model": other, "optim": fresh})
+        assert torch.equal(model.module.weight, other.module.weight)
+        assert torch.equal(*(o.state_dict()["state"][0]["exp_avg"] for o in (optimizer, fresh)))
+        with pytest.raises(aiockpt.MissingKeysError, match=r"lacks 2") as caught:
+            ckpt.load(path, {"model": other.module})
+        assert caught.value.keys == ("model.weight", "model.bias")
+
+
+def test_data_parallel(world2: World, tmp_path: Path) -> None:
+    world2.results(ddp_saves, tmp_path / "c")

@@ -1,0 +1,355 @@
+"""Overwriting where two names can't change places: in two steps, and what is found when they were interrupted."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.errors import CheckpointExistsError, CheckpointNotFoundError, CommitError, DeleteError
+from aiockpt.storage import publish, replacing, syscalls
+from aiockpt.storage.leftovers import clean
+from aiockpt.storage.tickets import RECORD, REPLACED, Owner, this_process
+
+OLD, NEW = {"x": torch.zeros(1000)}, {"x": torch.ones(1000)}
+HERE = this_process()
+pytestmark = pytest.mark.skipif(HERE is None, reason="this system does not say who a process is")
+
+
+@pytest.fixture(autouse=True)
+def refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renames as on file systems that know no flags; the crash matrix has the kernel refuse them."""
+
+    def unsupported(*_args: object) -> None:
+        raise syscalls.UnsupportedError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(syscalls, "_call", unsupported)
+
+
+@pytest.fixture
+def ckpt() -> Iterator[aiockpt.SyncCheckpointer]:
+    with aiockpt.SyncCheckpointer(process_group=None, retries=None) as checkpointer:
+        yield checkpointer
+
+
+@pytest.fixture(scope="module")
+def dead() -> Owner:
+    with subprocess.Popen(["true"]) as process:
+        return replace(HERE, pid=process.pid, start=HERE.start + 1)
+
+
+def value_at(ckpt: aiockpt.SyncCheckpointer, path: Path) -> float:
+    return ckpt.load(path)["x"][0].item()
+
+
+def interrupted(ckpt: aiockpt.SyncCheckpointer, folder: Path, owner: Owner) -> Path:
+    """Make what a process that is killed between the two renames leaves; return the path without a checkpoint."""
+    hidden = folder / f".aiockpt-{owner}.{7:016x}"
+    ckpt.save(OLD, folder / "c")
+    ckpt.save(NEW, folder / "new")
+    (folder / "c").rename(f"{hidden}{REPLACED}")
+    (folder / "new").rename(hidden)
+    Path(f"{hidden}{RECORD}").write_text("c")
+    return folder / "c"
+
+
+def test_a_checkpoint_is_replaced(ckpt, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    ckpt.save(OLD, path)
+    ckpt.save(NEW, path, overwrite=True)
+    assert value_at(ckpt, path) == 1
+    ckpt.save(OLD, path, overwrite=True, format="safetensors")
+    assert value_at(ckpt, path) == 0
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_link_is_replaced_and_not_what_it_leads_to(ckpt, tmp_path: Path) -> None:
+    ckpt.save(OLD, tmp_path / "step-1")
+    (tmp_path / "last").symlink_to("step-1")
+    ckpt.save(NEW, tmp_path / "last", overwrite=True)
+    assert (value_at(ckpt, tmp_path / "step-1"), value_at(ckpt, tmp_path / "last")) == (0, 1)
+    assert sorted(os.listdir(tmp_path)) == ["last", "step-1"]
+
+
+def test_a_file_and_a_directory_replace_each_other(ckpt, tmp_path: Path) -> None:
+    torch.save(OLD, tmp_path / "m")
+    ckpt.save(NEW, tmp_path / "m", overwrite=True)
+    assert value_at(ckpt, tmp_path / "m") == 1
+    (tmp_path / "m").rename(tmp_path / "m.safetensors")
+    ckpt.save(OLD, tmp_path / "m.safetensors", overwrite=True)
+    assert value_at(ckpt, tmp_path / "m.safetensors") == 0
+    assert os.listdir(tmp_path) == ["m.safetensors"]
+
+
+def test_a_file_system_is_asked_once_and_before_anything_is_written(ckpt, tmp_path: Path, monkeypatch) -> None:
+    asked: list[str] = []
+    real = replacing._exchanges
+
+    def exchanges(first: str, second: str) -> bool:
+        asked.extend(os.listdir(os.path.dirname(first)))
+        return real(first, second)
+
+    monkeypatch.setattr(replacing, "_exchanges", exchanges)
+    ckpt.save(OLD, tmp_path / "c")
+    assert asked == []
+    for _ in range(3):
+        ckpt.save(NEW, tmp_path / "c", overwrite=True)
+    assert asked == ["probe-1"]
+
+
+def test_where_directories_can_not_be_renamed_nothing_is_written(ckpt, tmp_path: Path, monkeypatch) -> None:
+    def refuse(_source: str, _target: str) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    ckpt.save(OLD, tmp_path / "c")
+    monkeypatch.setattr(replacing, "rename_noreplace", refuse)
+    with pytest.raises(aiockpt.WriteError, match=r"can't make the directory for .*Operation not permitted"):
+        ckpt.save(NEW, tmp_path / "c", overwrite=True)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------
+
+
+def _failing(real: Callable[..., object], number: int, times: int = 1) -> Callable[..., object]:
+    calls = 0
+
+    def call(*args: object) -> object:
+        nonlocal calls
+        calls += 1
+        if number <= calls < number + times:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rename_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, monkeypatch) -> None:
+    ckpt.save(OLD, tmp_path / "c")
+    ckpt.save(OLD, tmp_path / "asked")
+    ckpt.save(OLD, tmp_path / "asked", overwrite=True)
+    monkeypatch.setattr(replacing, "rename_noreplace", _failing(replacing.rename_noreplace, number))
+    with pytest.raises(CommitError, match=r"can't publish .*Input/output error"):
+        ckpt.save(NEW, tmp_path / "c", overwrite=True)
+    assert value_at(ckpt, tmp_path / "c") == 0
+    assert sorted(os.listdir(tmp_path)) == ["asked", "c"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_sync_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, monkeypatch) -> None:
+    """Of the parent directory: of the record, between the renames, and behind them."""
+    ckpt.save(OLD, tmp_path / "c")
+    real, calls = publish.sync_fd, 0
+
+    def sync(fd: int) -> None:
+        nonlocal calls
+        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path):
+            calls += 1
+            if calls == number:
+                raise OSError(errno.EIO, "Input/output error")
+        real(fd)
+
+    monkeypatch.setattr(publish, "sync_fd", sync)
+    with pytest.raises(CommitError, match=r"can't publish .*Input/output error"):
+        ckpt.save(NEW, tmp_path / "c", overwrite=True)
+    assert value_at(ckpt, tmp_path / "c") == 0
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_can_not_be_undone_is_found_by_readers(ckpt, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "c"
+    ckpt.save(OLD, path)
+    ckpt.save(OLD, path, overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(replacing, "rename_noreplace", _failing(replacing.rename_noreplace, 2, times=2))
+        with pytest.raises(CommitError, match="Loading it finds what is in"):
+            ckpt.save(NEW, path, overwrite=True)
+    assert not path.exists()
+    assert value_at(ckpt, path) == 1
+    ckpt.delete(path)
+    with pytest.raises(CheckpointNotFoundError):
+        ckpt.load(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_comes_to_the_path_between_the_steps_stays(ckpt, tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "c"
+    ckpt.save(OLD, path)
+    ckpt.save({"x": torch.full((9,), 5.0)}, tmp_path / "other")
+    real = replacing._take_name
+
+    def late(*args: object) -> None:
+        (tmp_path / "other").rename(path)
+        real(*args)
+
+    monkeypatch.setattr(replacing, "_take_name", late)
+    with pytest.raises(CheckpointExistsError, match="has appeared during the save"):
+        ckpt.save(NEW, path, overwrite=True)
+    assert value_at(ckpt, path) == 5
+    assert os.listdir(tmp_path) == ["c"]
+
+
+# --- after a kill -------------------------------------------------------------------------------------
+
+
+def test_reading_finds_the_new_one_and_changes_nothing(ckpt, dead, tmp_path: Path) -> None:
+    path = interrupted(ckpt, tmp_path, dead)
+    before = sorted(os.listdir(tmp_path))
+    assert value_at(ckpt, path) == 1
+    assert ckpt.verify(path).ok
+    with ckpt.open(path) as reader:
+        assert "x" in reader
+    assert sorted(os.listdir(tmp_path)) == before
+    with pytest.raises(CheckpointNotFoundError):
+        ckpt.load(tmp_path / "other")
+    clean(str(tmp_path), fsync=True)
+
+
+def test_the_next_save_beside_it_completes_it(ckpt, dead, tmp_path: Path) -> None:
+    path = interrupted(ckpt, tmp_path, dead)
+    with aiockpt.SyncCheckpointer(process_group=None) as other:
+        other.save(OLD, tmp_path / "next")
+    assert value_at(ckpt, path) == 1
+    assert sorted(os.listdir(tmp_path)) == ["c", "next"]
+
+
+def test_a_save_to_it_that_must_not_overwrite_is_refused(ckpt, dead, tmp_path: Path) -> None:
+    path = interrupted(ckpt, tmp_path, dead)
+    with (
+        aiockpt.SyncCheckpointer(process_group=None) as other,
+        pytest.raises(CheckpointExistsError, match="exists already"),
+    ):
+        other.save(OLD, path)
+    assert value_at(ckpt, path) == 1
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_deleting_removes_both(ckpt, dead, tmp_path: Path) -> None:
+    path = interrupted(ckpt, tmp_path, dead)
+    ckpt.delete(path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("lost", ["new", "old", "record"])
+def test_without_one_of_the_parts(lost: str, ckpt, dead, tmp_path: Path) -> None:
+    """The old one counts while the new one is not complete; when that has left its hidden name, it was published."""
+    path = interrupted(ckpt, tmp_path, dead)
+    hidden = tmp_path / f".aiockpt-{dead}.{7:016x}"
+    if lost == "new":
+        (hidden / ".metadata").unlink()
+        assert value_at(ckpt, path) == 0
+    else:
+        gone = Path(f"{hidden}{REPLACED if lost == 'old' else RECORD}")
+        gone.rename(path) if lost == "old" else None
+        if lost == "record":
+            hidden.rename(path)
+    assert value_at(ckpt, path) == (1 if lost == "record" else 0)
+    clean(str(tmp_path), fsync=True)
+    assert value_at(ckpt, path) == (1 if lost == "record" else 0)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_an_empty_directory_in_its_place_is_none(ckpt, dead, tmp_path: Path) -> None:
+    path = interrupted(ckpt, tmp_path, dead)
+    path.mkdir()
+    clean(str(tmp_path), fsync=True)
+    assert value_at(ckpt, path) == 1
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_while_something_else_is_in_its_place_all_stays(ckpt, dead, tmp_path: Path, caplog) -> None:
+    path = interrupted(ckpt, tmp_path, dead)
+    path.mkdir()
+    (path / "mine").touch()
+    before = sorted(os.listdir(tmp_path))
+    with caplog.at_level(logging.WARNING, "aiockpt"):
+        assert clean(str(tmp_path), fsync=True)[0] == []
+    assert "is no checkpoint, so what belongs there stays" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == before
+    (path / "mine").unlink()
+    clean(str(tmp_path), fsync=True)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_newer_one_in_its_place_stays(ckpt, dead, tmp_path: Path) -> None:
+    path = interrupted(ckpt, tmp_path, dead)
+    ckpt.save({"x": torch.full((9,), 5.0)}, path)
+    clean(str(tmp_path), fsync=True)
+    assert value_at(ckpt, path) == 5
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_who_may_complete_it(ckpt, tmp_path: Path) -> None:
+    """Not while its process runs here; of others' processes nothing is known, so only when some time has passed."""
+    path = interrupted(ckpt, tmp_path, HERE)
+    clean(str(tmp_path), fsync=True)
+    assert not path.exists()
+    assert value_at(ckpt, path) == 1
+    ckpt.delete(path)
+    path = interrupted(ckpt, tmp_path, replace(HERE, space="b" * 10))
+    clean(str(tmp_path), fsync=True)
+    assert not path.exists()
+    (record,) = tmp_path.glob(f"*{RECORD}")
+    os.utime(record, (1.0, 1.0))
+    clean(str(tmp_path), fsync=True)
+    assert value_at(ckpt, path) == 1
+    ckpt.clean(tmp_path, older_than_s=0)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../c", "a/b"])
+def test_a_record_leads_nowhere_else(name: str, ckpt, dead, tmp_path: Path, caplog) -> None:
+    (tmp_path / "in").mkdir()
+    path = interrupted(ckpt, tmp_path / "in", dead)
+    (record,) = path.parent.glob(f"*{RECORD}")
+    record.write_text(name)
+    with pytest.raises(CheckpointNotFoundError):
+        ckpt.load(path)
+    with caplog.at_level(logging.WARNING, "aiockpt"):
+        clean(str(path.parent), fsync=True)
+    assert "it is no record of a replacement" in caplog.text
+    assert len(list(path.parent.iterdir())) == 3
+    record.write_text("c")
+    clean(str(path.parent), fsync=True)
+
+
+# --- overlayfs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def overlay(ckpt, tmp_path: Path) -> Iterator[Path]:
+    """A mount over a directory with a checkpoint in it, as containers have it."""
+    for name in ("lower", "upper", "work", "merged"):
+        (tmp_path / name).mkdir()
+    ckpt.save(OLD, tmp_path / "lower" / "c")
+    options = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work,redirect_dir=off"
+    mount = ["mount", "-t", "overlay", "overlay", "-o", options, str(tmp_path / "merged")]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("no overlay file system can be mounted here")
+    yield tmp_path / "merged"
+    subprocess.run(["umount", str(tmp_path / "merged")], check=True)
+
+
+def test_a_checkpoint_of_a_lower_layer(overlay: Path, ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        with pytest.raises(CheckpointExistsError, match=r"in a lower layer of an overlay.*in a volume.*rm -r"):
+            ckpt.save(NEW, overlay / "c", overwrite=True)
+        with pytest.raises(DeleteError, match=r"in a lower layer of an overlay.*rm -r"):
+            ckpt.delete(overlay / "c")
+        monkeypatch.undo()  # with an exchange too
+    assert value_at(ckpt, overlay / "c") == 0
+    assert os.listdir(overlay) == ["c"]
+    subprocess.run(["rm", "-r", str(overlay / "c")], check=True)
+    for state in (OLD, NEW):
+        ckpt.save(state, overlay / "c", overwrite=True)
+    assert value_at(ckpt, overlay / "c") == 1
+    ckpt.delete(overlay / "c")
+    assert os.listdir(overlay) == []

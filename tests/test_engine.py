@@ -1,0 +1,212 @@
+"""The engine's loop: whatever fails in it, nothing that was submitted is left pending."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.engine import Engine
+from aiockpt.handle import Completion
+from aiockpt.load_options import LoadOptions
+from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.testing import GatedStorage
+
+STATE = {"w": torch.arange(50_000.0), "step": 3}
+WINDOW = aiockpt.StagingWindow(bytes_per_window=1 << 20, patience_s=600)
+
+
+class Posts:
+    """Counts what is posted to engines, and lets one of the functions raise instead of running."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.names: list[str] = []
+        self._broken = broken
+        self._post = Engine._post
+
+    def post(self, engine: Engine, function: Callable[[], object], owner: Any = None) -> None:
+        named = function.func if isinstance(function, partial) else function
+        self.names.append(named.__qualname__.split(".<locals>")[0])
+        if len(self.names) - 1 == self._broken:
+            function = self._raise
+        self._post(engine, function, owner)
+
+    def _raise(self) -> None:
+        raise ZeroDivisionError("in the callback")
+
+
+def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
+    """Do everything that posts to the loop; return how each of what was submitted has ended, which all must."""
+    ended: list[BaseException | None] = []
+
+    def note(function: Callable[[], Completion[Any]]) -> None:
+        try:
+            ended.append(function().exception(60))
+        except aiockpt.AiockptError as exc:
+            ended.append(exc)
+
+    ckpt = aiockpt.SyncCheckpointer(staging_window=WINDOW, writer=writer, chunk_bytes=1 << 20, drain_timeout=60)
+    engine = ckpt._engine
+    note(lambda: engine.prewarm(1 << 20, set()))
+    for name in ("a", "b"):
+        note(lambda name=name: ckpt.submit(STATE, folder / name).written)
+    with contextlib.suppress(aiockpt.AiockptError):
+        ckpt.window()
+    gate = GatedStorage(LocalStorage(), ["begin"])
+    with contextlib.suppress(aiockpt.AiockptError):
+        save = ckpt.submit(STATE, folder / "c", storage=None if writer == "process" else gate)
+        note(save.cancel)
+    gate.open("begin")
+    with contextlib.suppress(aiockpt.AiockptError):
+        save = ckpt.submit(STATE, folder / "e")
+        save._control.give_up("the test wants it")  # type: ignore[attr-defined]
+        note(lambda: save.written)
+    note(lambda: ckpt._load(folder / "a", None, LoadOptions(), None)._call.completion)
+    with contextlib.suppress(aiockpt.AiockptError):
+        call = ckpt._load(folder / "b", None, LoadOptions(), None)._call
+        call.cancel()
+        call.completion.ended(60)
+    note(engine.line.ready)
+    engine.close().ended(60)
+    assert engine._thread is not None
+    engine.join()
+    engine._thread.join(60)
+    assert not engine._thread.is_alive()
+    with pytest.raises(aiockpt.AiockptError, match=r"is closed|has failed"):
+        ckpt.save(STATE, folder / "d")
+    return ended
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_whichever_callback_raises_nothing_is_left_pending(
+    writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Posts()
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "_post", lambda *args: counted.post(*args))
+        outcomes = _outcomes(tmp_path / "whole", writer=writer)
+    assert [type(error) for error in outcomes if error is not None] == [aiockpt.TornSnapshotError]
+    assert set(counted.names) == {
+        "Engine._enter",
+        "Engine.call",
+        "Engine._finish",
+        "Pacing._open",
+        "Pacing._hurry",
+        "SaveJob.cancel",
+        "SaveJob._judge",
+        "Call._cancel",
+    }
+    for number in range(len(counted.names)):
+        posts = Posts(number)
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "_post", lambda *args, posts=posts: posts.post(*args))
+            _outcomes(tmp_path / str(number), writer=writer)
+
+
+def _raise() -> None:
+    raise ZeroDivisionError("in the callback")
+
+
+def test_an_exception_that_belongs_to_nobody_ends_all_that_is_pending(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = GatedStorage(LocalStorage(), ["begin"])
+    with aiockpt.SyncCheckpointer() as ckpt:
+        saves = [ckpt.submit(STATE, tmp_path / name, storage=gate) for name in "ab"]
+        load = ckpt._engine.call(lambda _: asyncio.Event().wait(), "a call that never ends")
+        ready = ckpt._engine.line.ready()
+        gate.reached["begin"].result(60)
+        ckpt._engine._loop.call_soon_threadsafe(_raise)  # type: ignore[union-attr]
+        for save in saves:
+            with pytest.raises(aiockpt.SaveError, match="failed with the engine: ZeroDivisionError") as caught:
+                save.written.result(60)
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+            assert not save.cancel().result(60)
+        with pytest.raises(aiockpt.AiockptError, match="a call that never ends failed with the engine"):
+            load.completion.result(60)
+        with pytest.raises(aiockpt.AiockptError, match="the engine has failed"):
+            ready.result(60)
+        with pytest.raises(aiockpt.AiockptError, match=r"has failed: ZeroDivisionError.*; make a new one"):
+            ckpt.load(tmp_path / "a")
+        gate.open("begin")
+    assert [record.levelno for record in caplog.records] == [logging.CRITICAL]
+    assert list(tmp_path.iterdir()) == []
+
+
+class _SeesContext(WrapperStorage):
+    """Notes what the caller's context variable is where the save is made."""
+
+    def __init__(self, variable: contextvars.ContextVar[str]) -> None:
+        super().__init__(LocalStorage())
+        self.variable = variable
+        self.seen: list[str] = []
+
+    def before_begin(self, path: str) -> None:
+        self.seen.append(self.variable.get())
+
+    async def begin(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen.append(self.variable.get())
+        return await super().begin(*args, **kwargs)
+
+
+def test_saves_and_loads_run_in_the_context_of_the_engine(tmp_path: Path) -> None:
+    variable = contextvars.ContextVar("variable", default="engine's")
+    variable.set("caller's")
+    storage = _SeesContext(variable)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for name in "abc":  # the first may come before the loop runs, the others do not
+            ckpt.save(STATE, tmp_path / name, storage=storage)
+        call = ckpt._engine.call(lambda _: asyncio.to_thread(variable.get), "look")
+        assert call.result() == "engine's"
+    assert set(storage.seen) == {"engine's"}
+
+
+_SNIFFIO = """
+import contextvars
+import threading
+current_async_library_cvar = contextvars.ContextVar("current_async_library_cvar", default=None)
+thread_local = type("ThreadLocal", (threading.local,), {"name": None})()
+class AsyncLibraryNotFoundError(RuntimeError):
+    pass
+def current_async_library():
+    import asyncio
+    value = thread_local.name or current_async_library_cvar.get()
+    if value is None:
+        with __import__("contextlib").suppress(RuntimeError):
+            if asyncio.current_task() is not None:
+                return "asyncio"
+        raise AsyncLibraryNotFoundError("unknown async library, or not in async context")
+    return value
+"""
+
+
+def test_it_works_where_anyio_finds_a_library_by_the_context(tmp_path: Path) -> None:
+    """As it does with sniffio, of which this is what anyio uses."""
+    (tmp_path / "sniffio.py").write_text(_SNIFFIO)
+    code = (
+        "import sys, torch, aiockpt, sniffio\nassert sniffio.__file__.startswith(sys.argv[1])\n"
+        "with aiockpt.SyncCheckpointer() as ckpt:\n"
+        "    for name in 'abc':\n"
+        "        ckpt.save({'x': torch.ones(3)}, f'{sys.argv[1]}/{name}')\n"
+        "        ckpt.load(f'{sys.argv[1]}/{name}')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1])\n" + code, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,208 @@
+"""A process that was forked from one that saves: it is told so, at whatever it does, and never hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import GatedStorage
+
+STATE = {"x": torch.arange(50_000.0), "step": 3}
+_CHILD_S = 60
+
+
+def _forked(function: Callable[[], object]) -> None:
+    """Call a function in a forked process; fail as it does, or if it hangs."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(_CHILD_S)
+        code = 1
+        try:
+            function()
+            code = 0
+        except BaseException:
+            os.write(write, traceback.format_exc().encode())
+        finally:
+            os._exit(code)
+    os.close(write)
+    with open(read, "rb") as said:
+        text = said.read().decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, text or "it hangs"
+
+
+async def _awaited(awaitable: Any) -> object:
+    return await awaitable
+
+
+async def _followed(save: aiockpt.SaveHandle) -> None:
+    async for _ in save.progress():
+        pass
+
+
+USES: dict[str, Callable[[Any, aiockpt.SaveHandle, Any], object]] = {
+    "await handle": lambda ckpt, save, reader: asyncio.run(_awaited(save)),
+    "await staged": lambda ckpt, save, reader: asyncio.run(_awaited(save.staged)),
+    "written.result": lambda ckpt, save, reader: save.written.result(),
+    "written.exception": lambda ckpt, save, reader: save.written.exception(),
+    "progress": lambda ckpt, save, reader: asyncio.run(_followed(save)),
+    "cancel": lambda ckpt, save, reader: save.cancel(),
+    "fence": lambda ckpt, save, reader: save.fence(),
+    "save": lambda ckpt, save, reader: ckpt.save(STATE, "never"),
+    "load": lambda ckpt, save, reader: ckpt.load(reader.path),
+    "read": lambda ckpt, save, reader: reader.read("x"),
+    "ready": lambda ckpt, save, reader: ckpt.ready(),
+    "prewarm": lambda ckpt, save, reader: ckpt.prewarm(STATE),
+    "window": lambda ckpt, save, reader: ckpt.window(),
+    "statistics": lambda ckpt, save, reader: ckpt.statistics(),
+    "enter": lambda ckpt, save, reader: ckpt.__enter__(),
+}
+
+
+@pytest.mark.parametrize("what", USES)
+def test_what_needs_the_threads_of_the_parent_says_so(what: str, tmp_path: Path) -> None:
+    gate = GatedStorage(LocalStorage(), ["begin"])
+    # So small a pool that nothing is staged before it is written.
+    with aiockpt.SyncCheckpointer(staging_bytes=4096, chunk_bytes=4096) as ckpt:
+        ckpt.save(STATE, tmp_path / "a")
+        with ckpt.open(tmp_path / "a") as reader:
+            save = ckpt.submit(STATE, tmp_path / "b", storage=gate)
+            gate.reached["begin"].result(60)
+
+            def child() -> None:
+                with pytest.raises(aiockpt.CheckpointerClosedError, match="made in another process, before a fork"):
+                    USES[what](ckpt, save, reader)
+
+            # As it may be in the parent just then, by a thread that the child has not.
+            with ckpt._engine._lock, save.staged._condition, save.written._condition, save._lock:
+                _forked(child)
+            gate.open("begin")
+            assert save.written.result(60).tensors == 1
+            assert reader.read("step") == 3
+
+
+def test_what_has_come_before_is_there_and_closing_is_nothing(tmp_path: Path) -> None:
+    gate = GatedStorage(LocalStorage(), ["begin"])
+    with aiockpt.SyncCheckpointer() as ckpt:
+        done = ckpt.submit(STATE, tmp_path / "a")
+        done.written.result(60)
+        save = ckpt.submit(STATE, tmp_path / "b", storage=gate)
+        gate.reached["begin"].result(60)
+
+        def child() -> None:
+            assert done.written.result().tensors == 1
+            assert asyncio.run(_awaited(done)).tensors == 1  # type: ignore[attr-defined]
+            ckpt.close()
+            with aiockpt.SyncCheckpointer() as own:
+                own.save({"x": torch.ones(3)}, tmp_path / "c")  # so small that torch uses no threads, which are gone
+                assert own.load(tmp_path / "a")["step"] == 3
+
+        with ckpt._engine._lock:
+            _forked(child)
+        gate.open("begin")
+        save.written.result(60)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"a", "b", "c"}
+
+
+def _in_a_process(ckpt: aiockpt.SyncCheckpointer, folder: str) -> None:
+    try:
+        ckpt.load(f"{folder}/a")
+    except aiockpt.CheckpointerClosedError:
+        Path(folder, "told").touch()
+
+
+def test_a_forked_process_of_multiprocessing_ends(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(STATE, tmp_path / "a")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = multiprocessing.get_context("fork").Process(target=_in_a_process, args=(ckpt, str(tmp_path)))
+            process.start()
+        process.join(_CHILD_S)
+        assert process.exitcode == 0
+        process.close()
+        assert (tmp_path / "told").exists()
+
+
+_WHILE_IT_STARTS = """
+import os, signal, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, aiockpt
+state = {"x": torch.ones(1000)}
+ckpt = aiockpt.SyncCheckpointer()
+ckpt.submit(state, sys.argv[1] + "/a")
+children = []
+for number in range(40):  # while the thread starts, and a little longer
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        with aiockpt.SyncCheckpointer() as own:
+            own.save(state, f"{sys.argv[1]}/{number}")
+        os._exit(0)  # as children of multiprocessing do
+    children.append(child)
+    time.sleep(0.0005)
+codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+assert codes == [0] * len(codes), codes
+ckpt.close()
+"""
+
+
+def test_a_fork_while_the_engine_starts_leaves_a_child_that_can_save(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WHILE_IT_STARTS, tmp_path], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_threads_of_an_engine_import_nothing(tmp_path: Path) -> None:
+    """A fork in the middle of an import would leave the child without the end of it."""
+    code = """
+import sys, threading, torch, aiockpt
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if threading.current_thread() is not threading.main_thread():
+            found.append((threading.current_thread().name, name))
+found = []
+sys.meta_path.insert(0, Finder())
+state = {"x": torch.ones(300_000), "small": torch.ones(3), "step": 3}
+where = sys.argv[1] + "/"
+with aiockpt.SyncCheckpointer(writer=sys.argv[2]) as ckpt:
+    ckpt.save(state, where + "a", pre_commit=lambda path: None)
+    ckpt.save(state, where + "b", compress="zstd")
+    for name in "ab":
+        ckpt.load(where + name)
+        assert ckpt.verify(where + name).ok
+    ckpt.load(where + "a", dict(state))
+    ckpt.delete(where + "b")
+    ckpt.save({"x": state["x"]}, where + "s", format="safetensors")
+    ckpt.load(where + "s", mmap=True)
+    torch.save(state, where + "t.pt")
+    ckpt.load(where + "t.pt")
+assert found == [], found
+"""
+    for writer in ("thread", "process"):
+        (tmp_path / writer).mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / writer, writer],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")

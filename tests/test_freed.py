@@ -1,0 +1,42 @@
+"""Tensors that reach out of their storage are refused before anything is read or written there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("freed_cases.py")
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """The outcome of each case, from another process: a bad read would end this one."""
+    done = subprocess.run([sys.executable, CASES], capture_output=True, text=True, timeout=200, check=False)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, (done.returncode, lines[-1:], done.stderr[-2000:])
+    return dict(line.split(": ", 1) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("way", "error"),
+    [
+        ("save", "SaveError: the memory of k was freed"),
+        ("dcp save", "SaveError: the memory of k was freed"),
+        ("load", "ShapeMismatchError: the memory of "),
+        ("read", "ShapeMismatchError: the memory of "),
+        ("dcp load", "ShapeMismatchError: the memory of k in the target was freed"),
+    ],
+)
+def test_it_is_refused_at_the_call(outcomes: dict[str, str], way: str, error: str) -> None:
+    found = {what: how for what, how in outcomes.items() if what.startswith(f"{way} ")}
+    assert len(found) >= 10
+    assert {what: how for what, how in found.items() if not how.startswith(error)} == {}
+
+
+def test_what_fits_its_storage_is_saved(outcomes: dict[str, str]) -> None:
+    found = {what: how for what, how in outcomes.items() if what.startswith("fine ")}
+    assert found == dict.fromkeys(found, "done")
+    assert found

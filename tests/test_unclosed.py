@@ -1,0 +1,193 @@
+"""Checkpointers and readers that nobody closes: what they hold goes with the last reference, and a warning says so."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local import LocalStorage
+from aiockpt.testing import FaultyStorage, GatedStorage
+from tests.states import assert_same, large_state
+
+STATE = {"x": torch.arange(50_000.0), "step": 3}
+
+
+def _let_go(drop: Callable[[], object], what: str = "unclosed SyncCheckpointer") -> None:
+    """Drop what was not closed, and wait until its threads are gone."""
+    with pytest.warns(ResourceWarning, match=what):
+        _gone(drop)
+
+
+def _gone(drop: Callable[[], object]) -> None:
+    drop()
+    for _ in range(600):  # the end of the last save may still hold something
+        gc.collect()
+        left = [thread for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
+        if not left:
+            return
+        left[0].join(0.1)
+    raise AssertionError(left)
+
+
+def _collected(drop: Callable[[], object]) -> None:
+    drop()
+    gc.collect()
+
+
+def _wait_for_threads() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("aiockpt"):
+            thread.join(60)
+            assert not thread.is_alive(), thread.name
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_thirty_of_them_leave_nothing(writer: str, tmp_path: Path) -> None:
+    process = psutil.Process()
+    count = 30 if writer == "thread" else 3
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        return process.num_threads(), process.num_fds(), len(process.children())
+
+    before, memory = held(), process.memory_info().rss
+    made: list[aiockpt.SyncCheckpointer] = []
+    for number in range(count):
+        made.append(aiockpt.SyncCheckpointer(chunk_bytes=1 << 20, writer=writer))
+        made[-1].save(large_state(4), tmp_path / str(number))
+        assert_same(large_state(4), made[-1].load(tmp_path / str(number)))
+    assert held()[0] > before[0] + 5 * count
+    _let_go(made.clear)
+    assert held() <= before
+    assert process.memory_info().rss < memory + (64 << 20)
+
+
+@pytest.mark.parametrize("is_handle_kept", [True, False])
+def test_what_is_in_flight_is_finished(is_handle_kept: bool, tmp_path: Path) -> None:
+    gate = GatedStorage(LocalStorage(), ["commit"])
+    made = [aiockpt.SyncCheckpointer()]
+    saves = [made[0].submit(STATE, tmp_path / name, storage=gate, post_commit=lambda _: made) for name in "ab"]
+    gate.reached["commit"].result(60)
+    with pytest.warns(ResourceWarning, match="unclosed SyncCheckpointer: use it in a `with` block"):
+        _collected(made.clear)
+    assert not saves[0].written.done()
+    if not is_handle_kept:
+        saves.clear()
+    gate.open("commit")
+    _wait_for_threads()
+    for save in saves:
+        assert save.written.result(60).path == save.path
+        assert not save.cancel().result(60)
+        save.fence()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for name in "ab":
+            assert_same(STATE, ckpt.load(tmp_path / name))
+
+
+def test_one_that_its_own_hook_refers_to_goes_as_well(tmp_path: Path) -> None:
+    def use() -> None:
+        ckpt = aiockpt.SyncCheckpointer()
+        storage = FaultyStorage(LocalStorage(), "write", OSError("no"))
+        ckpt.submit(STATE, tmp_path / "a", post_commit=lambda _: ckpt.statistics()).written.result(60)
+        failed = ckpt.submit(STATE, tmp_path / "b", storage=storage, post_commit=lambda _: ckpt.statistics())
+        with pytest.raises(aiockpt.SaveError):
+            failed.written.result(60)
+
+    _let_go(use)
+
+
+def test_a_failure_that_nobody_saw_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def use() -> None:
+        ckpt = aiockpt.SyncCheckpointer()
+        ckpt.submit(STATE, tmp_path / "a", storage=FaultyStorage(LocalStorage(), "write", OSError("no")))
+
+    with caplog.at_level(logging.ERROR, "aiockpt"):
+        _let_go(use)
+    assert "a save has failed, and nobody has the checkpointer any more" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_a_reader_that_nobody_closes_goes(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(STATE, tmp_path / "a")
+    before = psutil.Process().num_fds()
+    made = [await aiockpt.open(tmp_path / "a")]
+    assert (await made[0].read("step")) == 3
+    _let_go(made.clear, f"unclosed reader of {tmp_path / 'a'}")
+    assert psutil.Process().num_fds() <= before
+
+
+def test_a_reader_keeps_its_checkpointer(tmp_path: Path) -> None:
+    made = [aiockpt.SyncCheckpointer()]
+    made[0].save(STATE, tmp_path / "a")
+    readers = [made[0].open(tmp_path / "a").__enter__()]
+    made.clear()
+    gc.collect()
+    assert readers[0].read("step") == 3
+    _let_go(readers.clear)
+
+
+def test_one_that_is_closed_or_was_not_used_says_nothing(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        aiockpt.AsyncCheckpointer()
+        aiockpt.open(tmp_path)
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save(STATE, tmp_path / "a")
+        del ckpt
+        gc.collect()
+
+
+def test_it_goes_when_the_collector_runs_in_its_own_thread(tmp_path: Path) -> None:
+    made: list[Any] = [aiockpt.SyncCheckpointer()]
+    made[0].save(STATE, tmp_path / "a")
+    engine = made[0]._engine
+
+    async def collect(_: object) -> None:
+        with pytest.warns(ResourceWarning, match="unclosed"):
+            _collected(made.clear)
+
+    engine.call(collect, "collect").result()
+    _wait_for_threads()
+
+
+@pytest.mark.asyncio
+async def test_one_call_of_one_that_nobody_has(tmp_path: Path) -> None:
+    with pytest.warns(ResourceWarning, match="unclosed AsyncCheckpointer"):
+        await aiockpt.AsyncCheckpointer().save(STATE, tmp_path / "a")
+    with pytest.warns(ResourceWarning, match="unclosed AsyncCheckpointer"):
+        assert_same(STATE, await aiockpt.AsyncCheckpointer().load(tmp_path / "a"))
+    await asyncio.to_thread(_wait_for_threads)
+
+
+def test_a_forked_process_lets_go_of_nothing(tmp_path: Path) -> None:
+    made = [aiockpt.SyncCheckpointer()]
+    made[0].save(STATE, tmp_path / "a")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                made.clear()
+                gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert made[0].load(tmp_path / "a")["step"] == 3
+    made[0].close()
