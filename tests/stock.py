@@ -1,11 +1,24 @@
-"""Options of stock DCP that not every allowed torch has."""
+"""What differs between the allowed versions of torch: options of stock DCP, and the layout of a torch.save file."""
 
 from __future__ import annotations
 
 import inspect
+import io
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 # Without a process group, torch 2.6 takes no such option: it looks for a group itself, and warns that there is none.
 ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+
+
+def _bytes_before_payload() -> int:
+    values = torch.arange(1000, 1032)
+    file = io.BytesIO()
+    torch.save(values, file)
+    return file.getvalue().index(values.numpy().tobytes())
+
+
+PAYLOAD_OFFSET = _bytes_before_payload()
+"""How many bytes of a torch.save file stand before the values of the one tensor in it: 704, or 448 with torch 2.6."""

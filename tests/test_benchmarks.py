@@ -41,6 +41,9 @@ from benchmarks.new_process import NewProcess
 from benchmarks.states import State, checksums, empty_like, random_tensor, same_bits, small_state
 from benchmarks.writers_pace import Pace, compared
 from benchmarks.writers_work import Loader as LoadingThreads
+from tests.stock import ALONE
+
+pytestmark = pytest.mark.skipif(not ALONE, reason="they give stock DCP options that this torch lacks")
 
 ROOT = Path(command.__file__).parents[1]
 SMALL = ("--gib=0.004", "--tensors=8", "--rounds=1")

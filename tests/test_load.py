@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import aiockpt
 from aiockpt.dcp import FileSystemReader
 from tests.states import assert_same, large_state, random_tensor, training_state
-from tests.stock import ALONE
+from tests.stock import ALONE, PAYLOAD_OFFSET
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -295,7 +295,7 @@ def test_flipped_payload_is_found_and_named(stock: bool, ckpt, tmp_path: Path) -
         place = entry.place if name == "text" else entry.chunks[0].place
         bad = _copy(tmp_path / "good", f"bad-{name}")
         data = (bad / place.file).read_bytes()[place.offset : place.offset + place.length]
-        inside = data.find(b"abcabc") if name == "text" else 704 + 17
+        inside = data.find(b"abcabc") if name == "text" else PAYLOAD_OFFSET + 17
         _flip(bad / place.file, place.offset + inside, 3)
         with pytest.raises(aiockpt.CorruptCheckpointError, match=f"{place.file}.*{name}"):
             ckpt.load(bad)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import aiockpt
 from aiockpt.planning import planner
 from tests.states import assert_same, random_tensor, raw_bytes, storable_dtypes, training_state
-from tests.stock import ALONE
+from tests.stock import ALONE, PAYLOAD_OFFSET
 
 # torch's DCP warns that it runs without a process group, which is what we want here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -293,7 +293,7 @@ def test_every_item_is_a_torch_save_file(tmp_path: Path) -> None:
         if not isinstance(entry, ObjectEntry):
             assert value.shape == torch.Size(entry.shape)
     large = next(e for n, e in index.entries.items() if n == "big")
-    assert (large.chunks[0].place.offset + 704) % 4096 == 0
+    assert (large.chunks[0].place.offset + PAYLOAD_OFFSET) % 4096 == 0
 
 
 def test_training_state_resumes_exactly(tmp_path: Path) -> None:

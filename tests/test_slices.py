@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import aiockpt
 from tests.counting import CountingStorage
 from tests.states import assert_same, random_tensor
-from tests.stock import ALONE
+from tests.stock import ALONE, PAYLOAD_OFFSET
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -222,7 +222,7 @@ def test_partial_reads_check_the_chunks_that_they_cover(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
         chunk = reader["w"].chunks[1]
         with open(path / chunk.file, "r+b") as file:
-            file.seek(chunk.offset + 704 + 4 * 768 * 100)
+            file.seek(chunk.offset + PAYLOAD_OFFSET + 4 * 768 * 100)
             file.write(b"\x55\xaa\x55")
         with pytest.raises(aiockpt.CorruptCheckpointError, match="the bytes of w"):
             reader.read("w", slice(400, 1024))

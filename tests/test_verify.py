@@ -29,7 +29,7 @@ from aiockpt.threads import Workers
 from aiockpt.verify import verify_checkpoint
 from aiockpt.verify_report import Problem, VerifyReport
 from tests.states import assert_same, large_state, random_tensor, training_state
-from tests.stock import ALONE
+from tests.stock import ALONE, PAYLOAD_OFFSET
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -188,11 +188,11 @@ def test_nothing_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "at", "kind"),
     [
-        ("w2", 704, "item crc"),
+        ("w2", PAYLOAD_OFFSET, "item crc"),
         ("w2", 3_000_000, "item crc"),
         ("w2", 70, "framing"),
         ("w2", -30, "framing"),
-        ("model.0.weight", 704 + 17, "item crc"),
+        ("model.0.weight", PAYLOAD_OFFSET + 17, "item crc"),
         ("model.0.weight", 1, "framing"),
         ("model.0.weight", -4, "framing"),
         ("rng", -98, "framing"),
@@ -769,8 +769,8 @@ def test_many_small_tensors_take_few_reads(stock: bool, tmp_path: Path) -> None:
     save(state, tmp_path / "c", stock=stock)
     places = places_of(tmp_path / "c")
     last = f"t{count - 1}"
-    for key, at in (("t17", 704), ("t500", 715), ("t600", 720), (last, 704 + 8 * (count % 40))):
-        flip_byte(tmp_path / "c" / places[key][0], places[key][1] + at)
+    for key, at in (("t17", 0), ("t500", 11), ("t600", 16), (last, 8 * (count % 40))):
+        flip_byte(tmp_path / "c" / places[key][0], places[key][1] + PAYLOAD_OFFSET + at)
     storage = SpyStorage()
     report = verify(tmp_path / "c", storage)
     assert set(report.damaged_keys) == {"t17", "t500", "t600", last}

@@ -11,6 +11,7 @@ import torch
 from aiockpt.format.item_check import ItemChecker, read_framing
 from aiockpt.format.torchzip import tensor_framing
 from aiockpt.format.ziparchive import FramingError
+from tests.stock import PAYLOAD_OFFSET
 
 
 def stored(value: Any) -> bytearray:
@@ -63,11 +64,13 @@ def test_what_is_wrong_is_named() -> None:
     for _ in range(2):
         framed, wrong = checker.check(memoryview(item), is_tensor=True)
         assert framed.tensor is not None
-        assert (framed.tensor.shape, framed.tensor.nbytes, framed.tensor.payload_offset) == ((9,), 72, 704)
+        assert (framed.tensor.shape, framed.tensor.nbytes, framed.tensor.payload_offset) == ((9,), 72, PAYLOAD_OFFSET)
         assert wrong == []
-    item[710] ^= 1
+    item[PAYLOAD_OFFSET + 6] ^= 1
     _, wrong = checker.check(memoryview(item), is_tensor=True)
-    assert [(span.name, span.start, span.stop) for span in wrong] == [("archive/data/0", 704, 776)]
+    assert [(span.name, span.start, span.stop) for span in wrong] == [
+        ("archive/data/0", PAYLOAD_OFFSET, PAYLOAD_OFFSET + 72)
+    ]
 
 
 def test_items_that_differ_in_their_payload_alone() -> None:

@@ -16,6 +16,7 @@ from aiockpt.format.tensor_item import ItemParser, parse_tensor_item
 from aiockpt.format.torchzip import tensor_framing
 from aiockpt.format.ziparchive import FramingError, verify_archive
 from tests.states import random_tensor, raw_bytes, storable_dtypes
+from tests.stock import PAYLOAD_OFFSET
 
 
 def image_of(tensor: torch.Tensor) -> bytes:
@@ -71,7 +72,7 @@ def test_framing_beyond_four_gib(gib: int) -> None:
         return suffix[offset - len(framing.prefix) - count :][:size]
 
     parsed = parse_tensor_item(framing.length, fetch)
-    assert (parsed.shape, parsed.nbytes, parsed.crc, parsed.payload_offset) == ((count,), count, crc, 704)
+    assert (parsed.shape, parsed.nbytes, parsed.crc, parsed.payload_offset) == ((count,), count, crc, PAYLOAD_OFFSET)
 
 
 def test_crcs_are_those_of_the_zip_even_if_torch_leaves_them_out() -> None:
