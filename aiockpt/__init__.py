@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aiockpt._version import __version__
     from aiockpt.checkpointer import AsyncCheckpointer, open
-    from aiockpt.entry_info import ChunkInfo, ObjectInfo, TensorInfo
+    from aiockpt.core.futures import Completion
+    from aiockpt.engine.queue import Statistics
     from aiockpt.errors import (
         AiockptError,
         CheckpointerBusyError,
@@ -35,17 +36,16 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
         WriteError,
     )
-    from aiockpt.guard import StepGuard
-    from aiockpt.handle import Completion, ProgressEvent, SaveHandle, SaveResult
-    from aiockpt.line import Statistics
-    from aiockpt.options import ProcessWriter
-    from aiockpt.reader import CheckpointReader, SyncCheckpointReader
-    from aiockpt.staging.pacing import StagingWindow
-    from aiockpt.storage.retries import Retries
+    from aiockpt.format.transforms.base import Transform
+    from aiockpt.format.transforms.zstd import Zstd
+    from aiockpt.options import ProcessWriter, StagingWindow
+    from aiockpt.reading.info import ChunkInfo, ObjectInfo, TensorInfo
+    from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
+    from aiockpt.reading.verify.report import Problem, VerifyReport
+    from aiockpt.saving.fence import StepGuard
+    from aiockpt.saving.handle import ProgressEvent, SaveHandle, SaveResult
+    from aiockpt.storage.local.retries import Retries
     from aiockpt.sync_checkpointer import SyncCheckpointer
-    from aiockpt.transforms.base import Transform
-    from aiockpt.transforms.zstd import Zstd
-    from aiockpt.verify_report import Problem, VerifyReport
 
 __all__ = [
     "AiockptError",
@@ -97,7 +97,7 @@ __all__ = [
 _HOMES = {
     "_version": ("__version__",),
     "checkpointer": ("AsyncCheckpointer", "open"),
-    "entry_info": ("ChunkInfo", "ObjectInfo", "TensorInfo"),
+    "reading.info": ("ChunkInfo", "ObjectInfo", "TensorInfo"),
     "errors": (
         "AiockptError",
         "CheckpointExistsError",
@@ -122,17 +122,17 @@ _HOMES = {
         "UnsafeCheckpointError",
         "WriteError",
     ),
-    "guard": ("StepGuard",),
-    "handle": ("Completion", "ProgressEvent", "SaveHandle", "SaveResult"),
-    "line": ("Statistics",),
-    "options": ("ProcessWriter",),
-    "reader": ("CheckpointReader", "SyncCheckpointReader"),
-    "staging.pacing": ("StagingWindow",),
-    "storage.retries": ("Retries",),
+    "saving.fence": ("StepGuard",),
+    "core.futures": ("Completion",),
+    "saving.handle": ("ProgressEvent", "SaveHandle", "SaveResult"),
+    "engine.queue": ("Statistics",),
+    "options": ("ProcessWriter", "StagingWindow"),
+    "reading.reader": ("CheckpointReader", "SyncCheckpointReader"),
+    "storage.local.retries": ("Retries",),
     "sync_checkpointer": ("SyncCheckpointer",),
-    "transforms.base": ("Transform",),
-    "transforms.zstd": ("Zstd",),
-    "verify_report": ("Problem", "VerifyReport"),
+    "format.transforms.base": ("Transform",),
+    "format.transforms.zstd": ("Zstd",),
+    "reading.verify.report": ("Problem", "VerifyReport"),
 }
 _HOME_OF = {name: f"aiockpt.{home}" for home, names in _HOMES.items() for name in names}
 

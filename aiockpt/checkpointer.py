@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 import anyio.lowlevel
 
-from aiockpt.checkpointer_base import CheckpointerBase
+from aiockpt.core.threads import check_asyncio
+from aiockpt.engine.facade import CheckpointerBase
+from aiockpt.engine.submit import Path, SaveOptions, StateDict
 from aiockpt.errors import AiockptError
-from aiockpt.load_options import LoadOptions, check_options
-from aiockpt.planning.selection import check_patterns
-from aiockpt.reader import CheckpointReader
-from aiockpt.submission import Path, SaveOptions, StateDict
-from aiockpt.threads import check_asyncio
+from aiockpt.format.keys import check_patterns
+from aiockpt.options import LoadOptions, check_options
+from aiockpt.reading.reader import CheckpointReader
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiockpt.handle import SaveHandle
-    from aiockpt.hooks import Hook
-    from aiockpt.job import SaveFormat
-    from aiockpt.load_options import MapLocation
-    from aiockpt.sampling import Validation
+    from aiockpt.format.transforms.base import Transform
+    from aiockpt.format.transforms.rules import CompressRule
+    from aiockpt.options import MapLocation
+    from aiockpt.reading.verify.report import VerifyReport
+    from aiockpt.saving.handle import SaveHandle
+    from aiockpt.saving.hooks import Hook
+    from aiockpt.saving.job import SaveFormat
+    from aiockpt.snapshot.sampling import Validation
     from aiockpt.storage.base import Storage
-    from aiockpt.transforms.base import Transform
-    from aiockpt.transforms.rules import CompressRule
-    from aiockpt.verify_report import VerifyReport
 
 
 _INSTEAD = "use a SyncCheckpointer in a thread"

@@ -31,7 +31,9 @@ exception is chained as ``__cause__``.
 
 from __future__ import annotations
 
-from aiockpt.shown import shown
+_MOST_LETTERS = 2000
+_LAST_LETTERS = 400
+_NAME_LETTERS = 300
 
 
 class AiockptError(Exception):
@@ -82,7 +84,7 @@ class LoadError(AiockptError):
     partly_placed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return shown(super().__str__())  # there may be names in it of which nobody knows who chose them
+        return printable(super().__str__())  # there may be names in it of which nobody knows who chose them
 
 
 class CheckpointNotFoundError(LoadError, FileNotFoundError):
@@ -106,7 +108,7 @@ class MissingKeysError(LoadError, KeyError):
 
     def __str__(self) -> str:
         # KeyError shows the repr of its argument, which would hide the sentence.
-        return shown(str(self.args[0]))
+        return printable(str(self.args[0]))
 
 
 class MissingKeysWarning(UserWarning):
@@ -123,7 +125,7 @@ class MissingKeysWarning(UserWarning):
         self.unexpected = unexpected
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return printable(super().__str__())
 
 
 class SafeGlobalsWarning(UserWarning):
@@ -138,7 +140,7 @@ class SafeGlobalsWarning(UserWarning):
         self.names = names
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return printable(super().__str__())
 
 
 class ShapeMismatchError(LoadError):
@@ -167,3 +169,37 @@ class CheckpointerClosedError(AiockptError):
 
 class CoordinationError(AiockptError):
     """The ranks of a distributed save or load could not agree."""
+
+
+# --- texts of a checkpoint in messages ---------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    """Give a text as it can be printed: control characters and halves of characters are escaped."""
+    if len(text) > _MOST_LETTERS:  # its end says what to do
+        text = f"{text[: _MOST_LETTERS - _LAST_LETTERS]} [...] {text[-_LAST_LETTERS:]}"
+    return _escaped(text, "\n")
+
+
+def printable_key(name: str) -> str:
+    """Give a key, or the name of a file, as it can be printed: in one line, and not too long a one."""
+    if len(name) > _NAME_LETTERS:
+        name = f"{name[: _NAME_LETTERS // 2]}[...]{name[-_NAME_LETTERS // 2 :]}"
+    return _escaped(name, "")
+
+
+def _escaped(text: str, but: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode() for c in text)
+
+
+def sanitize_error(error: BaseException) -> None:
+    """Make the messages of an error, and of what has led to it, ones that can be printed."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        if at.args and type(at.args[0]) is str:
+            at.args = (printable(at.args[0]), *at.args[1:])
+        at = at.__cause__

@@ -1,17 +1,22 @@
-"""How an engine works, and what it can know of the machine."""
+"""Options of checkpointers, of writer processes and of loads, each checked where it is made."""
 
 from __future__ import annotations
 
-import contextlib
-import os
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from aiockpt.planning.layout import BLOCK_BYTES
+import torch
+
+from aiockpt.core.machine import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from aiockpt.staging.pacing import StagingWindow
+    from aiockpt.format.transforms.base import Transform
+
+_CPU = torch.device("cpu")
+
+MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str]
 
 DEFAULT_CHUNK_BYTES = 16 << 20
 
@@ -80,6 +85,54 @@ def check_writer(writer: object) -> ProcessWriter | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagingWindow:
+    """How much may be copied when, so that staging leaves the bus and the memory to training.
+
+    ::
+
+        StagingWindow(bytes_per_s=4e9)             # so many bytes per second
+        StagingWindow(bytes_per_window=64 << 20)   # so many after each `await ckpt.window()`, once per step, say
+
+    Copies come in whole chunks (``chunk_bytes``); a chunk that is larger than the allowance uses up several.
+    A save is staged without a pause from the moment on that somebody waits for it: at `fence()`, in a step behind
+    `guard()`, for `staged`, for ``written.result()``, or when the checkpointer closes.
+
+    Attributes:
+        bytes_per_s: bytes per second; None for as fast as it goes.
+        bytes_per_window: bytes after each `window()`; what is left of them does not add up. None: no windows.
+        patience_s: seconds without a `window()` after which a save goes on all the same.
+    """
+
+    bytes_per_s: float | None = None
+    bytes_per_window: int | None = None
+    patience_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_s", "bytes_per_window", "patience_s"):
+            value = getattr(self, name)
+            if value is None and name != "patience_s":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} of a StagingWindow must be a positive number, not {value!r}")
+        if self.bytes_per_s is None and self.bytes_per_window is None:
+            raise ValueError("a StagingWindow needs bytes_per_s or bytes_per_window")
+
+
+def check_window(window: StagingWindow | None) -> StagingWindow | None:
+    """Check an option's type.
+
+    Raises:
+        TypeError: it is something else, such as a number that could mean either allowance.
+    """
+    if window is None or isinstance(window, StagingWindow):
+        return window
+    raise TypeError(
+        f"staging_window is {window!r}; it must be a StagingWindow, with bytes_per_s for a rate or bytes_per_window "
+        "for an allowance per step"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """How an engine works; see `aiockpt.AsyncCheckpointer` for the meaning of each."""
 
@@ -122,19 +175,67 @@ class EngineOptions:
         return max(BLOCK_BYTES, chunk // BLOCK_BYTES * BLOCK_BYTES)
 
 
-def available_memory_bytes() -> int:
-    """Give the memory that can be had without swapping, of the machine and of the control group."""
-    available = 1 << 40
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                available = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit
-        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-        available = min(available, max(0, limit - used))
-    return available
+# --- loading ------------------------------------------------------------------------------------------
 
 
-def cores() -> int:
-    """Give the processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How to load; see `aiockpt.AsyncCheckpointer.load`."""
+
+    map_location: MapLocation | None = None
+    keys: Sequence[str] | None = None
+    dtype: torch.dtype | None = None
+    strict: bool = True
+    missing: list[str] | None = None
+    verify: bool = True
+    mmap: bool = False
+    safe_globals: Sequence[Any] = ()
+    trust: bool = False
+    transforms: Sequence[Transform] = ()
+
+
+def check_options(options: LoadOptions, *, into: bool) -> None:
+    """Check that options go together.
+
+    Args:
+        options: how to load.
+        into: whether there is a target.
+
+    Raises:
+        TypeError: one is of the wrong kind.
+        ValueError: two contradict each other.
+    """
+    if options.missing is not None and not isinstance(options.missing, list):
+        raise TypeError(
+            f"missing must be a list, to which the keys are added that were not there, not {options.missing!r}"
+        )
+    dtype, where = options.dtype, options.map_location
+    if isinstance(options.safe_globals, str) or not isinstance(options.safe_globals, Iterable):
+        raise TypeError(f"safe_globals must be a list of classes and functions, not {options.safe_globals!r}")
+    if isinstance(where, dict) and not all(isinstance(to, str | torch.device) for to in where.values()):
+        raise TypeError(f"map_location must map names of devices to devices, not {where!r}")
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, to which such tensors are cast, not {dtype!r}")
+    if where is not None and not callable(where) and not isinstance(where, str | torch.device | dict):
+        raise TypeError(f"map_location must be a device, its name, a dict or a function, not {where!r}")
+    try:
+        torch.empty(0, device=target_device(where))
+    except (RuntimeError, AssertionError, NotImplementedError) as exc:  # what a missing device raises depends on it
+        reason = str(exc).partition("\n")[0]
+        raise ValueError(f"tensors can't be put on {where!r} here: {reason}") from exc
+    if options.mmap and (into or dtype is not None or where is not None):
+        raise ValueError(
+            "mmap=True gives tensors of the files as they are: not into a state dict, nor with dtype= or map_location="
+        )
+
+
+def target_device(where: MapLocation | None) -> torch.device:
+    """Give the device that new tensors are made on; a function that moves storages gets them in host memory."""
+    if isinstance(where, dict):
+        where = where.get("cpu", "cpu")
+    if not isinstance(where, str | torch.device):
+        return _CPU
+    device = torch.device(where)
+    if device.type not in ("cpu", "meta") and ":" not in str(device):
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from aiockpt.checkpointer_base import CheckpointerBase
+from aiockpt.engine.facade import CheckpointerBase
+from aiockpt.engine.submit import Path, SaveOptions, StateDict
 from aiockpt.errors import AiockptError, SaveError
-from aiockpt.handle import SaveResult
-from aiockpt.load_options import LoadOptions, check_options
-from aiockpt.planning.selection import check_patterns
-from aiockpt.reader import SyncCheckpointReader
-from aiockpt.submission import Path, SaveOptions, StateDict
+from aiockpt.format.keys import check_patterns
+from aiockpt.options import LoadOptions, check_options
+from aiockpt.reading.reader import SyncCheckpointReader
+from aiockpt.saving.handle import SaveResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiockpt.handle import SaveHandle
-    from aiockpt.hooks import Hook
-    from aiockpt.job import SaveFormat
-    from aiockpt.load_options import MapLocation
-    from aiockpt.sampling import Validation
+    from aiockpt.format.transforms.rules import CompressRule
+    from aiockpt.options import MapLocation
+    from aiockpt.reading.verify.report import VerifyReport
+    from aiockpt.saving.handle import SaveHandle
+    from aiockpt.saving.hooks import Hook
+    from aiockpt.saving.job import SaveFormat
+    from aiockpt.snapshot.sampling import Validation
     from aiockpt.storage.base import Storage
-    from aiockpt.transforms.rules import CompressRule
-    from aiockpt.verify_report import VerifyReport
 
 
 class SyncCheckpointer(CheckpointerBase):

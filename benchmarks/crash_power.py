@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from aiockpt.testing.power import Report
 from benchmarks.bars import Bar
 from benchmarks.measure import Runs
 from benchmarks.report import Cell, Table, number
+from tests.crash.lab.power import Report
 from tests.crash.power_doubles import CARES, careless
 from tests.crash.power_incidents import INCIDENTS, record_incident
 from tests.crash.power_next import next_runs

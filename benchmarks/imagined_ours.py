@@ -11,15 +11,15 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
-from aiockpt.coordination.verdict import Brought
+from aiockpt.coordination.outcome import Brought
 from aiockpt.format.index import ItemPlace
-from aiockpt.format.manifest import FileFacts
+from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.planning.world_book import WorldBook, Written, files_of
-from aiockpt.planning.world_plan import Holdings, PartForm, plan_world
-from aiockpt.planning.world_planner import ItemPlaces
-from aiockpt.save_summary import world_manifest
-from aiockpt.world_messages import Call, Orders, Summary
+from aiockpt.planning.collective.cache import WorldBook, Written, files_of
+from aiockpt.planning.collective.local import ItemPlaces
+from aiockpt.planning.collective.messages import Call, Orders, Summary
+from aiockpt.planning.collective.plan import Holdings, PartForm, plan_world
+from aiockpt.saving.result import world_manifest
 from benchmarks.clock import Clock
 from benchmarks.imagined import DTYPE, FILES, Imagined, file_name, item_bytes
 from benchmarks.measure import Sample

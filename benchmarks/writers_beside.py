@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import aiockpt
-from aiockpt.handle import SaveHandle
+from aiockpt.saving.handle import SaveHandle
 from benchmarks import contenders
 from benchmarks.measure import Sample
 from benchmarks.states import State

@@ -16,7 +16,7 @@ import uvloop
 
 import aiockpt
 from aiockpt.staging.pool import ChunkPool
-from aiockpt.storage import replacing
+from aiockpt.storage.local import replacing
 
 
 @pytest.hookimpl(tryfirst=True)

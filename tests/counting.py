@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.line import giving_way
-from aiockpt.storage.local import LocalStorage
+from aiockpt.engine.queue import giving_way
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.engine import Engine
-from aiockpt.handle import Completion
-from aiockpt.load_options import LoadOptions
-from aiockpt.storage.local import LocalStorage
+from aiockpt.core.futures import Completion
+from aiockpt.engine.engine import Engine
+from aiockpt.options import LoadOptions
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import GatedStorage
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.load_options import LoadOptions
-from aiockpt.storage.local import LocalStorage
+from aiockpt.options import LoadOptions
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
 from tests.states import assert_same
@@ -327,7 +327,7 @@ async def _turns() -> None:
 
 
 def test_closing_ends_though_a_load_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.engine._CANCEL_GRACE_S", 0.3)
+    monkeypatch.setattr("aiockpt.engine.engine._CANCEL_GRACE_S", 0.3)
     storage = _HangsReading()
     ckpt = aiockpt.SyncCheckpointer(drain_timeout=0.1)
     ckpt.save(state_of(1), tmp_path / "c")

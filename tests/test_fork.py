@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 
 STATE = {"x": torch.arange(50_000.0), "step": 3}

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt import job as save_job
-from aiockpt.capture import capture_state
-from aiockpt.engine_tools import EngineTools
-from aiockpt.guard import StepGuard
+from aiockpt.core.threads import Workers
+from aiockpt.engine.resources import EngineTools
+from aiockpt.saving import job as save_job
+from aiockpt.saving.fence import StepGuard
+from aiockpt.snapshot.capture import capture_state
 from aiockpt.staging.base import Stager
 from aiockpt.staging.cpu import copy_pieces
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
-from aiockpt.threads import Workers
 from tests.states import assert_same, large_state
 
 CHUNK = 64 << 10

@@ -282,7 +282,7 @@ def _flip(path: Path, offset: int, bit: int = 0) -> None:
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 def test_flipped_payload_is_found_and_named(stock: bool, ckpt, tmp_path: Path) -> None:
-    from aiockpt.format.metadata import decode_metadata
+    from aiockpt.format.dcp.metadata import decode_metadata
 
     state = {**large_state(4, kib=2048), "small": torch.arange(50), "text": "abc" * 10}
     if stock:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
 from tests.counting import CountingStorage
 from tests.states import assert_same, large_state, random_tensor, training_state

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.staging.pacing import Budget, Pacing, StagingWindow
+from aiockpt.options import StagingWindow
+from aiockpt.staging.throttle import Budget, Pacing
 from tests.states import assert_same, large_state
 
 CHUNK = 64 << 10

@@ -273,8 +273,8 @@ def test_every_item_is_a_torch_save_file(tmp_path: Path) -> None:
     """torch.load and unzip read the bytes of one item, CRCs included."""
     import zipfile
 
+    from aiockpt.format.dcp.metadata import decode_metadata
     from aiockpt.format.index import ObjectEntry
-    from aiockpt.format.metadata import decode_metadata
 
     state = training_state()
     state["big"] = torch.arange(1 << 19, dtype=torch.int32)

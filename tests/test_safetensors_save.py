@@ -23,7 +23,7 @@ import aiockpt
 import aiockpt.dcp
 from aiockpt.cli.demo.workspace import workspace
 from aiockpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import large_state, raw_bytes, training_state
 

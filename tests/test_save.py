@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 import aiockpt
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import assert_same, large_state, training_state
 
@@ -500,7 +500,7 @@ def test_no_dependence_on_user_settings(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), aiockpt.SyncCheckpointer() as ckpt:
-            from aiockpt.format.torchzip import tensor_framing
+            from aiockpt.format.item.torchzip import tensor_framing
 
             tensor_framing.cache_clear()
             ckpt.save(state, tmp_path / "c")
@@ -626,7 +626,7 @@ async def test_a_failure_that_somebody_awaits_is_not_raised_elsewhere(tmp_path: 
 @pytest.mark.asyncio
 async def test_a_dead_engine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect, or a machine out of resources: nobody may wait for ever."""
-    from aiockpt.engine import Engine
+    from aiockpt.engine.engine import Engine
 
     async def die(self: Engine, *_: object) -> None:
         raise RuntimeError("out of luck")

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from aiockpt.sharded import _Cut, _pieces, is_distributed
+from aiockpt.planning.dtensor import _Cut, _pieces, is_distributed
 
 
 def cut_by_torch(whole: torch.Tensor, cuts: list[_Cut]) -> torch.Tensor:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from aiockpt.threads import DaemonThreads, Workers
+from aiockpt.core.threads import DaemonThreads, Workers
 
 
 def test_functions_begin_in_order_in_so_many_threads() -> None:
@@ -85,7 +85,7 @@ def test_what_has_not_begun_is_dropped_at_the_end() -> None:
 
 def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
     code = (
-        "import threading\nfrom aiockpt.threads import Workers\n"
+        "import threading\nfrom aiockpt.core.threads import Workers\n"
         "workers = Workers(2, 'stuck')\nbegun = threading.Event()\n"
         "workers.executor.submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()\nprint('over')\n"
     )

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.places import DISTANCE_BYTES, LINE_BYTES, Place, place_of, strided_parts
-from aiockpt.sampling import Samples, Validation
-from aiockpt.storage.local import LocalStorage
+from aiockpt.snapshot.sample_points import DISTANCE_BYTES, LINE_BYTES, Place, place_of, strided_parts
+from aiockpt.snapshot.sampling import Samples, Validation
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same, random_tensor, storable_dtypes
 from tests.ways_to_change import KEPT, SEEN, UNSEEN
@@ -269,7 +269,7 @@ def test_parts_of_distributed_tensors_are_looked_at(mesh, tmp_path: Path) -> Non
 
 def test_an_operator_has_time_to_end_and_is_seen_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts only when it has ended, which may be after the copies were made."""
-    monkeypatch.setattr("aiockpt.job._OPERATOR_S", 600.0)
+    monkeypatch.setattr("aiockpt.saving.job._OPERATOR_S", 600.0)
     value = torch.arange(100_000)
     with aiockpt.SyncCheckpointer() as ckpt:
         save = ckpt.submit({"w": value}, tmp_path / "c")

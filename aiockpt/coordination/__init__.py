@@ -1,1 +1,1 @@
-"""How the ranks of a distributed program agree on a save or a load."""
+"""Rounds of messages between ranks."""

@@ -55,7 +55,7 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
     chosen = distributed.group.WORLD if group == "default" else group
     if chosen is None or chosen.size() == 1:
         return None
-    from aiockpt.coordination.process_group import ProcessGroupCoordinator
+    from aiockpt.coordination.coordinator import ProcessGroupCoordinator
 
     return ProcessGroupCoordinator(chosen, timeout_s=timeout_s)
 

@@ -6,14 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from aiockpt.coordination.leader import CONNECT_S, WORD_S
-from aiockpt.coordination.letters import NO_LINK, Left, key, sealed, word_in
-from aiockpt.coordination.link import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
-from aiockpt.coordination.meeting import appears, put
-from aiockpt.coordination.verdict import coordination_trouble, gone_text, late_text
+from aiockpt.coordination.outcome import coordination_trouble, gone_text, late_text
+from aiockpt.coordination.pair_channel import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
+from aiockpt.coordination.rendezvous import appears, put
+from aiockpt.coordination.store_keys import NO_LINK, Left, key, sealed, word_in
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    from aiockpt.coordination.meeting import Meeting, Place
+    from aiockpt.coordination.rendezvous import Meeting, Place
 
 DECIDE_S = 1800.0
 """How long rank 0 may take to decide, when all have come. It may be publishing a checkpoint on slow storage. When

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiockpt.coordination.base import Trouble, trouble_of
-from aiockpt.coordination.letters import NO_LINK, Word, key, left_in, sealed
-from aiockpt.coordination.link import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
-from aiockpt.coordination.meeting import appears, pauses, put
-from aiockpt.coordination.verdict import Arrival, Brought, Gone, Late, coordination_trouble
+from aiockpt.coordination.outcome import Arrival, Brought, Gone, Late, coordination_trouble
+from aiockpt.coordination.pair_channel import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
+from aiockpt.coordination.rendezvous import appears, pauses, put
+from aiockpt.coordination.store_keys import NO_LINK, Word, key, left_in, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from aiockpt.coordination.link import Sending
-    from aiockpt.coordination.meeting import Meeting, Place
+    from aiockpt.coordination.pair_channel import Sending
+    from aiockpt.coordination.rendezvous import Meeting, Place
 
 CONNECT_S = 30.0
 """How long two ranks that are both there may take to make a link."""

@@ -16,20 +16,20 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from aiockpt.dcp.broadcast_pieces import Place, box_origin, box_sizes, pieces, region
-from aiockpt.dcp.torch_source import map_torch_file
+from aiockpt.dcp.convert.torch_source import map_torch_file
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
-from aiockpt.load_options import LoadOptions, check_options
+from aiockpt.format.keys import hint
+from aiockpt.options import LoadOptions, check_options
 from aiockpt.planning.ranges import boxes
-from aiockpt.planning.selection import hint
+from aiockpt.reading.targets import check_memory
 from aiockpt.sync_checkpointer import SyncCheckpointer
-from aiockpt.targets import check_memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-    from aiockpt.dcp.torch_source import MappedState
+    from aiockpt.dcp.convert.torch_source import MappedState
 
     Path = str | os.PathLike[str]
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
+from aiockpt.dcp.convert.to_dcp import write_checkpoint
+from aiockpt.dcp.convert.to_torch import write_torch_file
 from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
-from aiockpt.dcp.to_dcp import write_checkpoint
-from aiockpt.dcp.to_torch import write_torch_file
 from aiockpt.errors import AiockptError
-from aiockpt.load_options import LoadOptions, check_options
-from aiockpt.storage.local import absolute
+from aiockpt.options import LoadOptions, check_options
+from aiockpt.storage.local.storage import absolute
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from aiockpt.item_reader import LoadTools
+    from aiockpt.reading.executor import LoadTools
 
     Path = str | os.PathLike[str]
 

@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
-from aiockpt.dcp import unpublished
+from aiockpt.dcp import shared_commit
 from aiockpt.dcp.items import resolved, results_of
 from aiockpt.dcp.writer import FileSystemWriter
 from aiockpt.errors import AiockptError, SaveError, WriteError
-from aiockpt.planning.world_planner import WorldPlanner
+from aiockpt.planning.collective.local import WorldPlanner
 from aiockpt.staging.runtime import has_events, ready_event
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
@@ -121,10 +121,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             WriteError: the directory can't be made.
         """
         plan = super().prepare_local_plan(plan)
-        hidden = unpublished.ensure(self._path(), fsync=self.sync_files)
+        hidden = shared_commit.ensure(self._path(), fsync=self.sync_files)
         if self._is_coordinator:
             self.discard()
-            self._unpublished = weakref.finalize(self, unpublished.discard, hidden, unpublished.hold(hidden))
+            self._unpublished = weakref.finalize(self, shared_commit.discard, hidden, shared_commit.hold(hidden))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -141,7 +141,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: the planner gives something of another kind than it said.
         """
-        note = os.path.join(unpublished.find(self._path(), None), _note_name(plan.storage_data.prefix))
+        note = os.path.join(shared_commit.find(self._path(), None), _note_name(plan.storage_data.prefix))
         with contextlib.suppress(FileNotFoundError):  # of an earlier save whose results nobody has fetched
             os.unlink(note)
         self._items = list(plan.items)
@@ -211,7 +211,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         if pid != os.getpid():
             torch.set_num_threads(1)  # those that a parent has started are not there in its fork
-        hidden = unpublished.find(options.path, None)
+        hidden = shared_commit.find(options.path, None)
         try:
             note: dict[str, Any] = {"places": _write(options, hidden, values)}
         except Exception as exc:  # told to who waits for the results
@@ -229,7 +229,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 raise SaveError("there are no results before prepare_write_data")
             if not self._items:
                 return []
-            path = os.path.join(unpublished.find(self._path(), None), _note_name(self._options.prefix))
+            path = os.path.join(shared_commit.find(self._path(), None), _note_name(self._options.prefix))
             return results_of(self._items, _read_note(path, len(self._items)))
         except AiockptError as exc:
             wrapped: WRAPPED_EXCEPTION = _wrap_exception(exc)

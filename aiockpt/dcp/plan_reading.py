@@ -11,26 +11,26 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from aiockpt.capture import ready_events
-from aiockpt.dcp.extents import Extents
+from aiockpt.dcp.aliasing import Extents
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
-from aiockpt.format.objects import decode_object
-from aiockpt.item_reader import ItemReader
+from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.ranges import Selection
-from aiockpt.reads import TensorRead, say_what_was_placed
-from aiockpt.steps import count_change
-from aiockpt.targets import check_memory
+from aiockpt.reading.executor import ItemReader
+from aiockpt.reading.read_plan import TensorRead, say_what_was_placed
+from aiockpt.reading.targets import check_memory
+from aiockpt.snapshot.capture import ready_events
+from aiockpt.snapshot.optimizer_hooks import count_change
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-    from aiockpt.dcp.described import StoredItem
-    from aiockpt.engine import Engine
+    from aiockpt.dcp.index import StoredItem
+    from aiockpt.engine.engine import Engine
     from aiockpt.format.index import ItemPlace, TensorItem
-    from aiockpt.item_reader import LoadTools
-    from aiockpt.load_options import LoadOptions
+    from aiockpt.options import LoadOptions
+    from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Source
 
 _WINDOW_BYTES = 128 << 20

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.errors import LoadError
-from aiockpt.planning.tree import StructureError, unflatten
+from aiockpt.planning.flatten import StructureError, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from aiockpt.dcp.described import DescribedCheckpoint, stored_item
+from aiockpt.dcp.index import DescribedCheckpoint, stored_item
 from aiockpt.dcp.plan_reading import PlanReading
-from aiockpt.decoded_source import DecodedSource
 from aiockpt.errors import CheckpointNotFoundError, LoadError
 from aiockpt.format.checks import check_index
-from aiockpt.format.metadata import decode_metadata
+from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.index_reader import check_place, presented, read_document, read_index
-from aiockpt.load_options import LoadOptions, check_options
+from aiockpt.options import LoadOptions, check_options
+from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.open import check_place, presented, read_document, read_index
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from aiockpt.checkpointer import AsyncCheckpointer
     from aiockpt.format.index import Index
-    from aiockpt.item_reader import LoadTools
-    from aiockpt.presenting import Presented
+    from aiockpt.reading.executor import LoadTools
+    from aiockpt.reading.virtual_files import Presented
     from aiockpt.storage.base import Source, Storage
 
     Path = str | os.PathLike[str]

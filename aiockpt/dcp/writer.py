@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
-from aiockpt.dcp import unpublished
+from aiockpt.dcp import shared_commit
 from aiockpt.dcp.items import files_of, places_of, resolved, results_of
 from aiockpt.errors import CheckpointExistsError
 from aiockpt.format.names import DCP_VERSION, SUFFIX
-from aiockpt.planning.world_planner import WorldPlanner
-from aiockpt.storage.local import absolute
+from aiockpt.planning.collective.local import WorldPlanner
+from aiockpt.storage.local.storage import absolute
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         path = self._path()
         if os.path.lexists(path) and not os.path.isdir(path):
             raise CheckpointExistsError(f"{path} is not a directory; save under another name")
-        marker = unpublished.metadata_name(None if self.use_collectives else 0)
+        marker = shared_commit.metadata_name(None if self.use_collectives else 0)
         if not self.overwrite and os.path.lexists(os.path.join(path, marker)):
             raise CheckpointExistsError(f"{path} holds a checkpoint; save under another name, or pass overwrite=True")
         if self._alone is not None:
@@ -174,8 +174,8 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             WriteError: it can't be made.
         """
         self.discard()
-        hidden = unpublished.begin(self._path(), self._alone, fsync=self.sync_files)
-        self._unpublished = weakref.finalize(self, unpublished.discard, hidden, unpublished.hold(hidden))
+        hidden = shared_commit.begin(self._path(), self._alone, fsync=self.sync_files)
+        self._unpublished = weakref.finalize(self, shared_commit.discard, hidden, shared_commit.hold(hidden))
         return [
             plan if plan.storage_data is not None else replace(plan, storage_data=_StoragePrefix(f"__{number}_"))
             for number, plan in enumerate(plans)
@@ -203,7 +203,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     ) -> list[WriteResult]:
         if not items:
             return []
-        hidden = unpublished.find(self._path(), self._alone)
+        hidden = shared_commit.find(self._path(), self._alone)
         layout = self._planners.setdefault(prefix, WorldPlanner(prefix))
         files = (self.thread_count or 4) if self.single_file_per_rank else None
         named = [(item.index.fqn, value) for item, value in zip(items, values, strict=True)]
@@ -228,18 +228,18 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             CheckpointExistsError: a checkpoint has come to the path meanwhile.
         """
         path, rank = self._path(), self._alone
-        hidden = unpublished.find(path, rank)
+        hidden = shared_commit.find(path, rank)
         try:
-            names = unpublished.names_for(files_of(results), hidden, path)
+            names = shared_commit.names_for(files_of(results), hidden, path)
             metadata.storage_data = places_of(metadata, results, names)
             metadata.storage_meta = self.storage_meta()
             if hasattr(metadata, "version"):  # since torch 2.8
                 metadata.version = DCP_VERSION
-            name = unpublished.metadata_name(rank)
-            unpublished.write_metadata(hidden, name, pickle.dumps(metadata), fsync=self.sync_files)
-            unpublished.publish(hidden, path, names, rank, overwrite=self.overwrite, fsync=self.sync_files)
+            name = shared_commit.metadata_name(rank)
+            shared_commit.write_metadata(hidden, name, pickle.dumps(metadata), fsync=self.sync_files)
+            shared_commit.publish(hidden, path, names, rank, overwrite=self.overwrite, fsync=self.sync_files)
         except BaseException:
-            unpublished.discard(hidden)
+            shared_commit.discard(hidden)
             raise
         finally:
             self.discard()  # of which nothing is left by now

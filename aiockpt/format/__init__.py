@@ -1,1 +1,1 @@
-"""The bytes of a checkpoint: framing, metadata and manifest. Pure functions, no I/O."""
+"""The bytes of every file format; pure."""

@@ -110,7 +110,7 @@ class Index:
     Attributes:
         entries: by fully qualified name, in the order of the state dict.
         paths: for each name, where it belongs in the state dict.
-        containers: records of the containers that paths can't express; see `aiockpt.planning.tree`.
+        containers: records of the containers that paths can't express; see `aiockpt.planning.flatten`.
         metadata: the user's own facts.
         format: the format that the checkpoint is in.
         wrapped: the one key of the state dict that stands for the whole of what was saved, which was no dict.

@@ -1,73 +1,242 @@
-"""Keys of dicts that are no texts, as JSON: numbers, bools, None, and tuples of these and of texts.
-
-Names and paths of leaves hold the text of a key, as DCP does; the record of the container holds the key itself.
-"""
+"""Which keys of a checkpoint are meant: names, names of containers, and glob patterns; and which may have been."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter, OrderedDict, deque
-from typing import TYPE_CHECKING, Any
+import difflib
+import fnmatch
+import re
+from bisect import bisect_left
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from aiockpt.errors import printable_key
+from aiockpt.format.item.arrays import ARRAY_RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
-    from aiockpt.format.manifest import JsonValue
+    from aiockpt.format.index import ObjPath
 
-FACTORIES: dict[str, type] = {
-    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool, deque, OrderedDict, Counter)
+_MAGIC = re.compile(r"[*?\[]")
+
+_WRAPPERS = {
+    "module": "DistributedDataParallel",
+    "_orig_mod": "torch.compile",
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+    "_fsdp_wrapped_module": "FullyShardedDataParallel",
 }
-"""What a defaultdict may make its values with, by name."""
-_PLAIN = frozenset({str, int, float, bool, type(None)})
-MOST_BITS = 4096
-"""Of a number that is a key: Python makes no text of much longer ones."""
-_DEEPEST = 16
-_MOST_ALIKE = 64
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+"""What keeps a model under a name of its own."""
+
+_HINTED = 10
+"""So many missing keys are looked at one by one."""
+_BESIDE = 30
+"""So many names on each side of one are."""
+_DEPTH = 16
+"""So many levels of containers are."""
+_COMPARED = 1000
+"""A change of all keys is tried with so many missing ones."""
+_LETTERS = 500
+"""Longer names are left out."""
+_ALIKE = 0.7
+"""The least ratio of `difflib` for a name that looks like another."""
 
 
-def is_key(key: Any, depth: int = 0) -> bool:
-    """Whether a key can be stored."""
-    kind = type(key)
-    if kind is tuple:
-        return depth < _DEEPEST and all(is_key(part, depth + 1) for part in key)
-    return kind in _PLAIN and (kind is not int or key.bit_length() <= MOST_BITS)
-
-
-def encode_key(key: Any) -> JsonValue:
-    """Return the JSON form of a key for which `is_key` holds."""
-    if type(key) is tuple:
-        return [encode_key(part) for part in key]
-    if type(key) is float and not math.isfinite(key):  # which JSON has no number for
-        return {"float": str(key)}
-    return key  # type: ignore[no-any-return]
-
-
-def decode_key(value: Any) -> Any:
-    """Return the key of its JSON form, believing nothing.
+def check_patterns(keys: object) -> tuple[str, ...] | None:
+    """Copy what a caller gave as keys.
 
     Raises:
-        ValueError: it is none.
+        TypeError: it is neither None, nor text, nor texts.
     """
-    key = _decoded(value)
-    if not is_key(key):
-        raise ValueError("a key of a container is of a kind that no key has")
-    return key
+    if keys is None:
+        return None
+    if isinstance(keys, str):
+        return (keys,)
+    patterns = tuple(keys) if hasattr(keys, "__iter__") else (keys,)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"keys must be names and patterns such as 'model.*', not {type(pattern).__name__}")
+    return patterns
 
 
-def _decoded(value: Any, depth: int = 0) -> Any:
-    if type(value) is list and depth <= _DEEPEST:
-        return tuple([_decoded(part, depth + 1) for part in value])
-    if type(value) is dict and value.get("float") in _NOT_FINITE and len(value) == 1:
-        return _NOT_FINITE[value["float"]]
-    return value
+def matching(names: Collection[str], patterns: Iterable[str]) -> tuple[set[str], tuple[str, ...]]:
+    """Find the names that are meant.
 
+    A pattern is a name; or the name of a container, which means everything in it; or a glob pattern with ``*``,
+    ``?`` and ``[...]``, which match dots as well.
 
-def check_hashes(keys: Iterable[Any]) -> None:
-    """Refuse keys of which many have one hash: a dict of them would take the square of their count in time.
+    Args:
+        names: all names there are.
+        patterns: what is wanted.
 
-    Raises:
-        ValueError: they were chosen so.
+    Returns:
+        The names, and the patterns that match none.
     """
-    if any(count > _MOST_ALIKE for count in Counter(map(hash, keys)).values()):
-        raise ValueError("the keys of a container all have one hash")
+    found: set[str] = set()
+    unmatched: list[str] = []
+    for pattern in patterns:
+        if pattern in names:
+            found.add(pattern)
+            continue
+        prefix = pattern + "."
+        hits = {name for name in names if name.startswith(prefix)}
+        if not hits and _MAGIC.search(pattern):
+            matches = re.compile(fnmatch.translate(pattern)).match
+            hits = {name for name in names if matches(name)}
+        found |= hits
+        if not hits:
+            unmatched.append(pattern)
+    return found, tuple(unmatched)
+
+
+def hint(missing: Sequence[str], names: Iterable[str], asked: Container[str] = (), *, fills: bool = False) -> str:
+    """Return sentences on what is there that looks like what is missing.
+
+    The first missing keys are looked at, and for each of them the names beside it, sorted from their beginnings and
+    sorted from their ends: a slip at one place leaves either what is before it or what is behind it.
+
+    Args:
+        missing: what is not there: names, and names of containers.
+        names: all names there are.
+        asked: those that are not meant by others, for they were asked for by themselves.
+        fills: say how to load into a target all the same.
+
+    Returns:
+        The sentences, after a space; nothing if nothing looks alike.
+    """
+    missing = [key.removesuffix(".*") for key in missing[:_COMPARED] if len(key) < _LETTERS]
+    candidates = [name for name in names if name not in asked and len(name) < _LETTERS]
+    depths = {key.count(".") + 1 for key in missing[:_HINTED]}
+    known = {*candidates}.union(*(_cut(candidates, depth) for depth in depths if depth <= _DEPTH))
+    ordered, backwards = sorted(known), sorted(name[::-1] for name in known)
+    beside = {
+        key: [*_beside(ordered, key), *(name[::-1] for name in _beside(backwards, key[::-1]))]
+        for key in missing[:_HINTED]
+    }
+    change = _common_change(beside, missing, known)
+    if change is not None:
+        key = next(key for key in missing if change.applied(key) in known)
+        return " " + change.described(key, fills=fills)
+    alike = ((key, found) for key in beside for found in difflib.get_close_matches(key, beside[key], 1, _ALIKE))
+    said = [f"'{printable_key(found)}' for '{printable_key(key)}'" for key, found in islice(alike, 3)]
+    return f" What looks alike: {', '.join(said)}." if said else ""
+
+
+class _Change(NamedTuple):
+    """A level, or several, that the stored names have and the others lack; or the other way round.
+
+    Attributes:
+        at: how many levels are before it.
+        levels: which it is.
+        is_stored: whether the stored names have it.
+    """
+
+    at: int
+    levels: tuple[str, ...]
+    is_stored: bool
+
+    def applied(self, key: str) -> str | None:
+        """Return what a key is called with the change; None where there is nothing to change."""
+        parts = key.split(".")
+        behind = self.at if self.is_stored else self.at + len(self.levels)
+        if behind >= len(parts) or not (self.is_stored or tuple(parts[self.at : behind]) == self.levels):
+            return None
+        return ".".join([*parts[: self.at], *(self.levels if self.is_stored else ()), *parts[behind:]])
+
+    def described(self, key: str, *, fills: bool) -> str:
+        """Return the sentences about it, with a key as the example."""
+        level, example = printable_key(".".join(self.levels)), printable_key(self.applied(key) or "")
+        wrappers = " and ".join(_WRAPPERS[each] for each in self.levels if each in _WRAPPERS)
+        text = (
+            f"Its keys {'have' if self.is_stored else 'lack'} '{level}.', as in '{example}' for '{printable_key(key)}'"
+        )
+        if wrappers and self.is_stored:
+            text += f": it was saved from a model within {wrappers}"
+        elif wrappers:
+            text += f": it was saved from a model that was not within {wrappers}"
+        if not fills:
+            return text + "."
+        if not self.is_stored:
+            return f"{text}. Load into what is below '{level}' in the target{', model.' + level if wrappers else ''}."
+        nested = "".join(f"{{'{printable_key(each)}': " for each in self.levels)
+        text += f". Load into {nested}{'model' if wrappers else '...'}{'}' * len(self.levels)} in place of "
+        return text + (
+            f"model; what is saved as model.{level} has no such keys." if wrappers else "what it is to hold."
+        )
+
+
+def _cut(names: Sequence[str], depth: int) -> set[str]:
+    """Return the containers of so many levels that are around names."""
+    within = re.compile(r"[^.]*" + r"\.[^.]*" * (depth - 1) + r"(?=\.)")
+    return {found[0] for found in map(within.match, names) if found}
+
+
+def _beside(ordered: Sequence[str], key: str) -> Sequence[str]:
+    at = bisect_left(ordered, key)
+    return ordered[max(0, at - _BESIDE) : at + _BESIDE]
+
+
+def _common_change(
+    beside: Mapping[str, Sequence[str]], missing: Sequence[str], known: Container[str]
+) -> _Change | None:
+    """Return the change that makes stored names of most missing keys, if there is one."""
+    found = Counter(change for key, names in beside.items() for change in _changes(key, names, known))
+    best: tuple[int, _Change] | None = None
+    for change, _ in found.most_common(_HINTED):
+        hits = sum(change.applied(key) in known for key in missing)
+        if 2 * hits > len(missing) and (best is None or hits > best[0]):
+            best = hits, change
+    # Of one key alone there may be many at other places.
+    return best[1] if best is not None and (len(missing) > 1 or len(found) == 1) else None
+
+
+def _changes(key: str, names: Iterable[str], known: Container[str]) -> set[_Change]:
+    """Return the changes that make stored names of a key."""
+    parts = tuple(key.split("."))
+    if len(parts) > _DEPTH:
+        return set()
+    levels = range(len(parts))
+    lost = (_Change(at, parts[at:behind], False) for behind in levels for at in range(behind))
+    wrapped = (_Change(at, (each,), True) for each in _WRAPPERS for at in levels)
+    found = {change for change in (*lost, *wrapped) if change.applied(key) in known}
+    for name in names:
+        longer = tuple(name.split("."))
+        more = len(longer) - len(parts)
+        if more > 0:
+            found |= {
+                _Change(at, longer[at : at + more], True) for at in levels if longer[:at] + longer[at + more :] == parts
+            }
+    return found
+
+
+def containers_within(
+    containers: Sequence[dict[str, object]], names: Sequence[str], paths: Sequence[ObjPath], kept: Collection[str]
+) -> list[dict[str, object]]:
+    """Give the container records that still mean something when only some leaves are kept.
+
+    Args:
+        containers: the records of the whole state dict.
+        names: the names of all its leaves, in order.
+        paths: their paths.
+        kept: the names that are kept.
+    """
+    before = [0]
+    around: set[tuple[object, ...]] = set()  # containers of what is kept
+    cut: set[tuple[object, ...]] = set()  # containers of what is left out
+    for name, path in zip(names, paths, strict=True):
+        before.append(before[-1] + (name in kept))
+        (around if name in kept else cut).update(path[:depth] for depth in range(len(path)))
+    whole = around - cut
+    arrays = {path for name, path in zip(names, paths, strict=True) if name in kept}
+    found: list[dict[str, object]] = []
+    for record in containers:
+        path = tuple(record["path"])  # type: ignore[arg-type]
+        at = min(int(record["at"]), len(names))  # type: ignore[call-overload]
+        # An empty one has no leaves to be known by: it belongs to what is kept as a whole around it.
+        if record["type"] == ARRAY_RECORD:
+            if path in arrays:
+                found.append({**record, "at": before[at]})
+            continue
+        if path in around or any(path[:depth] in whole for depth in range(len(path))):
+            found.append({**record, "at": before[at]})
+    return found

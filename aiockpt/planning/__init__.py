@@ -1,1 +1,1 @@
-"""Decisions about a checkpoint: structure, buckets, file images, ranges. Pure functions, no I/O."""
+"""Pure decisions: what is stored where, and which rank writes it."""

@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import SaveError
+from aiockpt.format.dcp.metadata_opcodes import MetadataHead, finish_metadata
+from aiockpt.format.dcp.metadata_writer import encode_metadata
 from aiockpt.format.index import ChunkEntry, Entry, ItemPlace, ObjectEntry, TensorEntry
-from aiockpt.format.index_writer import IndexDraft, Places, encode_index
-from aiockpt.format.indexed_entries import Form
-from aiockpt.format.metadata_tail import MetadataHead, finish_metadata
-from aiockpt.format.metadata_writer import encode_metadata
+from aiockpt.format.item.objects import encode_object, is_shortage
+from aiockpt.format.item.torchzip import tensor_framing
+from aiockpt.format.manifest.columnar_index import Form
+from aiockpt.format.manifest.index_writer import IndexDraft, Places, encode_index
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.format.objects import encode_object, is_shortage
-from aiockpt.format.torchzip import tensor_framing
 from aiockpt.planning.buckets import assign_buckets, bucket_count
-from aiockpt.planning.layout import BLOCK_BYTES, FileImage, align_up, lay_out
+from aiockpt.planning.layout import FileImage, align_up, lay_out
 from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
 from aiockpt.planning.specs import describe, unstorable
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiockpt.format.framing import Framing
-    from aiockpt.planning.source import Capture
+    from aiockpt.format.item.framing import Framing
+    from aiockpt.planning.snapshot import Capture
     from aiockpt.planning.specs import TensorSpec
 
 

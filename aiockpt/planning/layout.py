@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from isal.isal_zlib import crc32, crc32_combine
 
+from aiockpt.core.machine import BLOCK_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiockpt.format.framing import Framing
+    from aiockpt.format.item.framing import Framing
 
-BLOCK_BYTES = 4096
-"""The unit of direct I/O: addresses, offsets and lengths are multiples of it."""
 ALIGNED_PAYLOAD_BYTES = 1 << 20
 """Payloads of this size and more start at a multiple of `BLOCK_BYTES` in their file."""
 ITEM_ALIGNMENT = 64

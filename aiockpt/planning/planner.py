@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiockpt.format.arrays import ARRAY_TYPES, tensor_of
+from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.format.item.arrays import ARRAY_TYPES, tensor_of
 from aiockpt.planning.dcp_plan import DcpForm
-from aiockpt.planning.layout import BLOCK_BYTES
+from aiockpt.planning.flatten import flatten
 from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
 from aiockpt.planning.specs import TensorSpec, describe, is_dense
-from aiockpt.planning.tree import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.planning.source import Capture
+    from aiockpt.planning.snapshot import Capture
 
 __all__ = ["CHECKED_AHEAD", "Layout", "Planner", "SavePlan", "TensorSpec", "describe", "is_dense", "stored_bytes"]
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiockpt.format.index_writer import IndexDraft
+    from aiockpt.format.manifest.index_writer import IndexDraft
     from aiockpt.planning.layout import FileImage
-    from aiockpt.planning.source import Capture, Structure
+    from aiockpt.planning.snapshot import Capture, Structure
     from aiockpt.planning.specs import TensorSpec
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiockpt.errors import SaveError
-from aiockpt.format.framing import Framing
+from aiockpt.format.item.framing import Framing
 from aiockpt.format.names import INDEX_NAME
-from aiockpt.format.safetensors_writer import (
+from aiockpt.format.safetensors.writer import (
     MAX_HEADER_BYTES,
     METADATA_KEY,
     Stored,
@@ -33,8 +33,8 @@ from aiockpt.planning.specs import TensorSpec, describe_contiguous
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.format.manifest import JsonValue
-    from aiockpt.planning.source import Capture
+    from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.planning.snapshot import Capture
 
 SHARD_BYTES = 5_000_000_000
 """How large the files of a set may be by default: what the ecosystem's own writers choose."""

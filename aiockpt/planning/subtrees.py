@@ -6,8 +6,8 @@ from bisect import bisect_left
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.planning.selection import containers_within
-from aiockpt.planning.tree import unflatten
+from aiockpt.format.keys import containers_within
+from aiockpt.planning.flatten import unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +23,7 @@ class Subtrees:
 
     Args:
         paths: for each leaf, in the order of the state dict, where it belongs.
-        containers: records of the containers that paths can't express; see `aiockpt.planning.tree`.
+        containers: records of the containers that paths can't express; see `aiockpt.planning.flatten`.
     """
 
     def __init__(self, paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, Any]]) -> None:

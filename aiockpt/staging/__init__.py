@@ -1,1 +1,1 @@
-"""Copying tensors into staging memory: the pool of chunks, and a stager for each kind of device."""
+"""Copies between tensors and chunks of staging memory; knows devices."""

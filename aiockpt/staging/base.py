@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from aiockpt.core.extent import freed_message, is_freed
 from aiockpt.errors import StageError
-from aiockpt.extent import freed_message, is_freed
 from aiockpt.planning.ranges import boxes
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout, TensorSpec
-    from aiockpt.planning.source import Capture
+    from aiockpt.planning.snapshot import Capture
     from aiockpt.staging.pool import Chunk
 
 

@@ -13,12 +13,12 @@ from aiockpt.staging.pool import copy_small
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiockpt.core.threads import Workers
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
-    from aiockpt.planning.source import Capture
+    from aiockpt.planning.snapshot import Capture
     from aiockpt.staging.base import Pending
     from aiockpt.staging.pool import Chunk
-    from aiockpt.threads import Workers
 
 
 SMALL_BYTES = 32 << 10

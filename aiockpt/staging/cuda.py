@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from aiockpt.core.threads import Workers
 from aiockpt.errors import StageError
 from aiockpt.staging.base import Stager
-from aiockpt.staging.gathering import ChunkFiller
+from aiockpt.staging.device_packing import ChunkFiller
 from aiockpt.staging.runtime import runtime_of
-from aiockpt.threads import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
-    from aiockpt.planning.source import Capture
+    from aiockpt.planning.snapshot import Capture
     from aiockpt.staging.base import Pending
     from aiockpt.staging.pool import Chunk
     from aiockpt.staging.runtime import Runtime

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from aiockpt.staging.driver import allow_captures, give_stream_back, take_stream
+from aiockpt.staging.cuda_driver import allow_captures, give_stream_back, take_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

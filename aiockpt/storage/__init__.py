@@ -1,1 +1,1 @@
-"""Where checkpoints are kept. Knows bytes, names and durability, nothing of tensors."""
+"""Files and commits; sees names and bytes only."""

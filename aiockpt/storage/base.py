@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Mapping, Sequence
 
+    from aiockpt.core.threads import Workers
     from aiockpt.format.index import ItemPlace
-    from aiockpt.threads import Workers
 
 
 Fate = Literal["open", "published", "gone"]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Mapping, Sequence
 
-    from aiockpt.threads import Workers
+    from aiockpt.core.threads import Workers
 
 
 class WrapperStorage(Storage):

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.core.futures import Completion
 from aiockpt.errors import CommitError, CorruptCheckpointError, LoadError, WriteError
-from aiockpt.handle import Completion
 from aiockpt.testing.faults import Chances, Fault
-from aiockpt.testing.stepped import SteppedStorage
+from aiockpt.testing.hooked import SteppedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Storage, Transaction
-    from aiockpt.threads import Workers
 
 
 class GatedStorage(SteppedStorage):
@@ -36,7 +36,7 @@ class GatedStorage(SteppedStorage):
 
     Args:
         inner: where things really go.
-        steps: where to stop; see `aiockpt.testing.stepped.Step`.
+        steps: where to stop; see `aiockpt.testing.hooked.Step`.
     """
 
     def __init__(self, inner: Storage, steps: Sequence[str]) -> None:
@@ -116,7 +116,7 @@ class FaultyStorage(SteppedStorage):
 
     Args:
         inner: where things really go.
-        step: which step fails; see `aiockpt.testing.stepped.Step`.
+        step: which step fails; see `aiockpt.testing.hooked.Step`.
         error: what the file system says.
         nth: which occurrence of the step fails, counted from 1.
         times: how many occurrences fail, from there on; None for all.

@@ -8,12 +8,12 @@ import threading
 from pathlib import Path
 from typing import Literal, Protocol
 
-from aiockpt.handle import Completion
+from aiockpt.core.futures import Completion
+from aiockpt.core.threads import Workers
 from aiockpt.storage.base import FileSink, Storage, Transaction
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, _WrapperSink, _WrapperTransaction
 from aiockpt.testing import GatedStorage
-from aiockpt.threads import Workers
 from tests.writer.gates import Gate
 
 WAIT_S = 30.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from tests.cancellation.moments import DRAIN_S
 from tests.cancellation.stops import WAIT_S

@@ -8,11 +8,11 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from aiockpt.core.threads import Workers
 from aiockpt.storage.base import Transaction
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
 from aiockpt.testing import FaultyStorage
-from aiockpt.threads import Workers
 from tests.crash.consequences import Kind
 from tests.crash.scenarios import OPTIONS, Announce, Program, Scenario, checkpointer, save_one, state_of
 

@@ -10,8 +10,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from aiockpt.testing.calls import FileCall
 from tests.crash.consequences import Problem
+from tests.crash.lab.calls import FileCall
 from tests.crash.matrix import DEADLINE_S, Outcome, Point, run_live, run_points, survey
 from tests.crash.scenarios import SCENARIOS
 from tests.crash.zygote import Zygote

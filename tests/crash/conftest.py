@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiockpt.testing import tracer
+from tests.crash.lab import tracer
 from tests.crash.zygote import Zygote
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from aiockpt import SyncCheckpointer
 from aiockpt.errors import CheckpointNotFoundError
-from aiockpt.testing.ptrace import refuse_rename_flags
+from tests.crash.lab.ptrace import refuse_rename_flags
 from tests.crash.promises import Allowed
 from tests.crash.scenarios import Scenario, checkpointer
 

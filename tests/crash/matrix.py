@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from aiockpt.testing.calls import FileCall
-from aiockpt.testing.tracer import Kill, Trace, Tracer, TracerTimeoutError
 from tests.crash.consequences import Problem, check, contents, hidden, look, run_next
+from tests.crash.lab.calls import FileCall
+from tests.crash.lab.tracer import Kill, Trace, Tracer, TracerTimeoutError
 from tests.crash.promises import Allowed, allowed_after
 from tests.crash.scenarios import SCENARIOS, Scenario, prepare
 from tests.crash.zygote import forked

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+from aiockpt.core.threads import Workers
 from aiockpt.storage.base import FileSink, Source, Storage, Transaction
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.syscalls import rename_exchange
-from aiockpt.threads import Workers
 from tests.crash.scenarios import OPTIONS, Announce, Program, checkpointer
 
 Care = Literal[

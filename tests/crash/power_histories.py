@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from aiockpt.storage.syscalls import rename_exchange
-from aiockpt.testing.calls import FileCall
-from aiockpt.testing.disk import Disk
-from aiockpt.testing.disk_names import Folder
-from aiockpt.testing.power_choices import permitted
+from tests.crash.lab.calls import FileCall
+from tests.crash.lab.disk import Disk
+from tests.crash.lab.disk_names import Folder
+from tests.crash.lab.power_choices import permitted
 
 NAMES = ["a", "b", "d", "d/a"]
 WORDS = [

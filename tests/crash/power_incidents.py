@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiockpt.errors import AiockptError
-from aiockpt.testing.calls import FileCall
-from aiockpt.testing.tracer import Action, Decide, Fail, Kill
+from tests.crash.lab.calls import FileCall
+from tests.crash.lab.tracer import Action, Decide, Fail, Kill
 from tests.crash.power_recordings import Recording, Run, record
 from tests.crash.scenarios import OPTIONS, Announce, Program, checkpointer
 

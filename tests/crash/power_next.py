@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from aiockpt.testing.disk_names import Folder, taken
-from aiockpt.testing.power import Replay, Report, is_shown
-from aiockpt.testing.power_choices import choose
-from aiockpt.testing.power_promises import Promises
+from tests.crash.lab.disk_names import Folder, taken
+from tests.crash.lab.power import Replay, Report, is_shown
+from tests.crash.lab.power_choices import choose
+from tests.crash.lab.power_promises import Promises
 from tests.crash.power_recordings import Recording, record_next, run
 from tests.crash.scenarios import SCENARIOS, Announce, Program, checkpointer
 from tests.crash.zygote import Zygote

@@ -1,6 +1,6 @@
 """Every state that a power cut may leave of a short history, by trying all subsets of all that was ever done.
 
-Written to be compared with `aiockpt.testing.disk`, so nothing is shared: nothing is ever made durable here. What was
+Written to be compared with `tests.crash.lab.disk`, so nothing is shared: nothing is ever made durable here. What was
 synced is a change that must be there, and each byte of a write, and the size it brings, are changes of their own.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiockpt.testing.calls import FileCall
+from tests.crash.lab.calls import FileCall
 
 _ROOT = 0
 

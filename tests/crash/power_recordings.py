@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aiockpt.testing.calls import FileCall
-from aiockpt.testing.disk import Disk
-from aiockpt.testing.disk_names import Folder, put, taken
-from aiockpt.testing.power import Replay, Report
-from aiockpt.testing.power_promises import Promises
-from aiockpt.testing.tracer import Decide, Tracer
+from tests.crash.lab.calls import FileCall
+from tests.crash.lab.disk import Disk
+from tests.crash.lab.disk_names import Folder, put, taken
+from tests.crash.lab.power import Replay, Report
+from tests.crash.lab.power_promises import Promises
+from tests.crash.lab.tracer import Decide, Tracer
 from tests.crash.scenarios import SCENARIOS, Announce, Scenario, checkpointer, prepare
 from tests.crash.zygote import forked
 from tests.states import assert_same

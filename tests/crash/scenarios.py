@@ -23,7 +23,7 @@ from aiockpt import SaveHandle, SyncCheckpointer
 from aiockpt.errors import AiockptError
 from aiockpt.format.names import SUFFIX
 from aiockpt.storage.base import Storage
-from aiockpt.testing.ptrace import refuse_rename_flags
+from tests.crash.lab.ptrace import refuse_rename_flags
 from tests.ranks import failing
 from tests.states import assert_same
 

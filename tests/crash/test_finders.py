@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from aiockpt.dcp import FileSystemWriter
 from aiockpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
-from aiockpt.testing.tracer import Tracer
+from tests.crash.lab.tracer import Tracer
 from tests.crash.scenarios import checkpointer, save_one, state_of
 from tests.crash.zygote import Zygote
 from tests.dcp.megatron_driver import write_alone

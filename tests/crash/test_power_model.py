@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt.testing.calls import FileCall
-from aiockpt.testing.disk import Disk
-from aiockpt.testing.disk_files import block_borders
-from aiockpt.testing.disk_names import Folder, put, taken
-from aiockpt.testing.power_choices import choose, covering, permitted
-from aiockpt.testing.power_promises import GONE, Promises
+from tests.crash.lab.calls import FileCall
+from tests.crash.lab.disk import Disk
+from tests.crash.lab.disk_files import block_borders
+from tests.crash.lab.disk_names import Folder, put, taken
+from tests.crash.lab.power_choices import choose, covering, permitted
+from tests.crash.lab.power_promises import GONE, Promises
 from tests.crash.power_histories import every_byte, histories, perform, plain, states
 from tests.crash.power_oracle import left_by_brute_force
 from tests.crash.power_recordings import scratch

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from aiockpt.testing.calls import FileCall
-from aiockpt.testing.tracer import Action, Fail, Kill, Short, Trace, Tracer, TracerTimeoutError, why_not
+from tests.crash.lab.calls import FileCall
+from tests.crash.lab.tracer import Action, Fail, Kill, Short, Trace, Tracer, TracerTimeoutError, why_not
 from tests.crash.zygote import Zygote
 
 BLOCK = 4096

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import aiockpt
 from aiockpt.dcp import format_utils as ours
-from aiockpt.dcp import to_torch
+from aiockpt.dcp.convert import to_torch
 from tests.dcp.test_reader import Settings, state_of
 from tests.ranks.world import World
 from tests.states import assert_same, random_tensor, raw_bytes, training_state

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 import aiockpt
-from aiockpt.testing.calls import FileCall
-from aiockpt.testing.tracer import Action, Fail, Short
+from tests.crash.lab.calls import FileCall
+from tests.crash.lab.tracer import Action, Fail, Short
 from tests.faults.sweep import QUICK_RETRIES, Outcome, Sweep
 
 Expected = Literal["told", "saved", "saved but for syncs"]

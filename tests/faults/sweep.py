@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import aiockpt
-from aiockpt.testing.calls import FileCall
-from aiockpt.testing.tracer import Action, Tracer
+from tests.crash.lab.calls import FileCall
+from tests.crash.lab.tracer import Action, Tracer
 from tests.crash.zygote import forked
 from tests.states import assert_same
 

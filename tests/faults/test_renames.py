@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage import publish
-from aiockpt.storage.repeated import syncing_once
-from aiockpt.storage.retries import NotSyncedError
+from aiockpt.storage.local import publish
+from aiockpt.storage.local.repeated import syncing_once
+from aiockpt.storage.local.retries import NotSyncedError
 from tests.faults.checks import names
 from tests.states import assert_same
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage import local_sink
+from aiockpt.storage.local import sink as local_sink
 from aiockpt.storage.local import LocalStorage
-from aiockpt.storage.local_sink import LocalSink
+from aiockpt.storage.local.sink import LocalSink
 from aiockpt.storage.retries import (
     AMBIGUOUS,
     DEFAULT_RETRIES,

@@ -14,7 +14,7 @@ import torch
 
 import aiockpt
 from aiockpt.storage.base import Storage
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Chances, Fault, FaultyStorage, HangingStorage
 from tests.faults.checks import assert_failed_rightly, assert_nothing_happened, names
 from tests.states import assert_same, large_state

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import aiockpt
-from aiockpt.format.manifest import SEAL
-from aiockpt.storage.local import LocalStorage
+from aiockpt.format.manifest.manifest import SEAL
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.stock import ALONE
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.format.harmless import UnknownMemberError, build_harmless
-from aiockpt.format.objects import decode_object, encode_object
-from aiockpt.format.pickle_machine import PickleError
+from aiockpt.format.item.harmless import UnknownMemberError, build_harmless
+from aiockpt.format.item.objects import decode_object, encode_object
+from aiockpt.format.pickle.machine import PickleError
 from tests.hostile_inputs import pickle_of
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiockpt.format.item_check import ItemChecker, read_framing
-from aiockpt.format.torchzip import tensor_framing
-from aiockpt.format.ziparchive import FramingError
+from aiockpt.format.item.item_check import ItemChecker, read_framing
+from aiockpt.format.item.torchzip import tensor_framing
+from aiockpt.format.item.ziparchive import FramingError
 from tests.stock import PAYLOAD_OFFSET
 
 

@@ -14,13 +14,13 @@ from isal.isal_zlib import crc32
 
 import aiockpt
 from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import ItemPlace, ObjectEntry, TensorEntry
-from aiockpt.format.index_writer import Places, encode_index, finish_index
-from aiockpt.format.indexed_entries import Form, IndexedEntries
-from aiockpt.format.manifest import Manifest, encode_manifest
-from aiockpt.format.manifest_reader import decode_manifest
-from aiockpt.format.metadata import decode_metadata
-from aiockpt.format.tensor_item import parse_tensor_item
+from aiockpt.format.item.tensor_item import parse_tensor_item
+from aiockpt.format.manifest.columnar_index import Form, IndexedEntries
+from aiockpt.format.manifest.index_writer import Places, encode_index, finish_index
+from aiockpt.format.manifest.manifest import Manifest, encode_manifest
+from aiockpt.format.manifest.manifest_reader import decode_manifest
 from tests.states import training_state
 
 

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from aiockpt.core.gc_pause import few_collections
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
-from aiockpt.format.garbage import few_collections
+from aiockpt.format.dcp.metadata import decode_metadata
+from aiockpt.format.dcp.metadata_opcodes import finish_metadata, int_opcodes, text_opcodes
+from aiockpt.format.dcp.metadata_writer import encode_metadata
 from aiockpt.format.index import ChunkEntry, ItemPlace, ObjectEntry, TensorEntry
-from aiockpt.format.metadata import decode_metadata
-from aiockpt.format.metadata_tail import finish_metadata, int_opcodes, text_opcodes
-from aiockpt.format.metadata_writer import encode_metadata
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], file: str, offset: int, length: int) -> TensorEntry:

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aiockpt
-from aiockpt.format.objects import decode_object, encode_object
+from aiockpt.format.item.objects import decode_object, encode_object
 from tests.hostile_inputs import OBJECT_BOMBS, pickle_of, zipped
 from tests.states import assert_same
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aiockpt.format.pickle_machine import Machine
-from aiockpt.format.pickle_opcodes import HANDLERS, OPCODES
-from aiockpt.format.pickles import DTYPES, Function, PickleError, Record, read_pickle
+from aiockpt.format.pickle.fast_pickle import DTYPES, Function, PickleError, Record, read_pickle
+from aiockpt.format.pickle.machine import Machine
+from aiockpt.format.pickle.opcodes import HANDLERS, OPCODES
 
 KINDS = {
     kind.__name__: type(kind.__name__, (Record,), {"repeats": kind is TensorStorageMetadata})

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import Index, TensorEntry
-from aiockpt.format.safetensors import (
+from aiockpt.format.safetensors.file_set import ShardIndex, decode_shard_index, merge_shards
+from aiockpt.format.safetensors.header import (
     HEADER_PROBE_BYTES,
     MAX_HEADER_BYTES,
     decode_header,
@@ -22,7 +23,6 @@ from aiockpt.format.safetensors import (
     shared_names,
     with_shared_names,
 )
-from aiockpt.format.safetensors_set import ShardIndex, decode_shard_index, merge_shards
 from tests.states import assert_same, random_tensor, training_state
 
 safetensors = pytest.importorskip("safetensors.torch")

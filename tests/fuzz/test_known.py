@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import aiockpt
-from aiockpt.format.objects import decode_object, encode_object
-from aiockpt.format.ziparchive import FramingError, read_directory
-from aiockpt.shown import show_plainly, shown, shown_name
+from aiockpt.errors import printable, printable_key, sanitize_error
+from aiockpt.format.item.objects import decode_object, encode_object
+from aiockpt.format.item.ziparchive import FramingError, read_directory
 from tests.fuzz import archives
 from tests.fuzz.judge import Judge
 from tests.fuzz.pickled import number
@@ -355,13 +355,13 @@ def test_causes_can_be_printed() -> None:
     error = aiockpt.LoadError("a\x1b[2J")
     error.__cause__ = ValueError("b\x1b[2J", 5)
     error.__cause__.__cause__ = KeyError(5)
-    show_plainly(error)
+    sanitize_error(error)
     assert (error.args, error.__cause__.args) == (("a\\x1b[2J",), ("b\\x1b[2J", 5))
 
 
 def test_what_is_shown() -> None:
-    assert shown("a\nb\x1b[2J\udc80\u202eä") == "a\nb\\x1b[2J\\udc80\\u202eä"
-    assert len(shown("x" * 10_000 + "the end")) < 2100
-    assert shown("x" * 10_000 + "the end").endswith("the end")
-    assert shown_name("a\nb\x1b" + "c" * 10_000).startswith("a\\nb\\x1bccc")
-    assert len(shown_name("c" * 10_000)) < 320
+    assert printable("a\nb\x1b[2J\udc80\u202eä") == "a\nb\\x1b[2J\\udc80\\u202eä"
+    assert len(printable("x" * 10_000 + "the end")) < 2100
+    assert printable("x" * 10_000 + "the end").endswith("the end")
+    assert printable_key("a\nb\x1b" + "c" * 10_000).startswith("a\\nb\\x1bccc")
+    assert len(printable_key("c" * 10_000)) < 320

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import aiockpt
-from aiockpt.storage.local import LocalStorage
-from aiockpt.storage.tickets import RECORD, REPLACED, this_process
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_names import RECORD, REPLACED, this_process
 from aiockpt.testing import GatedStorage
 from tests.golden import stock
 from tests.golden.states import PLAIN_DTYPES, plain_values, ranks, tensors, training

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.staging.driver import allow_captures
-from aiockpt.staging.pacing import StagingWindow
+from aiockpt.options import StagingWindow
+from aiockpt.staging.cuda_driver import allow_captures
 from aiockpt.staging.pool import Chunk
 from aiockpt.staging.runtime import CudaRuntime
 from tests.states import assert_same, random_tensor

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import aiockpt
 from aiockpt.format.index import ChunkEntry, Index, ItemPlace, TensorEntry
 from aiockpt.planning.coverage import Box, Extent, cut_segments, group_segments, overlapping, part_overlaps
-from aiockpt.planning.inventory import Inventory
-from aiockpt.verify_report import Findings
+from aiockpt.reading.verify.expected import Inventory
+from aiockpt.reading.verify.report import Findings
 
 chunk = st.tuples(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.tuples(st.integers(0, 3), st.integers(0, 3)))
 

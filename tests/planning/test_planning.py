@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt.format.framing import Framing
-from aiockpt.format.torchzip import tensor_framing
+from aiockpt.format.item.framing import Framing
+from aiockpt.format.item.torchzip import tensor_framing
 from aiockpt.planning.buckets import MIN_BUCKET_BYTES, assign_buckets, bucket_count, split_in_order
+from aiockpt.planning.flatten import NameMemo, StructureError, flatten, unflatten
 from aiockpt.planning.layout import Sealer, align_up, lay_out, pack
 from aiockpt.planning.ranges import boxes
 from aiockpt.planning.specs import describe, describe_contiguous
-from aiockpt.planning.tree import NameMemo, StructureError, flatten, unflatten
 
 
 @settings(deadline=None)

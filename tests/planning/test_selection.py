@@ -6,8 +6,8 @@ import difflib
 
 import pytest
 
-from aiockpt.planning import selection
-from aiockpt.planning.selection import hint
+from aiockpt.format import keys as selection
+from aiockpt.format.keys import hint
 
 LAYERS = [f"layers.{i}.{part}.{kind}" for i in range(12) for part in ("up", "down") for kind in ("weight", "bias")]
 INSIDE = [f"model.{name}" for name in LAYERS]

@@ -13,12 +13,12 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from aiockpt.errors import SaveError
+from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import ItemPlace, ObjectEntry, TensorEntry
-from aiockpt.format.manifest import FileFacts
-from aiockpt.format.metadata import decode_metadata
-from aiockpt.planning.world_book import WorldBook, Written, files_of
-from aiockpt.planning.world_plan import Holdings, PartForm, WorldPlan, plan_world
-from aiockpt.planning.world_planner import ItemPlaces
+from aiockpt.format.manifest.manifest import FileFacts
+from aiockpt.planning.collective.cache import WorldBook, Written, files_of
+from aiockpt.planning.collective.local import ItemPlaces
+from aiockpt.planning.collective.plan import Holdings, PartForm, WorldPlan, plan_world
 
 Part = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 FRAMING = 1234

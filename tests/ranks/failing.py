@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor, Partial
 
 import aiockpt
 from aiockpt.coordination import follower, leader
+from aiockpt.core.threads import Workers
 from aiockpt.storage.base import Storage, Transaction
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
 from aiockpt.testing import FaultyStorage, GatedStorage
-from aiockpt.threads import Workers
 from tests.ranks.world import RankFailure
 
 SMALL: dict[str, Any] = {"chunk_bytes": 1 << 16, "staging_bytes": 1 << 18, "io_threads": 1}

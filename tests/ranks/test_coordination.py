@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from aiockpt.coordination.base import Lane
-from aiockpt.coordination.process_group import ProcessGroupCoordinator
+from aiockpt.coordination.coordinator import ProcessGroupCoordinator
 from aiockpt.errors import CoordinationError, WriteError
 from tests.ranks.failing import die, expect_no_word
 from tests.ranks.world import RankFailure, World

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import aiockpt
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.ranks.failing import SMALL, state_of, whole_state
 from tests.ranks.world import World

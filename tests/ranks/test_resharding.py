@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import aiockpt
+from aiockpt.core.threads import Workers
 from aiockpt.storage.base import Source
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.threads import Workers
 from tests.counting import CountingStorage
 from tests.ranks.layouts import LAYOUTS, distributed, full_tensors
 from tests.ranks.world import RankFailure, World, mesh_of

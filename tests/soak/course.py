@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 import aiockpt
-from aiockpt import steps
+from aiockpt.snapshot import optimizer_hooks
 from aiockpt.storage.base import Storage
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import HangingStorage
 from tests.soak.gauges import Gauge, leased_chunks
 from tests.soak.ledger import Ledger, Save
@@ -122,8 +122,10 @@ class Soak:
         statistics, leased = ckpt.statistics(), leased_chunks()
         if statistics.in_flight or statistics.abandoned or statistics.quarantined_bytes or leased:
             self.tally.leaks.append(f"a closed checkpointer has {leased} chunks out, and says {statistics}")
-        if len(steps._live):
-            self.tally.leaks.append(f"{len(steps._live)} of {len(self._handles)} saves still hold their state")
+        if len(optimizer_hooks._live):
+            self.tally.leaks.append(
+                f"{len(optimizer_hooks._live)} of {len(self._handles)} saves still hold their state"
+            )
         self._handles.clear()
 
     async def _go_on(

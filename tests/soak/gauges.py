@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from aiockpt import steps
-from aiockpt.job import SaveJob
+from aiockpt.saving.job import SaveJob
+from aiockpt.snapshot import optimizer_hooks
 from aiockpt.staging.pool import ChunkPool
 
 
@@ -67,7 +67,7 @@ class Gauge:
             children=len(process.children()),
             tasks=len(asyncio.all_tasks()),
             leases=leased_chunks(),
-            captures=len(steps._live),
+            captures=len(optimizer_hooks._live),
             saves=saves,
             hidden=tuple(str(path) for path in directory.rglob(".*") if path.name.startswith(".")),
             resident_bytes=process.memory_info().rss,

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 import aiockpt
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Chances, FaultyStorage
 from tests.soak.ledger import Ledger, Save
 from tests.soak.state import state_of
@@ -75,7 +75,7 @@ class Visits:
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):  # it has ended, from an earlier kill
                 command = " ".join(child.cmdline())
-                if "aiockpt.writer" not in command:
+                if "aiockpt.writing.process" not in command:
                     continue
                 os.kill(child.pid, signal.SIGKILL)
                 self._ledger.count("writers killed")

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.capture import capture_state
 from aiockpt.errors import StageError
-from aiockpt.format.objects import decode_object
+from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.layout import Sealer
 from aiockpt.planning.planner import Planner
+from aiockpt.saving.staging_session import _All
+from aiockpt.snapshot.capture import capture_state
 from aiockpt.staging import runtime as device_runtime
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.staging.runtime import is_capturing, reading_behind, ready_event, runtime_of
-from aiockpt.transfer import _All
 from tests.states import random_tensor, raw_bytes
 
 CPU = torch.device("cpu")

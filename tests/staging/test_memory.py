@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from aiockpt.staging.memory import TensorMemory
+from aiockpt.staging.host_cache import TensorMemory
 
 
 def test_memory_is_used_again_only_when_all_its_tensors_are_gone() -> None:

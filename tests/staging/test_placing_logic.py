@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt import engine, item_reader, tensor_stream
-from aiockpt.engine_tools import EngineTools
+from aiockpt.engine import engine
+from aiockpt.engine.resources import EngineTools
 from aiockpt.errors import LoadError
-from aiockpt.staging import placing
+from aiockpt.reading import executor, tensor_stream
+from aiockpt.staging import scatter
 from aiockpt.staging.cuda import AcceleratorStager
-from aiockpt.staging.placing import AcceleratorPlacer, Placement
 from aiockpt.staging.pool import ChunkPool
+from aiockpt.staging.scatter import AcceleratorPlacer, Placement
 from tests.staging.test_cuda_logic import FakeEvent, FakeRuntime
 from tests.states import assert_same, large_state, random_tensor
 
@@ -45,7 +46,7 @@ def through_chunks(monkeypatch: pytest.MonkeyPatch):
         return made[0]
 
     monkeypatch.setattr(EngineTools, "_placer_for", placer_for)
-    monkeypatch.setattr(item_reader, "_CPU", torch.device("meta"))
+    monkeypatch.setattr(executor, "_CPU", torch.device("meta"))
     monkeypatch.setattr(tensor_stream.TensorStream, "_target_memory", lambda self: None)
     return runtimes
 
@@ -110,7 +111,7 @@ async def test_copies_wait_for_the_callers_stream_and_for_the_allocator(monkeypa
         yield
         runtime.log.append("made")
 
-    monkeypatch.setattr(placing, "making_in", making_in)
+    monkeypatch.setattr(scatter, "making_in", making_in)
     stager = AcceleratorStager(CPU, FakeRuntime())
     placer = AcceleratorPlacer(stager, runtime)
     pool = ChunkPool(4096, 1)

@@ -15,14 +15,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
+from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, DeleteError, WriteError
-from aiockpt.storage import belonging, deleting, publish
-from aiockpt.storage.belonging import OtherThingsError, checkpoint_above, look_into, remove
-from aiockpt.storage.leftovers import clean
-from aiockpt.storage.local import LocalStorage
-from aiockpt.storage.tickets import new_ticket
+from aiockpt.storage.local import belonging, publish
+from aiockpt.storage.local import delete as deleting
+from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, look_into, remove
+from aiockpt.storage.local.orphans import clean
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_names import new_ticket
 from aiockpt.testing import GatedStorage
-from aiockpt.threads import Workers
 from tests.stock import ALONE
 
 STATE = {"notes": torch.arange(3000.0), "sub": {"b": torch.arange(7)}, "step": 3}

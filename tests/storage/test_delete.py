@@ -12,16 +12,17 @@ import safetensors.torch
 import torch
 
 import aiockpt
+from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointNotFoundError, DeleteError
-from aiockpt.storage import deleting, publish
 from aiockpt.storage.base import Storage
-from aiockpt.storage.deleting import delete
-from aiockpt.storage.hold import Hold
-from aiockpt.storage.leftovers import clean
-from aiockpt.storage.local import LocalStorage
-from aiockpt.storage.tickets import new_ticket
+from aiockpt.storage.local import delete as deleting
+from aiockpt.storage.local import publish
+from aiockpt.storage.local.delete import delete
+from aiockpt.storage.local.dir_lock import Hold
+from aiockpt.storage.local.orphans import clean
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_names import new_ticket
 from aiockpt.testing import FaultyStorage, GatedStorage
-from aiockpt.threads import Workers
 
 
 @pytest.fixture

@@ -16,16 +16,24 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt.core.threads import Workers
 from aiockpt.errors import DeleteError, WriteError
-from aiockpt.storage import hidden as hidden_module
-from aiockpt.storage import leftovers, tickets
-from aiockpt.storage.hidden import make_hidden
-from aiockpt.storage.hold import hold, lock
-from aiockpt.storage.leftovers import Circumstances, clean, judge
-from aiockpt.storage.local import LocalStorage
-from aiockpt.storage.tickets import Owner, _start, is_running, new_ticket, read_ticket, shared_ticket, this_process
+from aiockpt.storage.local import orphans, temp_names
+from aiockpt.storage.local import temp_dir as hidden_module
+from aiockpt.storage.local.dir_lock import hold, lock
+from aiockpt.storage.local.orphans import Circumstances, clean, judge
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_dir import make_hidden
+from aiockpt.storage.local.temp_names import (
+    Owner,
+    _start,
+    is_running,
+    new_ticket,
+    read_ticket,
+    shared_ticket,
+    this_process,
+)
 from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.threads import Workers
 
 HERE = this_process()
 pytestmark = pytest.mark.skipif(HERE is None, reason="this system doesn't tell processes apart")
@@ -33,7 +41,7 @@ pytestmark = pytest.mark.skipif(HERE is None, reason="this system doesn't tell p
 ANCIENT = 1_000_000_000.0  # long before any machine that this runs on was started
 HOLD_AND_WAIT = """
 import sys
-from aiockpt.storage.hold import hold
+from aiockpt.storage.local.dir_lock import hold
 
 held = hold(sys.argv[1])
 print(flush=True)
@@ -41,8 +49,8 @@ sys.stdin.read()
 """
 SAVE_AND_WAIT = """
 import sys, anyio
-from aiockpt.storage.local import LocalStorage
-from aiockpt.threads import Workers
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.core.threads import Workers
 
 async def main(path):
     workers = Workers(1, "w")
@@ -123,7 +131,7 @@ def test_names_tell_who_made_them(tmp_path: Path) -> None:
 
 
 def test_processes_that_were_started_here_have_names_of_their_own() -> None:
-    code = "from aiockpt.storage.tickets import this_process; print(this_process())"
+    code = "from aiockpt.storage.local.temp_names import this_process; print(this_process())"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         there = process.communicate()[0].strip()
     owner = read_ticket(f".aiockpt-{there}.0123456789abcdef").owner
@@ -135,11 +143,11 @@ def test_processes_that_were_started_here_have_names_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("number", "space", "known"),
     [
-        ("0123456789abcdef0123456789abcdef", tickets._FIRST_SPACE, True),
+        ("0123456789abcdef0123456789abcdef", temp_names._FIRST_SPACE, True),
         ("0123456789abcdef0123456789abcdef", "pid:[4026532201]", False),
-        ("", tickets._FIRST_SPACE, False),
-        ("uninitialized", tickets._FIRST_SPACE, False),
-        (None, tickets._FIRST_SPACE, False),
+        ("", temp_names._FIRST_SPACE, False),
+        ("uninitialized", temp_names._FIRST_SPACE, False),
+        (None, temp_names._FIRST_SPACE, False),
     ],
 )
 def test_machines_that_can_be_told_from_others(
@@ -152,9 +160,9 @@ def test_machines_that_can_be_told_from_others(
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         return number
 
-    monkeypatch.setattr(tickets, "_contents", contents)
-    monkeypatch.setattr(tickets.os, "readlink", lambda _path: space)
-    names = {tickets._hash(tickets._machine()) for _ in range(3)}
+    monkeypatch.setattr(temp_names, "_contents", contents)
+    monkeypatch.setattr(temp_names.os, "readlink", lambda _path: space)
+    names = {temp_names._hash(temp_names._machine()) for _ in range(3)}
     assert len(names) == (1 if known else 3)
 
 
@@ -418,8 +426,8 @@ def test_nothing_is_removed_before_what_replaced_it_is_durable(
         calls.append(f"rename to {target.rpartition('-')[2]}")
         real_rename(source, target, **where)
 
-    monkeypatch.setattr(leftovers.os, "fsync", sync)
-    monkeypatch.setattr(leftovers.os, "rename", rename)
+    monkeypatch.setattr(orphans.os, "fsync", sync)
+    monkeypatch.setattr(orphans.os, "rename", rename)
     removed, _ = clean(str(tmp_path), fsync=True)
     assert calls == ["sync True", "sync True", "rename to swept"]
     assert removed == [str(left[1])]
@@ -441,7 +449,7 @@ def test_without_locks_only_time_is_a_proof(dead, tmp_path: Path, monkeypatch: p
     word.write_text("word")
     assert clean(str(tmp_path), fsync=True) == ([str(rebooted)], False)
     assert sorted(tmp_path.iterdir()) == [stays, word]
-    old = leave(tmp_path / name_of(dead, 3), changed_s=leftovers.time.time() - 5000)
+    old = leave(tmp_path / name_of(dead, 3), changed_s=orphans.time.time() - 5000)
     assert clean(str(tmp_path), fsync=True, older_than_s=4000.0) == ([str(old)], False)
     assert sorted(tmp_path.iterdir()) == [stays, word]
     shutil.rmtree(stays)
@@ -615,7 +623,7 @@ def test_somebody_else_may_be_faster(
         shutil.rmtree(left)
         real(source, target, **where)
 
-    monkeypatch.setattr(leftovers.os, "rename", rename)
+    monkeypatch.setattr(orphans.os, "rename", rename)
     assert clean(str(tmp_path), fsync=True) == ([str(word)], False)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
@@ -680,7 +688,7 @@ def test_a_directory_that_comes_to_the_name_at_the_last_moment(
             real(new, old)
         real(source, target, **where)
 
-    monkeypatch.setattr(leftovers.os, "rename", rename)
+    monkeypatch.setattr(orphans.os, "rename", rename)
     assert clean(str(tmp_path), fsync=True) == ([], True)
     assert sorted(os.listdir(old)) == [".metadata", "__0_0.distcp"]
     assert os.listdir(tmp_path / "old") == [".metadata"]
@@ -692,7 +700,7 @@ def test_a_directory_that_comes_to_the_name_at_the_last_moment(
 
 def test_others_are_removed_from_an_age_on(living, tmp_path: Path) -> None:
     other = replace(HERE, machine="c" * 10, boot="b" * 10, space="a" * 10)
-    changed_s = leftovers.time.time() - 5000
+    changed_s = orphans.time.time() - 5000
     gone = [
         leave(tmp_path / name_of(other, 1), changed_s=changed_s),
         leave(tmp_path / ".aiockpt-x.12.0123456789abcdef", changed_s=changed_s),
@@ -778,6 +786,6 @@ async def test_a_save_does_not_fail_because_of_leftovers(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patch:
-        patch.setattr(leftovers.os, "listdir", unreadable)
+        patch.setattr(orphans.os, "listdir", unreadable)
         await save(LocalStorage(), tmp_path / "c", workers)
     assert f"can't look for what killed processes have left in {tmp_path}" in caplog.text

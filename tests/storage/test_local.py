@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.staging.pool import Mapping
-from aiockpt.storage import local, publish, syscalls
-from aiockpt.storage.belonging import remove
-from aiockpt.storage.local import LocalStorage
-from aiockpt.threads import Workers
+from aiockpt.storage import syscalls
+from aiockpt.storage.local import publish
+from aiockpt.storage.local import storage as local
+from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.storage import LocalStorage
 
 pytestmark = pytest.mark.asyncio
 

@@ -15,9 +15,10 @@ import torch
 
 import aiockpt
 from aiockpt.errors import CheckpointExistsError, CheckpointNotFoundError, CommitError, DeleteError
-from aiockpt.storage import publish, replacing, syscalls
-from aiockpt.storage.leftovers import clean
-from aiockpt.storage.tickets import RECORD, REPLACED, Owner, this_process
+from aiockpt.storage import syscalls
+from aiockpt.storage.local import publish, replacing
+from aiockpt.storage.local.orphans import clean
+from aiockpt.storage.local.temp_names import RECORD, REPLACED, Owner, this_process
 
 OLD, NEW = {"x": torch.zeros(1000)}, {"x": torch.ones(1000)}
 HERE = this_process()

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, CorruptCheckpointError, UnsafeCheckpointError, WriteError
-from aiockpt.storage import hidden as hidden_module
-from aiockpt.storage import publish, tickets
-from aiockpt.storage.hidden import contents, make_hidden, sweep, write_word
-from aiockpt.storage.leftovers import clean
-from aiockpt.storage.local import LocalStorage
-from aiockpt.storage.local_source import open_source
-from aiockpt.storage.tickets import new_ticket
-from aiockpt.threads import Workers
+from aiockpt.storage.local import publish, temp_names
+from aiockpt.storage.local import temp_dir as hidden_module
+from aiockpt.storage.local.orphans import clean
+from aiockpt.storage.local.source import open_source
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.local.temp_dir import contents, make_hidden, sweep, write_word
+from aiockpt.storage.local.temp_names import new_ticket
 
 NOBODY = 65534
 
@@ -54,7 +54,7 @@ def checkpoint(path: Path, data: bytes) -> Path:
 async def test_names_that_are_taken_are_not_used(workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c"
     numbers = iter(["1" * 16, "1" * 16, "2" * 16])
-    monkeypatch.setattr(tickets.secrets, "token_hex", lambda _: next(numbers))
+    monkeypatch.setattr(temp_names.secrets, "token_hex", lambda _: next(numbers))
     taken = tmp_path / LocalStorage().new_ticket(str(path))
     taken.mkdir()
     transaction = await LocalStorage().begin(str(path), overwrite=False, workers=workers)
@@ -274,7 +274,7 @@ async def test_another_user_in_a_shared_directory(workers, sticky: Path) -> None
 def test_another_user_plants_leftovers(sticky: Path) -> None:
     """Neither what he has made, nor what his links lead to, is removed."""
     precious = checkpoint(sticky / "precious", b"precious")
-    gone = replace(tickets.this_process(), pid=4_194_304, start=1)  # a number that no process has
+    gone = replace(temp_names.this_process(), pid=4_194_304, start=1)  # a number that no process has
     names = [f".aiockpt-{gone}.{number:016x}" for number in range(3)]
 
     def plant() -> None:

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint._extension import ZStandard
 import aiockpt
 import aiockpt.dcp
 from aiockpt.dcp.format_utils import dcp_to_torch_save
-from aiockpt.storage.local import LocalStorage
+from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing.storages import FaultyStorage, GatedStorage
-from aiockpt.transforms.zstd import ZSTD_DESCRIPTOR
 from tests.states import assert_same, large_state, random_tensor, raw_bytes
 from tests.stock import ALONE
 from tests.transforms.encryption import ChaCha20
@@ -342,7 +342,7 @@ def test_manifests_that_contradict(tmp_path: Path) -> None:
 
 def test_objects_that_come_to_far_more_than_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few KiB that stand for very much are read only of who is trusted; all else of the checkpoint is read."""
-    monkeypatch.setattr("aiockpt.decoded_source.OBJECT_BYTES", 3 << 20)
+    monkeypatch.setattr("aiockpt.reading.decoded.OBJECT_BYTES", 3 << 20)
     half, w = bytearray(2 << 20), torch.arange(1000.0)
     save({"half": half, "w": w}, tmp_path / "half")
     dcp.save(

@@ -9,8 +9,8 @@ import tracemalloc
 import pytest
 import zstandard
 
-from aiockpt.transforms.frames import MOST_RATIO, FrameError
-from aiockpt.transforms.zstd import Zstd
+from aiockpt.format.transforms.frames import MOST_RATIO, FrameError
+from aiockpt.format.transforms.zstd import Zstd
 
 RAW = {
     "nothing": b"",

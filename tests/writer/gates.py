@@ -12,11 +12,11 @@ from typing import Self
 import anyio
 import psutil
 
+from aiockpt.core.threads import Workers
 from aiockpt.errors import WriteError
 from aiockpt.storage.base import Transaction
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, _WrapperTransaction
-from aiockpt.threads import Workers
 
 WAIT_S = 60.0
 
@@ -120,7 +120,9 @@ def writers_of(pid: int) -> list[psutil.Process]:
     """Give the writer processes of a trainer; wait until there is one."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
-        found = [child for child in psutil.Process(pid).children() if "aiockpt.writer" in " ".join(child.cmdline())]
+        found = [
+            child for child in psutil.Process(pid).children() if "aiockpt.writing.process" in " ".join(child.cmdline())
+        ]
         if found:
             return found
         os.sched_yield()

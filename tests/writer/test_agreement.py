@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, WriteError
-from aiockpt.planning.holdings import Holdings
-from aiockpt.planning.world_book import Written
-from aiockpt.storage.local import LocalStorage
-from aiockpt.threads import Workers
-from aiockpt.world_publishing import WorldFacts
-from aiockpt.writer.agreement import Agreement
-from aiockpt.writer.messages import Begin
-from aiockpt.writer.parting import Leadership, Parting, sealed, unsealed
+from aiockpt.planning.collective.cache import Written
+from aiockpt.planning.collective.inventory import Holdings
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.writing.collective_commit import WorldFacts
+from aiockpt.writing.process.messages import Begin
+from aiockpt.writing.process.orphan_commit import Agreement
+from aiockpt.writing.process.recovery_record import Leadership, Parting, sealed, unsealed
 from tests.fuzz.exploits import LIVE
 
 SECRET = bytes(range(32))

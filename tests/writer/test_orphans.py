@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import aiockpt
-from aiockpt.storage import publish
+from aiockpt.storage.local import publish
 from tests.ranks import failing
 from tests.ranks.world import World, start_server
 from tests.states import assert_same, large_state

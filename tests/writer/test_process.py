@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local import LocalStorage
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same, large_state, training_state
 from tests.writer.gates import BrokenStorage, Gate, KilledAfterCommit, ended, writers_of
@@ -215,7 +215,7 @@ def test_when_it_dies_between_saves_or_in_a_hook(tmp_path: Path) -> None:
 
 def test_its_last_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of its modules it can't start."""
-    monkeypatch.setattr("aiockpt.writer.process._PROGRAM", "raise SystemExit('no such luck')")
+    monkeypatch.setattr("aiockpt.writing.process.launch._PROGRAM", "raise SystemExit('no such luck')")
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
         for _ in range(2):
             with pytest.raises(aiockpt.WriteError, match=r"exit code 1; its last words: no such luck"):
@@ -253,7 +253,7 @@ def test_a_program_without_a_guard_works_as_well(tmp_path: Path) -> None:
 
 
 def test_a_stuck_process_is_killed_in_the_end(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.engine._CANCEL_GRACE_S", 1.5)
+    monkeypatch.setattr("aiockpt.engine.engine._CANCEL_GRACE_S", 1.5)
     ckpt = aiockpt.SyncCheckpointer(writer="process", drain_timeout=0.2)
     ckpt.submit(large_state(2), tmp_path / "c", storage=gate.storage("write"))
     gate.wait()

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from aiockpt.writer.trainer_watch import death_of
+from aiockpt.writing.process.parent_death import death_of
 
 
 @pytest.mark.asyncio

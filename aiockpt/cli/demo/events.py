@@ -29,7 +29,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The save after ``step`` steps has come to ``phase``: "started", or one of `aiockpt.handle.Phase`."""
+    """The save after ``step`` steps has come to ``phase``: "started", or one of `aiockpt.saving.handle.Phase`."""
 
     step: int
     phase: str

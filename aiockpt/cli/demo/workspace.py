@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aiockpt.format.names import HIDDEN
-from aiockpt.storage.local import absolute
+from aiockpt.storage.local.storage import absolute
 
 MADE = ("interrupted", "uninterrupted", "measure")
 """The directories that the demo makes in its own."""

@@ -1,0 +1,1 @@
+"""Threads, futures and machine facts: nothing about checkpoints."""

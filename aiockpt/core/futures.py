@@ -1,0 +1,286 @@
+"""Futures of the engine: moments that any thread and any asyncio loop can wait for, and calls on the engine's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import anyio
+
+from aiockpt.core.threads import check_asyncio
+from aiockpt.errors import AiockptError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Generator
+
+    from aiockpt.core.threads import Origin
+
+logger = logging.getLogger("aiockpt")
+
+T = TypeVar("T")
+
+
+class Completion(Awaitable[T], Generic[T]):
+    """A moment that comes once, with a value or an error.
+
+    Await it, in any asyncio loop and as often as you like, or call `result` in any thread. Safe to cancel: that
+    who awaits it is cancelled, in whatever way, or that his loop is closed, changes nothing for others who wait,
+    nor for the work itself::
+
+        await save.staged
+        save.written.result(timeout=60)
+
+    It can't be waited for in a forked process, which lacks the threads that bring it about, nor in these themselves:
+    in hooks, above all. Waiting there raises an error at once, if the moment has not come.
+
+    Args:
+        what: names it in messages.
+        origin: the engine that brings it about; None: anybody may wait anywhere.
+        saves: it comes when saves have ended.
+    """
+
+    def __init__(self, what: str, origin: Origin | None = None, *, saves: bool = True) -> None:
+        self._what = what
+        self._origin = origin
+        self._saves = saves
+        self._condition = threading.Condition()
+        self._done = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._wakers: list[Any] = []
+        self._waiting = 0
+        self.observed = False
+        self._on_block: Callable[[], object] | None = None
+        self._on_await: Callable[[], object] | None = None
+        self._on_observed: Callable[[], object] | None = None
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else f"failed: {self._error!r}" if self._error else "done"
+        return f"<{self._what}: {state}>"
+
+    @property
+    def expected(self) -> bool:
+        """Whether somebody waits for it, or is about to be given it."""
+        return self._waiting > 0
+
+    def done(self) -> bool:
+        """Tell whether the moment has come."""
+        return self._done
+
+    def result(self, timeout: float | None = None) -> T:
+        """Block until the moment comes; give its value or raise its error.
+
+        Not for use in an event loop's thread, which it would hold: await there.
+
+        Args:
+            timeout: seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            TimeoutError: it has not come in time. The work goes on.
+            CheckpointerClosedError: it belongs to another process, from which this one was forked.
+            SaveError: this is a hook of the same checkpointer, which can't wait for it.
+        """
+        self._block(timeout)
+        return self._deliver()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Block until the moment comes; give its error, or None."""
+        self._block(timeout)
+        if self._error is not None:
+            self._observe()
+        return self._error
+
+    def ended(self, timeout: float | None) -> None:
+        """Block until the moment comes, whatever it brings; for who does not deliver it.
+
+        Raises:
+            TimeoutError: it has not come in time.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._done, timeout):
+                raise TimeoutError(f"{self._what} has not come within {timeout} s")
+
+    def _check(self) -> None:
+        if self._origin is not None:
+            self._origin.check(self._what, saves=self._saves)
+
+    def _block(self, timeout: float | None) -> None:
+        if self._done:
+            return
+        self._check()
+        if self._on_block is not None:
+            self._on_block()
+        with self._condition:
+            self._waiting += 1
+            try:
+                if not self._condition.wait_for(lambda: self._done, timeout):
+                    raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
+            finally:
+                self._waiting -= 1
+
+    def __await__(self) -> Generator[Any, None, T]:
+        yield from self.settled().__await__()
+        return self._deliver()
+
+    async def settled(self) -> None:
+        """Wait until the moment has come, without its value or error."""
+        check_asyncio(self._what)
+        if self._done:
+            return
+        self._check()
+        if self._on_await is not None:
+            self._on_await()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def arrive() -> None:
+            if not waiter.done():
+                waiter.set_result(None)
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+                loop.call_soon_threadsafe(arrive)
+
+        with self._condition:
+            if self.done():
+                return
+            self._wakers.append(wake)
+            self._waiting += 1
+        try:
+            await waiter
+        finally:
+            with self._condition:
+                self._waiting -= 1
+                if wake in self._wakers:
+                    self._wakers.remove(wake)
+
+    def _deliver(self) -> T:
+        if self._error is not None:
+            self._observe()
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def _observe(self) -> None:
+        self.observed = True
+        if self._on_observed is not None:
+            self._on_observed()
+
+    def _settle(self, value: T | None, error: BaseException | None = None) -> bool:
+        """Let the moment come; False when it had come before."""
+        with self._condition:
+            if self._done:
+                return False
+            self._value, self._error, self._done = value, error, True
+            wakers, self._wakers = self._wakers, []
+            self._condition.notify_all()
+        for wake in wakers:
+            try:
+                wake()
+            except Exception:  # of a loop of the caller's; those who wait in others are told all the same
+                logger.exception("a loop in which %s is waited for can't be told that it has come", self._what)
+        return True
+
+
+class Call(Generic[T]):
+    """A coroutine function that runs on the engine's loop.
+
+    Attributes:
+        completion: its end.
+        post: lets the engine's loop call a function; never raises.
+    """
+
+    def __init__(self, function: Callable[[], Coroutine[Any, Any, T]], what: str, origin: Origin) -> None:
+        self.completion: Completion[T] = Completion(what, origin, saves=False)
+        self.post: Callable[[Callable[[], object]], object] = lambda _: None
+        self._function = function
+        self._scope: anyio.CancelScope | None = None
+        self._cancel_asked = False
+
+    async def run(self) -> None:
+        """Run it; never raises."""
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._cancel_asked:
+                    self._scope.cancel()
+                self.completion._settle(await self._function())
+        except asyncio.CancelledError as exc:  # not by its own scope: the engine ends
+            self.fail(exc)
+            raise
+        except BaseException as exc:  # delivered to who waits
+            self.completion._settle(None, exc)
+        self.completion._settle(None, asyncio.CancelledError("cancelled"))
+
+    def fail(self, cause: BaseException) -> None:
+        """Tell who waits that it can't be run, or stopped, as the engine has failed in this; from any thread."""
+        error = AiockptError(f"{self.completion._what} failed with the engine: {cause!r}")
+        error.__cause__ = cause
+        self.completion._settle(None, error)
+
+    async def wait(self, drop: Callable[[T], object] | None = None) -> T:
+        """Wait for its result; who is cancelled stops it, and goes on when it has stopped.
+
+        Args:
+            drop: is given the result if it came too late for who waits.
+        """
+        try:
+            return await self.completion
+        except BaseException:
+            if not self.completion.done():
+                self.cancel()
+            # The cancellation that is being delivered already stands for those that come now.
+            await self._over()
+            self._drop(drop)
+            raise
+
+    async def stop(self) -> None:
+        """Stop it, and wait until it has stopped, whatever its end; a cancellation comes through afterwards."""
+        if not self.completion.done():
+            self.cancel()
+        if await self._over():
+            raise asyncio.CancelledError
+
+    async def _over(self) -> bool:
+        """Wait until it is over, however often this task is cancelled; tell whether it was.
+
+        What the call uses must not be given back before, and a shielded scope lets native cancellation through.
+        """
+        cancelled = False
+        while not self.completion.done():
+            try:
+                with anyio.CancelScope(shield=True):
+                    await self.completion.settled()
+            except asyncio.CancelledError:
+                cancelled = True
+        return cancelled
+
+    def result(self, drop: Callable[[T], object] | None = None) -> T:
+        """Block until it has ended; who is interrupted, by Ctrl-C above all, stops it, and goes on when it has stopped.
+
+        Args:
+            drop: see `wait`.
+        """
+        try:
+            return self.completion.result()
+        except BaseException:
+            if not self.completion.done():
+                self.cancel()
+                self.completion.exception()
+            self._drop(drop)
+            raise
+
+    def _drop(self, drop: Callable[[T], object] | None) -> None:
+        if drop is not None and self.completion._error is None and self.completion._value is not None:
+            drop(self.completion._value)
+
+    def cancel(self) -> None:
+        """Ask it to stop. From any thread; does not block."""
+        self.post(self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancel_asked = True
+        if self._scope is not None:
+            self._scope.cancel()

@@ -1,0 +1,28 @@
+"""Facts about the machine: block size, memory, processors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+BLOCK_BYTES = 4096
+"""The unit of direct I/O: offsets, lengths and addresses are multiples of it."""
+
+
+def available_memory_bytes() -> int:
+    """Give the memory that can be had without swapping, of the machine and of the control group."""
+    available = 1 << 40
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        available = min(available, max(0, limit - used))
+    return available
+
+
+def cores() -> int:
+    """Give the processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Conversions between DCP checkpoints and files of torch.save."""

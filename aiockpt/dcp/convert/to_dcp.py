@@ -1,0 +1,123 @@
+"""From a ``torch.save`` file to a checkpoint, holding a bounded number of its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiockpt.core.threads import off_duty
+from aiockpt.dcp.convert.torch_source import map_torch_file
+from aiockpt.errors import CheckpointExistsError, CommitError, LoadError
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.publish import sync_directory
+from aiockpt.storage.local.temp_names import new_ticket
+from aiockpt.storage.syscalls import rename_noreplace
+from aiockpt.sync_checkpointer import SyncCheckpointer
+
+if TYPE_CHECKING:
+    from aiockpt.checkpointer import AsyncCheckpointer
+    from aiockpt.dcp.convert.torch_source import MappedState
+    from aiockpt.options import LoadOptions
+    from aiockpt.reading.executor import LoadTools
+    from aiockpt.saving.handle import SaveHandle
+
+_LET_GO_BYTES = 64 << 20
+_OURS = ("__*.distcp", "__*.metadata", METADATA_NAME, MANIFEST_NAME)
+
+
+async def write_checkpoint(
+    checkpointer: SyncCheckpointer | AsyncCheckpointer,
+    path: str,
+    target: str,
+    options: LoadOptions,
+    tools: LoadTools,
+    *,
+    overwrite: bool,
+) -> None:
+    """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.torch_save_to_dcp`."""
+    storage, path = checkpointer._located(path, None)
+    _, target = checkpointer._located(target, None)
+    shared = await tools.workers.run(_look_at, target, overwrite=overwrite)
+    mapped = await map_torch_file(storage, path, options, tools)
+    if not isinstance(mapped.value, Mapping):
+        raise LoadError(
+            f"{path} holds a {type(mapped.value).__name__}, not a state dict; load it with torch.load, and save it "
+            "within a dict"
+        )
+    inner = os.path.join(target, new_ticket()) if shared else target
+
+    submit = checkpointer.submit if isinstance(checkpointer, SyncCheckpointer) else checkpointer.save
+
+    def begin() -> SaveHandle:
+        with off_duty():
+            return submit(mapped.value, inner, overwrite=overwrite, format="dcp")
+
+    handle = await tools.workers.run(begin)
+    with off_duty():
+        await _written(handle, mapped)
+    if shared:
+        await tools.workers.run(_move_in, inner, target)
+
+
+async def _written(handle: SaveHandle, mapped: MappedState) -> None:
+    """Wait for a save, letting go of the pages that it has read; call it off when this task is cancelled."""
+    done = 0
+    try:
+        async for event in handle.progress():
+            if event.staged_bytes - done >= _LET_GO_BYTES or event.phase == "staged":
+                mapped.let_go()
+                done = event.staged_bytes
+        await handle.written
+    except anyio.get_cancelled_exc_class():
+        with anyio.CancelScope(shield=True):
+            await handle.cancel()
+        raise
+
+
+def _look_at(target: str, *, overwrite: bool) -> bool:
+    """Tell whether a directory holds other files, which must stay there.
+
+    Raises:
+        CheckpointExistsError: it holds a checkpoint that may not be replaced, or not without them.
+    """
+    if not os.path.isdir(target) or os.path.islink(target):
+        return False
+    names = os.listdir(target)
+    others = [name for name in names if not any(fnmatchcase(name, known) for known in _OURS)]
+    if len(others) < len(names) and others and overwrite:
+        raise CheckpointExistsError(
+            f"{target} holds a checkpoint and other things ({min(others)}), so that it can't be replaced at once; move "
+            "one of them away, or convert to another directory"
+        )
+    return bool(others) and len(others) == len(names)
+
+
+def _move_in(inner: str, target: str) -> None:
+    """Move a complete checkpoint into a directory where other files are; what says that it is one comes last.
+
+    Raises:
+        CheckpointExistsError: files of another checkpoint have come to the directory meanwhile.
+        CommitError: with the cause chained.
+    """
+    placed: list[str] = []
+    try:
+        for name in sorted(os.listdir(inner), key=lambda name: name == METADATA_NAME):
+            if name == METADATA_NAME:
+                sync_directory(target)
+            rename_noreplace(os.path.join(inner, name), os.path.join(target, name))
+            placed.append(os.path.join(target, name))
+        remove(inner)
+        sync_directory(target)
+    except OSError as exc:
+        for path in (*reversed(placed), inner):
+            with contextlib.suppress(OSError):  # what went wrong before is told
+                remove(path)
+        if isinstance(exc, FileExistsError):
+            raise CheckpointExistsError(f"files of a checkpoint have appeared in {target} meanwhile") from exc
+        raise CommitError(f"can't publish {target}: {exc}") from exc

@@ -1,0 +1,285 @@
+"""From a checkpoint to a ``torch.save`` file, holding a bounded number of its bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import torch
+from isal.isal_zlib import crc32
+
+from aiockpt.dcp.convert.torch_file import TorchFileWriter
+from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
+from aiockpt.format.item.arrays import ARRAY_RECORD
+from aiockpt.format.item.torchzip import _unbacked_tensor
+from aiockpt.planning.flatten import StructureError, unflatten
+from aiockpt.planning.ranges import pack
+from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.executor import ItemReader
+from aiockpt.reading.open import read_index
+from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of
+from aiockpt.reading.tensor_stream import memory_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from aiockpt.dcp.convert.torch_file import Room
+    from aiockpt.format.index import ChunkEntry, Index, TensorItem
+    from aiockpt.options import LoadOptions
+    from aiockpt.reading.executor import LoadTools
+    from aiockpt.storage.base import Source, Storage
+
+_WINDOW_BYTES = 32 << 20
+"""Tensors are read together up to this size; larger ones are streamed."""
+_PART_BYTES = 8 << 20
+_STREAMS = 4
+_ALIGNMENT = 64
+
+
+async def write_torch_file(
+    storage: Storage, path: str, target: str, options: LoadOptions, tools: LoadTools, *, overwrite: bool
+) -> None:
+    """Convert; see `aiockpt.dcp.format_utils.dcp_to_torch_save`."""
+    source = DecodedSource(await storage.open(path, workers=tools.workers), path, options.transforms)
+    try:
+        index, _ = await tools.workers.run(
+            read_index, source, path, safe_globals=options.safe_globals, trust=options.trust
+        )
+        await _Conversion(source, path, index, options, tools).run(target, overwrite=overwrite)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await tools.workers.run(source.close)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pending:
+    """A tensor whose bytes are to be written.
+
+    Attributes:
+        name: its key.
+        entry: where it is stored.
+        tensor: a stand-in of its form, without memory.
+        room: where its bytes belong.
+    """
+
+    name: str
+    entry: TensorEntry
+    tensor: torch.Tensor
+    room: Room
+
+    @property
+    def is_large(self) -> bool:
+        return self.room.nbytes > _WINDOW_BYTES
+
+
+class _Conversion:
+    def __init__(self, source: Source, path: str, index: Index, options: LoadOptions, tools: LoadTools) -> None:
+        self._source = source
+        self._path = path
+        self._index = index
+        self._options = options
+        self._run = tools.workers.run
+        self._reader = ItemReader(source, path, options, tools)
+
+    async def run(self, target: str, *, overwrite: bool) -> None:
+        """Write the file; nothing of it is left when that fails or is cancelled."""
+        entries = self._index.entries
+        objects = [ObjectRead(name, entry.place) for name, entry in entries.items() if isinstance(entry, ObjectEntry)]
+        file = await self._run(TorchFileWriter(target, overwrite=overwrite).open)
+        try:
+            await self._reader.read_objects(objects)
+            pending, held = await self._run(self._frame, file, {read.name: read.value for read in objects})
+            for room in held:
+                await self._run(_write_held, file, room)
+            for window in _windows([each for each in pending if not each.is_large]):
+                await self._copy_window(file, window)
+            await self._stream_all(file, [each for each in pending if each.is_large])
+            await self._run(file.publish)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._run(file.discard)
+
+    def _frame(self, file: TorchFileWriter, values: dict[str, Any]) -> tuple[list[_Pending], list[Room]]:
+        """Write the framing; give the tensors to be written, and the storages that are in memory."""
+        stand_ins: dict[object, tuple[str, TensorEntry, torch.Tensor]] = {}
+        for name, entry in self._index.entries.items():
+            if isinstance(entry, TensorEntry):
+                known = stand_ins.setdefault(_bytes_key(name, entry), (name, entry, _stand_in(entry)))
+                values[name] = known[2]
+            elif isinstance(entry, InlineEntry):
+                values[name] = entry.value
+        index = self._index
+        names = [name for name in index.paths if name in values]
+        # NumPy arrays stay tensors: torch.load refuses pickled arrays unless it is allowed NumPy's functions.
+        containers = [record for record in index.containers if record["type"] != ARRAY_RECORD]
+        try:
+            state = unflatten([index.paths[n] for n in names], [values[n] for n in names], containers)
+        except (StructureError, KeyError, TypeError, ValueError) as exc:
+            raise CorruptCheckpointError(f"{self._path}: the structure of the state dict is damaged: {exc}") from exc
+        rooms = file.frame(state if index.wrapped is None else state[index.wrapped])
+        mine = {tensor.untyped_storage()._cdata: (name, entry, tensor) for name, entry, tensor in stand_ins.values()}
+        pending = [_Pending(*mine[r.storage._cdata], r) for r in rooms if r.storage._cdata in mine]
+        return pending, [room for room in rooms if room.storage._cdata not in mine]
+
+    async def _copy_window(self, file: TorchFileWriter, window: Sequence[_Pending]) -> None:
+        """Read tensors into memory, and write them."""
+        sizes = [each.room.nbytes + -each.room.nbytes % _ALIGNMENT for each in window]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        reads: list[TensorRead] = []
+        parts = []
+        for each, part in zip(window, torch.split(memory, sizes), strict=True):
+            parts.append(part[: each.room.nbytes])
+            form = each.tensor
+            values = parts[-1].view(form.dtype).as_strided(form.shape, form.stride())
+            reads += reads_of(each.name, each.entry, values)
+        await self._reader.read(reads)
+
+        def write() -> None:
+            for each, part in zip(window, parts, strict=True):
+                data = memory_of(part)
+                file.write(data, each.room.offset)
+                file.seal(each.room, crc32(data))
+
+        await self._run(write)
+
+    # --- large tensors ----------------------------------------------------------------------------
+
+    async def _stream_all(self, file: TorchFileWriter, large: Sequence[_Pending]) -> None:
+        for each in large:
+            chunks = [(chunk, await self._item(each, chunk)) for chunk in each.entry.chunks if 0 not in chunk.sizes]
+            if all(_is_stream_of(each, chunk, item) for chunk, item in chunks):
+                await self._stream(file, each, chunks)
+            else:
+                await self._copy_window(file, [each])
+
+    async def _item(self, each: _Pending, chunk: ChunkEntry) -> TensorItem:
+        read = TensorRead(each.name, each.entry.dtype, chunk, None)
+        await self._reader.prepare([read])
+        if read.item is None:  # a small chunk of a large tensor, whose framing `prepare` leaves for later
+            await self._run(self._reader._find_payload, read)
+        if read.item is None:
+            raise LoadError(f"{self._path}: the item of {each.name} was not found")
+        return read.item
+
+    async def _stream(
+        self, file: TorchFileWriter, each: _Pending, chunks: Sequence[tuple[ChunkEntry, TensorItem]]
+    ) -> None:
+        """Copy a tensor part by part, several chunks of it at a time."""
+        pending = iter(chunks)
+        crcs: list[int] = []
+
+        async def work() -> None:
+            buffer = bytearray(_PART_BYTES)
+            for chunk, item in pending:
+                crc, at = 0, 0
+                while at < item.nbytes:
+                    crc, at = await self._run(self._copy_part, file, each, chunk, item, crc, at, buffer)
+                if self._options.verify and item.crc is not None and crc != item.crc:
+                    raise CorruptCheckpointError(
+                        f"{self._path}/{chunk.place.file}: the bytes of {each.name} do not match their CRC: they "
+                        "changed since they were written. Use an older checkpoint."
+                    )
+                crcs.append(crc)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(min(_STREAMS, len(chunks))):
+                    tasks.start_soon(work)
+        except BaseExceptionGroup as group:
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from error.__cause__
+        if len(chunks) == 1:
+            await self._run(file.seal, each.room, crcs[0])
+            return
+        crc, at = 0, 0
+        while at < each.room.nbytes:
+            crc, at = await self._run(file.crc_of, each.room, crc, at)
+        await self._run(file.seal, each.room, crc)
+
+    def _copy_part(
+        self,
+        file: TorchFileWriter,
+        each: _Pending,
+        chunk: ChunkEntry,
+        item: TensorItem,
+        crc: int,
+        at: int,
+        buffer: bytearray,
+    ) -> tuple[int, int]:
+        """Copy the next bytes of a chunk; give the CRC so far, and where to go on. Blocks."""
+        place, size = chunk.place, item.dtype.itemsize
+        view = memoryview(buffer)[: min(_PART_BYTES, item.nbytes - at)]
+        self._source.read(place.file, place.offset + item.payload_offset + at, view)
+        if len(each.entry.chunks) == 1:
+            file.write(view, each.room.offset + at)
+        else:
+            strides = each.tensor.stride()
+            origin = sum(o * step for o, step in zip(chunk.offsets, strides, strict=True))
+            done = 0
+            for first, count in pack(chunk.sizes, strides, origin).runs(at // size, (at + len(view)) // size):
+                file.write(view[done : done + count * size], each.room.offset + first * size)
+                done += count * size
+        return crc32(view, crc), at + len(view)
+
+
+def _write_held(file: TorchFileWriter, room: Room) -> None:
+    """Write the bytes of a storage that is in memory: of a tensor inside an object."""
+    data = memory_of(torch.empty(0, dtype=torch.uint8).set_(room.storage))
+    file.write(data, room.offset)
+    file.seal(room, crc32(data))
+
+
+def _windows(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
+    """Group tensors so that each group fits into the window."""
+    window: list[_Pending] = []
+    nbytes = 0
+    for each in pending:
+        if window and nbytes + each.room.nbytes > _WINDOW_BYTES:
+            yield window
+            window, nbytes = [], 0
+        window.append(each)
+        nbytes += each.room.nbytes + _ALIGNMENT
+    if window:
+        yield window
+
+
+def _bytes_key(name: str, entry: TensorEntry) -> object:
+    """Give what two keys have in common if they are one stored tensor."""
+    if len(entry.chunks) != 1 or not entry.nbytes:
+        return name
+    item = entry.chunks[0].item
+    return entry.chunks[0].place, entry.dtype, entry.shape, item and (item.stride, item.storage_offset)
+
+
+def _stand_in(entry: TensorEntry) -> torch.Tensor:
+    """Make a tensor without memory: of the strides that it is stored with, if they are known and have no gaps."""
+    item = entry.chunks[0].item if len(entry.chunks) == 1 else None
+    if item is not None and _is_dense(item):
+        return _unbacked_tensor(entry.dtype, entry.shape, item.stride)
+    return _unbacked_tensor(entry.dtype, entry.shape, _contiguous(entry.shape))
+
+
+def _is_dense(item: TensorItem) -> bool:
+    nbytes = math.prod(item.shape) * item.dtype.itemsize
+    if item.storage_offset or item.nbytes != nbytes or item.conj or item.neg or not nbytes:
+        return False
+    last = sum((n - 1) * step for n, step in zip(item.shape, item.stride, strict=True)) + 1
+    packed = pack(item.shape, item.stride, 0)
+    return last * item.dtype.itemsize == nbytes and packed.run == packed.count
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod([max(1, n) for n in shape[dim + 1 :]]) for dim in range(len(shape)))
+
+
+def _is_stream_of(each: _Pending, chunk: ChunkEntry, item: TensorItem) -> bool:
+    """Tell whether the bytes of a chunk can be copied as they are."""
+    if not _is_dense(item):
+        return False
+    wanted = each.tensor.stride() if len(each.entry.chunks) == 1 else _contiguous(chunk.sizes)
+    return all(n == 1 or a == b for n, a, b in zip(item.shape, item.stride, wanted, strict=True))

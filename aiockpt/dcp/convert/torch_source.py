@@ -1,0 +1,104 @@
+"""``torch.save`` files as state dicts whose tensors stay in the file."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import torch
+
+from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
+from aiockpt.format.index import InlineEntry, TensorEntry
+from aiockpt.format.item.objects import HARMLESS, _allow_list, _not_yet_allowed, checked_sparse
+from aiockpt.planning.flatten import StructureError, unflatten
+from aiockpt.reading.mmap import MapReader
+from aiockpt.reading.open import read_index
+from aiockpt.reading.verify.verify import verify_checkpoint
+
+if TYPE_CHECKING:
+    from aiockpt.options import LoadOptions
+    from aiockpt.reading.executor import LoadTools
+    from aiockpt.storage.base import Source, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class MappedState:
+    """What a ``torch.save`` file holds.
+
+    Attributes:
+        value: what was saved; its tensors are backed by the file.
+        maps: the mappings that they lie in.
+    """
+
+    value: Any
+    maps: tuple[mmap.mmap, ...] = field(default=(), repr=False)
+
+    def let_go(self) -> None:
+        """Let go of the pages that were read so far; what is read again comes from the page cache."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self.maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> MappedState:
+    """Open a ``torch.save`` file, and map its tensors.
+
+    Args:
+        storage: where it is kept.
+        path: where it is there.
+        options: whether to check its CRCs, which takes reading it once; and what its pickle may use.
+        tools: what the engine lends.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+        UnsafeCheckpointError: its pickle needs something that was not allowed.
+        LoadError: it is none, or of a kind that can't be read.
+    """
+    source = await storage.open(path, workers=tools.workers)
+    try:
+        mapped = await tools.workers.run(_mapped, source, path, options)
+        if options.verify:
+            (await verify_checkpoint(storage, path, tools.workers)).raise_if_bad()
+    except (CorruptCheckpointError, UnsafeCheckpointError, FileNotFoundError):
+        raise
+    except LoadError as exc:  # a kind of file, or of tensor, that only torch itself can read
+        return MappedState(await tools.workers.run(_loaded_by_torch, path, options, exc))
+    else:
+        return mapped
+    finally:
+        with anyio.CancelScope(shield=True):
+            await tools.workers.run(source.close)
+
+
+def _mapped(source: Source, path: str, options: LoadOptions) -> MappedState:
+    index, _ = read_index(source, path, safe_globals=options.safe_globals, trust=options.trust)
+    reader = MapReader(source, path)
+    tensors = {name: entry for name, entry in index.entries.items() if isinstance(entry, TensorEntry)}
+    values: dict[str, Any] = dict(reader.tensors(tensors))
+    values |= {name: entry.value for name, entry in index.entries.items() if isinstance(entry, InlineEntry)}
+    names = list(index.paths)
+    try:
+        state = unflatten([index.paths[n] for n in names], [values[n] for n in names], index.containers)
+    except (StructureError, KeyError, TypeError, ValueError) as exc:
+        raise CorruptCheckpointError(f"{path}: the structure of the state dict is damaged: {exc}") from exc
+    return MappedState(state if index.wrapped is None else state[index.wrapped], tuple(reader._maps.values()))
+
+
+def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
+    """Load a file with torch, with the same restrictions."""
+    with open(path, "rb") as file:
+        mappable = file.read(4) == b"PK\3\4"
+    try:
+        with (
+            _allow_list,
+            torch.serialization.safe_globals(_not_yet_allowed((*HARMLESS, *options.safe_globals))),
+            contextlib.nullcontext() if options.trust else checked_sparse(),
+        ):
+            return torch.load(path, map_location="cpu", mmap=mappable, weights_only=not options.trust)
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
+    except Exception as exc:  # a damaged pickle raises nearly anything
+        raise type(why)(f"{why} (torch.load says: {type(exc).__name__}: {str(exc).partition('. ')[0]})") from exc

@@ -1,0 +1,215 @@
+"""Where a checkpoint of several ranks is written before it is one, and how it becomes one. All functions block.
+
+The ranks write to a hidden directory, which has the same name for all of them: beside the final path if nothing is
+there, and within it if a directory is. In the first case the checkpoint appears by one rename. In the second its files
+are moved in under names that are free, what says that it is a checkpoint (`.metadata`) last, atomically; files of
+others in the directory stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
+from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
+from aiockpt.storage.local.belonging import data_files_of, remove
+from aiockpt.storage.local.publish import make_directories, sync_directory
+from aiockpt.storage.local.temp_names import shared_ticket
+from aiockpt.storage.syscalls import rename_noreplace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_DATA = ".distcp"
+
+
+def metadata_name(rank: int | None) -> str:
+    """Give the name of the metadata: of all ranks together (None), or of one that saves alone."""
+    return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
+
+
+def _hidden(path: str, rank: int | None) -> tuple[str, str]:
+    """Give the two places where the files may go: beside the path, and within it."""
+    beside = os.path.join(os.path.dirname(path), shared_ticket(os.path.basename(path)))
+    return beside, os.path.join(path, f"{HIDDEN}dcp" if rank is None else f"{HIDDEN}dcp-{rank}")
+
+
+def begin(path: str, rank: int | None, *, fsync: bool) -> str:
+    """Make the hidden directory; what an unfinished save has left there is removed.
+
+    Args:
+        path: the final path.
+        rank: who writes there; None: all ranks.
+        fsync: make it durable.
+
+    Raises:
+        WriteError: with the cause chained.
+    """
+    beside, within = _hidden(path, rank)
+    try:
+        if rank is not None:
+            make_directories(path, fsync)
+            remove(within)
+            os.mkdir(within)
+            return within
+        remove(beside)
+        remove(within)
+        hidden = within if os.path.isdir(path) else beside
+        make_directories(hidden, fsync)
+    except OSError as exc:
+        raise WriteError(f"can't make a directory for the files of {path}: {exc}") from exc
+    return hidden
+
+
+def ensure(path: str, *, fsync: bool) -> str:
+    """Make the hidden directory for all ranks if no other rank has; what is there stays.
+
+    Raises:
+        WriteError: with the cause chained.
+    """
+    beside, within = _hidden(path, None)
+    if os.path.isdir(beside):
+        return beside
+    hidden = within if os.path.isdir(path) else beside
+    try:
+        make_directories(hidden, fsync)
+    except OSError as exc:
+        raise WriteError(f"can't make a directory for the files of {path}: {exc}") from exc
+    return hidden
+
+
+def find(path: str, rank: int | None) -> str:
+    """Find the directory that `begin` or `ensure` has made, maybe on another rank.
+
+    Raises:
+        WriteError: it is not there.
+    """
+    for hidden in _hidden(path, rank)[1:] if rank is not None else _hidden(path, rank):
+        if os.path.isdir(hidden):
+            return hidden
+    raise WriteError(
+        f"the directory for the files of {path}, which the coordinating rank makes, is not there on this rank; all "
+        "ranks must write to one file system"
+    )
+
+
+def names_for(files: Iterable[str], hidden: str, path: str) -> dict[str, str]:
+    """Choose the final name of each file: its own, or another if that is taken.
+
+    Raises:
+        WriteError: a file is not there.
+    """
+    there = set(os.listdir(hidden))
+    taken = set(os.listdir(path)) if os.path.isdir(path) else set()
+    stamp = uuid.uuid4().hex[:8]
+    names: dict[str, str] = {}
+    for name in files:
+        if name not in there:
+            raise WriteError(f"{os.path.join(hidden, name)}, which a rank has written, is not there: it was removed")
+        names[name] = name if name not in taken else f"{name.removesuffix(_DATA)}_{stamp}{_DATA}"
+    return names
+
+
+def write_metadata(hidden: str, name: str, data: bytes, *, fsync: bool) -> None:
+    """Write the metadata beside the files.
+
+    Raises:
+        WriteError: with the cause chained.
+    """
+    try:
+        with open(os.path.join(hidden, name), "xb") as file:
+            file.write(data)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+    except OSError as exc:
+        raise WriteError(f"can't write {os.path.join(hidden, name)}: {exc}") from exc
+
+
+def publish(
+    hidden: str, path: str, names: Mapping[str, str], rank: int | None, *, overwrite: bool, fsync: bool
+) -> None:
+    """Make a checkpoint of what is in the hidden directory, which is gone afterwards.
+
+    Args:
+        hidden: what `begin` gave.
+        path: the final path.
+        names: what `names_for` gave.
+        rank: see `begin`.
+        overwrite: replace a checkpoint that is there.
+        fsync: make it durable.
+
+    Raises:
+        CheckpointExistsError: something is there that may not be replaced.
+        CommitError: with the cause chained; what was there before still is.
+    """
+    try:
+        for name in os.listdir(hidden):
+            if name not in names and name != metadata_name(rank):
+                remove(os.path.join(hidden, name))  # of an earlier save that was not finished
+        if fsync:
+            sync_directory(hidden)
+        if not os.path.isdir(path):
+            with contextlib.suppress(FileExistsError):  # somebody has made the directory meanwhile
+                rename_noreplace(hidden, path)
+                if fsync:
+                    sync_directory(os.path.dirname(path))
+                return
+        _move_in(hidden, path, names, rank, overwrite=overwrite, fsync=fsync)
+    except AiockptError:
+        raise
+    except OSError as exc:
+        raise CommitError(f"can't publish {path}: {exc}") from exc
+
+
+def _move_in(
+    hidden: str, path: str, names: Mapping[str, str], rank: int | None, *, overwrite: bool, fsync: bool
+) -> None:
+    metadata = os.path.join(path, metadata_name(rank))
+    if not os.path.isdir(path) or (os.path.lexists(metadata) and not overwrite):
+        raise CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
+    old = [os.path.join(path, name) for name in data_files_of(path, metadata_name(rank))]
+    placed: list[str] = []
+    try:
+        for name, final in names.items():
+            rename_noreplace(os.path.join(hidden, name), os.path.join(path, final))
+            placed.append(os.path.join(path, final))
+        if fsync:
+            sync_directory(path)
+        if rank is None:
+            remove(os.path.join(path, MANIFEST_NAME))  # it is about the checkpoint that is being replaced
+        os.replace(os.path.join(hidden, metadata_name(rank)), metadata)
+    except BaseException:
+        for each in placed:
+            remove(each)
+        raise
+    if fsync:
+        sync_directory(path)
+    for each in old:
+        remove(each)
+    remove(hidden)
+
+
+def hold(hidden: str) -> int:
+    """Open the hidden directory, by which it can be told from a later one of the same name."""
+    return os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def discard(hidden: str, held: int | None = None) -> None:
+    """Remove what was written and not published; what can't be removed is left to the next save.
+
+    Args:
+        hidden: what `begin` gave.
+        held: what `hold` gave, which is closed; nothing is removed if another directory has come to the name. None:
+            remove whatever is there.
+    """
+    try:
+        with contextlib.suppress(OSError):
+            if held is None or os.path.samestat(os.stat(hidden), os.fstat(held)):
+                remove(hidden)
+    finally:
+        if held is not None:
+            os.close(held)

@@ -1,0 +1,1 @@
+"""The engine: its loop thread, the queue of saves, its resources, and the submission of saves."""

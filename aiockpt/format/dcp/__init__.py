@@ -1,0 +1,1 @@
+"""DCP's `.metadata`, written and read without torch's classes."""

@@ -1,0 +1,313 @@
+"""The `.metadata` file of a DCP checkpoint: what it says, and how to read it without trusting it.
+
+The file is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``. It is read by `read_pickle`, with
+the handful of names that such a file may contain, each standing for a plain record of this module.
+
+Source of the layout: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (`_StorageInfo`).
+"""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
+
+import torch
+
+from aiockpt.core.gc_pause import few_collections
+from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
+from aiockpt.format.checks import MAX_DIMS, check_paths
+from aiockpt.format.index import ChunkEntry, Entry, Index, ItemPlace, ObjectEntry, ObjPath, TensorEntry
+from aiockpt.format.names import DCP_MODULE, METADATA_NAME
+from aiockpt.format.pickle.fast_pickle import DTYPES, Function, Record, read_pickle
+
+_SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
+_PLANNER_MODULE = "torch.distributed.checkpoint.planner"
+
+_MAX_SIZE = 2**63 - 1
+_MANY_BYTES = 1 << 20
+_MOST_TRANSFORMS = 16
+
+Sizes = tuple[int, ...]
+_Chunk = tuple[Sizes, Sizes, str]
+
+
+class _Metadata(Record):
+    __slots__ = ()
+
+
+class _TensorStorageMetadata(Record):
+    __slots__ = ()
+    repeats = True
+
+
+class _TensorProperties(Record):
+    # A tuple of five fields up to torch 2.14, six since; older files carry a dict.
+    __slots__ = ()
+
+
+class _ChunkStorageMetadata(Record):
+    __slots__ = ()
+
+
+class _BytesStorageMetadata(Record):
+    __slots__ = ()
+
+
+class _MetadataIndex(Record):
+    __slots__ = ()
+
+
+class _StorageInfo(Record):
+    __slots__ = ()
+
+
+class _StorageMeta(Record):
+    __slots__ = ()
+
+
+class _Plan(Record):
+    """A part of the plans that Megatron-Core leaves in `.metadata` for its next save; nothing is read from it."""
+
+    __slots__ = ()
+
+
+_INDEX_NAMES = ("fqn", "index", "offset")
+_INFO_NAMES = ("relative_path", "offset", "length")
+
+
+def _path(*parts: Any) -> None:
+    if not all(type(part) is str for part in parts):
+        raise TypeError("a path of something else than texts")
+
+
+def _ignored(*_args: Any) -> None:
+    return None
+
+
+_NAMES: dict[tuple[str, str], Any] = {
+    (DCP_MODULE, "Metadata"): _Metadata,
+    (DCP_MODULE, "TensorStorageMetadata"): _TensorStorageMetadata,
+    (DCP_MODULE, "TensorProperties"): _TensorProperties,
+    (_SHARDED_MODULE, "TensorProperties"): _TensorProperties,
+    (DCP_MODULE, "_MEM_FORMAT_ENCODING"): Function(_ignored),
+    (_SHARDED_MODULE, "MEM_FORMAT_ENCODING"): Function(_ignored),
+    (DCP_MODULE, "ChunkStorageMetadata"): _ChunkStorageMetadata,
+    (DCP_MODULE, "BytesStorageMetadata"): _BytesStorageMetadata,
+    (DCP_MODULE, "MetadataIndex"): _MetadataIndex,
+    (DCP_MODULE, "StorageMeta"): _StorageMeta,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Plan,
+    (_PLANNER_MODULE, "SavePlan"): _Plan,
+    (_PLANNER_MODULE, "WriteItem"): _Plan,
+    (_PLANNER_MODULE, "TensorWriteData"): _Plan,
+    (_PLANNER_MODULE, "BytesIOWriteData"): _Plan,
+    (_PLANNER_MODULE, "WriteItemType"): Function(_ignored),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _Plan,
+    ("torch.serialization", "_get_layout"): Function(_ignored),
+    ("pathlib", "PosixPath"): Function(_path),
+    ("pathlib", "WindowsPath"): Function(_path),
+    ("pathlib", "PurePosixPath"): Function(_path),
+    ("pathlib._local", "PosixPath"): Function(_path),
+    ("pathlib._local", "WindowsPath"): Function(_path),
+    ("pathlib._local", "PurePosixPath"): Function(_path),
+}
+
+
+class _Decoder:
+    """Turns a `.metadata` file into an `Index`, believing nothing.
+
+    Values of the pickle may be shared by many others: whatever costs more than a fixed time is looked into
+    once for each value, or counted against the length of the file.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._chunks_left = len(data)
+        self._transforms_left = len(data)
+        self._is_transformed = False
+        # By name and offsets, as text: hashes of texts can't be foreseen, so that nobody can make them collide.
+        self._places: dict[tuple[str, str | None], ItemPlace] = {}
+        # By id: what was checked. The values keep living, so that no other gets their id.
+        self._sizes: dict[int, tuple[Sizes, str]] = {}
+        self._tensors: dict[int, tuple[Record, torch.dtype, Sizes, list[_Chunk]]] = {}
+
+    def decode(self) -> Index:
+        loaded = read_pickle(self._data, self._find_global)
+        if not isinstance(loaded, _Metadata):
+            raise TypeError("it holds something other than checkpoint metadata")
+        fields = loaded.fields()
+        for index, info in _dict_of(fields, "storage_data").items():
+            self._add_place(index, info)
+        described = _dict_of(fields, "state_dict_metadata")
+        entries = {_text(name): self._entry(name, value) for name, value in described.items()}
+        paths = self._paths(_dict_of(fields, "planner_data"), entries)
+        check_paths(paths)
+        return Index(entries, paths, is_transformed=self._is_transformed)
+
+    def _find_global(self, module: str, name: str) -> Any:
+        known = _NAMES.get((module, name))
+        if known is not None:
+            return known
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if (module, name) == ("torch", "Size"):
+            return Function(self._size)
+        raise UnsafeCheckpointError(
+            f"{METADATA_NAME} names {module[:200]}.{name[:200]}, which no checkpoint's metadata needs; it was not "
+            "loaded. Do not open this checkpoint with tools that unpickle it."
+        )
+
+    def _size(self, values: Any = ()) -> Sizes:
+        if type(values) not in (tuple, list) or len(values) > MAX_DIMS:
+            raise ValueError(f"a {type(values).__name__}, or too many numbers, stand where a tensor size belongs")
+        sizes = tuple(values)
+        if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in sizes):
+            raise ValueError(f"{reprlib.repr(sizes)} is no tensor size")
+        self._sizes[id(sizes)] = sizes, str(sizes)
+        return sizes
+
+    def _checked(self, sizes: Any) -> tuple[Sizes, str]:
+        """Give a size that `_size` made, or makes now, and its text."""
+        return self._sizes.get(id(sizes)) or self._sizes[id(self._size(sizes))]
+
+    def _add_place(self, index: Any, info: Any) -> None:
+        if type(index) is not _MetadataIndex or type(info) is not _StorageInfo:
+            raise TypeError("storage_data holds something else than places")
+        if index.names == _INDEX_NAMES:
+            name, _, offset = index.values
+        else:
+            fields = index.fields()
+            name, offset = fields.get("fqn"), fields.get("offset")
+        transforms: tuple[str, ...] = ()
+        if info.names == _INFO_NAMES:
+            file, begin, length = info.values
+        else:
+            fields = info.fields()
+            file, begin, length = (fields.get(each) for each in _INFO_NAMES)
+            transforms = self._transforms(name, fields.get("transform_descriptors"))
+        where = ItemPlace(_text(file), _count(begin), _count(length), transforms)
+        self._places[_text(name), None if offset is None else self._checked(offset)[1]] = where
+
+    def _transforms(self, name: Any, descriptors: Any) -> tuple[str, ...]:
+        if not descriptors:
+            return ()
+        if type(descriptors) not in (list, tuple) or len(descriptors) > min(_MOST_TRANSFORMS, self._transforms_left):
+            raise ValueError(f"the transforms of {_text(name)[:200]} are no list of names, or an impossible one")
+        self._transforms_left -= len(descriptors)
+        self._is_transformed = True
+        return tuple(map(_text, descriptors))
+
+    def _place(self, name: str, offsets: str | None) -> ItemPlace:
+        place = self._places.pop((name, offsets), None)
+        if place is None:
+            raise ValueError(f"it does not say where {name[:200]} is stored")
+        return place
+
+    def _entry(self, name: str, described: Any) -> Entry:
+        if type(described) is _BytesStorageMetadata:
+            return ObjectEntry(self._place(name, None))
+        known = self._tensors.get(id(described))
+        if known is None:
+            known = self._tensors[id(described)] = (described, *self._tensor(name, described))
+        _, dtype, shape, chunks = known
+        return TensorEntry(dtype, shape, tuple([ChunkEntry(o, n, self._place(name, t)) for o, n, t in chunks]))
+
+    def _tensor(self, name: str, described: Any) -> tuple[torch.dtype, Sizes, list[_Chunk]]:
+        if type(described) is not _TensorStorageMetadata:
+            raise TypeError(f"{name[:200]} is neither a tensor nor an object")
+        fields = described.fields()
+        shape, _ = self._checked(fields.get("size"))
+        listed = fields.get("chunks")
+        if type(listed) is not list or len(listed) > self._chunks_left:
+            raise ValueError(f"{name[:200]} has no list of chunks, or an impossible one")
+        self._chunks_left -= len(listed)
+        chunks: dict[str, _Chunk] = {}
+        # Several ranks that hold nothing of the tensor may describe the same empty chunk.
+        for chunk in sorted([self._chunk(name, each, shape) for each in listed], key=_is_empty):
+            if chunk[2] not in chunks:
+                chunks[chunk[2]] = chunk
+            elif not _is_empty(chunk):
+                raise ValueError(f"{name[:200]} has two chunks at {chunk[2]}")
+        return _dtype_of(fields.get("properties")), shape, list(chunks.values())
+
+    def _chunk(self, name: str, chunk: Any, shape: Sizes) -> _Chunk:
+        if type(chunk) is not _ChunkStorageMetadata:
+            raise TypeError(f"{name[:200]} has a chunk that is a {type(chunk).__name__}")
+        fields = chunk.fields()
+        offsets, text = self._checked(fields.get("offsets"))
+        sizes, _ = self._checked(fields.get("sizes"))
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"a chunk of {name[:200]} has another number of dimensions than {shape}")
+        if any(o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a chunk of {name[:200]} lies outside its shape {shape}")
+        return offsets, sizes, text
+
+    def _paths(self, planned: dict[Any, Any], entries: dict[str, Entry]) -> dict[str, ObjPath]:
+        paths: dict[str, ObjPath] = {}
+        left = len(self._data)
+        for name, path in planned.items():
+            if name not in entries:
+                continue
+            if type(path) is not tuple or not 0 < len(path) <= left or not _are_steps(path):
+                raise TypeError(f"the path of {name[:200]} in the state dict is no path")
+            left -= len(path)
+            paths[name] = path
+        return paths | {name: (name,) for name in entries if name not in paths}
+
+
+def _is_empty(chunk: _Chunk) -> bool:
+    return 0 in chunk[1]
+
+
+def _are_steps(path: tuple[Any, ...]) -> bool:
+    kinds = set(map(type, path))
+    return kinds == {str} or (kinds <= {str, int} and all(type(n) is str or 0 <= n <= _MAX_SIZE for n in path))
+
+
+def _dict_of(fields: dict[str, Any], name: str) -> dict[Any, Any]:
+    value = fields.get(name)
+    if value is None and name == "planner_data":
+        return {}
+    if type(value) is not dict:
+        raise TypeError(f"{name} is a {type(value).__name__}")
+    return value
+
+
+def _dtype_of(properties: Any) -> torch.dtype:
+    values = properties.values if type(properties) is _TensorProperties else None
+    dtype = values[0] if values and properties.names is None else properties.fields().get("dtype") if values else None
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError("a tensor without a dtype")
+    return dtype
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"a {type(value).__name__} stands where a name belongs")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_SIZE:
+        raise ValueError(f"{reprlib.repr(value)} stands where an offset or a length belongs")
+    return value
+
+
+def decode_metadata(data: bytes) -> Index:
+    """Read a `.metadata` file, ours or DCP's, without running anything that it names.
+
+    Takes time and memory in proportion to the length of the file, whatever is in it.
+
+    Raises:
+        UnsafeCheckpointError: it names a function or class that metadata does not need.
+        CorruptCheckpointError: it is damaged, or does not describe a checkpoint.
+    """
+    try:
+        if len(data) < _MANY_BYTES:
+            return _Decoder(data).decode()
+        with few_collections():
+            return _Decoder(data).decode()
+    except (TypeError, ValueError) as exc:  # PickleError among them
+        raise CorruptCheckpointError(
+            f"{METADATA_NAME} is damaged ({type(exc).__name__}: {exc}); the checkpoint can't be read, use an older one"
+        ) from exc

@@ -1,0 +1,73 @@
+"""Keys of dicts that are no texts, as JSON: numbers, bools, None, and tuples of these and of texts.
+
+Names and paths of leaves hold the text of a key, as DCP does; the record of the container holds the key itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, deque
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from aiockpt.format.manifest.manifest import JsonValue
+
+FACTORIES: dict[str, type] = {
+    kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool, deque, OrderedDict, Counter)
+}
+"""What a defaultdict may make its values with, by name."""
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+MOST_BITS = 4096
+"""Of a number that is a key: Python makes no text of much longer ones."""
+_DEEPEST = 16
+_MOST_ALIKE = 64
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def is_key(key: Any, depth: int = 0) -> bool:
+    """Whether a key can be stored."""
+    kind = type(key)
+    if kind is tuple:
+        return depth < _DEEPEST and all(is_key(part, depth + 1) for part in key)
+    return kind in _PLAIN and (kind is not int or key.bit_length() <= MOST_BITS)
+
+
+def encode_key(key: Any) -> JsonValue:
+    """Return the JSON form of a key for which `is_key` holds."""
+    if type(key) is tuple:
+        return [encode_key(part) for part in key]
+    if type(key) is float and not math.isfinite(key):  # which JSON has no number for
+        return {"float": str(key)}
+    return key  # type: ignore[no-any-return]
+
+
+def decode_key(value: Any) -> Any:
+    """Return the key of its JSON form, believing nothing.
+
+    Raises:
+        ValueError: it is none.
+    """
+    key = _decoded(value)
+    if not is_key(key):
+        raise ValueError("a key of a container is of a kind that no key has")
+    return key
+
+
+def _decoded(value: Any, depth: int = 0) -> Any:
+    if type(value) is list and depth <= _DEEPEST:
+        return tuple([_decoded(part, depth + 1) for part in value])
+    if type(value) is dict and value.get("float") in _NOT_FINITE and len(value) == 1:
+        return _NOT_FINITE[value["float"]]
+    return value
+
+
+def check_hashes(keys: Iterable[Any]) -> None:
+    """Refuse keys of which many have one hash: a dict of them would take the square of their count in time.
+
+    Raises:
+        ValueError: they were chosen so.
+    """
+    if any(count > _MOST_ALIKE for count in Counter(map(hash, keys)).values()):
+        raise ValueError("the keys of a container all have one hash")

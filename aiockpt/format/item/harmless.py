@@ -1,0 +1,462 @@
+"""Values that need no permission: the pickles of plain data, read without Python's unpickler or torch's.
+
+NumPy arrays and scalars, paths, decimals, deques, counters, namespaces and the like are made here, by rules that
+look at every argument; nothing that a pickle names is imported. `aiockpt.format.pickle.guard` has counted before what
+that costs.
+"""
+
+from __future__ import annotations
+
+import _codecs
+import argparse
+import builtins
+import collections
+import datetime
+import decimal
+import enum
+import io
+import math
+import pathlib
+import re
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from aiockpt.format.pickle.fast_pickle import DTYPES
+from aiockpt.format.pickle.guard import check_object_pickle
+from aiockpt.format.pickle.machine import Handler, Machine, PickleError, pop_mark
+from aiockpt.format.pickle.opcodes import OPCODES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_DTYPE = re.compile(r"[biufcSUVOMm]\d{0,10}")
+_UNITS = frozenset({"Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"})
+_FOREIGN_ORDER = ">" if sys.byteorder == "little" else "<"
+_MAX_DIMS = 32
+_reconstruct: Any = np.zeros(0).__reduce__()[0]
+_scalar: Any = np.float64(0).__reduce__()[0]
+
+_BUILTINS = "bool int float complex str bytes bytearray list tuple dict set frozenset range slice"
+_COLLECTIONS = ("deque", "defaultdict", "OrderedDict", "Counter")
+_GLOBALS: dict[str, Any] = {
+    **{f"builtins.{name}": getattr(builtins, name) for name in _BUILTINS.split()},
+    **{
+        f"collections.{name}": getattr(collections, name) for name in ["deque", "defaultdict", "OrderedDict", "Counter"]
+    },
+    **{f"datetime.{name}": getattr(datetime, name) for name in ["date", "datetime", "time", "timedelta", "timezone"]},
+    **{
+        f"{module}.{name}": getattr(pathlib, name)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+    },
+    **{f"numpy.{core}.multiarray._reconstruct": _reconstruct for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": np.dtype,
+    "decimal.Decimal": decimal.Decimal,
+    "builtins.getattr": getattr,
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": types.SimpleNamespace,
+    "_io.BytesIO": io.BytesIO,
+    "_codecs.encode": _codecs.encode,
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
+}
+_TORCH_ONLY = frozenset(name for name in _GLOBALS if name.startswith("torch."))
+HARMLESS_NAMES = frozenset(_GLOBALS) - _TORCH_ONLY
+"""The full names of what is made here."""
+
+
+class UnknownMemberError(Exception):
+    """A pickle names a member of an allowed Enum class, which has none of that name now."""
+
+
+class _Unbuilt:
+    """Stands for a dtype or an array until its state is known.
+
+    Attributes:
+        text: the name of a dtype; None for an array.
+        at: where it is in the memo, if it is there.
+    """
+
+    __slots__ = ("at", "text")
+
+    def __init__(self, text: str | None, at: int) -> None:
+        self.text = text
+        self.at = at
+
+
+class _Builder(Machine):
+    """Makes the values of a pickle that the guard has let pass."""
+
+    def __init__(self, data: bytes, allowed: Mapping[str, Any]) -> None:
+        super().__init__(data, self._find, None, _HANDLERS)
+        self.unbuilt = 0
+        self._names = allowed
+        self.allowed = frozenset(map(id, allowed.values()))
+
+    def _find(self, module: str, name: str) -> Any:
+        module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
+        name = "range" if (module, name) == ("builtins", "xrange") else name
+        full = f"{module}.{name}"
+        found = _GLOBALS.get(full, self._names.get(full))
+        if found is None:
+            raise PickleError(f"{full} is no plain data")
+        return found
+
+
+def build_harmless(data: bytes, allowed: Mapping[str, Any]) -> Any:
+    """Make the value of a pickle without tensors.
+
+    Args:
+        data: the pickle.
+        allowed: by their full names, classes and functions that it may use as well: as Python's unpickler would.
+
+    Raises:
+        PickleError: it holds anything else, or would cost more than its bytes can justify.
+        UnknownMemberError: saying which member of an Enum class is no more.
+    """
+    if not check_object_pickle(data, {}, HARMLESS_NAMES | allowed.keys()):
+        raise PickleError("it names something else than plain data")
+    machine = _Builder(data, allowed)
+    try:
+        value = machine.run()
+    except (PickleError, UnknownMemberError):
+        raise
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
+    except Exception as exc:  # the constructors refuse what they can't take in ways of their own
+        raise PickleError(f"{type(exc).__name__}: {exc}") from exc
+    if machine.unbuilt:
+        raise PickleError("an array or a dtype without its state")
+    return value
+
+
+# --- calls ------------------------------------------------------------------------------------------
+
+
+def _path(_m: _Builder, kind: Any, *parts: Any) -> Any:
+    if not all(type(part) is str for part in parts):
+        raise PickleError("a path of something else than texts")
+    foreign = pathlib.WindowsPath if sys.platform != "win32" else pathlib.PosixPath
+    if kind is foreign:  # it can be named here, but not used
+        kind = pathlib.PureWindowsPath if sys.platform != "win32" else pathlib.PurePosixPath
+    return kind(*parts)
+
+
+def _decimal(_m: _Builder, kind: Any, text: Any) -> Any:
+    if type(text) is not str:
+        raise PickleError("a decimal of something else than a text")
+    return kind(text)
+
+
+def _empty(_m: _Builder, kind: Any) -> Any:
+    return kind()
+
+
+def _new_dtype(m: _Builder, _kind: Any, text: Any, *_flags: Any) -> Any:
+    if type(text) is not str or _DTYPE.fullmatch(text) is None:
+        raise PickleError("a dtype that is none")
+    m.unbuilt += 1
+    return _Unbuilt(text, len(m.memo))
+
+
+def _new_array(m: _Builder, _function: Any, kind: Any, _shape: Any, _code: Any) -> Any:
+    if kind is not np.ndarray:
+        raise PickleError("an array of another class")
+    m.unbuilt += 1
+    return _Unbuilt(None, len(m.memo))
+
+
+def _new_scalar(_m: _Builder, _function: Any, dtype: Any, data: Any) -> Any:
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or type(data) is not bytes or len(data) != dtype.itemsize:
+        raise PickleError("a NumPy scalar whose bytes are not those of its dtype")
+    return np.frombuffer(data, dtype=dtype)[0] if data else np.zeros((), dtype)[()]
+
+
+def _default(_m: _Builder, kind: Any, factory: Any = None) -> Any:
+    if factory is not None and (not isinstance(factory, type) or factory in (collections.defaultdict, range, slice)):
+        raise PickleError("a defaultdict of something that makes no plain value")
+    return kind(factory)
+
+
+def is_no_member(kind: enum.EnumMeta, name: str) -> bool:
+    """Whether a name of an Enum class is that of something else, as of a method."""
+    return name not in kind.__members__ and any(name in vars(base) for base in kind.__mro__)
+
+
+def _member(m: _Builder, _function: Any, kind: Any, name: Any) -> Any:
+    """Find a member of an Enum class, the one thing that getattr is called for."""
+    if id(kind) not in m.allowed or not isinstance(kind, enum.EnumMeta) or type(name) is not str:
+        raise PickleError("an attribute of something else than an allowed Enum class")
+    if is_no_member(kind, name):
+        raise PickleError("an attribute of an Enum class that is none of its members")
+    if name not in kind.__members__:
+        raise UnknownMemberError(f"{kind.__module__}.{kind.__qualname__} has no member {name[:100]!r}")
+    return kind.__members__[name]
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    getattr: _member,
+    **dict.fromkeys(
+        (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
+        _path,
+    ),
+    decimal.Decimal: _decimal,
+    argparse.Namespace: _empty,
+    types.SimpleNamespace: _empty,
+    io.BytesIO: _empty,
+    collections.defaultdict: _default,
+    np.dtype: _new_dtype,
+    _reconstruct: _new_array,
+    _scalar: _new_scalar,
+}
+
+
+def _call(m: _Builder, at: int) -> int:
+    args, function = m.stack.pop(), m.stack[-1]
+    m.stack[-1] = _result(m, function, _args(args))
+    return at
+
+
+def _new(m: _Builder, at: int) -> int:
+    args, kind = m.stack.pop(), m.stack[-1]
+    if id(kind) in m.allowed and isinstance(kind, type):
+        m.stack[-1] = kind.__new__(kind, *_args(args))
+    else:
+        m.stack[-1] = _result(m, kind, _args(args))
+    return at
+
+
+def _args(args: Any) -> Any:
+    if type(args) is not tuple or any(type(arg) is _Unbuilt for arg in args):
+        raise PickleError("a call without a tuple of arguments")
+    return args
+
+
+def _result(m: _Builder, function: Any, args: tuple[Any, ...]) -> Any:
+    if id(function) in m.allowed:
+        return function(*args)
+    if id(function) not in _CALLABLE:
+        raise PickleError("a call of what is no function")
+    rule = _RULES.get(function)
+    return function(*args) if rule is None else rule(m, function, *args)
+
+
+# --- states -----------------------------------------------------------------------------------------
+
+
+def _build(m: _Builder, at: int) -> int:
+    state, target = m.stack.pop(), m.stack[-1]
+    if type(target) is _Unbuilt:
+        made = _array_of(*state) if target.text is None else _dtype_of(target.text, state)
+        m.unbuilt -= 1
+        if target.at < len(m.memo) and m.memo[target.at] is target:
+            m.memo[target.at] = made
+        m.stack[-1] = made
+    elif type(target) in (argparse.Namespace, types.SimpleNamespace):
+        if type(state) is not dict or not set(map(type, state)) <= {str}:
+            raise PickleError("a namespace of something else than names")
+        vars(target).update(state)
+    elif type(target) is io.BytesIO:
+        data, position, attributes = state
+        if type(data) is not bytes or type(position) is not int or attributes is not None or position < 0:
+            raise PickleError("a BytesIO of something else than bytes and a position")
+        target.write(data)
+        target.seek(position)
+    elif id(type(target)) in m.allowed and not isinstance(target, enum.Enum):  # members are the whole process's
+        _set_state(target, state)
+    else:
+        raise PickleError("a state for what has none")
+    return at
+
+
+def _set_state(target: Any, state: Any) -> None:
+    """As Python's unpickler does."""
+    set_state = getattr(target, "__setstate__", None)
+    if set_state is not None:
+        set_state(state)
+        return
+    attributes, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    if attributes:
+        vars(target).update(attributes)
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
+
+
+def _dtype_of(text: str, state: Any) -> np.dtype[Any]:
+    """Make a dtype of its name and the state that NumPy pickles: (version, order, subarray, names, fields, ...)."""
+    _, order, subarray, names, fields, itemsize, _, _, *rest = state
+    if order not in ("<", ">", "|", "="):
+        raise PickleError("a dtype of an unknown byte order")
+    if text[0] in "Mm":
+        _, (unit, count, *_) = rest[0]
+        name = unit.decode() if type(unit) is bytes else unit
+        if name not in _UNITS or type(count) is not int or not 0 < count < 1 << 31:
+            raise PickleError("a time of an unknown unit")
+        made = np.dtype(f"{text[0]}8" if name == "generic" else f"{text[0]}8[{count}{name}]")
+    elif names is not None:
+        made = _structured(names, fields, itemsize)
+    elif subarray is not None:
+        base, shape = subarray
+        made = np.dtype((_real(base), _shape(shape)))
+    else:
+        made = np.dtype(text)
+    return made.newbyteorder(order) if order == _FOREIGN_ORDER and names is None else made
+
+
+def _structured(names: Any, fields: Any, itemsize: Any) -> np.dtype[Any]:
+    if type(names) is not tuple or type(fields) is not dict or len(names) > 1000 or type(itemsize) is not int:
+        raise PickleError("a structured dtype whose fields are none")
+    formats, offsets = [], []
+    for name in names:
+        dtype, offset = fields[name]
+        if type(name) is not str or type(offset) is not int:
+            raise PickleError("a structured dtype whose fields are none")
+        formats.append(_real(dtype))
+        offsets.append(offset)
+    return np.dtype({"names": list(names), "formats": formats, "offsets": offsets, "itemsize": itemsize})
+
+
+def _real(dtype: Any) -> np.dtype[Any]:
+    if not isinstance(dtype, np.dtype):
+        raise PickleError("something else stands where a dtype belongs")
+    return dtype
+
+
+def _shape(shape: Any) -> Any:
+    if (
+        type(shape) is not tuple
+        or len(shape) > _MAX_DIMS
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
+    ):
+        raise PickleError("something else stands where the shape of an array belongs")
+    return shape
+
+
+def _array_of(_version: Any, shape: Any, dtype: Any, is_fortran: Any, data: Any) -> np.ndarray[Any, Any]:
+    """Make an array of the state that NumPy pickles."""
+    shape, dtype = _shape(shape), _real(dtype)
+    order: Any = "F" if is_fortran else "C"
+    count = math.prod(shape)
+    if dtype == np.dtype(object):
+        if type(data) is not list or len(data) != count:
+            raise PickleError("an array of other objects than it should have")
+        flat = np.empty(count, dtype=object)
+        for number, value in enumerate(data):
+            flat[number] = value
+        return flat.reshape(shape).copy(order=order)
+    if dtype.hasobject or type(data) is not bytes or len(data) != count * dtype.itemsize:
+        raise PickleError("an array whose bytes are not those of its shape and dtype")
+    if not data:
+        return np.empty(shape, dtype=dtype, order=order)
+    return np.frombuffer(data, dtype=dtype).reshape(shape, order=order).copy(order="K")
+
+
+# --- opcodes ----------------------------------------------------------------------------------------
+
+
+def _push(make: Callable[[], Any]) -> Handler:
+    def push(m: _Builder, at: int) -> int:
+        m.stack.append(make())
+        return at
+
+    return push
+
+
+def _tuple(m: _Builder, at: int) -> int:
+    items = pop_mark(m)  # after which the stack is another
+    m.stack.append(tuple(items))
+    return at
+
+
+def _tuple_n(count: int) -> Handler:
+    def push(m: _Builder, at: int) -> int:
+        if len(m.stack) < count:
+            raise PickleError(f"a tuple of too few values at byte {at - 1}")
+        m.stack[-count:] = [tuple(m.stack[-count:])]
+        return at
+
+    return push
+
+
+def _extend(m: _Builder, values: list[Any]) -> None:
+    if type(m.stack[-1]) not in (list, collections.deque) and id(type(m.stack[-1])) not in m.allowed:
+        raise PickleError("something is added to what is no list")
+    m.stack[-1].extend(values)
+
+
+def _append(m: _Builder, at: int) -> int:
+    _extend(m, [m.stack.pop()])
+    return at
+
+
+def _appends(m: _Builder, at: int) -> int:
+    _extend(m, pop_mark(m))
+    return at
+
+
+def _set(m: _Builder, items: list[Any]) -> None:
+    target = m.stack[-1]
+    if not (type(target) in _DICTS or id(type(target)) in m.allowed) or len(items) % 2:
+        raise PickleError("keys and values for what is no dict")
+    for number in range(0, len(items), 2):
+        target[items[number]] = items[number + 1]
+
+
+def _setitem(m: _Builder, at: int) -> int:
+    value, key = m.stack.pop(), m.stack.pop()
+    _set(m, [key, value])
+    return at
+
+
+def _setitems(m: _Builder, at: int) -> int:
+    _set(m, pop_mark(m))
+    return at
+
+
+def _get(width: int) -> Handler:
+    def push(m: _Builder, at: int) -> int:
+        value = m.memo[int.from_bytes(m.data[at : at + width], "little")]
+        if type(value) is _Unbuilt:
+            raise PickleError("an array or a dtype is used before it has its state")
+        m.stack.append(value)
+        return at + width
+
+    return push
+
+
+def _refused(m: _Builder, at: int) -> int:
+    raise PickleError(f"opcode {m.data[at - 1]:#04x} is not one that plain data needs")
+
+
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+_CALLABLE = frozenset(id(value) for value in _GLOBALS.values() if not isinstance(value, torch.dtype)) - {id(np.ndarray)}
+_SAME = "\x80.(N\x88\x89KMJ\x8aGXqrc"
+_OWN: dict[str, Handler] = {
+    "]": _push(list),
+    "}": _push(dict),
+    "\x8f": _push(set),
+    ")": _push(tuple),
+    "t": _tuple,
+    "\x85": _tuple_n(1),
+    "\x86": _tuple_n(2),
+    "\x87": _tuple_n(3),
+    "a": _append,
+    "e": _appends,
+    "s": _setitem,
+    "u": _setitems,
+    "h": _get(1),
+    "j": _get(4),
+    "R": _call,
+    "\x81": _new,
+    "b": _build,
+}
+_HANDLERS: list[Handler] = [
+    _OWN.get(chr(code)) or (OPCODES[chr(code)] if chr(code) in _SAME else _refused) for code in range(256)
+]

@@ -1,0 +1,244 @@
+"""Checking items: each record of their zip archives against what the archive says of it.
+
+Reading a tensor needs little of its item. Here everything is looked at that carries a CRC or is there twice.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isal.isal_zlib import crc32
+
+from aiockpt.format.item.framing import CRC
+from aiockpt.format.item.tensor_item import parse_tensor_item
+from aiockpt.format.item.ziparchive import FramingError, Record, data_offset, read_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiockpt.format.index import TensorItem
+
+_HEADER = struct.Struct("<4s5H3I2H")
+_END64 = struct.Struct("<4sQ2H2I4Q4sIQI")  # with the locator behind it
+_END = struct.Struct("<4s4H2IH")
+_LENGTHS = struct.Struct("<3H")  # of the name, extra fields and comment of an entry
+_DESCRIPTOR_FLAG = 8
+_DIRECTORY_FLAG = 16
+_DESCRIPTOR = b"PK\7\10"
+_SMALL_BYTES = 4096
+"""Objects up to this size are learned from."""
+_MOST_TEMPLATES = 4096
+_LEGACY = b"\x80\x02\x8a"  # how the pickles of torch < 1.6 begin
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes of one record.
+
+    Attributes:
+        name: the record.
+        start: where it begins in the item.
+        stop: where it ends.
+        crc: the CRC-32 that it should have.
+        crc_at: where in the item that CRC stands.
+    """
+
+    name: str
+    start: int
+    stop: int
+    crc: int
+    crc_at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Framed:
+    """An item whose framing is sound.
+
+    Attributes:
+        tensor: how to see it as a tensor; None for objects.
+        spans: its records; none where the writer left CRCs out.
+        payload_crc: the CRC-32 that a tensor's bytes should have.
+    """
+
+    tensor: TensorItem | None
+    spans: tuple[Span, ...]
+    payload_crc: int | None
+
+
+def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: bool) -> Framed:
+    """Read the framing of an item and check it for agreement with itself.
+
+    Args:
+        length: the length of the item in bytes.
+        fetch: gives the bytes at (offset in the item, size), or what there is of them.
+        is_tensor: the item must be that of one plain tensor.
+
+    Raises:
+        FramingError: it is damaged.
+    """
+    try:
+        tensor = parse_tensor_item(length, fetch) if is_tensor else None
+        if not is_tensor and fetch(0, len(_LEGACY)) == _LEGACY:
+            return Framed(None, (), None)
+        records = read_directory(length, fetch)
+        _check_end(records, length, fetch)
+        spans = tuple(_checked_span(record, length, fetch) for record in records)
+    except FramingError:
+        raise
+    except (StopIteration, IndexError, ValueError, OverflowError, struct.error) as exc:
+        raise FramingError(f"the zip framing is damaged ({type(exc).__name__}: {exc})") from exc
+    if all(span.crc == 0 for span in spans):
+        spans = ()
+    return Framed(tensor, spans, None if tensor is None else tensor.crc)
+
+
+def _check_end(records: Sequence[Record], length: int, fetch: Callable[[int, int], bytes]) -> None:
+    """Check that the directory ends where the records behind it begin, and that these agree with each other."""
+    at = length - _END64.size - _END.size
+    tail = fetch(at, length - at) if at >= 0 else b""
+    if tail[:4] == b"PK\6\6" or tail[56:60] == b"PK\6\7":
+        large, small = _END64.unpack_from(tail), _END.unpack_from(tail, _END64.size)
+        disk, first_disk, here, count, size, offset = large[4:10]
+        narrow = (*(min(n, 0xFFFF) for n in (here, count)), *(min(n, 0xFFFF_FFFF) for n in (size, offset)))
+        agree = small[1:] == (disk, first_disk, *narrow, 0) and here == count and offset + size == at
+        if not agree or large[:2] != (b"PK\6\6", 44) or large[10:] != (b"PK\6\7", 0, at, 1):
+            raise FramingError("the records that end the zip directory do not agree with each other")
+    else:
+        at = length - _END.size
+    entry = records[-1].crc_at - 16 if records else at
+    lengths = _LENGTHS.unpack(fetch(entry + 28, _LENGTHS.size)) if records else ()
+    if records and entry + 46 + sum(lengths) != at:
+        raise FramingError("the zip directory does not end where its last entry does")
+
+
+def _checked_span(record: Record, length: int, fetch: Callable[[int, int], bytes]) -> Span:
+    """Check a record's header and descriptor against the directory."""
+    start = data_offset(record, fetch)
+    stop = start + record.size
+    if stop > length:
+        raise FramingError(f"record {record.name} ends outside of the item")
+    header = fetch(record.header_offset, _HEADER.size)
+    flags, width = _HEADER.unpack(header)[2:10:7]
+    entry = fetch(record.crc_at - 10, 36)
+    # Versions, flags, method and times stand before the CRC in both places; behind it sizes, disk and attributes.
+    sound = entry[:10] == header[4:14] and entry[14:18] == entry[18:22] and entry[28:30] == b"\0\0"
+    if (
+        not sound
+        or entry[32] & _DIRECTORY_FLAG
+        or fetch(record.header_offset + _HEADER.size, width) != record.name.encode()
+    ):
+        raise FramingError(f"the header of record {record.name} does not agree with the directory")
+    if not flags & _DESCRIPTOR_FLAG:
+        return Span(record.name, start, stop, record.crc, (record.crc_at,))
+    head = _DESCRIPTOR + CRC.pack(record.crc)
+    found = fetch(stop, len(head) + 16)
+    forms = ("<2Q", "<2I") if record.size < 1 << 32 else ("<2Q",)
+    if not any(found.startswith(head + struct.pack(form, record.size, record.size)) for form in forms):
+        raise FramingError(f"the data descriptor of record {record.name} does not agree with the directory")
+    return Span(record.name, start, stop, record.crc, (stop + len(_DESCRIPTOR), record.crc_at))
+
+
+def agree(found: TensorItem, crc: int | None, given: TensorItem) -> bool:
+    """Tell whether somebody else says of an item what the item, found to be so, says itself."""
+    return (
+        (found.dtype, found.shape, found.stride) == (given.dtype, given.shape, given.stride)
+        and (found.storage_offset, found.payload_offset) == (given.storage_offset, given.payload_offset)
+        and (found.nbytes, crc, found.conj, found.neg) == (given.nbytes, given.crc, given.conj, given.neg)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """What items with the same beginning have in common: everything but some records and their CRCs."""
+
+    tensor: TensorItem | None
+    payload: Span
+    varying: tuple[Span, ...]
+    fixed: tuple[tuple[int, bytes], ...]
+
+    def fits(self, item: memoryview) -> bool:
+        for start, data in self.fixed:
+            if bytes(item[start : start + len(data)]) != data:  # a memoryview compares byte by byte
+                return False
+        for span in self.varying:
+            crc = crc32(item[span.start : span.stop])
+            for at in span.crc_at:
+                if CRC.unpack_from(item, at)[0] != crc:
+                    return False
+        return True
+
+
+class ItemChecker:
+    """Checks many items whose bytes are in memory, most of which have the framing of one seen before."""
+
+    def __init__(self) -> None:
+        self._templates: dict[tuple[bytes, int], _Template] = {}
+        self._prefix_bytes = {True: 704, False: 64}  # of tensors, and of objects
+
+    def check(self, item: memoryview, *, is_tensor: bool) -> tuple[Framed, list[Span]]:
+        """Check all of an item.
+
+        Returns:
+            Its framing, and the records that do not match their CRC.
+
+        Raises:
+            FramingError: the framing is damaged.
+        """
+        template = self._template(item, is_tensor=is_tensor)
+        if template is not None and template.tensor is not None and template.fits(item):
+            crc = CRC.unpack_from(item, template.payload.crc_at[0])[0]
+            return Framed(template.tensor, (template.payload,), crc), []
+
+        def fetch(offset: int, size: int) -> bytes:
+            return bytes(item[offset : offset + size])
+
+        framed = read_framing(len(item), fetch, is_tensor=is_tensor)
+        wrong = [span for span in framed.spans if crc32(item[span.start : span.stop]) != span.crc]
+        if framed.spans and not wrong and (is_tensor or len(item) <= _SMALL_BYTES):
+            self._learn(item, framed)
+        return framed, wrong
+
+    def object_pickle(self, item: memoryview) -> bytes | None:
+        """Return the pickle of an intact small object; None where its items have to be read one by one.
+
+        Raises:
+            FramingError: the framing is damaged.
+        """
+        template = self._template(item, is_tensor=False)
+        if template is None or not template.fits(item):
+            _, wrong = self.check(item, is_tensor=False)
+            template = None if wrong else self._template(item, is_tensor=False)
+            if template is None or not template.fits(item):
+                return None
+        return bytes(item[template.payload.start : template.payload.stop])
+
+    def _template(self, item: memoryview, *, is_tensor: bool) -> _Template | None:
+        return self._templates.get((bytes(item[: self._prefix_bytes[is_tensor]]), len(item)))
+
+    def _learn(self, item: memoryview, framed: Framed) -> None:
+        tensor = framed.tensor
+        if tensor is not None:
+            start = tensor.payload_offset
+            payload = next((span for span in framed.spans if span.start == start and span.stop > start), None)
+            if payload is None or payload.stop != start + tensor.nbytes:
+                return
+        else:
+            payload = next((span for span in framed.spans if span.name.endswith("/data.pkl")), None)
+            if payload is None or len(self._templates) >= _MOST_TEMPLATES:
+                return
+            start = payload.start
+        # The id differs between items, for it is made from the CRCs of the other records.
+        varying = tuple(
+            s for s in framed.spans if s.start >= start and (s is payload or s.name.endswith("/.data/serialization_id"))
+        )
+        holes = sorted({(s.start, s.stop) for s in varying} | {(at, at + CRC.size) for s in varying for at in s.crc_at})
+        fixed = []
+        end = start
+        for low, high in [*holes, (len(item), len(item))]:
+            if low > end:
+                fixed.append((end, bytes(item[end:low])))
+            end = max(end, high)
+        self._prefix_bytes[tensor is not None] = start
+        self._templates[bytes(item[:start]), len(item)] = _Template(tensor, payload, varying, tuple(fixed))

@@ -1,0 +1,122 @@
+"""The framing of a tensor item: a whole ``torch.save`` file around one tensor's bytes.
+
+A ``torch.save`` file is an uncompressed zip archive. For one tensor it holds a few small records, then the
+record ``data/0`` with the tensor's bytes (the *payload*), then more small records and the central directory.
+Everything but the payload and its CRC depends on dtype, shape and stride alone, so it is produced once by
+``torch.save`` itself under ``torch.serialization.skip_data`` and kept as a prefix and a suffix.
+
+Source of the layout: ``torch/serialization.py``.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+from isal.isal_zlib import crc32
+
+from aiockpt.format.item.framing import CRC, Framing
+from aiockpt.format.item.ziparchive import FramingError, data_offset, read_directory
+
+# Python names it since 3.13.
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+
+
+class _Sink(io.BytesIO):
+    """Takes what ``torch.save`` writes and keeps the place of the bytes that it skips."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.skipped: tuple[int, int] | None = None
+        self.position = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.parts.append(bytes(data))
+        self.position += len(self.parts[-1])
+        return len(self.parts[-1])
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence != io.SEEK_CUR or self.skipped is not None:
+            raise FramingError(f"torch.save moved in the file in a way that is not known: {offset}, {whence}")
+        self.skipped = (self.position, offset)
+        self.position += offset
+        return self.position
+
+
+def _unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """Make a tensor whose storage has the right size but no memory behind it until touched."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu").as_strided(shape, stride)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    storage = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
+    return storage.view(dtype).as_strided(shape, stride)
+
+
+@lru_cache(maxsize=16_384)
+def tensor_framing(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Framing:
+    """Give the framing of a dense CPU tensor, without its bytes.
+
+    Args:
+        dtype: any dtype that ``torch.save`` accepts.
+        shape: the sizes.
+        stride: the strides in elements; the tensor fills its storage without gaps.
+    """
+    sink = _Sink()
+    tensor = _unbacked_tensor(dtype, shape, stride)
+    with torch.serialization.skip_data():
+        torch.save(tensor, sink)
+    nbytes = tensor.untyped_storage().nbytes()
+    data = b"".join(sink.parts)
+    start = sink.skipped[0] if sink.skipped is not None else len(data)
+    return _framing_around(data[:start], data[start:], nbytes, "/data/0")
+
+
+def pickle_framing(blob: bytes, nbytes: int) -> Framing:
+    """Split a ``torch.save`` file of an object without storages around its pickle of ``nbytes`` bytes."""
+    return _framing_around(blob, b"", nbytes, "/data.pkl")
+
+
+def _framing_around(prefix: bytes, rest: bytes, nbytes: int, name: str) -> Framing:
+    """Split what ``torch.save`` wrote around a record, and fill in the CRCs of the others."""
+
+    def fetch(offset: int, size: int) -> bytes:
+        if offset < len(prefix):
+            return prefix[offset : offset + size]
+        return rest[offset - len(prefix) - gap :][:size]
+
+    gap = nbytes if rest else 0
+    length = len(prefix) + gap + len(rest)
+    records = read_directory(length, fetch)
+    payload = next(r for r in records if r.name.endswith(name))
+    payload_offset = data_offset(payload, fetch)
+    if not gap:  # nothing was skipped: an empty storage has no bytes to skip
+        whole = prefix + rest
+        prefix, rest = whole[:payload_offset], whole[payload_offset + nbytes :]
+        gap = nbytes
+    if payload_offset != len(prefix) or payload.size != nbytes:
+        raise FramingError("torch.save placed the tensor's bytes in a way that is not known")
+    # The small records carry CRCs only if torch is set to compute them: fill them in either way.
+    image = bytearray(prefix + rest)
+    for record in records:
+        if record is not payload:
+            begin = data_offset(record, fetch)
+            crc = crc32(fetch(begin, record.size))
+            for at in (begin + record.size + 4, record.crc_at):
+                CRC.pack_into(image, at if at < len(prefix) else at - nbytes, crc)
+    end = payload_offset + nbytes
+    return Framing(
+        prefix=bytes(image[: len(prefix)]),
+        suffix=bytes(image[len(prefix) :]),
+        # A record without bytes has no data descriptor, and zero for a CRC.
+        crc_at=(4, payload.crc_at - end) if nbytes else (),
+        nbytes=nbytes,
+    )

@@ -1,0 +1,1 @@
+"""The manifest `.aiockpt.json`, with the index in columns."""

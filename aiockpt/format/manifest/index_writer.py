@@ -1,0 +1,121 @@
+"""Writing the index in the manifest; see `aiockpt.format.manifest.manifest_index` for what it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from aiockpt.format.index import ObjPath
+    from aiockpt.format.manifest.columnar_index import Form
+
+_STEP = 8192
+"""How much of a column is encoded at a time, so that no C function holds the interpreter for long."""
+
+
+class Places(NamedTuple):
+    """Where the items are, leaf by leaf.
+
+    Attributes:
+        form_of: positions in the list of forms; -1 for objects.
+        file_of: positions in the list of files.
+        offset_of: offsets in the files, in bytes; zero for objects.
+    """
+
+    form_of: list[int]
+    file_of: list[int]
+    offset_of: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class IndexDraft:
+    """The index of a manifest but for the CRCs.
+
+    Attributes:
+        head: what is the same for every save with one layout.
+        leaves: how many leaves there are.
+        slot_leaves: the leaf of each slot, file by file.
+        tied: leaves that are stored as another one, with that.
+        objects: leaf, offset and length of each object, in bytes.
+    """
+
+    head: str = field(repr=False)
+    leaves: int
+    slot_leaves: Sequence[int] = field(repr=False)
+    tied: Mapping[int, int] = field(repr=False)
+    objects: Sequence[tuple[int, int, int]] = field(repr=False)
+
+    def finish(self, crcs: Sequence[Sequence[int]]) -> str:
+        """Complete it.
+
+        Args:
+            crcs: for each file the CRC-32 of each slot's payload.
+        """
+        column = [0] * self.leaves
+        for leaf, crc in zip(self.slot_leaves, chain.from_iterable(crcs), strict=True):
+            column[leaf] = crc
+        for leaf, first in self.tied.items():
+            column[leaf] = column[first]
+        return finish_index(self.head, column, self.objects)
+
+
+def encode_index(
+    names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[Form], places: Places
+) -> str | None:
+    """Encode the part of an index that is the same for every save with one layout.
+
+    Args:
+        names: the name of each leaf.
+        paths: the path of each leaf.
+        files: the names of the files.
+        forms: the distinct forms of items.
+        places: where the item of each leaf is.
+
+    Returns:
+        The beginning of the JSON text; None if a path can't be told from its name.
+    """
+    parents: dict[ObjPath, int] = {}
+    parent_of = [parents.setdefault(path[:-1], len(parents)) for path in paths]
+    heads = [head_of(parent) for parent in parents]
+    if any(heads[parent] + str(path[-1]) != name for name, path, parent in zip(names, paths, parent_of, strict=True)):
+        return None
+    sequences = {parent for path, parent in zip(paths, parent_of, strict=True) if type(path[-1]) is int}
+    if any(type(path[-1]) is not int and parent in sequences for path, parent in zip(paths, parent_of, strict=True)):
+        return None
+    columns = {
+        "files": json.dumps(files),
+        "forms": _column([(str(form.dtype).removeprefix("torch."), *form[1:]) for form in forms]),
+        "names": _column(names),
+        "parents": _column(list(parents)),
+        "sequences": json.dumps(sorted(sequences)),
+        "parent": _column(parent_of),
+        "form": _column(places.form_of),
+        "file": _column(places.file_of),
+        "offset": _column(places.offset_of),
+    }
+    return ",".join(f'\n    "{key}": {text}' for key, text in columns.items())
+
+
+def finish_index(head: str, crcs: Sequence[int], objects: Sequence[tuple[int, int, int]]) -> str:
+    """Complete an index with what differs from save to save.
+
+    Args:
+        head: what `encode_index` gave.
+        crcs: the CRC-32 of each leaf's payload; anything for objects.
+        objects: leaf, offset and length of each object, in bytes.
+    """
+    return f'{{{head},\n    "crc32": {_column(crcs)},\n    "objects": {_column(objects)}\n  }}'
+
+
+def _column(values: Sequence[Any]) -> str:
+    parts = (json.dumps(values[at : at + _STEP], separators=(",", ":"))[1:-1] for at in range(0, len(values), _STEP))
+    return f"[{','.join(parts)}]"
+
+
+def head_of(parent: Sequence[str | int]) -> str:
+    """Give what the names begin with of the leaves with this parent."""
+    return "".join(f"{part}." for part in parent)

@@ -1,0 +1,209 @@
+"""The manifest, `.aiockpt.json`: what `.metadata` has no room for, in plain text.
+
+It holds the user's own facts, sizes and CRCs of the files, totals and times, the containers that DCP's
+metadata can't tell apart, and an index of the items, so that opening a checkpoint needs no unpickling. A checkpoint
+without it is a plain DCP checkpoint and loads all the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from isal.isal_zlib import crc32
+
+from aiockpt.format.names import METADATA_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiockpt.format.index import Index
+    from aiockpt.format.transforms.item_transforms import ItemFacts
+
+FORMAT_VERSION = 1
+
+_PICKLED = (b"\x95", b"c")  # a frame, of protocols 4 and later; the name of a class, of those before
+_FLOAT = "$float"
+_NOT_FINITE = ("nan", "inf", "-inf")
+_MOST_BITS = 4096  # Python makes no text of much longer numbers
+
+SEAL = ',\n  "manifest_crc32": "'
+_LONG_PARTS = (b',\n  "index": ', b',\n  "transformed": ')  # a line break can't be within a text of JSON
+
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """The size of a file in bytes and the CRC-32 of all of it."""
+
+    nbytes: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The contents of a manifest.
+
+    Attributes:
+        writer: name and version of the program that wrote the checkpoint.
+        created: when, in ISO 8601 and UTC.
+        metadata: the user's own facts.
+        files: every file of the checkpoint but the manifest itself.
+        totals: counts and bytes.
+        times_s: durations in seconds.
+        containers: those containers of the state dict that `.metadata` can't describe.
+        index: what the checkpoint holds, as far as it was read from the manifest.
+        transformed: the items that are stored otherwise than as they are, by file and offset.
+    """
+
+    writer: str
+    created: str
+    metadata: dict[str, JsonValue] = field(default_factory=dict)
+    files: Mapping[str, FileFacts] = field(default_factory=dict)
+    totals: Mapping[str, int] = field(default_factory=dict)
+    times_s: Mapping[str, float] = field(default_factory=dict)
+    containers: list[dict[str, JsonValue]] = field(default_factory=list)
+    index: Index | None = None
+    transformed: Mapping[tuple[str, int], ItemFacts] = field(default_factory=dict)
+
+
+def encode_manifest(manifest: Manifest, index: str | None = None, transformed: str | None = None) -> bytes:
+    """Write a manifest as JSON text that ends with its own CRC-32.
+
+    Args:
+        manifest: what to write, but for its index.
+        index: the text of the index, see `aiockpt.format.manifest.manifest_index`; None to leave it out.
+        transformed: the text of that section, see `aiockpt.format.transforms.item_transforms`; None to leave it out.
+    """
+    document = {
+        "format": "aiockpt",
+        "format_version": FORMAT_VERSION,
+        "writer": manifest.writer,
+        "created": manifest.created,
+        "metadata": manifest.metadata,
+        "totals": dict(manifest.totals),
+        "times_s": {name: round(value, 6) for name, value in manifest.times_s.items()},
+        "files": {name: {"bytes": facts.nbytes, "crc32": f"{facts.crc:08x}"} for name, facts in manifest.files.items()},
+        "containers": manifest.containers,
+    }
+    body = json.dumps(document, indent=2, ensure_ascii=False).removesuffix("\n}")
+    if any("\ud800" <= character <= "\udfff" for character in body):  # half a character, from a file name maybe
+        body = json.dumps(document, indent=2).removesuffix("\n}")
+    if index is not None:
+        body += f',\n  "index": {index}'
+    if transformed is not None:
+        body += f',\n  "transformed": {transformed}'
+    return f'{body}{SEAL}{crc32(body.encode()):08x}"\n}}\n'.encode()
+
+
+def files_listed(data: bytes) -> frozenset[str] | None:
+    """Return the names of the files that a manifest lists, without reading its index; None if it is damaged."""
+    body, _, seal = data.rpartition(SEAL.encode())
+    try:
+        if int(seal[:8], 16) != crc32(body):
+            return None
+        for part in _LONG_PARTS:
+            body = body.partition(part)[0]
+        return frozenset(json.loads(body + b"\n}")["files"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def is_pickled(metadata: bytes) -> bool:
+    """Return whether `.metadata`, of which this is the beginning, was pickled: aiockpt's begins otherwise."""
+    return metadata[:1] == b"\x80" and metadata[2:3] in _PICKLED
+
+
+def is_of_another_save(manifest: Manifest, metadata: bytes) -> bool:
+    """Return whether a manifest was left by a checkpoint that another program has replaced in place.
+
+    It records another `.metadata` than this one, which is pickled, and names its save in a `StorageMeta`, as torch's
+    writers do and aiockpt's does not. One of aiockpt's that was damaged, or edited, does neither.
+    """
+    if not (is_pickled(metadata) and b"save_id" in metadata):
+        return False
+    facts = manifest.files.get(METADATA_NAME)
+    return facts is None or facts != FileFacts(len(metadata), crc32(metadata))
+
+
+def check_user_metadata(metadata: object) -> dict[str, JsonValue]:
+    """Copy the user's facts as JSON, refusing what it can't hold.
+
+    Scalars of NumPy and of torch become numbers, paths become texts. JSON has no number for nan, inf and -inf: they
+    become ``{"$float": "nan"}``, which `read_user_metadata` makes floats of again.
+
+    Raises:
+        TypeError: naming the key that is not JSON-able.
+    """
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata must be a dict of JSON-able values, not {type(metadata).__name__}")
+    try:
+        return {key: _json_copy(value, str(key)) for key, value in metadata.items() if _is_text(key, "metadata")}
+    except RecursionError:
+        raise TypeError("metadata is nested too deeply, or holds itself") from None
+
+
+def read_user_metadata(value: Any) -> Any:
+    """Return the user's facts as they were given, of what `check_user_metadata` made of them."""
+    if type(value) is list:
+        return [read_user_metadata(part) for part in value]
+    if type(value) is not dict:
+        return value
+    if value.keys() == {_FLOAT} and value[_FLOAT] in _NOT_FINITE:
+        return float(value[_FLOAT])
+    return {key: read_user_metadata(part) for key, part in value.items()}
+
+
+def _is_text(key: object, where: str) -> bool:
+    if not isinstance(key, str):
+        raise TypeError(f"{where} has the key {key!r}; JSON keys are strings")
+    if key == _FLOAT:
+        raise TypeError(f"{where} has the key {key!r}, which stands for nan and inf; use another")
+    return True
+
+
+def _json_copy(value: Any, where: str) -> JsonValue:
+    if _is_array(value):
+        value = _number_of(value, where)
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise TypeError(f"metadata[{where!r}] has more than {_MOST_BITS} bits; store it as text")
+    if value is None or type(value) in (bool, int, str):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return [_json_copy(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {k: _json_copy(v, f"{where}.{k}") for k, v in value.items() if _is_text(k, f"metadata[{where!r}]")}
+    raise TypeError(
+        f"metadata[{where!r}] is a {type(value).__name__}, which JSON can't hold; "
+        "convert it, for example with .item() or str()"
+    )
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a value is of torch or NumPy. Neither is imported here: a process that only writes has none."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    return (torch is not None and isinstance(value, torch.Tensor)) or (
+        numpy is not None and isinstance(value, numpy.generic | numpy.ndarray)
+    )
+
+
+def _number_of(value: Any, where: str) -> Any:
+    """Return the one value of a scalar of torch or NumPy. Blocks until a tensor on an accelerator is computed."""
+    if value.ndim:
+        raise TypeError(
+            f"metadata[{where!r}] is a {type(value).__name__} of {value.ndim} dimensions; metadata takes single "
+            "values: put it into the state, or pass .tolist()"
+        )
+    try:
+        return float(value) if type(value).__name__ == "longdouble" else value.item()
+    except (RuntimeError, NotImplementedError) as exc:  # on the meta device, for one
+        raise TypeError(f"metadata[{where!r}] is a {type(value).__name__} without a value: {exc}") from exc

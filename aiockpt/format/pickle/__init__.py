@@ -1,0 +1,1 @@
+"""Pickles read without executing them, by a machine with bounded time and memory."""

@@ -1,0 +1,258 @@
+"""Reading pickles at speed: `pickle_machine`, and short cuts through what metadata holds thousands of times.
+
+A short cut takes many opcodes in one step, and leaves the machine as they would have left it. The one
+difference: the dict that a record got its state from can't be had again from the memo.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiockpt.format.pickle.machine import (
+    ONCE,
+    Function,
+    Handler,
+    Machine,
+    PickleError,
+    Record,
+    build,
+    is_record_kind,
+    memoize,
+    pop_mark,
+)
+from aiockpt.format.pickle.opcodes import HANDLERS, set_items
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["DTYPES", "Function", "PickleError", "Record", "read_pickle"]
+
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+"""Every dtype, by the name that pickles know it by in the module ``torch``."""
+
+_REF = rb"(?:h.|j.{4})"
+_INT = rb"(?:K.|M..|J.{4})"
+# A function, called with one tuple of a few numbers: torch.Size.
+_CALL = _REF + rb"(?:\)|" + _INT + rb"{1,3}[\x85-\x87]\x94|\(" + _INT + rb"{4,64}t\x94)\x85\x94R\x94"
+_ATOM = rb"(N|" + _INT + rb"|" + _CALL + rb"|" + _REF + rb")"
+# A new object and the beginning of its state.
+_PAIR_END = b"\x94\x86\x94"
+_HEAD = b")\x81\x94}\x94("
+_FIELD = rb"(" + _REF + rb")" + _ATOM
+# A new object of two or three fields.
+_FLAT = rb"(" + _REF + rb")\)\x81(?:\x94}\x94|})\(" + _FIELD + _FIELD + rb"(?:" + _FIELD + rb")?ub"
+
+_match_call = re.compile(_CALL, re.DOTALL).match
+_match_flat = re.compile(_FLAT, re.DOTALL).match
+
+_SHORTEST_CALL = 7
+_RUN_BYTES = 2048
+_RUN_LENGTHS = 16
+_MEMOIZE = 0x94
+_BUILD = ord("b")
+_SIGNED = ord("J")
+_LONG_BINPUT = ord("r")
+
+
+class _Operands(dict[bytes, Any]):
+    """What opcodes push that refer to the memo, hold a number or make a call; none of it ever changes."""
+
+    def __init__(self, machine: _FastMachine) -> None:
+        super().__init__({b"N": None})
+        self._machine = machine
+
+    def __missing__(self, opcodes: bytes) -> Any:
+        if len(opcodes) >= _SHORTEST_CALL:
+            value = self._machine.call(opcodes)
+        elif opcodes[0] in b"hj":
+            value = self._machine.memo[int.from_bytes(opcodes[1:], "little")]
+        else:
+            value = int.from_bytes(opcodes[1:], "little", signed=opcodes[0] == _SIGNED)
+        self[opcodes] = value
+        return value
+
+
+class _FastMachine(Machine):
+    def __init__(
+        self,
+        data: bytes,
+        find_global: Callable[[str, str], Any],
+        persistent_load: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(data, find_global, persistent_load, _FAST)
+        self.at = 0
+        # By opcodes: what they push, and what calls and runs remember.
+        self.operands = _Operands(self)
+        self.calls: dict[bytes, list[Any]] = {}
+        self.runs: dict[bytes, tuple[Any, list[Any]]] = {}
+        self.run_lengths: list[int] = []
+        # Records that may become runs: the stack of their state, where they begin, what was remembered before.
+        self.begun: list[tuple[list[Any], int, int]] = []
+        self.templates: dict[tuple[bytes, ...], tuple[Any, tuple[str, ...]]] = {}
+
+    def call(self, opcodes: bytes) -> Any:
+        """Make a call of `_CALL`, found behind ``at``, for the first time; give what it pushes."""
+        before, at = len(self.memo), self.data.index(opcodes, self.at)
+        end = at + len(opcodes)
+        while at < end:
+            at = HANDLERS[self.data[at]](self, at + 1)
+        self.calls[opcodes] = self.memo[before:]
+        del self.memo[before:]
+        return self.stack.pop()
+
+    def template(self, opcodes: tuple[bytes, ...]) -> tuple[Any, tuple[str, ...]] | None:
+        """Look up the class of `_FLAT` and its fields for the first time; None if it is not of a class."""
+        kind, *names = [self.operands[each] for each in opcodes if each is not None]
+        if not is_record_kind(kind) or not set(map(type, names)) <= {str} or len(set(names)) != len(names):
+            return None
+        known = self.templates[opcodes] = kind, tuple(names)
+        return known
+
+
+def _push_referred(m: _FastMachine, value: Any, at: int, end: int) -> int:
+    """Push a value from the memo, or what becomes of it."""
+    kind = type(value)
+    if kind is type and issubclass(value, Record):
+        return _push_record(m, value, at, end)
+    if kind is Function:
+        match = _match_call(m.data, at)
+        if match is not None:
+            opcodes, m.at = match.group(), at
+            value = m.operands[opcodes]
+            m.memo += m.calls[opcodes]
+            end = match.end()
+    m.stack.append(value)
+    return end
+
+
+def _push_record(m: _FastMachine, kind: Any, at: int, end: int) -> int:
+    data = m.data
+    if kind.repeats:
+        for length in m.run_lengths:
+            known = m.runs.get(data[at : at + length])
+            if known is not None:
+                m.stack.append(known[0])
+                m.memo += known[1]
+                return at + length
+    else:
+        past = _push_flats(m, at)
+        if past != at:
+            return past
+    if not data.startswith(_HEAD, end):
+        m.stack.append(kind)
+        return end
+    record = kind()
+    m.stack += (record, {})
+    m.stacks.append(m.stack)
+    m.stack = []
+    if kind.repeats and not m.begun:
+        m.begun.append((m.stack, at, len(m.memo)))
+    m.memo += (record, ONCE)
+    return end + len(_HEAD)
+
+
+def _push_flats(m: _FastMachine, at: int) -> int:
+    """Push records whose fields are numbers, remembered values or calls, as many as follow each other."""
+    data, memo, operands, calls, templates = m.data, m.memo, m.operands, m.calls, m.templates
+    while match := _match_flat(data, at):
+        kind, name1, field1, name2, field2, name3, field3 = match.groups()
+        opcodes = (kind, name1, name2, name3)
+        template = templates.get(opcodes) or m.template(opcodes)
+        if template is None:
+            return at
+        fields = (field1, field2) if field3 is None else (field1, field2, field3)
+        m.at = at
+        record = template[0]()
+        record.names, record.values = template[1], [operands[field] for field in fields]
+        if data[at + len(kind) + 2] == _MEMOIZE:
+            memo += (record, ONCE)
+        for field in fields:
+            if field in calls:
+                memo += calls[field]
+        m.stack.append(record)
+        at = match.end()
+    return at
+
+
+def _binget(m: _FastMachine, at: int) -> int:
+    value = m.memo[m.data[at]]
+    if type(value) is str:
+        m.stack.append(value)
+        return at + 1
+    return _push_referred(m, value, at - 1, at + 1)
+
+
+def _long_binget(m: _FastMachine, at: int) -> int:
+    value = m.memo[int.from_bytes(m.data[at : at + 4], "little")]
+    if type(value) is str:
+        m.stack.append(value)
+        return at + 4
+    return _push_referred(m, value, at - 1, at + 4)
+
+
+def _long_binput(m: _FastMachine, at: int) -> int:
+    if int.from_bytes(m.data[at : at + 4], "little") != len(m.memo):
+        return HANDLERS[_LONG_BINPUT](m, at)
+    memoize(m, at)
+    return at + 4
+
+
+def _setitems(m: _FastMachine, at: int) -> int:
+    items = pop_mark(m)
+    set_items(m.stack[-1], items)
+    if not m.begun or m.begun[-1][0] is not items or m.data[at] != _BUILD:
+        return at
+    # Everything since the mark happened above it: the same opcodes would push an equal record again.
+    _, begin, before = m.begun.pop()
+    at = build(m, at + 1)
+    length = at - begin
+    if length not in m.run_lengths and length < _RUN_BYTES and len(m.run_lengths) < _RUN_LENGTHS:
+        m.run_lengths.append(length)
+    if length in m.run_lengths:
+        m.runs[m.data[begin:at]] = m.stack[-1], m.memo[before:]
+    return at
+
+
+def _short_text(m: _FastMachine, at: int) -> int:
+    data = m.data
+    begin = at + 1
+    end = begin + data[at]
+    text = str(data[begin:end], "utf-8", "surrogatepass")
+    if data.startswith(_PAIR_END, end) and m.stack and type(m.stack[-1]) is str:
+        pair = m.stack[-1] = (m.stack[-1], text)
+        m.memo += (text, pair)
+        return end + len(_PAIR_END)
+    m.stack.append(text)
+    return end
+
+
+_FAST: list[Handler] = [
+    {
+        ord("h"): _binget,
+        ord("j"): _long_binget,
+        _LONG_BINPUT: _long_binput,
+        ord("u"): _setitems,
+        0x8C: _short_text,
+    }.get(code, handler)
+    for code, handler in enumerate(HANDLERS)
+]
+
+
+def read_pickle(
+    data: bytes, find_global: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
+) -> Any:
+    """Read a pickle of plain data and records, in time and memory proportional to its length.
+
+    Args:
+        data: the pickle.
+        find_global: gives what a module and a name mean: a subclass of `Record`, a `Function`, or a plain value.
+        persistent_load: gives what a reference to something outside the pickle means.
+
+    Raises:
+        PickleError: it is damaged, or does something that plain data and records never need.
+        Exception: what ``find_global``, ``persistent_load`` and functions raise.
+    """
+    return _FastMachine(bytes(data), find_global, persistent_load).run()

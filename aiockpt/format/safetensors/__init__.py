@@ -1,0 +1,1 @@
+"""The safetensors format: headers, sets of files, writing."""

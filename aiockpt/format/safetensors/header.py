@@ -1,0 +1,279 @@
+"""Safetensors files: what their headers say.
+
+A file is the header's length as 8 bytes, the header as JSON, and the bytes of the tensors without gaps. The
+header gives for each tensor its dtype, its shape, and the first and last byte counted from the header's end.
+
+Source of the layout: the README of https://github.com/huggingface/safetensors, and the checks of its Rust code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from aiockpt.core.gc_pause import few_collections
+from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.checks import MAX_DIMS
+from aiockpt.format.index import ChunkEntry, Index, ItemPlace, TensorEntry, TensorItem
+
+if TYPE_CHECKING:
+    from aiockpt.format.index import ObjPath
+
+HEADER_PROBE_BYTES = 256 << 10
+"""How much of a file's beginning to read first: it holds the header of some two thousand tensors."""
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header that the format allows."""
+
+_LENGTH = struct.Struct("<Q")
+_METADATA = "__metadata__"
+_PAIRED = "F4"
+_INT = frozenset({int})
+
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    _PAIRED: "float4_e2m1fn_x2",
+}
+_DTYPES: dict[str, torch.dtype] = {
+    theirs: getattr(torch, ours) for theirs, ours in _TORCH_NAMES.items() if hasattr(torch, ours)
+}
+
+
+class HeaderError(ValueError):
+    """What is wrong with a header, in the words of a sentence about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What tensors of one dtype and shape have in common, wherever they are."""
+
+    offsets: tuple[int, ...]
+    item: TensorItem
+
+
+def header_end(name: str, head: bytes, file_bytes: int) -> int:
+    """Tell where the header ends and the tensors begin.
+
+    Args:
+        name: the file, for messages.
+        head: the first 8 bytes of the file, or more.
+        file_bytes: the length of the whole file.
+
+    Raises:
+        CorruptCheckpointError: the file is too short to be a safetensors file.
+    """
+    if file_bytes < _LENGTH.size or len(head) < _LENGTH.size:
+        raise CorruptCheckpointError(
+            f"{name} has {min(file_bytes, len(head))} bytes, too few for a safetensors file: it was truncated"
+        )
+    (length,) = _LENGTH.unpack_from(head)
+    end: int = _LENGTH.size + length
+    if length > MAX_HEADER_BYTES:
+        raise CorruptCheckpointError(
+            f"{name} begins with a header length of {length} bytes, more than the {MAX_HEADER_BYTES} that "
+            "safetensors allows: it is damaged, or no safetensors file"
+        )
+    if end > file_bytes:
+        raise CorruptCheckpointError(
+            f"{name} ends at byte {file_bytes}, inside its header, which goes up to byte {end}: it was truncated, "
+            "or is no safetensors file"
+        )
+    return end
+
+
+def decode_header(name: str, data: bytes, file_bytes: int) -> Index:
+    """Read the header of a safetensors file.
+
+    Args:
+        name: the file, which the places of the tensors will name.
+        data: the beginning of the file, at least up to `header_end`.
+        file_bytes: the length of the whole file.
+
+    Returns:
+        The tensors in the header's order, and the texts of ``__metadata__`` as they are; for names that share
+        a tensor see `with_shared_names`.
+
+    Raises:
+        CorruptCheckpointError: the header is damaged, or does not fit the file.
+        LoadError: a tensor has a dtype that torch lacks.
+    """
+    end = header_end(name, data, file_bytes)
+    if len(data) < end:
+        raise CorruptCheckpointError(f"{name} gave {len(data)} bytes of its {end} bytes of header: it was truncated")
+    try:
+        with few_collections():
+            document = parse_object(data[_LENGTH.size : end])
+            metadata = _texts(document.pop(_METADATA, None))
+            entries = _read_tensors(name, document, end, file_bytes)
+            paths: dict[str, ObjPath] = {key: (key,) for key in entries}
+    except HeaderError as exc:
+        raise CorruptCheckpointError(
+            f"the header of {name} {exc}; the file is damaged, restore it from where it came"
+        ) from exc
+    return Index(entries, paths, metadata=metadata, format="safetensors")
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parse a JSON object; raise `HeaderError` for anything else."""
+    try:
+        text = data.decode()
+        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        if type(document) is not dict:
+            raise HeaderError("is no JSON object")
+        if "\\u" in text:
+            json.dumps(document, ensure_ascii=False).encode()  # an escape may stand for half a character
+    except HeaderError:
+        raise
+    except (ValueError, RecursionError) as exc:
+        raise HeaderError(f"is not valid JSON ({exc})") from exc
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise HeaderError(f"has the key {twice!r} twice")
+    return found
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise HeaderError(f"holds {constant}, which is no JSON")
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise HeaderError(f"has a {_METADATA} that is not a map of texts to texts")
+    return metadata
+
+
+def _read_tensors(name: str, document: dict[str, Any], base: int, file_bytes: int) -> dict[str, TensorEntry]:
+    room = file_bytes - base
+    layouts: dict[tuple[Any, tuple[Any, ...]], _Layout] = {}
+    entries: dict[str, TensorEntry] = {}
+    begins: list[int] = []
+    ends: list[int] = []
+    for key, described in document.items():
+        try:
+            dtype, sizes, (begin, end) = described["dtype"], described["shape"], described["data_offsets"]
+            if type(sizes) is not list or not set(map(type, (*sizes, begin, end))) <= _INT:
+                raise TypeError("a size or an offset that is no whole number")
+            shape = tuple(sizes)
+            layout = layouts.get((dtype, shape)) or layouts.setdefault((dtype, shape), _layout(name, key, dtype, shape))
+        except (KeyError, TypeError, ValueError) as exc:
+            if isinstance(exc, HeaderError):
+                raise
+            raise HeaderError(f"describes the tensor {key!r} in a way that is not known ({exc})") from exc
+        item = layout.item
+        if not 0 <= begin <= end <= room or end - begin != item.nbytes:
+            raise HeaderError(f"puts the tensor {key!r} of {item.nbytes} bytes at the bytes {begin} to {end} of {room}")
+        begins.append(begin)
+        ends.append(end)
+        place = ItemPlace(name, base + begin, item.nbytes)
+        entries[key] = TensorEntry(item.dtype, item.shape, (ChunkEntry(layout.offsets, item.shape, place, item),))
+    _check_cover(list(entries), begins, ends, room)
+    return entries
+
+
+def _layout(name: str, key: str, dtype_name: Any, shape: tuple[int, ...]) -> _Layout:
+    dtype = _DTYPES.get(dtype_name)
+    if dtype is None:
+        raise LoadError(
+            f"{name}: the tensor {key!r} has the dtype {dtype_name!r}, which torch {torch.__version__} has no "
+            "name for; store it in another dtype, or read it with a program that knows this one"
+        )
+    if len(shape) > MAX_DIMS or max(shape, default=0) >= 1 << 63:
+        raise HeaderError(f"gives the tensor {key!r} an impossible shape of {len(shape)} dimensions")
+    if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
+        raise HeaderError(f"gives the tensor {key!r} the impossible shape {list(shape)}")
+    if dtype_name == _PAIRED:  # the file counts halves of bytes, torch counts pairs of them
+        if not shape or shape[-1] % 2:
+            raise LoadError(
+                f"{name}: the tensor {key!r} has {list(shape)} 4-bit values, which torch can't hold in pairs"
+            )
+        shape = (*shape[:-1], shape[-1] // 2)
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return _Layout((0,) * len(shape), TensorItem(dtype, shape, tuple(strides), 0, 0, nbytes, None))
+
+
+def _check_cover(names: list[str], begins: list[int], ends: list[int], room: int) -> None:
+    """Check that the tensors fill the file, without a gap and without sharing a byte."""
+    starts, stops = np.array(begins, dtype=np.int64), np.array(ends, dtype=np.int64)
+    order = np.lexsort((stops, starts))
+    before = np.concatenate(([0], stops[order]))
+    after = np.concatenate((starts[order], [room]))
+    wrong = np.flatnonzero(before != after)
+    if not len(wrong):
+        return
+    at = int(wrong[0])
+    if at == len(names):
+        raise HeaderError(f"leaves the last {room - int(before[at])} of the {room} bytes that follow it to no tensor")
+    what = "overlaps with another" if before[at] > after[at] else "lies behind bytes that belong to none"
+    raise HeaderError(f"describes the tensor {names[int(order[at])]!r} at byte {int(after[at])}, where it {what}")
+
+
+def shared_names(index: Index) -> dict[str, str]:
+    """Find the names that the metadata gives to tensors that are stored under another name.
+
+    Safetensors stores no tensor twice. ``safetensors.torch.save_model`` keeps one name of a tied tensor, and
+    notes each of the others in ``__metadata__``, as ``{other name: kept name}``, among the user's own facts.
+    A note is told from a fact by this: its value is the name of a tensor, its key is not, and its key is one
+    word. A fact that happens to be so is taken for a name: to miss a tensor would be worse than to have one
+    more.
+
+    Returns:
+        For each such name the name of its tensor.
+    """
+    return {
+        key: kept
+        for key, kept in index.metadata.items()
+        if type(kept) is str and kept in index.entries and key not in index.entries and len(key.split()) == 1
+    }
+
+
+def with_shared_names(index: Index) -> Index:
+    """Add the names that `shared_names` finds, each with the place of the tensor that it shares.
+
+    They follow the stored names. Those that may be facts as well stay in the metadata, too: a key without a dot,
+    such as in ``{"main_tensor": "model.embed.weight"}``, beside a kept name with dots that does not end in it.
+    """
+    shared = shared_names(index)
+    return replace(
+        index,
+        entries={**index.entries, **{key: index.entries[kept] for key, kept in shared.items()}},
+        paths={**index.paths, **{key: (key,) for key in shared}},
+        metadata={k: v for k, v in index.metadata.items() if k not in shared or _may_be_a_fact(k, v)},
+    )
+
+
+def _may_be_a_fact(key: str, kept: str) -> bool:
+    return "." not in key and "." in kept and not kept.endswith("." + key)

@@ -1,0 +1,220 @@
+"""The records of a ``torch.save`` file, and stand-ins for the storages that its pickle refers to.
+
+Source of the layout: ``torch/serialization.py`` and ``caffe2/serialize/inline_container.cc``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from isal.isal_zlib import crc32
+
+from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.format.index import ItemPlace
+from aiockpt.format.item.ziparchive import FramingError, Record, data_offset, read_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_ZIP = b"PK\3\4"
+_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of torch < 1.6, pickled
+_ALIGNMENT = 64
+_LOCAL_HEADER_BYTES = 30
+_WIDE = 0xFFFFFFFF
+_RESTORE = "restore it, or use an older checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchArchive:
+    """The records of a ``torch.save`` file.
+
+    Attributes:
+        name: the file.
+        length: its length in bytes.
+        records: by name, without the archive's own in front.
+        fetch: gives the bytes at (offset, size) of the file.
+        following: for the offset of each record's header, that of the next.
+        alignment: what offsets of payloads are a multiple of.
+    """
+
+    name: str
+    length: int
+    records: Mapping[str, Record]
+    fetch: Callable[[int, int], bytes]
+    following: Mapping[int, int]
+    alignment: int = _ALIGNMENT
+
+    def storage_bytes(self) -> dict[str, int]:
+        """Give the length of each storage, by the key that the pickle gives it."""
+        return {name[5:]: record.size for name, record in self.records.items() if name.startswith("data/")}
+
+    def read(self, record_name: str) -> bytes:
+        """Read a small record, and check its CRC where it has one.
+
+        Raises:
+            CorruptCheckpointError: it is damaged or reaches out of the file.
+        """
+        record = self.records[record_name]
+        data = self.fetch(self.payload_offset(record), record.size)
+        if len(data) != record.size or (record.crc and crc32(data) != record.crc):
+            raise CorruptCheckpointError(f"the record {record_name} of {self.name} does not match its CRC; {_RESTORE}")
+        return data
+
+    def payload_offset(self, record: Record) -> int:
+        """Find where a record's bytes begin, if possible without reading the header before them.
+
+        Raises:
+            CorruptCheckpointError: the header is damaged, or the record reaches out of the file.
+        """
+        at = self._usual_offset(record)
+        if at is None:
+            try:
+                at = data_offset(record, self.fetch)
+            except FramingError as exc:
+                raise _damaged(self.name, exc) from exc
+        if at + record.size > self.length:
+            raise CorruptCheckpointError(
+                f"{self.name} ends at byte {self.length}, but its record {record.name} goes up to byte "
+                f"{at + record.size}: it was truncated or changed; {_RESTORE}"
+            )
+        return at
+
+    def _usual_offset(self, record: Record) -> int | None:
+        """Compute the offset as torch's writer does, and give it if the next record begins where it then must."""
+        wide_at, wide_size = record.header_offset >= _WIDE, record.size >= _WIDE
+        extra = 4 + (4 if wide_at or wide_size else 0) + (8 if wide_at else 0) + (16 if wide_size else 0)
+        start = record.header_offset + _LOCAL_HEADER_BYTES + len(record.name.encode()) + extra
+        at = start + -start % self.alignment
+        descriptor = (24 if wide_at or wide_size else 16) if record.size else 0
+        return at if self.following.get(record.header_offset) == at + record.size + descriptor else None
+
+
+def _damaged(name: str, exc: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{name} is damaged or cut short, or no torch.save file: {exc}; {_RESTORE}")
+
+
+def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> TorchArchive:
+    """Read the directory of a ``torch.save`` file.
+
+    Raises:
+        CorruptCheckpointError: it is damaged or cut short.
+        LoadError: it is a file of torch, but of another kind.
+    """
+    head = fetch(0, min(length, 64))
+    if not head.startswith(_ZIP):
+        if _LEGACY in head:
+            raise LoadError(
+                f"{name} is in the format of torch before 1.6, which is not read in parts; read it with torch.load "
+                "and save it again"
+            )
+        raise CorruptCheckpointError(f"{name} does not begin as a torch.save file does, but with {head[:8]!r}")
+    try:
+        listed = read_directory(length, fetch)
+    except FramingError as exc:
+        raise _damaged(name, exc) from exc
+    records = {record.name.partition("/")[2]: record for record in listed}
+    if len(records) != len(listed):
+        raise CorruptCheckpointError(f"{name} has two records of one name; {_RESTORE}")
+    headers = sorted(record.header_offset for record in listed)
+    archive = TorchArchive(name, length, records, fetch, dict(pairwise(headers)))
+    _check_kind(archive)
+    alignment = archive.read(".storage_alignment") if ".storage_alignment" in records else b""
+    if alignment.isdigit() and 0 < int(alignment[:9]) != _ALIGNMENT:
+        archive = replace(archive, alignment=int(alignment[:9]))
+    return archive
+
+
+def _check_kind(archive: TorchArchive) -> None:
+    name, records = archive.name, archive.records
+    if "constants.pkl" in records or any(inner.startswith("code/") for inner in records):
+        raise LoadError(
+            f"{name} is a TorchScript program, not a torch.save file; open it with torch.jit.load, and save its "
+            "state_dict()"
+        )
+    if "data.pkl" not in records:
+        raise LoadError(f"{name} is a zip file without data.pkl, so torch.save did not write it; name another file")
+    if "byteorder" in records and (order := archive.read("byteorder")) != b"little":
+        raise LoadError(
+            f"{name} was written with the byte order {order!r}, which is not read here; read it with torch.load and "
+            "save it again on a little-endian machine"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStorage:
+    """A storage of a file.
+
+    Attributes:
+        stand_in: the storage without memory that tensors refer to.
+        nbytes: how long the pickle says that it is.
+        place: where its record's bytes are.
+        crc: their CRC-32, or None where the writer left it out.
+    """
+
+    stand_in: torch.UntypedStorage
+    nbytes: int
+    place: ItemPlace
+    crc: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StandIns:
+    """Makes the stand-ins, one for each record.
+
+    Attributes:
+        archive: the file.
+        by_key: the storages by the key that the pickle gives them.
+    """
+
+    archive: TorchArchive
+    by_key: dict[str, StoredStorage] = field(default_factory=dict)
+
+    def by_address(self) -> dict[int, StoredStorage]:
+        """Give the storages by the address of their stand-in, which every view of it leads to."""
+        return {stored.stand_in._cdata: stored for stored in self.by_key.values()}
+
+    def load(self, pid: Any) -> Any:
+        """Give the stand-in that a persistent id of the pickle stands for.
+
+        Raises:
+            CorruptCheckpointError: it stands for none, or its record is missing or too short.
+        """
+        kind, storage_type, key, _location, numel = pid if type(pid) is tuple and len(pid) == 5 else (None,) * 5
+        dtype = torch.uint8 if storage_type is torch.UntypedStorage else getattr(storage_type, "dtype", None)
+        if (
+            kind not in ("storage", b"storage")
+            or not isinstance(dtype, torch.dtype)
+            or type(key) is not str
+            or type(numel) is not int
+            or numel < 0
+        ):
+            raise CorruptCheckpointError(
+                f"the pickle in {self.archive.name} refers to something outside itself that is no storage; {_RESTORE}"
+            )
+        nbytes = numel * dtype.itemsize
+        stored = self.by_key.get(key)
+        if stored is None:
+            stored = self.by_key[key] = self._make(key, nbytes)
+        elif stored.nbytes != nbytes:
+            raise CorruptCheckpointError(
+                f"the pickle in {self.archive.name} gives the storage {key} both {stored.nbytes} and {nbytes} bytes; "
+                f"{_RESTORE}"
+            )
+        typed: Any = torch.storage.TypedStorage
+        return typed(wrap_storage=stored.stand_in, dtype=dtype, _internal=True)
+
+    def _make(self, key: str, nbytes: int) -> StoredStorage:
+        record = self.archive.records.get(f"data/{key}")
+        if record is None or record.size < nbytes:
+            found = "is missing" if record is None else f"has {record.size} bytes"
+            raise CorruptCheckpointError(
+                f"the record data/{key} of {self.archive.name} {found}, where a storage of {nbytes} bytes should be; "
+                f"{_RESTORE}"
+            )
+        place = ItemPlace(self.archive.name, self.archive.payload_offset(record), record.size)
+        untyped: Any = torch.UntypedStorage
+        # Zero stands for a CRC that was not computed.
+        return StoredStorage(untyped(nbytes, device="meta"), nbytes, place, record.crc or None)

@@ -1,0 +1,1 @@
+"""Transforms of items: compression, and those of users."""

@@ -1,0 +1,98 @@
+"""Items that are stored otherwise than as they are: what the manifest says of them.
+
+In its section "transformed" each file has a row for each such item: where it is stored, in how many bytes, the
+CRC-32 of these, the bytes of the item itself, where in it a tensor's bytes begin (zero for objects), and, unless
+they are stored row by row, the tensor's strides. What was done to an item says `.metadata`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aiockpt.format.dcp.metadata_opcodes import EncodedItem, MetadataDraft
+
+_MAX_BYTES = 1 << 60
+_MAX_DIMS = 64
+_STEP = 8192  # so that no C function holds the interpreter for long
+
+
+class ItemFacts(NamedTuple):
+    """What the manifest says of a transformed item; see the module."""
+
+    offset: int
+    length: int
+    crc: int
+    raw_bytes: int
+    payload_offset: int = 0
+    stride: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TransformedDraft:
+    """What describes transformed items, but for what they come to.
+
+    Attributes:
+        metadata: the draft of `.metadata`.
+        forms: for each file and each of its items where a tensor's bytes begin, and its strides; see `ItemFacts`.
+    """
+
+    metadata: MetadataDraft
+    forms: Sequence[Sequence[tuple[int, tuple[int, ...] | None]]] = field(repr=False)
+
+    def section(self, encoded: Sequence[Sequence[EncodedItem]]) -> str:
+        """Give the section of the manifest for what the items of each file have come to."""
+        files: dict[str, list[ItemFacts]] = {}
+        for name, forms, items in zip(self.metadata.files, self.forms, encoded, strict=True):
+            files[name] = [
+                ItemFacts(*item[:4], *form) for form, item in zip(forms, items, strict=True) if item.transforms
+            ]
+        return encode_transformed(files)
+
+
+def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Give the strides of a tensor that is stored row by row, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def encode_transformed(files: Mapping[str, Sequence[ItemFacts]]) -> str:
+    """Give the section as JSON text."""
+    return "{" + ",".join(f"\n    {json.dumps(name)}: {_rows(rows)}" for name, rows in files.items()) + "\n  }"
+
+
+def _rows(rows: Sequence[ItemFacts]) -> str:
+    short = [row if row.stride is not None else row[:5] for row in rows]
+    parts = (json.dumps(short[at : at + _STEP], separators=(",", ":"))[1:-1] for at in range(0, len(short), _STEP))
+    return f"[{','.join(parts)}]"
+
+
+def decode_transformed(section: Any) -> dict[tuple[str, int], ItemFacts]:
+    """Read the section, believing nothing; give the items by file and offset.
+
+    Raises:
+        ValueError, TypeError: it is damaged; `decode_manifest` makes them one of ours.
+    """
+    if type(section) is not dict:
+        raise TypeError("the section of transformed items is no mapping")
+    return {(name, item.offset): item for name, rows in section.items() for item in map(_facts, rows)}
+
+
+def _facts(row: Any) -> ItemFacts:
+    if type(row) is not list or len(row) not in (5, 6):
+        raise ValueError("a transformed item has another number of facts than there are")
+    numbers, stride = row[:5], row[5] if len(row) == 6 else None
+    if stride is not None and (type(stride) is not list or len(stride) > _MAX_DIMS):
+        raise TypeError("the strides of a transformed item are none")
+    if not all(type(number) is int and 0 <= number <= _MAX_BYTES for number in (*numbers, *(stride or ()))):
+        raise ValueError("a transformed item has numbers that are none, or out of range")
+    offset, length, crc, raw_bytes, payload_offset = numbers
+    return ItemFacts(offset, length, crc, raw_bytes, payload_offset, None if stride is None else tuple(stride))

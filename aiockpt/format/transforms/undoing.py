@@ -1,0 +1,100 @@
+"""Undoing transforms: stored bytes come in pieces, those of the item go out in pieces."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR, ZSTD_NAME, Zstd, ZstdDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from aiockpt.format.transforms.base import Decoder, Transform
+
+_SLACK_BYTES = 1 << 20
+
+
+class TransformFailedError(Exception):
+    """A transform can't undo what it was given; the message says why, the cause is what it raised."""
+
+    def __init__(self, descriptor: str, reason: str) -> None:
+        super().__init__(f"{descriptor} says: {reason}")
+        self.descriptor = descriptor
+
+
+def find_transforms(descriptors: Sequence[str], given: Mapping[str, Transform]) -> list[Transform | Zstd] | str:
+    """Find what undoes an item's transforms, in that order; if one is not known, give its descriptor."""
+    found: list[Transform | Zstd] = []
+    for descriptor in descriptors:
+        transform = given.get(descriptor)
+        if transform is None:
+            name, _, version = descriptor.partition("/")
+            if name != ZSTD_NAME or version.partition(".")[0] != ZSTD_DESCRIPTOR.rpartition("/")[2]:
+                return descriptor
+            transform = Zstd()
+        found.append(transform)
+    return found
+
+
+def undone(
+    transforms: Sequence[Transform | Zstd], pieces: Iterable[memoryview], stored_bytes: int, most: int
+) -> Iterator[memoryview]:
+    """Undo transforms.
+
+    Args:
+        transforms: those of the item, the last that was applied first.
+        pieces: the stored bytes.
+        stored_bytes: how many these are.
+        most: the most bytes that the item can have.
+
+    Raises:
+        TransformFailedError: they can't be undone, or there would be more bytes.
+    """
+    for number, transform in enumerate(transforms, 1):
+        # What comes between two transforms is not much longer than what they begin and end with.
+        limit = most if number == len(transforms) else max(stored_bytes, most) * 2 + _SLACK_BYTES
+        pieces = _undone_once(transform, pieces, limit)
+    yield from pieces
+
+
+def _undone_once(transform: Transform | Zstd, pieces: Iterable[memoryview], most: int) -> Iterator[memoryview]:
+    name, left = transform.descriptor, most
+    with _failures_of(name):
+        decoder = transform.decoder()
+    for data in pieces:
+        parts = _updates(decoder, data, left)
+        while True:
+            with _failures_of(name):
+                part = next(parts, None)
+            if part is None:
+                break
+            left = _less(left, part, name, most)
+            yield part
+    with _failures_of(name):
+        part = memoryview(decoder.finish(left)).cast("B")
+    _less(left, part, name, most)
+    yield part
+
+
+def _updates(decoder: Decoder, data: memoryview, most: int) -> Iterator[memoryview]:
+    made = decoder.parts(data) if isinstance(decoder, ZstdDecoder) else (decoder.update(data, most),)
+    for part in made:
+        yield memoryview(part).cast("B")
+
+
+def _less(left: int, part: memoryview, descriptor: str, most: int) -> int:
+    if len(part) > left:
+        raise TransformFailedError(descriptor, f"they stand for more than the {most} bytes that they should")
+    return left - len(part)
+
+
+@contextlib.contextmanager
+def _failures_of(descriptor: str) -> Iterator[None]:
+    """Name the transform that fails."""
+    try:
+        yield
+    except Warning:  # an error only because the program makes errors of warnings
+        raise
+    except Exception as exc:
+        raise TransformFailedError(descriptor, f"{type(exc).__name__}: {exc}") from exc

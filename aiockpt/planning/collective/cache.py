@@ -1,0 +1,214 @@
+"""What rank 0 keeps of a plan of all ranks: who has what, where it is written, and the encoded index of that."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from aiockpt.core.gc_pause import few_collections
+from aiockpt.errors import SaveError
+from aiockpt.format.dcp.metadata_opcodes import MetadataHead, metadata_tail
+from aiockpt.format.dcp.metadata_rows import CutEntry, PlaceTable
+from aiockpt.format.dcp.metadata_writer import encode_metadata
+from aiockpt.format.index import Entry, ItemPlace, ObjectEntry
+from aiockpt.planning.collective.plan import plan_world
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.planning.collective.local import ItemPlaces
+    from aiockpt.planning.collective.plan import Holdings, WorldPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a rank has written of its share.
+
+    Attributes:
+        files: its files.
+        items: how many tensor items are in them.
+        objects: for each leaf that is an object of the share, where it is.
+        places: where the tensor items are; None where rank 0 knows it from an earlier save.
+        holdings: what the rank has, where it has decided alone to write all of that.
+        token: the plan of all ranks that it was written by.
+    """
+
+    files: dict[str, FileFacts]
+    items: int
+    objects: dict[int, ItemPlace]
+    places: ItemPlaces | None = field(repr=False)
+    holdings: Holdings | None = field(repr=False, default=None)
+    token: int = 0
+
+
+class _Yielding(pickle.Pickler):
+    """Lets go of the interpreter now and then, which the plain one holds from beginning to end."""
+
+    def persistent_id(self, _obj: Any) -> None:
+        """Treat nothing otherwise; that this is Python is what counts."""
+
+
+class WorldBook:
+    """A plan of all ranks, and what was made from it.
+
+    Args:
+        token: its number.
+        ranks: what each rank has.
+        plan: who writes what.
+
+    Attributes:
+        tensors: how many tensors there are.
+        objects: how many objects there are.
+        tensor_bytes: the bytes of all tensors, each stored one counted once.
+    """
+
+    def __init__(self, token: int, ranks: Sequence[Holdings], plan: WorldPlan) -> None:
+        self.token = token
+        self.ranks = list(ranks)
+        self.plan = plan
+        self.tensors = len(plan.tensors)
+        self.objects = len(plan.objects)
+        self.tensor_bytes = sum(map(_payload_bytes, ranks, plan.shares))
+        self._object_leaves = [
+            {leaf for leaf in share if held.form_of[leaf] < 0} for held, share in zip(ranks, plan.shares, strict=True)
+        ]
+        self._places: list[ItemPlaces] | None = None
+        self._document: bytearray | None = None
+        self._head_bytes = self._remembered = 0
+        self._pickled: tuple[bool, bytes] | None = None
+
+    @property
+    def knows_places(self) -> bool:
+        """Whether it is known where the items of all ranks are."""
+        return self._places is not None
+
+    def pickled(self) -> bytes:
+        """Pickle it, but for what can be encoded again. Takes long after a change, for many items."""
+        knows = self.knows_places
+        if self._pickled is None or self._pickled[0] != knows:
+            data = io.BytesIO()
+            _Yielding(data, pickle.HIGHEST_PROTOCOL).dump(self)
+            self._pickled = knows, data.getvalue()
+        return self._pickled[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_document": None, "_pickled": None}
+
+    def check(self, results: Sequence[Written]) -> None:
+        """Check that every planned item was written once, and note where. Takes long the first time for many items.
+
+        Raises:
+            SaveError: naming the rank, and what is missing.
+        """
+        for rank, (written, share) in enumerate(zip(results, self.plan.shares, strict=True)):
+            _check_rank(rank, share, self._object_leaves[rank], written)
+        if self._places is None:
+            self._places = [written.places for written in results if written.places is not None]
+
+    def documents(self, results: Sequence[Written]) -> bytes | bytearray:
+        """Encode `.metadata`, for results that were checked. Takes long the first time for many items.
+
+        What it gives is good until the next call: of very many items it is large, and only its end changes.
+        """
+        if self._document is None:
+            head = self._encode()
+            self._document, self._head_bytes, self._remembered = bytearray(head.data), len(head.data), head.remembered
+        objects = [(name, results[rank].objects[leaf]) for name, (rank, leaf) in self.plan.objects.items()]
+        tail = metadata_tail(self._remembered, objects)
+        try:
+            del self._document[self._head_bytes :]
+        except BufferError:  # somebody still looks at the last one
+            self._document = self._document[: self._head_bytes]
+        self._document += tail
+        return self._document
+
+    def _encode(self) -> MetadataHead:
+        nowhere = ObjectEntry(ItemPlace("", 0, 0))
+        tensors = self.plan.tensors
+        entries: list[tuple[str, Entry | CutEntry]] = [
+            (name, CutEntry(*tensors[name]) if name in tensors else nowhere) for name in self.plan.paths
+        ]
+        with few_collections():
+            return encode_metadata(
+                entries, self.plan.paths, _table([len(held.names) for held in self.ranks], self._places or ())
+            )
+
+
+def book_of(token: int, ranks: Sequence[Holdings]) -> WorldBook:
+    """Plan for all ranks.
+
+    Raises:
+        SaveError: they contradict each other.
+    """
+    return WorldBook(token, ranks, plan_world(ranks))
+
+
+def book_of_written(token: int, results: Sequence[Written]) -> WorldBook:
+    """Make a plan of what all ranks have written already, each what it has; of what several have, one copy counts.
+
+    Raises:
+        SaveError: they contradict each other.
+    """
+    silent = next((rank for rank, written in enumerate(results) if written.holdings is None), None)
+    if silent is not None:
+        raise SaveError(f"rank {silent} has not said what it has written; nothing was published")
+    ranks = [replace(written.holdings, tied={}) for written in results if written.holdings is not None]
+    shares = [list(range(len(held.names))) for held in ranks]
+    return WorldBook(token, ranks, replace(plan_world(ranks), shares=shares))
+
+
+def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
+    """Put the places of all ranks into one table, with a row for every leaf."""
+    begins = np.cumsum([0, *leaves])
+    table = PlaceTable([], begins[:-1], *(np.zeros(begins[-1], kind) for kind in (np.int32, np.int64, np.int64)))
+    for begin, each in zip(begins, places, strict=False):
+        rows = begin + np.array(each.leaves, np.int64)
+        table.file_of[rows] = np.array(each.file_of, np.int32) + len(table.files)
+        table.offsets[rows] = each.offsets
+        table.lengths[rows] = each.lengths
+        table.files.extend(each.files)
+    return table
+
+
+def _payload_bytes(held: Holdings, share: Sequence[int]) -> int:
+    """Count the bytes of the tensors of a share."""
+    sizes = [form.payload_bytes for form in held.forms] + [0]  # for objects, whose form is -1
+    return sum(sizes[held.form_of[leaf]] for leaf in share)
+
+
+def _check_rank(rank: int, share: Sequence[int], objects: set[int], written: Written) -> None:
+    """Check that a rank has written its share, each item once."""
+    items = len(share) - len(objects)
+    places = written.places
+    if written.objects.keys() != objects or written.items != items:
+        raise SaveError(
+            f"rank {rank} was to write {items} tensors and {len(objects)} objects, and reports {written.items} and "
+            f"{len(written.objects)}; nothing was published"
+        )
+    if places is not None:
+        wrong = set(places.leaves) ^ (set(share) - objects)
+        if wrong or len(places.leaves) != items:
+            raise SaveError(f"rank {rank} reports other items than it was to write: {sorted(wrong)[:5]}")
+        missing = set(places.files) - written.files.keys()
+        if missing:
+            raise SaveError(f"rank {rank} reports items in files that it has not written: {sorted(missing)[:5]}")
+
+
+def files_of(results: Sequence[Written]) -> Mapping[str, FileFacts]:
+    """Give the files of all ranks.
+
+    Raises:
+        SaveError: two ranks have written files of one name.
+    """
+    files: dict[str, FileFacts] = {}
+    for rank, written in enumerate(results):
+        twice = files.keys() & written.files.keys()
+        if twice:
+            raise SaveError(f"{min(twice)} was written by rank {rank} and by another one; nothing was published")
+        files |= written.files
+    return files

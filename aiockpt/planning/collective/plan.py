@@ -1,0 +1,282 @@
+"""Who writes what: from what each rank has to a plan for all of them. Pure.
+
+Every part of a tensor, and every object, is written by exactly one rank. What several ranks have is spread so that
+all write about as many bytes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from aiockpt.core.gc_pause import few_collections
+from aiockpt.errors import SaveError
+from aiockpt.planning.collective.inventory import Holder, Holdings, PartForm
+from aiockpt.planning.collective.patterns import Found, Spread, find
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from aiockpt.format.index import ObjPath
+    from aiockpt.planning.collective.patterns import Cut
+
+__all__ = ["Holder", "Holdings", "PartForm", "WorldPart", "WorldPlan", "WorldTensor", "plan_world"]
+
+_Writers = tuple[tuple[int, ...], tuple[int, ...]]
+"""For each part of a tensor the rank that writes it, and the leaf there."""
+
+
+class WorldPart(NamedTuple):
+    """A part of a tensor, and who writes it.
+
+    Attributes:
+        offsets: where it begins in the tensor.
+        sizes: its sizes.
+        writer: rank and leaf whose item holds it.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    writer: Holder
+
+
+class WorldTensor(NamedTuple):
+    """A tensor of the checkpoint, as the ranks write it together; one row for each part.
+
+    Attributes:
+        dtype: the dtype of the tensor.
+        shape: its sizes.
+        cut: offsets and sizes of the parts; the same object for tensors that are cut alike.
+        ranks: who writes each.
+        leaves: the leaf there.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    cut: Cut
+    ranks: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+    @property
+    def parts(self) -> list[WorldPart]:
+        """The parts, one by one."""
+        rows = zip(self.cut, self.ranks, self.leaves, strict=True)
+        return [WorldPart(offsets, sizes, (rank, leaf)) for (offsets, sizes), rank, leaf in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class WorldPlan:
+    """The plan of a save by several ranks.
+
+    Attributes:
+        tensors: what is stored of each tensor.
+        objects: for each object the rank and leaf that is stored.
+        paths: for each name, in the order of the state dict, its path there.
+        containers: records of the containers that paths can't express.
+        shares: for each rank the leaves that it writes.
+    """
+
+    tensors: Mapping[str, WorldTensor]
+    objects: Mapping[str, Holder]
+    paths: Mapping[str, ObjPath]
+    containers: list[dict[str, Any]]
+    shares: list[list[int]]
+
+
+def plan_world(ranks: Sequence[Holdings]) -> WorldPlan:
+    """Decide who writes what.
+
+    Raises:
+        SaveError: the ranks contradict each other, or have not all of a tensor together; it names the key.
+    """
+    with few_collections():
+        found = find(ranks)
+        aliases = _aliases(ranks, found)
+        writers = _choose_writers(len(ranks), found, aliases)
+        tensors: dict[str, WorldTensor] = {}
+        objects: dict[str, Holder] = {}
+        for name, (spread, leaves) in found.items():
+            if spread.form is None:
+                objects[name] = (spread.first[0], leaves[spread.first[1]])
+                continue
+            alias = aliases.get(name)
+            chosen = (
+                writers[name] if alias is None else _writers_of(spread.cut, found[alias].spread.cut, writers[alias])
+            )
+            tensors[name] = WorldTensor(spread.form.dtype, spread.form.shape, spread.cut, *chosen)
+        paths = {name: ranks[each.spread.first[0]].paths[_first_leaf(each)] for name, each in found.items()}
+        _check_paths(ranks, found, paths)
+        shares = _shares(len(ranks), writers, objects)
+        return WorldPlan(tensors, objects, paths, _containers(ranks, found), shares)
+
+
+def _check_paths(ranks: Sequence[Holdings], found: Mapping[str, Found], paths: Mapping[str, ObjPath]) -> None:
+    """Check that the ranks' state dicts are parts of one."""
+    leaves = dict(zip(paths.values(), paths, strict=True))
+    containers: dict[ObjPath, ObjPath] = {}
+    for name, path in paths.items():
+        for depth in range(len(path) - 1, 0, -1):
+            if path[:depth] in containers:
+                break
+            containers[path[:depth]] = path
+            if path[:depth] in leaves:
+                other = leaves[path[:depth]]
+                raise SaveError(
+                    f"{name} is within {other}, which is a value of its own on another rank: "
+                    f"{_on(name, found)}, {_on(other, found)}; rename one"
+                )
+    seen: set[int] = set()
+    for rank, held in enumerate(ranks):
+        if id(held.paths) in seen:
+            continue  # many ranks share one list
+        seen.add(id(held.paths))
+        for name, path in zip(held.names, held.paths, strict=True):
+            if path != paths[name]:
+                raise SaveError(f"{name} is at {path} of the state dict on rank {rank} but at {paths[name]} on another")
+
+
+def _on(name: str, found: Mapping[str, Found]) -> str:
+    return f"{name} is on rank {found[name].spread.first[0]}"
+
+
+def _first_leaf(found: Found) -> int:
+    """Give the leaf on the first rank that has a name."""
+    return found.leaves[found.spread.first[1]]
+
+
+def _shares(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, Holder]) -> list[list[int]]:
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for ranks, leaves in writers.values():
+        for rank, leaf in zip(ranks, leaves, strict=True):
+            shares[rank].append(leaf)
+    for rank, leaf in objects.values():
+        shares[rank].append(leaf)
+    for share in shares:
+        share.sort()
+    return shares
+
+
+def _aliases(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> dict[str, str]:
+    """Find the names whose memory is, on every rank that has them, that of one other name."""
+    aliases: dict[str, str] = {}
+    for name in dict.fromkeys(held.names[leaf] for held in ranks for leaf in held.tied):
+        spread, leaves = found[name]
+        firsts = {
+            _first_of(ranks[rank], leaves[which], offsets)
+            for (offsets, _), holders in zip(spread.cut, spread.holders, strict=False)
+            for rank, which in holders
+        }
+        (first,) = firsts if len(firsts) == 1 else (None,)
+        if first is not None and first != name and first not in aliases:
+            theirs = dict(found[first].spread.cut)
+            if all(theirs.get(offsets) == sizes for offsets, sizes in spread.cut):
+                aliases[name] = first
+    return {name: first for name, first in aliases.items() if first not in aliases}
+
+
+def _first_of(held: Holdings, leaf: int, offsets: tuple[int, ...]) -> str | None:
+    first = held.tied.get(leaf)
+    return None if first is None or held.offsets[first] != offsets else held.names[first]
+
+
+def _writers_of(cut: Cut, known: Cut, writers: _Writers) -> _Writers:
+    """Give the writers of parts that another tensor has as well."""
+    by_offsets = {part[0]: holder for part, *holder in zip(known, *writers, strict=True)}
+    holders = [by_offsets[offsets] for offsets, _ in cut]
+    return tuple(rank for rank, _ in holders), tuple(leaf for _, leaf in holders)
+
+
+def _choose_writers(count: int, found: Mapping[str, Found], aliases: Mapping[str, str]) -> dict[str, _Writers]:
+    """Choose one of the holders of each part: the largest first, the rank with the least to write so far."""
+    chosen: dict[str, list[Holder]] = {}
+    writers: dict[str, _Writers] = {}
+    loads = [0] * count
+    alone: dict[int, tuple[Spread, int]] = {}
+    shared: list[tuple[int, str, int]] = []
+    for name, (spread, leaves) in found.items():
+        if spread.form is None or name in aliases:
+            continue
+        if spread.alone is not None:
+            of_parts = leaves * len(spread.cut) if len(leaves) == 1 else _leaves(leaves, spread)
+            writers[name] = spread.alone, of_parts
+            alone[id(spread)] = spread, alone.get(id(spread), (spread, 0))[1] + 1
+            continue
+        chosen[name] = [holders[0] for holders in spread.holders]
+        for number, (nbytes, holders) in enumerate(zip(spread.nbytes, spread.holders, strict=True)):
+            if len(holders) > 1:
+                shared.append((nbytes, name, number))
+            else:
+                loads[holders[0][0]] += nbytes
+    for spread, times in alone.values():
+        for rank, nbytes in zip(spread.alone or (), spread.nbytes, strict=True):
+            loads[rank] += times * nbytes
+    _share_out(shared, found, loads, chosen)
+    for name, those in chosen.items():
+        leaves = found[name].leaves
+        writers[name] = tuple(rank for rank, _ in those), tuple(leaves[which] for _, which in those)
+    return writers
+
+
+def _leaves(leaves: tuple[int, ...], spread: Spread) -> tuple[int, ...]:
+    return tuple(leaves[holders[0][1]] for holders in spread.holders)
+
+
+def _share_out(
+    shared: list[tuple[int, str, int]], found: Mapping[str, Found], loads: list[int], chosen: dict[str, list[Holder]]
+) -> None:
+    """Choose among those who have the same: each time the one with the least to write so far."""
+    shared.sort(key=lambda item: -item[0])
+    # Parts that the same ranks have are chosen from one heap; its loads may be out of date, for they only grow.
+    heaps: dict[tuple[Holder, ...], list[tuple[int, Holder]]] = {}
+    for nbytes, name, number in shared:
+        holders = found[name].spread.holders[number]
+        heap = heaps.get(holders)
+        if heap is None:
+            heap = heaps[holders] = [(loads[holder[0]], holder) for holder in holders]
+            heapq.heapify(heap)
+        while heap[0][0] != loads[heap[0][1][0]]:
+            heapq.heapreplace(heap, (loads[heap[0][1][0]], heap[0][1]))
+        holder = heap[0][1]
+        loads[holder[0]] += nbytes
+        chosen[name][number] = holder
+
+
+def _containers(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> list[dict[str, Any]]:
+    """Put the records of all ranks together, placed by the order of all names."""
+    numbers = {name: number for number, name in enumerate(found)}
+    merged: dict[ObjPath, dict[str, Any]] = {}
+    numbered: set[ObjPath] = set()
+    for held in ranks:
+        for record in held.containers:
+            path = tuple(record["path"])
+            at = record["at"]
+            place = numbers[held.names[at]] if at < len(held.names) else len(found)
+            known = merged.setdefault(path, {**record, "at": place})
+            if "keys" in record:
+                known["keys"] = {**known.get("keys", {}), **record["keys"]}
+            if "int_keys" in record:
+                numbered.add(path)
+    for path in numbered:
+        merged[path]["int_keys"] = _int_keys(ranks, path)
+    return sorted(merged.values(), key=lambda record: record["at"])
+
+
+def _int_keys(ranks: Sequence[Holdings], path: ObjPath) -> bool | list[str]:
+    """Tell which keys of a dict are numbers: True for all, or those that are."""
+    depth = len(path)
+    integers: dict[str, None] = {}
+    every = True
+    seen: set[tuple[int, str]] = set()
+    for held in ranks:
+        known: Any = next((r.get("int_keys", []) for r in held.containers if tuple(r["path"]) == path), [])
+        same = (id(held.paths), repr(known))  # many ranks share one list of paths
+        if same in seen:
+            continue
+        seen.add(same)
+        keys = dict.fromkeys(str(other[depth]) for other in held.paths if other[:depth] == path and len(other) > depth)
+        every = every and (known is True or not keys)
+        integers |= keys if known is True else dict.fromkeys(known)
+    return every or list(integers)

@@ -1,0 +1,109 @@
+"""What becomes of the items of file images when they are stored otherwise than as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from aiockpt.format.dcp.metadata_opcodes import MetadataDraft
+from aiockpt.format.transforms.item_transforms import TransformedDraft, row_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiockpt.format.transforms.base import Transform
+    from aiockpt.format.transforms.zstd import Zstd
+    from aiockpt.planning.dcp_plan import DcpPlan
+
+
+class ItemCoding(NamedTuple):
+    """An item of an image, and how it is compressed.
+
+    Attributes:
+        name: its key, for messages.
+        offset: where it is in the image, in bytes.
+        length: its bytes.
+        compression: how; None: not at all.
+    """
+
+    name: str
+    offset: int
+    length: int
+    compression: Zstd | None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCoding:
+    """What becomes of an image.
+
+    Attributes:
+        items: its items, by offset; what is between them is not stored.
+        transforms: what is applied to each, in order, after its compression.
+    """
+
+    items: Sequence[ItemCoding] = field(repr=False)
+    transforms: Sequence[Transform] = ()
+
+
+class _Item(NamedTuple):
+    """An item of an image: the leaf, its place, and where its payload begins in it."""
+
+    leaf: int
+    offset: int
+    length: int
+    payload_offset: int
+
+
+def codings_of(
+    plan: DcpPlan, compression: Sequence[Zstd | None] | None, transforms: Sequence[Transform]
+) -> list[ImageCoding]:
+    """Say what becomes of each image of a plan.
+
+    Args:
+        plan: the plan.
+        compression: for each leaf how it is compressed; None: none is.
+        transforms: what is applied to all of them besides.
+    """
+    names = plan.layout.structure.names
+
+    def coding(item: _Item) -> ItemCoding:
+        chosen = None if compression is None else compression[item.leaf]
+        return ItemCoding(names[item.leaf], item.offset, item.length, chosen)
+
+    return [ImageCoding(list(map(coding, items)), transforms) for items in _items(plan)]
+
+
+def draft_of(plan: DcpPlan) -> TransformedDraft:
+    """Describe the items of a plan, which are stored otherwise than in its images."""
+    layout = plan.layout
+    tied: dict[int, list[int]] = {}
+    for leaf, first in layout.survey.tied.items():
+        tied.setdefault(first, []).append(leaf)
+    keys, forms = [], []
+    for items in _items(plan):
+        keys.append([[_key(plan, each) for each in (item.leaf, *tied.get(item.leaf, ()))] for item in items])
+        forms.append([(item.payload_offset, _stride(plan, item.leaf)) for item in items])
+    return TransformedDraft(MetadataDraft(layout.bare_head, [image.name for image in layout.images], keys), forms)
+
+
+def _items(plan: DcpPlan) -> list[list[_Item]]:
+    """Give the items of each image, by offset."""
+    found: list[list[_Item]] = [[] for _ in plan.layout.images]
+    for (leaf, number), (_, place) in zip(plan.layout.objects.items(), plan.objects, strict=True):
+        found[number].append(_Item(leaf, place.offset, place.length, 0))
+    for items, image in zip(found, plan.layout.images, strict=True):
+        items += [_Item(slot.leaf, slot.offset, slot.framing.length, len(slot.framing.prefix)) for slot in image.slots]
+    return found
+
+
+def _key(plan: DcpPlan, leaf: int) -> tuple[str, tuple[int, ...] | None]:
+    spec = plan.layout.specs[leaf]
+    return plan.layout.structure.names[leaf], None if spec is None else (0,) * len(spec.shape)
+
+
+def _stride(plan: DcpPlan, leaf: int) -> tuple[int, ...] | None:
+    """Give the strides of a tensor that is not stored row by row."""
+    spec = plan.layout.specs[leaf]
+    if spec is None or tuple(spec.saved_stride) == row_strides(spec.shape):
+        return None
+    return tuple(spec.saved_stride)

@@ -1,0 +1,404 @@
+"""State dicts as flat lists of leaves, and back again without loss.
+
+Leaves get the names and paths that torch's DCP gives them: keys joined by dots, every key as text, list
+positions as numbers. Unlike DCP, tuples that hold tensors are taken apart as well, and what DCP's paths
+can't express (key types, tuples, ordered dicts, empty containers, which tensors were arrays) is kept in container
+records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiockpt.format.dict_keys import FACTORIES, MOST_BITS, check_hashes, decode_key, encode_key, is_key
+from aiockpt.format.item.arrays import ARRAY_RECORD, array_of
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
+    from aiockpt.format.index import ObjPath
+    from aiockpt.format.manifest.manifest import JsonValue
+
+_MEMO_KEYS = 1000
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class StructureError(ValueError):
+    """A state dict has a structure that can't be saved; the message names the key."""
+
+
+_Known = tuple[list[str], list[str], "list[ObjPath]"]
+
+
+class NameMemo:
+    """For the path of each large dict of tensors its keys, and the names and paths that they give.
+
+    Those of the last two state dicts are kept, so that keys which change with every save do not pile up.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[ObjPath, _Known] = {}
+        self._before: dict[ObjPath, _Known] = {}
+
+    def __len__(self) -> int:
+        return len(self._last.keys() | self._before.keys())
+
+    def find(self, path: ObjPath) -> _Known | None:
+        """Return what is known of a dict."""
+        return self._last.get(path) or self._before.get(path)
+
+    def keep(self, used: dict[ObjPath, _Known]) -> None:
+        """Keep what a state dict used; what neither it nor the one before it used is forgotten."""
+        self._before, self._last = self._last, used
+
+
+@dataclass(slots=True)
+class FlatState:
+    """A state dict taken apart.
+
+    Attributes:
+        names: the fully qualified name of each leaf.
+        paths: the path of each leaf.
+        leaves: the leaves themselves, in the order of the state dict.
+        containers: JSON-able records of the containers that names and paths can't express.
+        whole: see `flatten`.
+        apart: see `flatten`.
+        memo: see `flatten`.
+        used: what of the memo is to be kept.
+    """
+
+    names: list[str] = field(default_factory=list)
+    paths: list[ObjPath] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+    containers: list[dict[str, JsonValue]] = field(default_factory=list)
+    whole: Container[str] = ()
+    apart: Container[str] = ()
+    memo: NameMemo = field(default_factory=NameMemo)
+    used: dict[ObjPath, _Known] = field(default_factory=dict)
+
+
+def flatten(
+    state_dict: Mapping[Any, Any],
+    *,
+    whole: Container[str] = (),
+    apart: Container[str] = (),
+    memo: NameMemo | None = None,
+) -> FlatState:
+    """Take a state dict apart.
+
+    Args:
+        state_dict: what to take apart; it is not changed.
+        whole: names of sequences that stay one leaf, for DCP keeps tuples of tensors so.
+        apart: names of sequences that are taken apart, though there is neither a tensor nor a dict in them.
+        memo: names and paths of the large dicts of tensors that were seen before; is added to.
+
+    Raises:
+        StructureError: a key that can't be stored (see `aiockpt.format.dict_keys`), two leaves with one name, or a
+            container that holds itself.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise StructureError(
+            f"the state must be a dict of names to values, not a {type(state_dict).__name__}; "
+            "wrap it, for example in {'state': ...}"
+        )
+    flat = FlatState(whole=whole, apart=apart, memo=NameMemo() if memo is None else memo)
+    try:
+        _walk_mapping(flat, (), "", state_dict)
+    except RecursionError:
+        raise StructureError(
+            f"the state dict is nested too deeply, or holds itself, near {'.'.join(flat.names[-1:]) or 'its top'}"
+        ) from None
+    except StructureError:
+        raise
+    except (ValueError, NotImplementedError) as exc:  # a mapping of the user's may raise anything
+        raise StructureError(
+            f"the state dict can't be taken apart, behind {'.'.join(flat.names[-1:]) or 'its top'}: "
+            f"{type(exc).__name__}: {exc}"
+        ) from exc
+    flat.memo.keep(flat.used)
+    if len(set(flat.names)) != len(flat.names):
+        seen: set[str] = set()
+        twice = next(name for name in flat.names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise StructureError(
+            f"two entries of the state dict are both called {twice!r} once keys are joined by dots; rename one"
+        )
+    return flat
+
+
+def _walk(flat: FlatState, path: ObjPath, name: str, value: Any) -> None:
+    kind = type(value)
+    if kind in _TENSORS:
+        pass
+    elif isinstance(value, Mapping):
+        _walk_mapping(flat, path, name, value)
+        return
+    elif (kind is list or kind is tuple) and name not in flat.whole and (_has_parts(value) or name in flat.apart):
+        _walk_sequence(flat, path, name, value)
+        return
+    flat.names.append(name)
+    flat.paths.append(path)
+    flat.leaves.append(value)
+
+
+def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[Any, Any]) -> None:
+    before = len(flat.leaves)
+    ordered = isinstance(mapping, OrderedDict)
+    own = _kind_of(mapping)
+    kinds = set(map(type, mapping))
+    record: dict[str, JsonValue] = {}
+    if not kinds <= {str}:
+        record = _key_record(name or "the state dict", mapping, kinds)
+    if record or own or not mapping:
+        record |= {"path": list(path), "type": own or "dict", "at": before}
+        factory = getattr(mapping, "default_factory", None) if own == "defaultdict" else None
+        if factory is not None:
+            record["factory"] = factory.__name__
+        if ordered and (attribute := _module_metadata(mapping)) is not None:
+            record["module_metadata"] = attribute
+        flat.containers.append(record)
+    dot = name + "." if path else ""
+    if set(map(type, mapping.values())) <= _TENSORS and len(kinds) == 1 and str in kinds:
+        names, paths = _names_of(flat, path, dot, list(mapping))
+        flat.names += names
+        flat.paths += paths
+        flat.leaves += mapping.values()
+        return
+    for key, value in mapping.items():
+        text = str(key)
+        _walk(flat, (*path, text), dot + text, value)
+
+
+def _kind_of(mapping: Mapping[Any, Any]) -> str:
+    """Return the name of a dict's type, as far as it is kept; nothing for plain dicts, and for what becomes one."""
+    if isinstance(mapping, OrderedDict):
+        return "OrderedDict"
+    if type(mapping) is Counter:
+        return "Counter"
+    if type(mapping) is defaultdict and (mapping.default_factory in (None, *FACTORIES.values())):
+        return "defaultdict"
+    return ""
+
+
+def _key_record(name: str, mapping: Mapping[Any, Any], kinds: set[type]) -> dict[str, JsonValue]:
+    """Return what a record says of the keys of a dict that are no texts."""
+    for key in mapping:
+        if not is_key(key):
+            raise StructureError(
+                f"{name} has the key {_shown(key)} of type {type(key).__name__}; keys must be str, int, float, bool, "
+                f"None or tuples of these, and numbers shorter than {MOST_BITS} bits"
+            )
+    if len(set(map(str, mapping))) != len(mapping):
+        raise StructureError(f"{name} has a key that is no text and its text as another; rename one")
+    record: dict[str, JsonValue] = {}
+    if int in kinds:
+        record["int_keys"] = True if len(kinds) == 1 else [str(key) for key in mapping if type(key) is int]
+    if not kinds <= {str, int}:
+        record["keys"] = {str(key): encode_key(key) for key in mapping if type(key) not in (str, int)}
+    return record
+
+
+def _shown(key: Any) -> str:
+    try:
+        return f"{key!r:.100}"
+    except Exception:  # whatever its class raises, or a number of too many digits
+        return "(which can't be shown)"
+
+
+def _names_of(flat: FlatState, path: ObjPath, dot: str, keys: list[str]) -> tuple[list[str], list[ObjPath]]:
+    """Return names and paths of the leaves of a dict; those of a large one are kept for the next time."""
+    known = flat.memo.find(path)
+    if known is None or known[0] != keys:
+        known = keys, [dot + key for key in keys], [(*path, key) for key in keys]
+    if len(keys) >= _MEMO_KEYS:
+        flat.used[path] = known
+    return known[1], known[2]
+
+
+def _walk_sequence(flat: FlatState, path: ObjPath, name: str, values: list[Any] | tuple[Any, ...]) -> None:
+    before = len(flat.leaves)
+    place = len(flat.containers)
+    for i, value in enumerate(values):
+        _walk(flat, (*path, i), f"{name}.{i}", value)
+    if type(values) is tuple or len(flat.leaves) == before:
+        record: dict[str, JsonValue] = {"path": list(path), "type": type(values).__name__, "at": before}
+        flat.containers.insert(place, record)
+
+
+def _has_parts(values: list[Any] | tuple[Any, ...]) -> bool:
+    """Tell whether a sequence is taken apart: it holds a tensor or a dict. Else it is one leaf."""
+    for value in values:
+        kind = type(value)
+        if isinstance(value, torch.Tensor | Mapping):
+            return True
+        if (kind is list or kind is tuple) and _has_parts(value):
+            return True
+    return False
+
+
+def _module_metadata(mapping: Mapping[Any, Any]) -> JsonValue:
+    """Give the versions that ``nn.Module.state_dict`` attaches, which ``load_state_dict`` looks at."""
+    versions = getattr(mapping, "_metadata", None)
+    if not isinstance(versions, Mapping):
+        return None
+    copy: dict[str, JsonValue] = {}
+    for module, facts in versions.items():
+        if type(module) is not str or type(facts) is not dict:
+            return None
+        if not all(type(k) is str and type(v) in (int, str, bool, float) for k, v in facts.items()):
+            return None
+        copy[module] = dict(facts)
+    return copy
+
+
+def unflatten(paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Iterable[Mapping[str, Any]] = ()) -> Any:
+    """Put a state dict together again; without container records, as DCP does.
+
+    Raises:
+        StructureError: two paths contradict each other.
+    """
+    records = sorted(containers, key=lambda record: record["at"])
+    pending = [record for record in records if record["type"] != ARRAY_RECORD]
+    root: dict[str, Any] = {}
+    done = 0
+    for count, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        while done < len(pending) and pending[done]["at"] <= count:
+            _place_container(root, pending[done])
+            done += 1
+        _set(_container_of(root, path), path[-1], leaf)
+    for record in pending[done:]:
+        _place_container(root, record)
+    return _finish(root, records)
+
+
+def _container_of(root: dict[str, Any], path: ObjPath) -> Any:
+    """Make the containers along ``path`` as far as they are missing; give the last."""
+    at: Any = root
+    for part, following in pairwise(path):
+        child = _get(at, part)
+        if child is None:
+            child = [] if isinstance(following, int) else {}
+            _set(at, part, child)
+        at = child
+    return at
+
+
+def _place_container(root: dict[str, Any], record: Mapping[str, Any]) -> None:
+    path = tuple(record["path"])
+    if path and _get(parent := _container_of(root, path), path[-1]) is None:
+        _set(parent, path[-1], [] if record["type"] in ("tuple", "list") else {})
+
+
+def _get(container: Any, part: str | int) -> Any:
+    if isinstance(container, dict):
+        return container.get(part)
+    if isinstance(container, list) and isinstance(part, int):
+        return container[part] if part < len(container) else None
+    raise StructureError(f"{part!r} lies in something that is no container")
+
+
+def _set(container: Any, part: str | int, value: Any) -> None:
+    if isinstance(container, dict):
+        container[part] = value
+    elif isinstance(container, list) and isinstance(part, int):
+        if part > len(container) + 1_000_000:
+            raise StructureError(f"list position {part} is absurd")
+        container.extend([None] * (part + 1 - len(container)))
+        container[part] = value
+    else:
+        raise StructureError(f"{part!r} lies in something that is no container")
+
+
+def _finish(root: dict[str, Any], records: list[Mapping[str, Any]]) -> Any:
+    """Make of each recorded container, and array, the type that it had, the deepest first."""
+    for record in sorted(records, key=lambda record: -len(record["path"])):
+        path = record["path"]
+        if not path:
+            return _typed(root, record)
+        parent: Any = root
+        for part in path[:-1]:
+            parent = _get(parent, part)
+        _set(parent, path[-1], _typed(_get(parent, path[-1]), record))
+    return root
+
+
+def _typed(container: Any, record: Mapping[str, Any]) -> Any:
+    kind = record["type"]
+    if kind == ARRAY_RECORD:
+        return array_of(container)
+    if kind in ("tuple", "list"):
+        values = container if isinstance(container, list) else []
+        return tuple(values) if kind == "tuple" else values
+    if not isinstance(container, dict):
+        raise StructureError(f"{record['path']} should be a dict")
+    if "int_keys" in record or "keys" in record:
+        container = _with_keys(container, record)
+    if kind == "Counter":
+        return Counter(container)
+    if kind == "defaultdict":
+        return defaultdict(FACTORIES[record["factory"]] if "factory" in record else None, container)
+    if kind != "OrderedDict":
+        return container
+    ordered: OrderedDict[Any, Any] = OrderedDict(container)
+    if "module_metadata" in record:
+        ordered._metadata = OrderedDict(record["module_metadata"])  # type: ignore[attr-defined]
+    return ordered
+
+
+def _with_keys(container: dict[str, Any], record: Mapping[str, Any]) -> dict[Any, Any]:
+    """Put the keys themselves in the place of their texts."""
+    numbers, others = record.get("int_keys", ()), record.get("keys", {})
+    every = numbers is True
+    integers = () if every else frozenset(numbers)
+    keys = [
+        decode_key(others[text]) if text in others else int(text) if every or text in integers else text
+        for text in container
+    ]
+    check_hashes(keys)
+    typed = dict(zip(keys, container.values(), strict=True))
+    if len(typed) != len(container):
+        raise StructureError(f"{record['path']} has two keys that are equal")
+    return typed
+
+
+def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath = (), *, check: bool = False) -> Any:
+    """Put values in their places of a state dict.
+
+    Dicts and lists are changed in place; a tuple is made anew, and put in its place.
+
+    Args:
+        container: the state dict, or a part of it.
+        values: what to put at which path, as `flatten` gives them.
+        path: where ``container`` is.
+        check: change nothing, only look whether it could be done.
+
+    Returns:
+        ``container``, or the tuple that takes its place.
+
+    Raises:
+        StructureError: a value is in a mapping that can't be changed.
+    """
+    parts = container.items() if isinstance(container, Mapping) else enumerate(container)
+    fresh: dict[Any, Any] = {}
+    for key, value in parts:
+        here: ObjPath = (*path, str(key) if isinstance(container, Mapping) else key)
+        if here in values:
+            fresh[key] = values[here]
+        elif isinstance(value, Mapping) or type(value) in (list, tuple):
+            part = replace_leaves(value, values, here, check=check)
+            if part is not value:
+                fresh[key] = part
+    if isinstance(container, tuple):
+        return tuple(fresh.get(i, value) for i, value in enumerate(container)) if fresh else container
+    if fresh and not isinstance(container, MutableMapping | list):
+        name = ".".join(map(str, path)) or "the state dict"
+        raise StructureError(f"{name} is a {type(container).__name__}, whose values can't be replaced")
+    if isinstance(container, MutableMapping | list) and not check:
+        for key, value in fresh.items():
+            container[key] = value
+    return container

@@ -1,0 +1,1 @@
+"""Opening, loading, streaming and verifying checkpoints."""

@@ -1,0 +1,147 @@
+"""What a checkpoint holds, to be looked at: facts about an entry, and tables of them."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import printable_key
+from aiockpt.format.index import ObjectEntry, TensorEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from aiockpt.format.index import Entry
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """One stored piece of a tensor.
+
+    Attributes:
+        file: the file, relative to the checkpoint.
+        offset: where its item begins there, in bytes.
+        nbytes: the length of the item, in bytes.
+        offsets: where the piece begins in the tensor.
+        sizes: its sizes.
+    """
+
+    file: str
+    offset: int
+    nbytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A stored tensor.
+
+    Attributes:
+        key: its name.
+        dtype: its dtype.
+        shape: its sizes.
+        chunks: the pieces that it is stored in.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[ChunkInfo, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def file(self) -> str:
+        """The file of the first piece; empty for a tensor without any."""
+        return self.chunks[0].file if self.chunks else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """A stored object.
+
+    Attributes:
+        key: its name.
+        file: the file that it is in; empty where it is part of the index.
+        offset: where its bytes begin there.
+        nbytes: how many they are.
+    """
+
+    key: str
+    file: str
+    offset: int
+    nbytes: int
+
+
+def describe(key: str, entry: Entry) -> TensorInfo | ObjectInfo:
+    """Give the facts about an entry."""
+    if isinstance(entry, TensorEntry):
+        chunks = tuple(
+            ChunkInfo(c.place.file, c.place.offset, c.place.length, c.offsets, c.sizes) for c in entry.chunks
+        )
+        return TensorInfo(key, entry.dtype, entry.shape, chunks)
+    if isinstance(entry, ObjectEntry):
+        return ObjectInfo(key, entry.place.file, entry.place.offset, entry.place.length)
+    return ObjectInfo(key, "", 0, 0)
+
+
+def size_text(nbytes: float) -> str:
+    """Write a number of bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _rows(infos: Mapping[str, TensorInfo | ObjectInfo]) -> list[tuple[str, str, str, str, str]]:
+    rows: list[tuple[str, str, str, str, str]] = []
+    for info in islice(infos.values(), _SHOWN):
+        key, file = printable_key(info.key), printable_key(info.file)
+        if isinstance(info, TensorInfo):
+            pieces = f" and {len(info.chunks) - 1} more" if len(info.chunks) > 1 else ""
+            shape = "x".join(map(str, info.shape)) or "scalar"
+            dtype = str(info.dtype).removeprefix("torch.")
+            rows.append((key, dtype, shape, size_text(info.nbytes), file + pieces))
+        else:
+            rows.append((key, "object", "", size_text(info.nbytes) if file else "", file))
+    return rows
+
+
+def _headline(path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]) -> str:
+    tensors = [info for info in infos.values() if isinstance(info, TensorInfo)]
+    nbytes = sum(info.nbytes for info in tensors)
+    objects = len(infos) - len(tensors)
+    return f"{printable_key(path)} ({kind}): {len(tensors)} tensors, {size_text(nbytes)}; {objects} objects"
+
+
+def text_table(title: str, path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]) -> str:
+    """Show a checkpoint in a terminal: a line about all of it, and one for each of the first entries."""
+    rows = _rows(infos)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{'>' if i == 3 else '<'}{widths[i]}}" for i, cell in enumerate(row)]
+        lines.append("  " + "  ".join(cells))
+    more = [f"  ... and {len(infos) - len(rows)} more"] if len(infos) > len(rows) else []
+    return "\n".join([f"<{title} {_headline(path, kind, infos)}", *map(str.rstrip, lines), *more]) + ">"
+
+
+def html_table(path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]) -> str:
+    """Show a checkpoint in a notebook; see `text_table`."""
+    rows = _rows(infos)
+    head = "".join(f"<th>{name}</th>" for name in ("key", "dtype", "shape", "size", "file"))
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    more = f"<p>... and {len(infos) - len(rows)} more</p>" if len(infos) > len(rows) else ""
+    return f"<p><b>{html.escape(_headline(path, kind, infos))}</b></p><table><tr>{head}</tr>{body}</table>{more}"

@@ -1,0 +1,322 @@
+"""Opening a checkpoint: from its files to what it holds, checked, whichever program wrote it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from isal.isal_zlib import crc32
+
+from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, sanitize_error
+from aiockpt.format.checks import check_index
+from aiockpt.format.dcp.metadata import decode_metadata
+from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
+from aiockpt.format.item.arrays import check_arrays
+from aiockpt.format.manifest.columnar_index import IndexedEntries
+from aiockpt.format.manifest.manifest import is_of_another_save, is_pickled
+from aiockpt.format.manifest.manifest_reader import decode_manifest
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.safetensors.file_set import decode_shard_index, merge_shards
+from aiockpt.format.safetensors.header import HEADER_PROBE_BYTES, decode_header, header_end, with_shared_names
+from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
+from aiockpt.planning.flatten import StructureError, flatten
+from aiockpt.reading.decoded import DecodedSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from aiockpt.format.manifest.manifest import Manifest
+    from aiockpt.storage.base import Source
+
+_SHARD_INDEX = ".safetensors.index.json"
+_PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.DOTALL)
+_HIDDEN = re.compile(rf"(^|{re.escape(os.sep)})\.")
+_MOST_SHOWN = 10
+_WRAPPED = "value"
+_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number that files of torch < 1.6 begin with, pickled
+
+NOT_ITS_MANIFEST = (
+    f"{MANIFEST_NAME} was left by a checkpoint that another program has replaced in place, so it is ignored; remove it"
+)
+"""Written of such a file by everything that reads checkpoints."""
+
+logger = logging.getLogger("aiockpt")
+
+_DOCUMENT_BYTES = 2 << 30
+"""The largest file that is read as a whole to know what is in a checkpoint."""
+_PART_BYTES = 1 << 20
+_HOLE = bytes(64 << 10)
+"""More zeros than follow each other in any text or pickle of names and numbers."""
+
+
+def read_index(
+    source: Source, path: str, *, safe_globals: Sequence[Any] = (), trust: bool = False
+) -> tuple[Index, Manifest | None]:
+    """Read and check what describes a checkpoint. Blocks.
+
+    Args:
+        source: its files.
+        path: where it is, for messages.
+        safe_globals: what objects may use that are part of a ``torch.save`` file's index.
+        trust: unpickle those without restriction, and let objects have as many bytes as they say.
+
+    Raises:
+        CheckpointNotFoundError: the files are no checkpoint.
+        CorruptCheckpointError: naming the file that is missing, cut short or damaged.
+        UnsafeCheckpointError: reading it would run code, or leave its directory.
+    """
+    try:
+        check_place(source, path)
+        if METADATA_NAME in source.files:
+            index, manifest = _read_dcp(source, path, trust=trust)
+        else:
+            index, manifest = _read_located(source, path, safe_globals, trust), read_manifest(source, path)
+    except LoadError as exc:
+        sanitize_error(exc)
+        raise
+    return index, manifest
+
+
+def check_place(source: Source, path: str) -> None:
+    """Check that a path does not name one of the files of a checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: it does.
+    """
+    name = os.path.basename(path)
+    if list(source.files) == [name] and _PART_NAME.fullmatch(name):
+        raise CheckpointNotFoundError(
+            f"{path} is a file inside of a checkpoint: pass its directory, {os.path.dirname(path)}"
+        )
+
+
+def checkpoints_below(files: Collection[str]) -> list[str]:
+    """Return the directories and files, by relative path and the newest first, that are checkpoints by their names.
+
+    Those that are hidden are left out, as are those in a directory that has files of an unfinished checkpoint.
+    """
+    if any(os.sep not in name and name.endswith(".distcp") for name in files):
+        return []
+    seen = [name.rpartition(os.sep) for name in files if not _HIDDEN.search(os.path.dirname(name))]
+    found = {folder for folder, _, name in seen if folder and (name == METADATA_NAME or name.endswith(".safetensors"))}
+    found |= {os.path.join(folder, name) for folder, _, name in seen if folder not in found and _is_torch(name)}
+    return sorted(found, key=_naturally, reverse=True)
+
+
+def _is_torch(name: str) -> bool:
+    return name.endswith((".pt", ".pth", ".ckpt", ".bin"))
+
+
+def _naturally(name: str) -> list[tuple[int, str]]:
+    """Return a sort key for which step-90 is before step-1000."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _read_located(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
+    try:
+        index = _read_other(source, path, safe_globals, trust)
+    except LoadError as exc:
+        raise _located(path, exc) from exc
+    check_index(path, index, source.files)
+    return index
+
+
+def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
+    files = source.files
+    top = [name for name in files if os.sep not in name]
+    shard_indexes = [name for name in top if name.endswith(_SHARD_INDEX)]
+    if shard_indexes and len(files) == 1:
+        raise LoadError("it is the index of a set of safetensors files: name the directory that holds them")
+    if len(shard_indexes) == 1:
+        return with_shared_names(_read_shards(source, shard_indexes[0]))
+    tensors = [name for name in top if name.endswith(".safetensors")]
+    if len(tensors) == 1:
+        return with_shared_names(_read_safetensors(source, tensors[0]))
+    if len(files) == 1:
+        (name,) = files
+        begin = _bytes(source, name, 0, min(64, files[name]))
+        if begin[:4] == b"PK\3\4" or _LEGACY in begin:
+            return _read_torch(source, name, safe_globals, trust)
+        if begin[8:9] == b"{":
+            return with_shared_names(_read_safetensors(source, name))
+    raise _not_a_checkpoint(path, files, tensors, shard_indexes)
+
+
+def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], indexes: list[str]) -> LoadError:
+    is_file = os.path.basename(path) in files and len(files) == 1
+    below = [] if is_file or tensors or indexes else checkpoints_below(files)
+    if below:
+        more = f" and {len(below) - _MOST_SHOWN} more" if len(below) > _MOST_SHOWN else ""
+        return CheckpointNotFoundError(
+            f"it is no checkpoint, but has {'some' if below[1:] else 'one'} below: {', '.join(below[:_MOST_SHOWN])}"
+            f"{more}; add {'one of these' if below[1:] else 'this'} to the path"
+        )
+    if any(name.endswith(".distcp") for name in files):
+        return CorruptCheckpointError(
+            f"it holds files of a checkpoint but no {METADATA_NAME}: its save was never finished. Use an older "
+            "checkpoint."
+        )
+    if is_file:
+        return CheckpointNotFoundError(
+            "there is no checkpoint: it is neither a torch.save file, nor a safetensors file, nor a directory"
+        )
+    if len(tensors) > 1 or len(indexes) > 1:
+        return LoadError(f"it holds several checkpoints: {', '.join(sorted(indexes or tensors)[:5])}; name one of them")
+    return CheckpointNotFoundError(f"there is no checkpoint: the directory has no {METADATA_NAME} and no safetensors")
+
+
+def _read_dcp(source: Source, path: str, *, trust: bool) -> tuple[Index, Manifest | None]:
+    manifest = read_manifest(source, path)
+    if manifest is not None and _is_replaced(source, path, manifest):
+        logger.warning("%s: %s", path, NOT_ITS_MANIFEST)
+        manifest = None
+    if manifest is not None:
+        _check_files(source, path, manifest)
+        if manifest.index is not None and isinstance(manifest.index.entries, IndexedEntries):
+            manifest.index.entries.check(source.files, path)
+            return manifest.index, manifest
+    metadata = read_document(source, METADATA_NAME, path)
+    facts = None if manifest is None else manifest.files.get(METADATA_NAME)
+    if facts is not None and crc32(metadata) != facts.crc:
+        raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
+    index = _with_path(path, decode_metadata, metadata)
+    check_index(path, index, source.files)
+    index = presented(source, path, index, manifest, trust=trust)
+    if manifest is not None:
+        index = Index(index.entries, index.paths, manifest.containers, manifest.metadata, "aiockpt")
+        try:
+            check_arrays(index.entries, index.paths, index.containers)
+        except ValueError as exc:
+            raise CorruptCheckpointError(f"{path}/{MANIFEST_NAME} does not fit {METADATA_NAME}: {exc}") from exc
+    return index, manifest
+
+
+def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
+    """Return whether another program has replaced a checkpoint, and left its manifest."""
+    begin = _bytes(source, METADATA_NAME, 0, min(3, source.files[METADATA_NAME]))  # it is seldom needed as a whole
+    return is_pickled(begin) and is_of_another_save(manifest, read_document(source, METADATA_NAME, path))
+
+
+def presented(source: Source, path: str, index: Index, manifest: Manifest | None, *, trust: bool = False) -> Index:
+    """Give an index whose transformed items, if it has any, are files of their own.
+
+    Raises:
+        CorruptCheckpointError: index and manifest contradict each other.
+        LoadError: this source can't read them.
+    """
+    if not index.is_transformed:
+        return index
+    if not isinstance(source, DecodedSource):
+        raise LoadError(f"{path} holds compressed or otherwise transformed items, which can't be read in this way")
+    index = source.present(index, {} if manifest is None else manifest.transformed, trust=trust)
+    check_index(path, index, source.files)
+    return index
+
+
+def read_manifest(source: Source, path: str) -> Manifest | None:
+    """Read the manifest of a checkpoint, if it has one. Blocks.
+
+    Raises:
+        CorruptCheckpointError: it is damaged.
+    """
+    if MANIFEST_NAME not in source.files:
+        return None
+    manifest: Manifest = _with_path(path, decode_manifest, read_document(source, MANIFEST_NAME, path))
+    return manifest
+
+
+def _check_files(source: Source, path: str, manifest: Manifest) -> None:
+    for name, facts in manifest.files.items():
+        size = source.files.get(name)
+        if size is None:
+            raise CorruptCheckpointError(f"{path} lacks its file {name}; use an older checkpoint")
+        if size != facts.nbytes:
+            raise CorruptCheckpointError(
+                f"{path}/{name} has {size} bytes but was written with {facts.nbytes}: it was truncated or "
+                "changed. Use an older checkpoint."
+            )
+
+
+def _read_safetensors(source: Source, name: str) -> Index:
+    size = source.files[name]
+    head = _bytes(source, name, 0, min(size, HEADER_PROBE_BYTES))
+    end = header_end(name, head, size)
+    if end > len(head):
+        head += _bytes(source, name, len(head), end - len(head), name)
+    return decode_header(name, head, size)
+
+
+def _read_shards(source: Source, name: str) -> Index:
+    shards = decode_shard_index(name, read_document(source, name))
+    headers = {}
+    for file in shards.files:
+        if file not in source.files:
+            raise CorruptCheckpointError(f"{name} names the file {file}, which is missing")
+        headers[file] = _read_safetensors(source, file)
+    return merge_shards(name, shards, headers)
+
+
+def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: bool) -> Index:
+    size = source.files[name]
+
+    def fetch(offset: int, length: int) -> bytes:
+        return _bytes(source, name, offset, max(0, min(length, size - offset)))
+
+    file = read_torch_file(name, size, fetch, safe_globals=safe_globals, trust=trust)
+    wrapped = None if isinstance(file.value, Mapping) else _WRAPPED
+    try:
+        flat = flatten(file.value if wrapped is None else {_WRAPPED: file.value})
+    except StructureError as exc:
+        raise LoadError(f"{name} can't be seen as a state dict: {exc}; read it with torch.load") from exc
+    entries: dict[str, Entry] = {}
+    paths: dict[str, ObjPath] = {}
+    for key, place, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) and holds_tensors(leaf):
+            raise LoadError(f"{name}: {key} is an object with tensors inside; read it with torch.load")
+        entries[key] = file.entry(leaf, key) if isinstance(leaf, torch.Tensor) else InlineEntry(leaf)
+        paths[key] = place
+    return Index(entries, paths, flat.containers, {}, "torch", wrapped)
+
+
+def _with_path(path: str, decode: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return decode(data)
+    except LoadError as exc:
+        raise _located(path, exc) from exc
+
+
+def _located(path: str, error: LoadError) -> LoadError:
+    return type(error)(f"{path}: {error}")
+
+
+def read_document(source: Source, name: str, path: str = "") -> bytes:
+    """Read a file that describes a checkpoint, as a whole. Takes time and memory for what is in it, not for holes.
+
+    Raises:
+        CorruptCheckpointError: it is larger than any such file, or has a hole.
+    """
+    return _bytes(source, name, 0, source.files[name], os.path.join(path, name))
+
+
+def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None = None) -> bytes:
+    """Read a part of a file; of one that has a name to be printable, not further than up to a hole."""
+    if size > _DOCUMENT_BYTES:
+        raise CorruptCheckpointError(
+            f"{shown or name} would have {size} bytes to describe what it holds; for a million tensors these are some "
+            "100 MiB, so it is damaged. Use another checkpoint"
+        )
+    data = bytearray()
+    while len(data) < size:
+        part = bytearray(min(_PART_BYTES, size - len(data)))
+        source.read(name, offset + len(data), memoryview(part))
+        if shown is not None and _HOLE in part:
+            raise CorruptCheckpointError(
+                f"{shown} has nothing but zeros somewhere behind byte {len(data)}: it was cut short or damaged. Use "
+                "another checkpoint"
+            )
+        data += part
+    return bytes(data)

@@ -1,0 +1,417 @@
+"""Looking into a checkpoint, and reading what is wanted of it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+
+import torch
+
+from aiockpt.core.threads import check_asyncio
+from aiockpt.errors import LoadError
+from aiockpt.format.index import TensorEntry
+from aiockpt.options import check_options
+from aiockpt.reading.info import ObjectInfo, TensorInfo, describe, html_table, text_table
+from aiockpt.reading.partial import Wanted, index_of, read_wanted
+from aiockpt.snapshot.capture import ready_events
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Generator, Sequence
+    from types import TracebackType
+
+    from aiockpt.core.futures import Call
+    from aiockpt.format.index import Index
+    from aiockpt.options import LoadOptions
+    from aiockpt.reading.executor import LoadTools
+    from aiockpt.reading.partial import OpenCheckpoint
+    from aiockpt.storage.base import Storage
+
+T = TypeVar("T")
+
+Order = Literal["file", "keys"]
+
+STREAM_BYTES = 256 << 20
+"""How much `CheckpointReader.stream` reads ahead."""
+_GROUP_BYTES = 32 << 20  # read at once by a stream
+
+
+class Caller(Protocol):
+    """What runs the reading: the engine."""
+
+    def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
+        """Run a coroutine function."""
+
+
+class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
+    """What both readers share: the index, which is a mapping of keys to what is stored."""
+
+    def __init__(self, caller: Caller, storage: Storage, path: str, options: LoadOptions, owner: object) -> None:
+        self._owner = owner  # which is closed when nobody has it
+        self.path = path
+        self._caller = caller
+        self._storage = storage
+        self._options = options
+        self._open: OpenCheckpoint | None = None
+
+    @property
+    def _opened(self) -> OpenCheckpoint:
+        if self._open is None:
+            raise LoadError(f"the reader of {self.path} is not open: use it within its `with` block")
+        return self._open
+
+    @property
+    def _index(self) -> Index:
+        return self._opened.index
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The facts that were given to `save`, or stand in the header of a safetensors file."""
+        return self._index.metadata
+
+    @property
+    def format(self) -> str:
+        """What the checkpoint is: "aiockpt", "dcp" (of ``torch.distributed.checkpoint``), "torch" or "safetensors"."""
+        return self._index.format
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors; one that is stored once under several keys counts for each."""
+        return sum(entry.nbytes for entry in self._index.entries.values() if isinstance(entry, TensorEntry))
+
+    def __getitem__(self, key: str) -> TensorInfo | ObjectInfo:
+        entry = self._index.entries.get(key)
+        if entry is None:
+            raise KeyError(f"{self.path} has no {key!r}; keys() gives all that it has")
+        return describe(key, entry)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index.entries)
+
+    def __len__(self) -> int:
+        return len(self._index.entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._index.entries
+
+    def __repr__(self) -> str:
+        if self._open is None:
+            return f"<{type(self).__name__} of {self.path}, not open>"
+        return text_table(type(self).__name__, self.path, self.format, self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{self!r}</pre>" if self._open is None else html_table(self.path, self.format, self)
+
+    def _begin_open(self) -> Call[OpenCheckpoint]:
+        async def open_it(tools: LoadTools) -> OpenCheckpoint:
+            return await index_of(self._storage, self.path, self._options, tools)
+
+        return self._caller.call(open_it, f"open {self.path}")
+
+    def _begin_read(self, wanted: Sequence[Wanted], **changes: Any) -> Call[dict[str, Any]]:
+        opened = self._opened
+        device = changes.get("map_location")
+        if device is not None and not isinstance(device, str | torch.device):
+            raise TypeError(f"device must be a torch.device or its name, not {device!r}")
+        options = dataclasses.replace(self._options, **{k: v for k, v in changes.items() if v is not None})
+        check_options(options, into=False)
+        ready = ready_events({each.name: each.out for each in wanted if each.out is not None})
+        return self._caller.call(
+            lambda tools: read_wanted(opened, wanted, options, tools, ready), f"read {len(wanted)} keys of {self.path}"
+        )
+
+    def _close(self) -> None:
+        """Close the files; whoever is reading keeps those that they need."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.source.close()
+
+    def _wanted(self, keys: Any) -> list[Wanted]:
+        """Make requests of keys, patterns, or a mapping of keys to indices."""
+        if isinstance(keys, Mapping):
+            return [self._opened.want(key, index) for key, index in keys.items()]
+        return [self._opened.want(key, None) for key in self._opened.names(keys)]
+
+    def _ahead(self, keys: Any, order: Order, buffer_bytes: int, how: Mapping[str, Any]) -> _Ahead:
+        """Prepare a stream: what it gives, cut into groups that are read together."""
+        if order not in ("file", "keys"):
+            raise ValueError(f"order must be 'file' or 'keys', not {order!r}")
+        if type(buffer_bytes) is not int or buffer_bytes < 1:
+            raise ValueError(f"buffer_bytes must be a positive number of bytes, not {buffer_bytes!r}")
+        wanted = self._wanted(keys)
+        if order == "file":
+            wanted.sort(key=lambda each: each.position)
+        most = min(_GROUP_BYTES, buffer_bytes)
+        groups: list[list[Wanted]] = []
+        sizes: list[int] = []
+        for each in wanted:
+            nbytes = each.nbytes(how["dtype"])
+            if groups and sizes[-1] + nbytes <= most:
+                groups[-1].append(each)
+                sizes[-1] += nbytes
+            else:
+                groups.append([each])
+                sizes.append(nbytes)
+        return _Ahead(self, list(zip(groups, sizes, strict=True)), buffer_bytes, how)
+
+
+class _Ahead:
+    """What a stream has begun to read: as many groups as fit into its buffer, or one."""
+
+    def __init__(
+        self, reader: _Reader, groups: list[tuple[list[Wanted], int]], buffer_bytes: int, how: Mapping[str, Any]
+    ) -> None:
+        self._reader = reader
+        self._waiting = deque(groups)
+        self._begun: deque[tuple[Call[dict[str, Any]], list[Wanted], int]] = deque()
+        self._buffer_bytes = buffer_bytes
+        self._how = how
+
+    def start(self) -> bool:
+        """Begin to read what fits; tell whether anything is left to be given."""
+        while self._waiting:
+            wanted, nbytes = self._waiting[0]
+            if self._begun and sum(size for _, _, size in self._begun) + nbytes > self._buffer_bytes:
+                break
+            self._waiting.popleft()
+            self._begun.append((self._reader._begin_read(wanted, **self._how), wanted, nbytes))
+        return bool(self._begun)
+
+    @property
+    def first(self) -> Call[dict[str, Any]]:
+        """The call whose group is given next."""
+        return self._begun[0][0]
+
+    @property
+    def names(self) -> list[str]:
+        """The keys of that group."""
+        return [wanted.name for wanted in self._begun[0][1]]
+
+    @property
+    def calls(self) -> list[Call[dict[str, Any]]]:
+        """All calls that have begun."""
+        return [call for call, _, _ in self._begun]
+
+    def drop_first(self) -> None:
+        """Let go of a group that was given."""
+        self._begun.popleft()
+
+    def cancel(self) -> None:
+        """Stop reading ahead."""
+        for call in self.calls:
+            call.cancel()
+
+
+_INSTEAD = "use the open() of a SyncCheckpointer in a thread"
+
+
+class CheckpointReader(_Reader):
+    """A checkpoint that is open: a mapping of its keys to what is stored, and ways to read that.
+
+    ::
+
+        async with ckpt.open("runs/a/step-100") as reader:
+            print(reader)                                                   # what is in it
+            rows = await reader.read("model.embed.weight", slice(0, 128))   # these rows, and only their bytes
+            async for key, tensor in reader.stream():                       # everything, in bounded memory
+                ...
+
+    Made by `aiockpt.AsyncCheckpointer.open` and `aiockpt.open`. For all that reading raises see
+    `aiockpt.AsyncCheckpointer.load`. May be used by several tasks at once.
+    """
+
+    async def __aenter__(self) -> Self:
+        check_asyncio(f"a reader of {self.path}", _INSTEAD)
+        if self._open is None:
+            self._open = await self._begin_open().wait(lambda late: late.source.close())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        """Open it, for cells of a notebook; `aclose` it in the end."""
+        return self.__aenter__().__await__()
+
+    async def read(
+        self,
+        key: str,
+        index: object = None,
+        *,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> Any:
+        """Read a tensor, a part of one, or an object. A NumPy array that was saved is read as a tensor.
+
+        Args:
+            key: which.
+            index: of a tensor, what is wanted: slices with positive steps, integers, ``...``, or a tuple of
+                these, as tensors take them. Only the bytes of that part are read. None: all.
+            out: a tensor of the resulting shape and dtype to fill, on any device and of any strides.
+            device: where a new tensor goes; None: host memory.
+            dtype: what floating-point values are cast to.
+            verify: check the CRC of every stored chunk that is read as a whole; None: as this reader was opened.
+
+        Returns:
+            The tensor, ``out``, or the object.
+
+        Raises:
+            KeyError: there is no such key.
+            IndexError: the index does not fit the shape.
+            TypeError: the index is of another kind, or is given for an object.
+        """
+        check_asyncio("read()", _INSTEAD)
+        wanted = [self._opened.want(key, index, out)]
+        values = await self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).wait()
+        return values[key]
+
+    async def read_many(
+        self,
+        keys: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read several tensors and objects at once, which is faster than one after the other.
+
+        Args:
+            keys: names, names of containers and glob patterns; or a mapping of names to indices as `read` takes
+                them; None: everything.
+            device: see `read`.
+            dtype: see `read`.
+            verify: see `read`.
+
+        Returns:
+            The values by key.
+        """
+        check_asyncio("read_many()", _INSTEAD)
+        return await self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).wait()
+
+    def stream(
+        self,
+        keys: Any = None,
+        *,
+        order: Order = "file",
+        buffer_bytes: int = STREAM_BYTES,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> AsyncIterator[tuple[str, Any]]:
+        """Give one key after the other with its value, reading ahead in bounded memory.
+
+        What has been read and not been taken yet, and what is being read, is ``buffer_bytes`` at most, or one
+        tensor, if it is larger. Nothing more is read until the loop's body asks for the next.
+
+        Args:
+            keys: see `read_many`.
+            order: "file": as they are stored, which is fastest; "keys": as ``keys`` gives them.
+            buffer_bytes: how much to read ahead, in bytes.
+            device: see `read`.
+            dtype: see `read`.
+            verify: see `read`.
+
+        Returns:
+            An iterator of keys with their values; leaving it early stops the reading.
+
+        Raises:
+            MissingKeysError: a key means nothing; for the rest see `read`.
+            ValueError: of ``order`` or ``buffer_bytes``.
+        """
+        how = {"map_location": device, "dtype": dtype, "verify": verify}
+        return self._streamed(self._ahead(keys, order, buffer_bytes, how))
+
+    @staticmethod
+    async def _streamed(ahead: _Ahead) -> AsyncIterator[tuple[str, Any]]:
+        check_asyncio("stream()", _INSTEAD)
+        try:
+            while ahead.start():
+                values = await ahead.first.wait()
+                for name in ahead.names:
+                    yield name, values.pop(name)
+                ahead.drop_first()
+        finally:
+            ahead.cancel()
+            async with contextlib.AsyncExitStack() as stack:  # all of them, even if this task is cancelled meanwhile
+                for call in ahead.calls:
+                    stack.push_async_callback(call.stop)
+
+    async def aclose(self) -> None:
+        """Close the files. Idempotent; what was read stays, and reads that are under way come to their end."""
+        self._close()
+
+
+class SyncCheckpointReader(_Reader):
+    """A checkpoint that is open, for plain programs; see `CheckpointReader`. Every method blocks."""
+
+    def __enter__(self) -> Self:
+        if self._open is None:
+            self._open = self._begin_open().result(lambda late: late.source.close())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def read(
+        self,
+        key: str,
+        index: object = None,
+        *,
+        out: torch.Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> Any:
+        """Read a tensor, a part of one, or an object; see `CheckpointReader.read`."""
+        wanted = [self._opened.want(key, index, out)]
+        return self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).result()[key]
+
+    def read_many(
+        self,
+        keys: Any = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read several tensors and objects at once; see `CheckpointReader.read_many`."""
+        return self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).result()
+
+    def stream(
+        self,
+        keys: Any = None,
+        *,
+        order: Order = "file",
+        buffer_bytes: int = STREAM_BYTES,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool | None = None,
+    ) -> Iterator[tuple[str, Any]]:
+        """Give one key after the other with its value, in bounded memory; see `CheckpointReader.stream`."""
+        how = {"map_location": device, "dtype": dtype, "verify": verify}
+        return self._streamed(self._ahead(keys, order, buffer_bytes, how))
+
+    @staticmethod
+    def _streamed(ahead: _Ahead) -> Iterator[tuple[str, Any]]:
+        try:
+            while ahead.start():
+                values = ahead.first.result()
+                for name in ahead.names:
+                    yield name, values.pop(name)
+                ahead.drop_first()
+        finally:
+            ahead.cancel()
+            for call in ahead.calls:
+                call.completion.exception()
+
+    def close(self) -> None:
+        """Close the files. Idempotent; what was read stays, and reads that are under way come to their end."""
+        self._close()

@@ -1,0 +1,1 @@
+"""The check of every byte of a checkpoint."""

@@ -1,0 +1,228 @@
+"""Taking stock of a checkpoint before its bytes are read: what should be where, and what can't be right."""
+
+from __future__ import annotations
+
+import math
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Literal
+
+from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.index import InlineEntry, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.names import HIDDEN, METADATA_NAME
+from aiockpt.planning.coverage import Extent, overlapping, part_overlaps
+from aiockpt.reading.verify.stored import Owner, StoredFile, StoredItem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from aiockpt.format.index import Entry, Index
+    from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.planning.coverage import Box
+    from aiockpt.reading.verify.report import Findings
+
+
+class Inventory:
+    """What a checkpoint should consist of. Problems go to ``findings``.
+
+    Args:
+        sizes: the size of each file that is there.
+        facts: size and CRC of the files, from the manifest; empty without one.
+        findings: takes the problems.
+
+    Attributes:
+        files: the files to check, by name.
+        entries: how many things there are: chunks of tensors, and objects.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], facts: Mapping[str, FileFacts], findings: Findings) -> None:
+        self._sizes = dict(sizes)
+        self._findings = findings
+        self._items: dict[tuple[object, ...], StoredItem] = {}
+        self._told: set[str] = set()
+        self._referenced = set(facts)
+        self.files: dict[str, StoredFile] = {}
+        self.entries = 0
+        for name, fact in facts.items():
+            if self._is_there(name):
+                self._add_file(name, fact)
+
+    def _add_file(self, name: str, fact: FileFacts) -> None:
+        size = self._sizes[name]
+        crc = fact.crc if size == fact.nbytes else None
+        self.files[name] = StoredFile(name, size, crc)
+        if crc is None:
+            change = "was truncated" if size < fact.nbytes else "has grown"
+            self._findings.add("size", name, f"it has {size} bytes but was written with {fact.nbytes}: it {change}")
+
+    def _is_there(self, name: str) -> bool:
+        """Tell whether a file can be looked at; if not, tell why, once."""
+        if name in self._sizes:
+            return True
+        if name not in self._told:
+            self._told.add(name)
+            if is_outside(name):
+                self._findings.add("unsafe path", name, "it leads out of the checkpoint and was not read")
+            else:
+                self._findings.add("missing file", name, "the checkpoint refers to it, but it is not there")
+        return False
+
+    def add_decoded(self, name: str, nbytes: int, file: str) -> None:
+        """Add an item of a file that is seen as a file of its own."""
+        self._sizes[name] = nbytes
+        self._referenced |= {name, file}
+
+    def add(self, index: Index, given: Index | None) -> None:
+        """Add what an index says there is.
+
+        Args:
+            index: the index.
+            given: what the manifest says of the same items, if it does.
+        """
+        if index.format == "torch":
+            self._add_archive_of(index)
+            return
+        framed = index.format in ("aiockpt", "dcp")
+        for key, entry in index.entries.items():
+            if isinstance(entry, InlineEntry):
+                self.entries += 1
+            elif isinstance(entry, ObjectEntry):
+                self._add_item(entry.place, "object", None, Owner(key))
+            else:
+                other = given.entries.get(key) if given is not None else None
+                self._add_tensor(key, entry, other, framed=framed)
+        self._find_overlaps()
+
+    def add_archive(self, name: str) -> StoredItem:
+        """Add a whole ``torch.save`` file."""
+        file = self.files.setdefault(name, StoredFile(name, self._sizes[name], None))
+        item = StoredItem(name, 0, file.nbytes, "object", covered=file.crc is not None, owners=[Owner(None)])
+        file.items.append(item)
+        return item
+
+    def _add_archive_of(self, index: Index) -> None:
+        """Add ``torch.save`` files, whose records may each be the storage of several tensors."""
+        archives: dict[str, StoredItem] = {}
+        self.entries += len(index.entries)
+        for key, entry in index.entries.items():
+            for chunk in entry.chunks if isinstance(entry, TensorEntry) else ():
+                name = chunk.place.file
+                archive = archives.get(name) or archives.setdefault(name, self.add_archive(name))
+                at = chunk.place.offset + (0 if chunk.item is None else chunk.item.payload_offset)
+                archive.inner.setdefault(at, []).append(Owner(key))
+        for name in self._sizes if not archives else ():
+            self.add_archive(name)
+
+    def _add_tensor(self, key: str, entry: TensorEntry, given: Entry | None, *, framed: bool) -> None:
+        self._check_coverage(key, entry)
+        others = given.chunks if isinstance(given, TensorEntry) else ()
+        for chunk, other in zip_longest(entry.chunks, others[: len(entry.chunks)]):
+            item = chunk.item
+            if item is None and other is not None and other.place == chunk.place:
+                item = other.item
+            owner = Owner(key, entry.dtype, chunk.sizes, item)
+            if framed or chunk.item is None:
+                self._add_item(chunk.place, "tensor", None, owner)
+                continue
+            place = chunk.place
+            raw = ItemPlace(place.file, place.offset + chunk.item.payload_offset, chunk.item.nbytes)
+            self._add_item(raw, "raw", chunk.item.crc, owner)
+
+    def _check_coverage(self, key: str, entry: TensorEntry) -> None:
+        if len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape:
+            return
+        chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+        files = [chunk.place.file for chunk in entry.chunks]
+        for number, other in self._overlapping(key, chunks, files):
+            self._findings.add(
+                "coverage",
+                files[number],
+                f"its chunk at {chunks[number][0]} of sizes {chunks[number][1]} overlaps the one at "
+                f"{chunks[other][0]} of sizes {chunks[other][1]}",
+                key=key,
+                offset=entry.chunks[number].place.offset,
+            )
+        held, wanted = sum(math.prod(sizes) for _, sizes in chunks), math.prod(entry.shape)
+        if held != wanted:
+            message = f"its chunks hold {held} elements, but its shape {entry.shape} has {wanted}"
+            self._findings.add("coverage", files[0] if files else METADATA_NAME, message, key=key)
+
+    def _overlapping(self, key: str, chunks: Sequence[Box], files: Sequence[str]) -> list[tuple[int, int]]:
+        try:
+            return overlapping(chunks, bounded=True)
+        except CorruptCheckpointError as exc:
+            self._findings.add("coverage", files[0], str(exc), key=key)
+            return []
+
+    def _add_item(
+        self, place: ItemPlace, kind: Literal["tensor", "object", "raw"], crc: int | None, owner: Owner
+    ) -> None:
+        self.entries += 1
+        if not self._is_placed(place, owner.key):
+            return
+        identity = (place.file, place.offset, place.length, kind, crc)
+        item = self._items.get(identity)
+        if item is None:
+            file = self.files.get(place.file)
+            if file is None:
+                file = self.files[place.file] = StoredFile(place.file, self._sizes[place.file], None)
+            item = self._items[identity] = StoredItem(
+                place.file, place.offset, place.length, kind, crc, file.crc is not None
+            )
+            file.items.append(item)
+        item.owners.append(owner)
+
+    def _is_placed(self, place: ItemPlace, key: str | None) -> bool:
+        self._referenced.add(place.file)
+        if not self._is_there(place.file):
+            if is_outside(place.file):
+                message = "its file is outside of the checkpoint and was not read"
+                self._findings.add("unsafe path", place.file, message, key=key, offset=place.offset)
+            else:
+                message = f"its {place.length} bytes are in a file that is missing"
+                self._findings.add("missing file", place.file, message, key=key, offset=place.offset)
+            return False
+        end, size = place.offset + place.length, self._sizes[place.file]
+        if end > size:
+            message = f"it should be at bytes {place.offset} to {end}, but the file ends at byte {size}"
+            self._findings.add("place", place.file, message, key=key, offset=place.offset)
+            return False
+        return True
+
+    def _find_overlaps(self) -> None:
+        for file in self.files.values():
+            extents = [Extent(item.start, item.start + item.length, item, streamed=False) for item in file.items]
+            told: set[StoredItem] = set()
+            for one, other in part_overlaps(extents)[1]:
+                self._tell_overlap(one.owner, other)
+                if other.owner not in told:
+                    told.add(other.owner)
+                    self._tell_overlap(other.owner, one)
+
+    def _tell_overlap(self, item: StoredItem, beside: Extent[StoredItem]) -> None:
+        message = f"its bytes overlap those of {beside.owner.owners[0].key} at {beside.start} to {beside.stop}"
+        for owner in item.owners:
+            self._findings.add("overlap", item.file, message, key=owner.key, offset=item.start)
+
+    def find_unreferenced(self) -> None:
+        """Find files that nothing refers to."""
+        folders = {name.partition("/")[0] for name in self._referenced if "/" in name}
+        extra: dict[tuple[bool, str], list[str]] = {}
+        for name in sorted(self._sizes.keys() - self._referenced):
+            parts = name.split("/")
+            hidden = next((n for n, part in enumerate(parts, 1) if part.startswith(HIDDEN)), 0)
+            # A folder of which nothing is needed, such as another checkpoint, is told as one.
+            depth = hidden or (1 if parts[0] not in folders else len(parts))
+            extra.setdefault((bool(hidden), "/".join(parts[:depth])), []).append(name)
+        for (is_hidden, place), names in extra.items():
+            what = f"{len(names)} files, {sum(map(self._sizes.__getitem__, names))} bytes in all"
+            if is_hidden:
+                message = f"it was left by a save that was interrupted ({what}); it can be removed"
+                self._findings.add("leftover", place, message, severity="warning")
+            else:
+                message = f"no key of the checkpoint needs it ({what})"
+                self._findings.add("unreferenced file", place, message, severity="warning")
+
+
+def is_outside(name: str) -> bool:
+    """Tell whether a file name leads out of the checkpoint, as far as the name alone shows it."""
+    return name.startswith("/") or ".." in name.split("/")

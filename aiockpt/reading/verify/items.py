@@ -1,0 +1,327 @@
+"""Checking the bytes of a checkpoint: each file is read once, for its own CRC and for those of all its items."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import mmap
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.lowlevel
+from isal.isal_zlib import crc32, crc32_combine
+
+from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
+from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, read_framing
+from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES
+from aiockpt.format.item.ziparchive import FramingError
+from aiockpt.planning.coverage import Extent, Segment, cut_segments, group_segments, part_overlaps
+from aiockpt.reading.verify.stored import StoredFile, StoredItem, Stream, combined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from aiockpt.core.threads import Workers
+    from aiockpt.reading.decoded import DecodedSource
+    from aiockpt.reading.verify.report import Findings, ProblemKind
+    from aiockpt.storage.base import Source
+
+RANGE_BYTES = 32 << 20
+"""The most that one thread reads before it takes the next job."""
+STEP_BYTES = 4 << 20
+"""The most that one thread has in memory."""
+_FETCH_BYTES = 16 << 20  # no directory and no data.pkl is larger, unless its size is damaged
+_BLOCK_BYTES = 1024
+_DECODED_AT_ONCE = 64
+_PAGE_BYTES = 4096
+
+
+_Segment = Segment[StoredItem | Stream]
+
+
+class ItemVerifier:
+    """Reads files in all threads, and tells what does not fit.
+
+    Args:
+        source: the checkpoint's files.
+        workers: the threads.
+        findings: takes the problems.
+    """
+
+    def __init__(self, source: Source, workers: Workers, findings: Findings) -> None:
+        self._source = source
+        self._workers = workers
+        self._findings = findings
+        self._checker = ItemChecker()
+        self._buffers: list[memoryview] = []
+        self._counts: list[int] = []
+        self.without_crc: list[str] = []
+
+    @property
+    def read_bytes(self) -> int:
+        """How many bytes were read so far, not counting those that were read again."""
+        return sum(self._counts)
+
+    async def verify(self, files: Sequence[StoredFile]) -> None:
+        """Check files and their items. Cancelling waits for the threads."""
+        large = [item for file in files for item in file.items if item.is_large]
+        await self._run([functools.partial(self._prepare, item) for item in large])
+        await self._run(await self._workers.run(self._jobs, files))
+        await self._workers.run(self._conclude, files)
+
+    async def verify_decoded(self, files: Sequence[StoredFile], source: DecodedSource) -> None:
+        """Check items that are files of their own; each is made as a whole, in memory."""
+        small = [file for file in files if file.nbytes < STEP_BYTES]
+        groups = [[file] for file in files if file.nbytes >= STEP_BYTES]
+        groups += [small[at : at + _DECODED_AT_ONCE] for at in range(0, len(small), _DECODED_AT_ONCE)]
+        await self._run([functools.partial(self._check_decoded, group, source) for group in groups])
+
+    def _check_decoded(self, files: Sequence[StoredFile], source: DecodedSource) -> None:
+        for file in files:
+            self._check_decoded_file(file, source)
+
+    def _check_decoded_file(self, file: StoredFile, source: DecodedSource) -> None:
+        known = source.items[file.name]
+        for item in file.items:
+            place = known.place
+            stored = dataclasses.replace(item, file=place.file, start=place.offset, covered=known.crc is not None)
+            try:
+                data = source.decode(file.name)
+            except CorruptCheckpointError as exc:
+                self._report(stored, "item crc", str(exc))
+            except LoadError as exc:
+                self._report(stored, "unreadable", str(exc))
+            else:
+                self._counts.append(place.length)
+                self._check_small(stored, data)
+
+    async def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Run blocking jobs in all threads, each taking the next."""
+        pending = iter(jobs)
+
+        async def work() -> None:
+            for job in pending:
+                await anyio.lowlevel.checkpoint_if_cancelled()  # running a job is no place to stop at
+                await self._workers.run(job)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for _ in range(min(self._workers.count, len(jobs))):
+                    tasks.start_soon(work)
+        except BaseExceptionGroup as group:
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error from error.__cause__
+
+    # --- framing of large items -------------------------------------------------------------------
+
+    def _prepare(self, item: StoredItem) -> None:
+        """Read the framing of a large item; most of it is left to be streamed."""
+        if item.kind == "raw":
+            self._accept(item, None)
+            item.streams = [Stream(item, "", 0, item.length, item.crc)]
+            return
+        window = _Window(self._source, item)
+        try:
+            framed = read_framing(item.length, window.fetch, is_tensor=item.kind == "tensor")
+            self._accept(item, framed)
+            for span in framed.spans:
+                if window.holds(span.start, span.stop):
+                    self._check_crc(item, span, crc32(window.fetch(span.start, span.stop - span.start)))
+                else:
+                    item.streams.append(Stream(item, span.name, span.start, span.stop, span.crc))
+            if not framed.spans:  # without a CRC to compare, reading shows at least what can't be read
+                item.streams = [Stream(item, "", 0, item.length, None)]
+            if not item.covered:
+                self._counts.append(item.length - sum(stream.stop - stream.start for stream in item.streams))
+        except FramingError as exc:
+            self._report(item, "framing", str(exc))
+        except LoadError as exc:
+            self._unreadable(item.file, item.start, None, exc)
+            self._unreadable(item.file, item.start, item, exc)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _jobs(self, files: Sequence[StoredFile]) -> list[Callable[[], None]]:
+        jobs: list[Callable[[], None]] = []
+        for file in files:
+            extents, apart = part_overlaps([extent for item in file.items for extent in item.extents()])
+            whole = None if file.crc is None else file.nbytes
+            for number, segments in enumerate(self._ranges(extents, whole)):
+                jobs.append(functools.partial(self._read_range, file, segments, number))
+            jobs += [
+                functools.partial(self._read_range, file, segments)
+                for extent, _ in apart
+                for segments in self._ranges([extent], None)
+            ]
+        return jobs
+
+    @staticmethod
+    def _ranges(extents: Sequence[Extent[StoredItem | Stream]], nbytes: int | None) -> Iterator[list[_Segment]]:
+        segments = cut_segments(extents, nbytes, step_bytes=STEP_BYTES, range_bytes=RANGE_BYTES)
+        return group_segments(segments, RANGE_BYTES)
+
+    def _read_range(self, file: StoredFile, segments: Sequence[_Segment], number: int | None = None) -> None:
+        """Read a part of a file; with a number, it is one of those that make up the whole."""
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = memoryview(mmap.mmap(-1, STEP_BYTES + _PAGE_BYTES))
+        crc = length = 0
+        for segment in segments:
+            nbytes = segment.stop - segment.start
+            try:
+                part = self._read_segment(file, segment, buffer)
+            except LoadError as exc:
+                file.unread = True
+                self._unreadable(file.name, segment.start, None, exc)
+                for extent in segment.extents:
+                    item = extent.owner.item if isinstance(extent.owner, Stream) else extent.owner
+                    self._unreadable(file.name, segment.start, item, exc)
+                continue
+            self._counts.append(nbytes)
+            crc, length = crc32_combine(crc, part, nbytes), length + nbytes
+        if number is not None:
+            file.parts[number] = (crc, length)
+        self._buffers.append(buffer)
+
+    def _read_segment(self, file: StoredFile, segment: _Segment, buffer: memoryview) -> int:
+        total = _Sum()
+        view = buffer[:0]
+        for at in range(segment.start, segment.stop, STEP_BYTES):
+            skip = at % _PAGE_BYTES  # so that direct I/O goes straight to the buffer
+            view = buffer[skip : skip + min(STEP_BYTES, segment.stop - at)]
+            self._source.read(file.name, at, view, total.add)
+        for extent in segment.extents:
+            if isinstance(extent.owner, Stream):
+                extent.owner.parts.append((segment.start, segment.stop - segment.start, total.crc))
+            else:
+                self._check_small(extent.owner, view[extent.start - segment.start : extent.stop - segment.start])
+        return total.crc
+
+    def _check_small(self, item: StoredItem, data: memoryview) -> None:
+        if item.kind == "raw":
+            self._accept(item, None)
+            if item.crc is not None:
+                self._check_crc(item, Stream(item, "", 0, item.length, item.crc), crc32(data))
+            return
+        try:
+            framed, wrong = self._checker.check(data, is_tensor=item.kind == "tensor")
+        except FramingError as exc:
+            self._report(item, "framing", str(exc))
+            return
+        self._accept(item, framed)
+        for span in wrong:
+            self._check_crc(item, span, crc32(data[span.start : span.stop]))
+
+    # --- judging ----------------------------------------------------------------------------------
+
+    def _accept(self, item: StoredItem, framed: Framed | None) -> None:
+        """Compare what an item says of itself with what others say of it; raw bytes say nothing."""
+        has_crc = item.crc is not None if framed is None else bool(framed.spans)
+        if not has_crc and not item.covered and item.length:
+            owners = [owner for inner in item.inner.values() for owner in inner] or item.owners
+            self.without_crc += [owner.key or item.file for owner in owners]
+        for owner in item.owners:
+            found = owner.given if framed is None else framed.tensor
+            if found is None:
+                continue
+            if (found.dtype, found.shape) != (owner.dtype, owner.sizes):
+                message = f"it holds {found.dtype} {found.shape}, but the metadata says {owner.dtype} {owner.sizes}"
+                self._findings.add("mismatch", item.file, message, key=owner.key, offset=item.start)
+            given = owner.given
+            crc = None if framed is None or given is None or given.crc is None else framed.payload_crc
+            if framed is not None and given is not None and not agree(found, crc, given):
+                message = "the manifest describes it in another way than its item does"
+                self._findings.add("disagreement", item.file, message, key=owner.key, offset=item.start)
+
+    def _check_crc(self, item: StoredItem, span: Span | Stream, crc: int) -> None:
+        if span.crc is not None and crc != span.crc:
+            what = f"of record {span.name} " if span.name else ""
+            self._report(
+                item,
+                "item crc",
+                f"the {span.stop - span.start} bytes {what}have the CRC-32 {crc:08x} instead of {span.crc:08x}: "
+                "they changed since they were written",
+                span.start,
+            )
+
+    def _conclude(self, files: Sequence[StoredFile]) -> None:
+        """Put the CRCs of the parts together."""
+        for file in files:
+            for stream in (stream for item in file.items for stream in item.streams):
+                crc, length = combined((part[2], part[1]) for part in sorted(stream.parts))
+                if length == stream.stop - stream.start:
+                    self._check_crc(stream.item, stream, crc)
+        named = {problem.file for problem in self._findings.problems if problem.key is not None}
+        for file in files:
+            if file.crc is None or file.unread:
+                continue
+            crc, _ = combined(file.parts[number] for number in sorted(file.parts))
+            if crc != file.crc:
+                where = "see its items" if file.name in named else "no item shows it, so it is in what loading skips"
+                message = f"its {file.nbytes} bytes have the CRC-32 {crc:08x} instead of {file.crc:08x}; {where}"
+                self._findings.add("file crc", file.name, message)
+
+    def _report(self, item: StoredItem, kind: ProblemKind, message: str, at: int = 0) -> None:
+        for owner in item.inner.get(at, item.owners):
+            self._findings.add(kind, item.file, message, key=owner.key, offset=item.start + at)
+
+    def _unreadable(self, file: str, offset: int, item: StoredItem | None, exc: LoadError) -> None:
+        kind: ProblemKind = "unreadable"
+        if isinstance(exc, UnsafeCheckpointError):  # a link that leads out: all of the file is meant
+            kind, offset = "unsafe path", 0
+        if item is None:
+            self._findings.add(kind, file, str(exc), offset=offset)
+        else:
+            self._report(item, kind, "it could not be read", max(0, offset - item.start))
+
+
+class _Sum:
+    """A running CRC-32."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+
+    def add(self, view: memoryview) -> None:
+        self.crc = crc32(view, self.crc)
+
+
+class _Window:
+    """Reads of an item what is asked for, and keeps its beginning and end."""
+
+    def __init__(self, source: Source, item: StoredItem) -> None:
+        self._source = source
+        self._item = item
+        self._head = b""
+        self._tail = b""
+        self._tail_at = max(0, item.length - TAIL_BYTES)
+        self._block = b""
+        self._block_at = 0
+
+    def fetch(self, offset: int, size: int) -> bytes:
+        """Give bytes of the item, or what there is of them."""
+        if not self._tail:
+            self._head = self._read(0, min(HEAD_BYTES, self._item.length))
+            self._tail = self._read(self._tail_at, self._item.length - self._tail_at)
+        if offset + size <= len(self._head):
+            return self._head[offset : offset + size]
+        if offset >= self._tail_at:
+            return self._tail[offset - self._tail_at :][:size]
+        if size > _BLOCK_BYTES:
+            return self._read(offset, max(0, min(size, self._item.length - offset, _FETCH_BYTES)))
+        if not self._block_at <= offset <= offset + size <= self._block_at + len(self._block):
+            # The header of a record stands right behind what ends the one before.
+            self._block_at = offset
+            self._block = self._read(offset, max(0, min(_BLOCK_BYTES, self._item.length - offset)))
+        return self._block[offset - self._block_at :][:size]
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Tell whether these bytes are at hand."""
+        return stop <= len(self._head) or start >= self._tail_at
+
+    def _read(self, offset: int, size: int) -> bytes:
+        data = bytearray(size)
+        self._source.read(self._item.file, self._item.start + offset, memoryview(data))
+        return bytes(data)

@@ -1,0 +1,296 @@
+"""Verifying a checkpoint: everything that can be checked about it, and everything that is wrong with it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+from isal.isal_zlib import crc32
+
+from aiockpt.core.gc_pause import few_collections
+from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
+from aiockpt.format.checks import check_index
+from aiockpt.format.dcp.metadata import decode_metadata
+from aiockpt.format.index import Index, ObjectEntry, TensorEntry
+from aiockpt.format.item.arrays import check_arrays
+from aiockpt.format.manifest.manifest import is_of_another_save
+from aiockpt.format.manifest.manifest_reader import decode_manifest
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.planning.flatten import StructureError, unflatten
+from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.open import NOT_ITS_MANIFEST, check_place, checkpoints_below, presented, read_document, read_index
+from aiockpt.reading.verify.expected import Inventory
+from aiockpt.reading.verify.items import ItemVerifier
+from aiockpt.reading.verify.report import Findings, VerifyReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiockpt.core.threads import Workers
+    from aiockpt.format.index import Entry
+    from aiockpt.format.manifest.manifest import FileFacts, Manifest
+    from aiockpt.format.transforms.base import Transform
+    from aiockpt.reading.verify.report import ProblemKind
+    from aiockpt.storage.base import Storage
+
+T = TypeVar("T")
+
+_SHOWN_KEYS = 100
+
+
+async def verify_checkpoint(
+    storage: Storage, path: str, workers: Workers, transforms: Sequence[Transform] = ()
+) -> VerifyReport:
+    """Check everything about a checkpoint; see `aiockpt.AsyncCheckpointer.verify`.
+
+    Reads every file once, in all threads, a few MiB in each; of what is compressed, or transformed otherwise, each
+    thread reads one item more, to undo that. Changes nothing. Cancelling stops it, and returns when its threads are
+    done.
+
+    Args:
+        storage: where it is kept.
+        path: where it is there.
+        workers: the threads.
+        transforms: what can be undone, besides zstd.
+
+    Raises:
+        CheckpointNotFoundError: nothing is there.
+        LoadError: the file system fails to read what describes the checkpoint.
+    """
+    started = time.perf_counter()
+    source = DecodedSource(await storage.open(path, workers=workers), path, transforms)
+    try:
+        findings = Findings()
+        reading = _Reading(source, path, findings)
+        inventory = await workers.run(reading.take_inventory)
+        verifier = ItemVerifier(source, workers, findings)
+        files = [file for name, file in inventory.files.items() if name not in source.items]
+        await verifier.verify_decoded([inventory.files[n] for n in source.items if n in inventory.files], source)
+        await verifier.verify(files)
+        return VerifyReport(
+            path=path,
+            format=reading.format,
+            problems=await workers.run(findings.ordered),
+            files=len(files) + reading.described_files,
+            items=inventory.entries,
+            checked_bytes=verifier.read_bytes + reading.described_bytes,
+            unverifiable=len(verifier.without_crc),
+            unverifiable_keys=tuple(sorted(verifier.without_crc)[:_SHOWN_KEYS]),
+            elapsed_s=time.perf_counter() - started,
+        )
+    finally:
+        with anyio.CancelScope(shield=True):
+            await workers.run(source.close)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """Reads what describes a checkpoint, as far as it can be read. Blocks.
+
+    Attributes:
+        source: its files.
+        path: where it is.
+        findings: takes the problems.
+        format: the format of the checkpoint.
+        described_files: how many files describe it.
+        described_bytes: how many bytes they have.
+    """
+
+    source: DecodedSource
+    path: str
+    findings: Findings
+    format: str = "unknown"
+    described_files: int = 0
+    described_bytes: int = 0
+    _trouble: LoadError | None = None
+    _read: dict[str, bytes | None] = field(default_factory=dict)
+    _is_replaced: bool = False
+
+    def take_inventory(self) -> Inventory:
+        """Find out what there should be."""
+        with few_collections():
+            return self._take_inventory()
+
+    def _take_inventory(self) -> Inventory:
+        files = self.source.files
+        check_place(self.source, self.path)
+        manifest = self._read_manifest()
+        facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
+        described = {name: size for name, size in files.items() if name not in (METADATA_NAME, MANIFEST_NAME)}
+        inventory = Inventory(described, facts, self.findings)
+        by_dcp = METADATA_NAME in files or (manifest is not None and METADATA_NAME in manifest.files)
+        if by_dcp or (any(name.endswith(".distcp") for name in files) and not checkpoints_below(files)):
+            self._add_dcp(inventory, manifest)
+        else:
+            self._add_other(inventory)
+        return inventory
+
+    def _add_dcp(self, inventory: Inventory, manifest: Manifest | None) -> None:
+        """Add what metadata in the format of DCP says, or the manifest."""
+        self.format = "dcp" if MANIFEST_NAME not in self.source.files or self._is_replaced else "aiockpt"
+        index, given = self._read_metadata(manifest)
+        if index is not None and index.is_transformed:
+            index = self._presented(index, inventory, manifest)
+        if index is not None:
+            inventory.add(index, given)
+            self._check_structure(index if given is None else given, manifest)
+            self._check_index(index)
+        if index is not None or manifest is not None:
+            inventory.find_unreferenced()
+        elif self._trouble is not None:
+            raise self._trouble
+
+    def _presented(self, index: Index, inventory: Inventory, manifest: Manifest | None) -> Index:
+        """Make files of their own of transformed items; leave them out if they can't be found."""
+        try:
+            index = presented(self.source, self.path, index, manifest)
+        except LoadError as exc:
+            self.findings.add("metadata", METADATA_NAME, str(exc))
+            plain = {key: entry for key, entry in index.entries.items() if not _is_transformed(entry)}
+            index = replace(index, entries=plain, paths={key: index.paths[key] for key in plain})
+        for item in self.source.items.values():
+            inventory.add_decoded(item.name, item.most, item.place.file)
+        return index
+
+    def _add_other(self, inventory: Inventory) -> None:
+        """Add what the index of a checkpoint in another format says."""
+        names = [name for name in self.source.files if name != MANIFEST_NAME]
+        try:
+            index, _ = read_index(self.source, self.path)
+        except CheckpointNotFoundError:
+            raise
+        except LoadError as exc:
+            damaged = isinstance(exc, CorruptCheckpointError)
+            is_archive = len(names) == 1 and self._read_head(names[0]) == b"PK\3\4"
+            if not damaged and not is_archive:
+                raise
+            name = names[0] if len(names) == 1 else ""
+            self.findings.add("metadata", name, str(exc), severity="error" if damaged else "warning")
+            if is_archive:  # its records can be checked, whatever they are
+                self.format = "torch"
+                inventory.add_archive(name)
+            return
+        self.format = index.format
+        self._check_structure(index)
+        inventory.add(index, None)
+
+    def _read_head(self, name: str) -> bytes:
+        data = bytearray(min(4, self.source.files[name]))
+        self.source.read(name, 0, memoryview(data))
+        return bytes(data)
+
+    def _check_index(self, index: Index) -> None:
+        """Make sure that what loading would refuse is told."""
+        if any(problem.severity == "error" for problem in self.findings.problems):
+            return
+        try:
+            check_index(self.path, index, self.source.files)
+        except LoadError as exc:
+            self.findings.add("metadata", METADATA_NAME, str(exc))
+
+    def _read_manifest(self) -> Manifest | None:
+        if MANIFEST_NAME not in self.source.files:
+            return None
+        data = self._read_file(MANIFEST_NAME)
+        manifest = None if data is None else self._decoded(MANIFEST_NAME, "manifest", decode_manifest, data)
+        metadata = self._read_file(METADATA_NAME) if manifest and METADATA_NAME in self.source.files else None
+        if manifest and metadata is not None and is_of_another_save(manifest, metadata):
+            self.findings.add("manifest", MANIFEST_NAME, NOT_ITS_MANIFEST, severity="warning")
+            self._is_replaced = True
+            return None
+        return manifest
+
+    def _read_metadata(self, manifest: Manifest | None) -> tuple[Index | None, Index | None]:
+        """Read `.metadata`.
+
+        Returns:
+            The index to go by, and that of the manifest, if it has one.
+        """
+        given = None if manifest is None else manifest.index
+        data = None
+        if METADATA_NAME not in self.source.files:
+            message = "the checkpoint does not have it: its save was never finished, or it was removed"
+            self.findings.add("missing file", METADATA_NAME, message)
+        else:
+            data = self._read_file(METADATA_NAME)
+        if data is None:
+            return given, given
+        facts = None if manifest is None else manifest.files.get(METADATA_NAME)
+        sound = facts is None or self._is_sound(data, facts)
+        index = self._decoded(METADATA_NAME, "metadata", decode_metadata, data)
+        if index is None or given is None:
+            return index or given, given
+        self._compare(index, given)
+        return (index if sound else given), given
+
+    def _is_sound(self, data: bytes, facts: FileFacts) -> bool:
+        if len(data) != facts.nbytes:
+            message = f"it has {len(data)} bytes but was written with {facts.nbytes}: it was truncated or changed"
+            self.findings.add("size", METADATA_NAME, message)
+        elif crc32(data) != facts.crc:
+            message = f"its {len(data)} bytes have the CRC-32 {crc32(data):08x} instead of {facts.crc:08x}"
+            self.findings.add("file crc", METADATA_NAME, message)
+        else:
+            return True
+        return False
+
+    def _read_file(self, name: str) -> bytes | None:
+        if name not in self._read:
+            self._read[name] = self._read_now(name)
+        return self._read[name]
+
+    def _read_now(self, name: str) -> bytes | None:
+        try:
+            data = read_document(self.source, name)
+        except CorruptCheckpointError as exc:
+            self.findings.add("metadata" if name == METADATA_NAME else "manifest", name, str(exc))
+            return None
+        except LoadError as exc:
+            self.findings.add("unreadable", name, str(exc))
+            self._trouble = exc
+            return None
+        self.described_files += 1
+        self.described_bytes += len(data)
+        return data
+
+    def _decoded(self, name: str, kind: ProblemKind, decode: Callable[[bytes], T], data: bytes) -> T | None:
+        try:
+            return decode(data)
+        except LoadError as exc:
+            self.findings.add(kind, name, str(exc))
+            return None
+
+    def _compare(self, index: Index, given: Index) -> None:
+        """Look for keys of which manifest and metadata say different things."""
+        for key in dict.fromkeys((*index.entries, *given.entries)):
+            one, other = index.entries.get(key), given.entries.get(key)
+            if one is None or other is None:
+                who = (METADATA_NAME, MANIFEST_NAME) if other is None else (MANIFEST_NAME, METADATA_NAME)
+                self.findings.add("disagreement", METADATA_NAME, f"{who[0]} has the key, {who[1]} has not", key=key)
+            elif _facts_of(one) != _facts_of(other):
+                message = f"it says {_facts_of(one)}, but {MANIFEST_NAME} says {_facts_of(other)}"
+                self.findings.add("disagreement", METADATA_NAME, message, key=key)
+
+    def _check_structure(self, index: Index, manifest: Manifest | None = None) -> None:
+        containers = index.containers if manifest is None else manifest.containers
+        try:
+            unflatten(index.paths.values(), [0] * len(index.paths), containers)
+            check_arrays(index.entries, index.paths, containers)
+        except (StructureError, KeyError, TypeError, ValueError) as exc:
+            name = METADATA_NAME if manifest is None else MANIFEST_NAME
+            self.findings.add("structure", name, f"the keys do not make up a state dict: {exc}")
+
+
+def _is_transformed(entry: Entry) -> bool:
+    if isinstance(entry, TensorEntry):
+        return any(chunk.place.transforms for chunk in entry.chunks)
+    return isinstance(entry, ObjectEntry) and bool(entry.place.transforms)
+
+
+def _facts_of(entry: Entry) -> tuple[object, ...]:
+    """Give what metadata and manifest both say of an entry."""
+    if isinstance(entry, TensorEntry):
+        return entry.dtype, entry.shape, *((chunk.offsets, chunk.sizes, chunk.place) for chunk in entry.chunks)
+    return ("object", getattr(entry, "place", None))

@@ -1,0 +1,137 @@
+"""The index of a checkpoint with transformed items, as if each of these were a file of its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.index import ChunkEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.format.transforms.frames import MOST_RATIO
+from aiockpt.format.transforms.item_transforms import row_strides
+from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from aiockpt.format.index import Entry, Index
+    from aiockpt.format.transforms.item_transforms import ItemFacts
+
+FRAMING_BYTES = 64 << 10
+"""More than stands around a tensor's bytes in an item."""
+OBJECT_BYTES = 64 << 20
+"""All objects together may have so many bytes more than `OBJECT_RATIO` times what is stored of them."""
+OBJECT_RATIO = 100
+"""Pickles of plain values rarely come to less than a hundredth; only such as hold very many zeros do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presented:
+    """A transformed item, as a file of its own.
+
+    Attributes:
+        name: the name of that file.
+        key: the key that is read from it, or one of them.
+        place: where its bytes are stored.
+        most: the size of the item in bytes; where that is not known, the most that it can be.
+        is_exact: whether it is known.
+        crc: the CRC-32 of the stored bytes, if it is known.
+        free: of an object, the bytes that it may have before it draws on `OBJECT_BYTES`; None: there is no limit, for
+            it is a tensor, whose shape says how many they are, or the caller trusts the checkpoint.
+    """
+
+    name: str
+    key: str
+    place: ItemPlace
+    most: int
+    is_exact: bool
+    crc: int | None
+    free: int | None
+
+
+def present(
+    path: str, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False
+) -> tuple[Index, list[Presented]]:
+    """Give the index with other places, and the items that are there.
+
+    Args:
+        path: where the checkpoint is, for messages.
+        index: the index.
+        facts: what the manifest says of the items, by file and offset.
+        trust: let objects have as many bytes as they say.
+
+    Raises:
+        CorruptCheckpointError: index and manifest contradict each other, or an item can't be so large.
+    """
+    presenter = _Presenter(path, facts, trust=trust)
+    entries = {key: presenter.entry(key, entry) for key, entry in index.entries.items()}
+    return replace(index, entries=entries, is_transformed=False), list(presenter.items.values())
+
+
+class _Presenter:
+    def __init__(self, path: str, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool) -> None:
+        self._path = path
+        self._facts = facts
+        self._trust = trust
+        self.items: dict[ItemPlace, Presented] = {}
+
+    def entry(self, key: str, entry: Entry) -> Entry:
+        if isinstance(entry, ObjectEntry) and entry.place.transforms:
+            return ObjectEntry(self._place_object(key, entry.place))
+        if isinstance(entry, TensorEntry) and any(chunk.place.transforms for chunk in entry.chunks):
+            return entry._replace(chunks=tuple(self._chunk(key, entry.dtype, chunk) for chunk in entry.chunks))
+        return entry
+
+    def _chunk(self, key: str, dtype: torch.dtype, chunk: ChunkEntry) -> ChunkEntry:
+        if not chunk.place.transforms:
+            return chunk
+        nbytes = math.prod(chunk.sizes) * dtype.itemsize
+        place = self._place(key, chunk.place, nbytes, nbytes + FRAMING_BYTES, is_firm=True)
+        facts = self._facts.get(chunk.place[:2])
+        if facts is None:
+            return chunk._replace(place=place)
+        stride = row_strides(chunk.sizes) if facts.stride is None else facts.stride
+        # Its CRC is that of the stored bytes, which tells nothing about the item.
+        item = TensorItem(dtype, chunk.sizes, stride, 0, facts.payload_offset, nbytes, None)
+        return chunk._replace(place=place, item=item)
+
+    def _place_object(self, key: str, stored: ItemPlace) -> ItemPlace:
+        free = OBJECT_RATIO * stored.length
+        # What is too much is refused as it comes.
+        most = max(free + 2 * OBJECT_BYTES, MOST_RATIO * stored.length if self._trust else 0)
+        return self._place(key, stored, 0, most, is_firm=False, free=None if self._trust else free)
+
+    def _place(
+        self, key: str, stored: ItemPlace, least: int, most: int, *, is_firm: bool, free: int | None = None
+    ) -> ItemPlace:
+        """Give the place of an item of ``least`` to ``most`` bytes; if that is not firm, the manifest may say more."""
+        item = self.items.get(stored)
+        if item is None:
+            facts = self._facts.get(stored[:2])
+            if facts is not None:
+                self._check(key, stored, facts, least, most if is_firm else None)
+                most = facts.raw_bytes
+            if stored.transforms == (ZSTD_DESCRIPTOR,) and least > MOST_RATIO * stored.length:
+                raise self._wrong(key, stored, f"{least} bytes, which its {stored.length} stored ones can't be")
+            name = f"{stored.file}[{stored.offset}:{stored.offset + stored.length}]"
+            crc = None if facts is None else facts.crc
+            item = self.items[stored] = Presented(name, key, stored, most, facts is not None, crc, free)
+        return ItemPlace(item.name, 0, item.most)
+
+    def _check(self, key: str, stored: ItemPlace, facts: ItemFacts, least: int, most: int | None) -> None:
+        if facts.length != stored.length:
+            raise self._wrong(key, stored, f"{stored.length} stored bytes, but {MANIFEST_NAME} says {facts.length}")
+        if facts.raw_bytes < least or (most is not None and facts.raw_bytes > most):
+            raise self._wrong(key, stored, f"at least {least} bytes, but {MANIFEST_NAME} says {facts.raw_bytes}")
+        if stored.transforms == (ZSTD_DESCRIPTOR,) and facts.raw_bytes > MOST_RATIO * stored.length:
+            raise self._wrong(key, stored, f"{facts.raw_bytes} bytes, which its {stored.length} stored ones can't be")
+
+    def _wrong(self, key: str, place: ItemPlace, what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._path}/{place.file}: the item of {key} at offset {place.offset} is said to have {what}; the "
+            "metadata is damaged"
+        )

@@ -1,0 +1,1 @@
+"""One save, from the snapshot to the result."""

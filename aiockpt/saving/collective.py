@@ -1,0 +1,269 @@
+"""Saves by several ranks: each writes its share; rank 0 plans, and publishes when all have written theirs.
+
+A save has two rounds. In the first, each rank says what it has, or that it has the same as last time; rank 0 decides
+who writes what, and begins (of a decentralized save it only begins). In the second, each says what it has written;
+rank 0 checks that nothing is missing, writes the index, and publishes. A rank that fails between them brings its error
+to the second, where all fail with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import TYPE_CHECKING
+
+import anyio
+
+from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, TornSnapshotError
+from aiockpt.planning.collective.cache import Written
+from aiockpt.planning.collective.local import holdings_of, places_of
+from aiockpt.planning.collective.messages import Call, Orders, Summary
+from aiockpt.planning.dcp_plan import DcpPlan
+from aiockpt.saving.collective_leader import Leading, WorldTools
+from aiockpt.saving.result import world_result
+from aiockpt.saving.strategy import Course, Transferred
+from aiockpt.staging.base import LayoutMismatchError
+from aiockpt.writing.process.recovery_record import Leadership, Parting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from aiockpt.core.threads import Workers
+    from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.planning.collective.inventory import Holdings
+    from aiockpt.planning.collective.local import Offer
+    from aiockpt.planning.dcp_plan import DcpForm
+    from aiockpt.planning.plans import SavePlan
+    from aiockpt.saving.handle import SaveResult
+    from aiockpt.saving.job import SaveJob
+    from aiockpt.storage.base import Transaction
+    from aiockpt.writing.file_writer import Writing
+
+logger = logging.getLogger("aiockpt")
+
+
+class TogetherCourse(Course):
+    """Plans, begins and commits a save with the other ranks.
+
+    Args:
+        job: the save.
+        form: the format.
+        world: the other ranks, and what is kept for saving with them.
+        previous: the save before, whose rounds come before this one's.
+        compute: threads to plan in.
+        io: threads to write in.
+    """
+
+    def __init__(
+        self, job: SaveJob, form: DcpForm, world: WorldTools, previous: SaveJob | None, compute: Workers, io: Workers
+    ) -> None:
+        self._job = job
+        self._form = form
+        self._world = world
+        self._previous = previous
+        self._compute = compute
+        self._io = io
+        self._what = f"the save of {job.path}"
+        self._transaction: Transaction | None = None
+        self._leading = Leading(job, form.name, world, compute, io)
+        self._ticket = ""
+        self._token = 0
+        self._tell_places = False
+        self._secret = b""
+        self._holdings: Holdings | None = None
+        self._over = False
+
+    async def plan(self) -> SavePlan:
+        """Agree with the other ranks on who writes what. A cancellation takes effect when they have agreed."""
+        with anyio.CancelScope(shield=True):  # a rank that leaves alone would leave the others waiting
+            if self._previous is not None:
+                await self._previous.planned.wait()
+            await self._meet()
+            mine, offer = await self._look()
+            orders = await self._first_round(mine)
+            if orders.ticket is None:
+                mine, offer = await self._look(again=False)
+                orders = await self._first_round(mine)
+        self._ticket, self._token, self._tell_places = orders.ticket or "", orders.token, orders.tell_places
+        self._secret = orders.secret
+        try:
+            return await self._share(offer, orders)
+        except BaseException as exc:
+            with anyio.CancelScope(shield=True):
+                error = await self.fail(exc)
+            raise error from error.__cause__
+
+    async def _meet(self) -> None:
+        """Find each other for the second round before the first: who dies between them is then missed at once."""
+        world = self._world
+        if not world.met:
+            await world.coordinator.round("finish", self._what, None, _agree)
+            world.met = True
+
+    async def _look(self, *, again: bool = True) -> tuple[Call | BaseException, Offer | None]:
+        job = self._job
+        try:
+            if job.refused is not None:
+                return job.refused, None
+            if job.cancel_asked or job.verdict is not None:
+                return job.verdict or SaveCancelledError(f"the save of {job.path} was cancelled"), None
+            offer = await self._compute.run(self._world.planner.offer, job.capture, self._form, again=again)
+            holdings = None
+            if offer.survey is not None and not self._world.decentralized:
+                holdings = await self._compute.run(holdings_of, offer.survey, job.capture)
+        except Exception as exc:  # goes to all ranks, this one among them
+            return exc, None
+        return Call(job.overwrite, self._world.decentralized, self._form.name, offer.token, holdings), offer
+
+    async def _first_round(self, mine: Call | BaseException) -> Orders:
+        orders: Orders = await self._world.coordinator.round(
+            "plan", self._what, mine, self._leading.decide, self._leading.undo
+        )
+        return orders
+
+    async def _share(self, offer: Offer | None, orders: Orders) -> DcpPlan:
+        if offer is None:
+            raise RuntimeError("a rank that brought an error was given orders")
+        if orders.leaves is None and offer.plan is not None and offer.token == orders.token:
+            return offer.plan
+        job, planner = self._job, self._world.planner
+        survey = offer.survey
+        if survey is None:  # the layout would serve, but another rank's has changed, and with it who writes what
+            survey = (await self._compute.run(planner.offer, job.capture, self._form, again=False)).survey
+        leaves = range(len(survey.specs)) if survey is not None and self._world.decentralized else orders.leaves
+        if survey is None or leaves is None:
+            raise RuntimeError("rank 0 has given no orders to a rank without a plan")
+        if self._world.decentralized:
+            self._holdings = await self._compute.run(holdings_of, survey, job.capture)
+        return await self._compute.run(planner.take, job.capture, self._form, survey, orders.token, leaves)
+
+    async def begin(self) -> Transaction:
+        """Take part in what rank 0 has begun."""
+        self._transaction = self._leading.transaction
+        if self._transaction is None:
+            job = self._job
+            self._transaction = await job.storage.join(job.path, self._ticket, workers=self._io)
+        return self._transaction
+
+    async def ticket(self) -> str:
+        """Give the ticket of what rank 0 has begun."""
+        return (await self.begin()).ticket
+
+    async def parting(self, plan: SavePlan) -> bytes | None:
+        """Give what the writer processes of the ranks need to agree without the trainers."""
+        if not isinstance(plan, DcpPlan):
+            raise TypeError("ranks save together in DCP's format only")
+        return await self._compute.run(self._parted, plan)
+
+    def _parted(self, plan: DcpPlan) -> bytes:
+        coordinator = self._world.coordinator
+        lead = None
+        if coordinator.leads:
+            book, facts = self._leading.parting()
+            lead = Leadership(None if book is None else book.pickled(), facts, self._job.overwrite)
+        written = self._written(plan, {})
+        return pickle.dumps(Parting(coordinator.rank, coordinator.world_size, self._secret, written, lead))
+
+    def _written(self, plan: DcpPlan, files: dict[str, FileFacts]) -> Written:
+        places = places_of(plan.layout) if self._tell_places else None
+        objects = dict(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
+        items = sum(len(image.slots) for image in plan.layout.images)
+        return Written(files, items, objects, places, self._holdings, self._token)
+
+    async def finish(self, transferred: Transferred) -> SaveResult:
+        """Say what this rank has written, and wait until all of it is published."""
+        plan, transaction, leads = transferred.plan, self._transaction, self._world.coordinator.leads
+        if transaction is None or not isinstance(plan, DcpPlan):
+            raise RuntimeError("a save can't be finished before it has begun")
+        try:
+            if not leads:
+                await transaction.commit()
+            summary = await self._last_round(self._written(plan, transferred.files), transferred.writing)
+        finally:
+            await transaction.leave()
+        if summary is None:
+            summary = _own_summary(plan, transferred.files)
+        return world_result(self._job, transferred.files, transferred.times_s, summary)
+
+    async def _last_round(self, mine: Written | BaseException, writing: Writing | None = None) -> Summary | None:
+        """Bring what was written, or an error, to rank 0; clean up if that fails.
+
+        Args:
+            mine: what to bring.
+            writing: who has written it; if that is a process of its own, it can agree with those of the other ranks
+                when a trainer is gone.
+
+        Returns:
+            What rank 0 says of the checkpoint; None where the writers have agreed.
+        """
+        if self._previous is not None:
+            await self._previous.over.wait()
+        self._over = True
+        coordinator = self._world.coordinator
+        may_agree = writing is not None and writing.agrees
+        undo = None if may_agree else self._leading.undo
+        try:
+            summary: Summary = await coordinator.round("finish", self._what, mine, self._leading.publish, undo)
+        except AiockptError as exc:
+            lost = isinstance(exc, CoordinationError)
+            if writing is not None and may_agree and lost and await self._agreed(writing, exc):
+                return None
+            if may_agree:
+                await self._leading.undo()
+            if lost and not coordinator.leads:
+                await self._leave(exc, sweep=not coordinator.leader_lives)
+            raise
+        return summary
+
+    async def _agreed(self, writing: Writing, error: AiockptError) -> bool:
+        """Let the writers of all ranks agree, for a trainer is gone; tell whether they have published."""
+        try:
+            await writing.agree()
+        except AiockptError as exc:
+            error.add_note(str(exc))
+            return False
+        logger.warning("%s; its writer had all of its part, so %s was published", error, self._job.path)
+        return True
+
+    async def _leave(self, error: BaseException, *, sweep: bool = False) -> None:
+        """Close what this rank has open; should that fail too, say so on the error that led here."""
+        if self._transaction is None:
+            return
+        try:
+            await (self._transaction.sweep() if sweep else self._transaction.abort())
+        except Exception as exc:  # the other ranks wait to be told
+            error.add_note(str(exc))
+
+    async def fail(self, error: BaseException) -> BaseException:
+        """Bring an error to the other ranks; give the one that all of them raise."""
+        if self._over:
+            return error
+        if isinstance(error, LayoutMismatchError):
+            torn = TornSnapshotError(
+                f"{error} changed its shape, dtype or device while {self._job.path} was being saved; await `staged` "
+                "before changing tensors"
+            )
+            torn.__cause__ = error
+            error = torn
+        if not isinstance(error, Exception):
+            told = f"the save of {self._job.path} was cancelled; nothing of it is left"
+            error = self._job.verdict or SaveCancelledError(told)
+        if not self._world.coordinator.leads:
+            await self._leave(error)
+        try:
+            await self._last_round(error)
+        except AiockptError as exc:
+            return exc
+        return error
+
+
+def _own_summary(plan: DcpPlan, files: dict[str, FileFacts]) -> Summary:
+    """Sum up this rank's part, where nobody tells what the others have."""
+    layout = plan.layout
+    tensors = sum(len(image.slots) for image in layout.images)
+    nbytes = sum(facts.nbytes for facts in files.values())
+    return Summary(None, nbytes, layout.tensor_bytes, tensors, len(layout.objects))
+
+
+async def _agree(values: Sequence[None]) -> Sequence[None]:
+    return values

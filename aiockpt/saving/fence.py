@@ -1,0 +1,128 @@
+"""Keeping what changes tensors behind the copies of them: for a moment, or at every step of an optimizer."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from aiockpt.errors import AiockptError, TornSnapshotError
+from aiockpt.saving.job import check_timeout
+from aiockpt.snapshot.optimizer_hooks import tensors_of, wait_before_steps, wait_no_more
+from aiockpt.staging.runtime import is_capturing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import TracebackType
+
+    from aiockpt.saving.job import SaveJob
+
+
+def fence_all(jobs: Sequence[SaveJob], timeout: float | None) -> None:
+    """Do what `SaveHandle.fence` does for several saves; raises the first error, when all were waited for."""
+    timeout = check_timeout(timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    errors: list[Exception] = []
+    for job in jobs:
+        try:
+            job.fence(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except (AiockptError, TimeoutError) as exc:
+            errors.append(exc)
+    if errors:
+        raise errors[0]
+
+
+class StepGuard:
+    """Lets an optimizer's steps wait for what is being copied; see `AsyncCheckpointer.guard`.
+
+    Args:
+        optimizer: whose steps are to wait.
+        jobs: gives the saves that are being staged.
+        timeout: seconds that a step blocks at most.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, jobs: Callable[[], Sequence[SaveJob]], timeout: float) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"guard() is for a torch.optim.Optimizer, not a {type(optimizer).__name__}; for others call fence() "
+                "before their steps"
+            )
+        self._jobs = jobs
+        self._timeout = check_timeout(timeout)
+        # A compiler that traced it would let it run once, or never.
+        self._before = torch.compiler.disable(self._wait)  # type: ignore[no-untyped-call]
+        self._optimizer = _with_hooks(optimizer)
+        wait_before_steps(self._optimizer, self._before)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Let steps go on without waiting. Idempotent."""
+        wait_no_more(self._optimizer, self._before)
+
+    def _wait(self) -> None:
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        for job in self._jobs():
+            hold_back(job, None if deadline is None else max(0.0, deadline - time.monotonic()), self._optimizer)
+
+
+def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Find the optimizer whose steps call hooks: this one, or the one that it hands them on to.
+
+    Raises:
+        TypeError: there is none.
+    """
+    found, seen = optimizer, {id(optimizer)}
+    while not getattr(type(found).step, "hooked", False):
+        held = (getattr(found, name, None) for name in ("optimizer", "_optimizer"))
+        inner = next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
+        if inner is None or id(inner) in seen:
+            raise TypeError(
+                f"steps of a {type(optimizer).__name__} call no hooks (its __init__ does not call that of "
+                "torch.optim.Optimizer), so they can't wait: guard() the optimizer within it, or call fence() before "
+                "each step"
+            )
+        found = inner
+        seen.add(id(found))
+    return found
+
+
+def _changed_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Give what a step changes, those of optimizers within this one included."""
+    found: list[torch.Tensor] = []
+    waiting, seen = [optimizer], {id(optimizer)}
+    while waiting:
+        each = waiting.pop()
+        found += tensors_of(each)
+        inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+        waiting += [value for value in inner if id(value) not in seen]
+        seen |= set(map(id, inner))
+    return found
+
+
+def hold_back(job: SaveJob, timeout_s: float | None, optimizer: torch.optim.Optimizer) -> None:
+    """Order a step behind the copies of a save, or give its snapshot up. Raises nothing of the save's.
+
+    While a stream captures a graph nothing is done: it can't wait for what is outside, and nothing runs yet.
+    """
+    try:
+        if any(is_capturing(device) for device in list(job.capture.events)):
+            return
+        if job.order_behind(timeout_s):
+            job.allow_changes(_changed_by(optimizer))
+    except TornSnapshotError:
+        return  # which the save finds as well
+    except TimeoutError:
+        job.give_up(
+            "it was not copied within the timeout of guard(), and the optimizer's step went on. Look at why the "
+            "storage is slow, or allow more staging_bytes or a longer timeout"
+        )
+    except Exception as exc:
+        job.give_up(f"an optimizer's step could not be ordered behind its copies: {exc}")

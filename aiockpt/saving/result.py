@@ -1,0 +1,85 @@
+"""What is said of a save once its bytes are written: the manifest in the checkpoint, and the result for the caller."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiockpt.format.manifest.manifest import Manifest
+from aiockpt.planning.dcp_plan import DcpPlan
+from aiockpt.planning.encoding import draft_of
+from aiockpt.saving.handle import SaveResult
+from aiockpt.writing.collective_commit import WRITER, now
+from aiockpt.writing.commit import Ending
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.planning.collective.messages import Summary
+    from aiockpt.planning.plans import SavePlan
+    from aiockpt.saving.job import SaveJob
+
+
+def ending_of(job: SaveJob, plan: SavePlan) -> Ending | None:
+    """Encode what makes a checkpoint of the files with items; None if it is one file. Takes long for many tensors."""
+    if plan.is_single_file:
+        return None
+    tensors, objects = _counts(plan)
+    manifest = Manifest(
+        writer=WRITER,
+        created=now(),
+        metadata=job.metadata,
+        totals={
+            "tensors": tensors,
+            "objects": objects,
+            "tensor_bytes": plan.layout.tensor_bytes,
+            "file_bytes": plan.layout.nbytes,
+        },
+        containers=job.capture.containers,
+    )
+    names = [image.name for image in plan.layout.images]
+    if job.is_transformed and isinstance(plan, DcpPlan):
+        return Ending(names, {}, manifest, None, draft_of(plan))
+    return Ending(names, plan.documents(), manifest, plan.index())
+
+
+def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: Mapping[str, float]) -> SaveResult:
+    """Sum up a save that has been committed."""
+    tensors, objects = _counts(plan)
+    if plan.is_single_file:
+        sizes = {job.path.rpartition("/")[2]: plan.layout.nbytes}
+    return SaveResult(
+        path=job.path,
+        nbytes=sum(sizes[image.name] for image in plan.layout.images) if job.is_transformed else plan.layout.nbytes,
+        tensor_bytes=plan.layout.tensor_bytes,
+        tensors=tensors,
+        objects=objects,
+        files=dict(sizes),
+        captured_s=times_s["captured"],
+        planned_s=times_s["planned"],
+        staged_s=times_s["staged"],
+        written_s=job.handle._elapsed(),
+    )
+
+
+def world_result(
+    job: SaveJob, files: Mapping[str, FileFacts], times_s: Mapping[str, float], summary: Summary
+) -> SaveResult:
+    """Sum up a checkpoint that several ranks have written, with the times of this one."""
+    return SaveResult(
+        path=job.path,
+        nbytes=summary.file_bytes,
+        tensor_bytes=summary.tensor_bytes,
+        tensors=summary.tensors,
+        objects=summary.objects,
+        files=summary.files if summary.files is not None else {name: facts.nbytes for name, facts in files.items()},
+        captured_s=times_s["captured"],
+        planned_s=times_s["planned"],
+        staged_s=times_s["staged"],
+        written_s=job.handle._elapsed(),
+    )
+
+
+def _counts(plan: SavePlan) -> tuple[int, int]:
+    objects = len(plan.layout.survey.object_leaves)
+    return len(plan.layout.specs) - objects, objects

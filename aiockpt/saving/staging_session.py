@@ -1,0 +1,140 @@
+"""What one save's transfer of bytes needs: chunks that are always given back, and a stager for each device."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import anyio
+import torch
+
+from aiockpt.errors import AiockptError, StageError
+from aiockpt.staging.base import LayoutMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiockpt.planning.layout import Piece
+    from aiockpt.planning.plans import Layout
+    from aiockpt.planning.snapshot import Capture
+    from aiockpt.staging.base import Pending, Stager
+    from aiockpt.staging.pool import Chunk, ChunkPool, Lease
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """A chunk that holds, or will hold, the payload of the bytes ``start`` to ``stop`` of a file."""
+
+    lease: Lease
+    start: int
+    stop: int
+    pending: Pending
+
+
+class Leases:
+    """All leases of one save: on leaving, whatever still is out goes back, once nothing uses it any more."""
+
+    def __init__(self, pool: ChunkPool) -> None:
+        self._pool = pool
+        self._out: list[Lease] = []
+        self.pending: dict[Lease, Pending] = {}
+
+    @property
+    def available(self) -> bool:
+        """Whether `acquire` would return at once."""
+        return self._pool.available
+
+    async def acquire(self) -> Lease:
+        """Wait for a chunk."""
+        lease = await self._pool.acquire()
+        self._out.append(lease)
+        return lease
+
+    def quarantine(self) -> None:
+        """Set apart what is out: the threads that hold it may never come back."""
+        for lease in self._out:
+            lease.quarantine()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.give_back()
+
+    async def give_back(self) -> None:
+        """Give back what is out, once nothing uses it any more. Not to be cancelled."""
+        with anyio.CancelScope(shield=True):
+            for lease in self._out:
+                if not lease.released and lease in self.pending:
+                    with contextlib.suppress(Exception):  # the failed copy has been reported where it was awaited
+                        await self.pending[lease].wait()
+                lease.release()
+        self._out.clear()
+        self.pending.clear()
+
+
+class Router:
+    """Sends pieces to the stager of the device that their tensors are on."""
+
+    def __init__(self, layout: Layout, capture: Capture, stager_for: Callable[[torch.device], Stager]) -> None:
+        self._layout = layout
+        self._capture = capture
+        devices = {spec.device for spec in layout.specs if spec is not None} or {torch.device("cpu")}
+        self._by_device = {device: stager_for(device) for device in devices}
+
+    @property
+    def stagers(self) -> list[Stager]:
+        """The stagers of all devices."""
+        return list(self._by_device.values())
+
+    async def issue(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
+        """Start to copy ``pieces`` into ``chunk``; see `Stager.issue`.
+
+        Raises:
+            StageError: with the cause chained.
+            LayoutMismatchError: a tensor is not what the layout assumed.
+        """
+        try:
+            if len(self._by_device) == 1:
+                (stager,) = self._by_device.values()
+                return await stager.issue(pieces, chunk, self._capture, self._layout)
+            return await self._issue_to_several(pieces, chunk)
+        except (LayoutMismatchError, AiockptError):
+            raise
+        except Warning:  # an error only because the program makes errors of warnings
+            raise
+        except Exception as exc:
+            raise StageError(f"copying tensors into staging memory failed: {type(exc).__name__}: {exc}") from exc
+
+    async def _issue_to_several(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
+        specs = [self._layout.specs[piece.leaf] for piece in pieces]
+        devices = dict.fromkeys(spec.device for spec in specs if spec is not None)
+        issued = _All([])
+        try:
+            for device in devices:
+                # Each gets all pieces: what lies between two of its own is not its to write.
+                stager = self._by_device[device]
+                issued.pending.append(await stager.issue(pieces, chunk, self._capture, self._layout))
+        except BaseException:
+            with anyio.CancelScope(shield=True):  # the chunk goes back: nothing may be on its way into it
+                await issued.wait()
+            raise
+        return issued
+
+
+class _All:
+    """Several pending copies as one."""
+
+    def __init__(self, pending: list[Pending]) -> None:
+        self.pending = pending
+
+    async def wait(self) -> None:
+        errors = []
+        for each in self.pending:  # all of them: the chunk may be given back after this
+            try:
+                await each.wait()
+            except Exception as exc:
+                errors.append(exc)
+        if errors:
+            raise errors[0]

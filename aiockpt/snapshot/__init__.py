@@ -1,0 +1,1 @@
+"""A state dict held still while training goes on: capture, shards, change detection."""

@@ -1,0 +1,264 @@
+"""Live objects in a state: modules, optimizers, schedulers and all else that has a state dict and loads one."""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from aiockpt.planning.dtensor import is_distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from aiockpt.errors import AiockptError
+    from aiockpt.format.index import ObjPath
+
+_PLAIN = frozenset(
+    {torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, complex, type(None), torch.dtype, torch.device}
+)
+
+
+class Stateful(Protocol):
+    """An object with a state dict, such as a module or an optimizer."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take up a state."""
+
+
+class LiveObject(NamedTuple):
+    """An object that was met in a state.
+
+    Attributes:
+        path: where.
+        name: the path, joined by dots; empty for the state itself.
+        value: the object.
+        state: its state dict, in which further objects are state dicts as well.
+    """
+
+    path: ObjPath
+    name: str
+    value: Any
+    state: Any
+
+    @property
+    def described(self) -> str:
+        """The name and the class, for messages."""
+        return f"{self.name or 'the state'} ({type(self.value).__name__})"
+
+    @property
+    def is_module(self) -> bool:
+        """Whether it is a module, which takes exactly the shapes that it has."""
+        return isinstance(self.value, torch.nn.Module)
+
+    @property
+    def chooses_keys(self) -> bool:
+        """Whether only its ``load_state_dict`` knows which keys it needs; of modules, those whose hooks rename keys."""
+        if not isinstance(self.value, torch.nn.Module):
+            return True
+        hooks = (hook for module in self.value.modules() for hook in module._load_state_dict_pre_hooks.values())
+        return not all(_home(hook).startswith("torch.distributed.") for hook in hooks)  # FSDP's rename nothing
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of an optimizer, in the order of the numbers that its state dict calls them by."""
+        if not isinstance(self.value, torch.optim.Optimizer):
+            return []
+        return [parameter for group in self.value.param_groups for parameter in group["params"]]
+
+
+@dataclass(slots=True)
+class ResolvedState:
+    """A state without live objects.
+
+    Attributes:
+        tree: the state, with the state dict of each live object in its place. Containers without any are the caller's.
+        objects: the live objects, inner ones before those that they are part of. One that stands at several places
+            is there for each.
+    """
+
+    tree: Any
+    objects: list[LiveObject] = field(default_factory=list)
+
+
+def _home(hook: Any) -> str:
+    return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
+
+
+def is_live(value: object) -> bool:
+    """Return whether a value has a state dict and can load one: the duck type of torch's ``Stateful``."""
+    return (
+        not isinstance(value, torch.Tensor | type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def resolve(state: Any, error: type[AiockptError]) -> ResolvedState:
+    """Call ``state_dict()`` of every live object in a state, once each, in the caller's thread.
+
+    Args:
+        state: nested dicts, lists and tuples, or a live object itself. It is not changed.
+        error: what to raise.
+
+    Raises:
+        AiockptError: ``state_dict()`` failed, an object is part of its own state, or it is in a container that would be
+            pickled whole, such as a named tuple; the message names the key.
+    """
+    walk = _Walk(error)
+    try:
+        tree = walk.resolved((), "", state)
+    except RecursionError:
+        raise error("the state is nested too deeply, or holds itself") from None
+    return ResolvedState(tree, walk.objects)
+
+
+class _Walk:
+    def __init__(self, error: type[AiockptError]) -> None:
+        self.objects: list[LiveObject] = []
+        self._error = error
+        self._states: dict[int, Any] = {}
+        self._open: set[int] = set()
+
+    def resolved(self, path: ObjPath, name: str, value: Any) -> Any:
+        """Return a value with state dicts in the places of live objects."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is list or kind is tuple:
+            if set(map(type, value)) <= _PLAIN:
+                return value
+            parts = [self.resolved((*path, i), _dotted(name, path, i), part) for i, part in enumerate(value)]
+            return value if all(a is b for a, b in zip(parts, value, strict=True)) else kind(parts)
+        if is_live(value):
+            return self._state_of(path, name, value)
+        if not isinstance(value, Mapping):
+            self._refuse_hidden(name, value)
+            return value
+        if set(map(type, value.values())) <= _PLAIN:
+            return value
+        items = {
+            key: self.resolved((*path, text := _text(key)), _dotted(name, path, text), part)
+            for key, part in value.items()
+        }
+        if all(items[key] is part for key, part in value.items()):
+            return value
+        if not isinstance(value, OrderedDict):
+            return items
+        ordered = OrderedDict(items)
+        ordered.__dict__.update(vars(value))  # modules keep the versions of their parts there
+        return ordered
+
+    def _refuse_hidden(self, name: str, value: Any) -> None:
+        """Refuse what is stored as one object, and has live objects in it."""
+        inside = _find_live(value, set())
+        if inside is not None:
+            raise self._error(
+                f"{name or 'the state'} is a {type(value).__name__} with a {type(inside).__name__} in it, which would "
+                "be pickled as a whole: what has a state dict must be in dicts, lists and tuples alone. Put one of "
+                "these in its place, such as _asdict() of a named tuple, a dict of a dataclass, a list of a deque"
+            )
+
+    def _state_of(self, path: ObjPath, name: str, value: Any) -> Any:
+        label = f"{name or 'the state'} ({type(value).__name__})"
+        if id(value) in self._open:
+            raise self._error(f"{label} is part of its own state_dict(); leave it out there")
+        if id(value) not in self._states:
+            self._open.add(id(value))
+            try:
+                state = value.state_dict()
+            except Exception as exc:
+                raise self._error(f"state_dict() of {label} failed: {type(exc).__name__}: {exc}") from exc
+            refuse_awaitable(state, f"state_dict() of {label}", self._error)
+            self._states[id(value)] = self.resolved(path, name, state)
+            self._open.remove(id(value))
+        state = self._states[id(value)]
+        self.objects.append(LiveObject(path, name, value, state))
+        return state
+
+
+def _find_live(value: Any, seen: set[int]) -> Any:
+    """Return a live object that is somewhere in a container of any kind, or None."""
+    for part in _parts(value):
+        if type(part) not in _PLAIN and id(part) not in seen:
+            seen.add(id(part))
+            found = part if is_live(part) else _find_live(part, seen)
+            if found is not None:
+                return found
+    return None
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return value
+    if isinstance(value, SimpleNamespace | Namespace):
+        return vars(value).values()
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, each.name, None) for each in fields(value)]
+    return ()
+
+
+def refuse_awaitable(result: object, what: str, error: type[AiockptError]) -> None:
+    """Raise an error if a function turns out to be asynchronous."""
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
+        raise error(f"{what} is asynchronous; it must be a plain function")
+
+
+def _text(key: object) -> str:
+    try:
+        return str(key)
+    except Exception:  # of a class without a text, or a number too long for one: refused when the state is taken apart
+        return "?"
+
+
+def _dotted(name: str, path: ObjPath, key: object) -> str:
+    return f"{name}.{key}" if path else str(key)
+
+
+def check_optimizers(
+    objects: Sequence[LiveObject], error: type[AiockptError], leaves: Sequence[Any] = (), ranks: int = 1
+) -> None:
+    """Refuse optimizers whose state dicts mean something else on each rank.
+
+    An optimizer's own state dict calls parameters by numbers, so that the same key is another parameter's on another
+    rank if the ranks don't have the same parameters.
+
+    Args:
+        objects: the live objects.
+        error: what to raise.
+        leaves: what is to be saved. If there are DTensors, but none of them is spread over all ranks, then the ranks
+            are thought to have different ones, as the stages of a pipeline do.
+        ranks: how many ranks save together.
+    """
+    tensors = [*leaves, *(parameter for each in objects for parameter in each.parameters)]
+    widest = max((_mesh_size(tensor) for tensor in tensors if is_distributed(tensor)), default=ranks)
+    for each in objects:
+        if any(hasattr(p, "_fsdp_flattened") or hasattr(p, "_is_flat_param") for p in each.parameters):
+            why = "its parameters are flattened by FullyShardedDataParallel, and each rank has others"
+        elif widest < ranks and any(map(is_distributed, each.parameters)):
+            why = f"its parameters are sharded over {widest} of {ranks} ranks, and the other ranks may have others"
+        else:
+            continue
+        raise error(
+            f"{each.described}: {why}, so the numbers that its state_dict() calls them by don't tell which they are. "
+            "Use get_state_dict(model, optim) of torch.distributed.checkpoint.state_dict, whose keys are names, and "
+            "set_state_dict after loading"
+        )
+
+
+def _mesh_size(value: Any) -> int:
+    mesh = getattr(value, "device_mesh", None)  # which a ShardedTensor has not
+    return 0 if mesh is None else int(mesh.size())

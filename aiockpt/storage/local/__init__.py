@@ -1,0 +1,1 @@
+"""Checkpoints on a POSIX file system: direct I/O, atomic commits, orphans."""

@@ -1,0 +1,141 @@
+"""Deleting a checkpoint, so that at no moment a part of one is under its name. All functions block."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import CheckpointNotFoundError, DeleteError
+from aiockpt.storage.local.belonging import OtherThingsError, is_empty, objection, objection_to, remove
+from aiockpt.storage.local.dir_lock import hold
+from aiockpt.storage.local.publish import remove_own, sync_directory
+from aiockpt.storage.local.replacing import complete, explained, remove_record, stand_in
+from aiockpt.storage.local.temp_names import REPLACED
+from aiockpt.storage.syscalls import identity, rename_noreplace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiockpt.storage.base import Identity
+
+
+def delete(
+    path: str, hidden: str, fsync: bool, note: Callable[[str, Identity | None], object] = lambda *_: None
+) -> None:
+    """Remove a checkpoint; of a link, the link alone.
+
+    Args:
+        path: where it is.
+        hidden: a name beside it; should this process be killed, the rest is recognised by that.
+        fsync: let it be gone durably before its files are.
+        note: is told the name and the identity of what is deleted but can't be removed now, for another attempt.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        DeleteError: it is no checkpoint, holds other things, or can't be removed; the message says what is left, the
+            cause is chained.
+    """
+    try:
+        if not os.path.lexists(path):
+            _recover(path, fsync)
+        own = identity(path)
+        _refuse(path, "is empty" if is_empty(path) else objection(path))
+        if os.path.isdir(path) and not os.path.islink(path):
+            _delete_directory(path, hidden, fsync, note)
+        else:
+            _delete_held(path, hidden, fsync, note, own)
+    except FileNotFoundError as exc:
+        raise CheckpointNotFoundError(f"there is no checkpoint at {path} to delete") from exc
+    except OSError as exc:
+        raise DeleteError(f"can't delete {path}: {explained(exc, path)}") from exc
+
+
+def _recover(path: str, fsync: bool) -> None:
+    """Give what belongs at a path its name, if it was being replaced when a process was killed; so nothing stays."""
+    hidden = stand_in(path)
+    if hidden is None:
+        raise FileNotFoundError(path)
+    if complete(hidden, path, partial(sync_directory, os.path.dirname(path)) if fsync else lambda: None):
+        remove_record(hidden)
+        remove(hidden)
+        remove(hidden + REPLACED)
+
+
+def _refuse(path: str, found: str | None) -> None:
+    if found is not None:
+        raise DeleteError(f"{path} {found}; nothing was deleted. Move away what is to stay, or remove it all yourself")
+
+
+def _delete_directory(path: str, hidden: str, fsync: bool, note: Callable[[str, Identity | None], object]) -> None:
+    held = hold(path)
+    try:
+        _refuse(path, objection_to(held.fd))  # of the one that is held, whatever comes to its place
+        _delete_held(path, hidden, fsync, note, held.identity, held.fd)
+    finally:
+        held.release()
+
+
+def _delete_held(
+    path: str,
+    hidden: str,
+    fsync: bool,
+    note: Callable[[str, Identity | None], object],
+    own: Identity | None,
+    directory: int | None = None,
+) -> None:
+    """Delete what was looked at, and nothing else.
+
+    Args:
+        path: see `delete`.
+        hidden: see `delete`.
+        fsync: see `delete`.
+        note: see `delete`.
+        own: the identity of what was looked at.
+        directory: it, if it is one, open.
+    """
+    _move(path, hidden, own)
+    found = None if directory is None else objection_to(directory)
+    if found is not None:  # somebody has put a file there at the last moment
+        _move_back(path, hidden, f"{path} {found}")
+    if fsync:
+        _make_durable(path, hidden)
+    try:
+        remove_own(hidden, own)
+    except OSError as exc:
+        if not isinstance(exc, OtherThingsError):
+            note(hidden, own)
+        raise DeleteError(f"{path} is deleted, but its files can't be removed from {hidden}: {exc}") from exc
+
+
+def _move(path: str, hidden: str, own: Identity | None) -> None:
+    """Rename what was looked at, and nothing else."""
+    try:
+        rename_noreplace(path, hidden)
+    except OSError:
+        if identity(hidden) != own:  # on a network file system it may be done though the answer is an error
+            raise
+    if identity(hidden) != own:
+        _move_back(path, hidden, f"{path} was replaced by something else while it was being deleted")
+
+
+def _move_back(path: str, hidden: str, reason: str) -> None:
+    """Give a name back, and raise why."""
+    try:
+        rename_noreplace(hidden, path)
+    except OSError as worse:
+        raise DeleteError(f"{reason}, which can't be given its name back ({worse}): it is in {hidden} now") from worse
+    raise DeleteError(f"{reason}; nothing was deleted")
+
+
+def _make_durable(path: str, hidden: str) -> None:
+    try:
+        sync_directory(os.path.dirname(path))
+    except OSError as exc:
+        try:
+            rename_noreplace(hidden, path)
+        except OSError as worse:
+            raise DeleteError(
+                f"{path} can't be deleted durably ({exc}), nor be given its name back ({worse}): it is in {hidden} now"
+            ) from exc
+        raise

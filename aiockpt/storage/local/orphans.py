@@ -1,0 +1,329 @@
+"""What killed processes have left: hidden directories of saves and deletions that were never finished.
+
+One is removed when its owner is proven to be gone, and nobody else holds it: the writer process of a trainer that was
+killed, and the other ranks of a save, hold what they work at with a lock (see `aiockpt.storage.local.dir_lock`). The
+owner is
+
+- of this kernel and namespace: then it is not among the processes, or its number belongs to a later one;
+- of this machine, but of an earlier run of its kernel: then nothing was changed since that ended.
+
+What others have left can't be judged from here, and stays until somebody says how old is old enough: other machines,
+and other containers of this one, for locks may count within one mount only. Without locks that is so for processes of
+this namespace as well, whose writer processes may live. All functions block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import stat
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from aiockpt.errors import printable_key
+from aiockpt.storage.local.belonging import OtherThingsError, look_into, remove, several
+from aiockpt.storage.local.dir_lock import lock
+from aiockpt.storage.local.publish import remove_own
+from aiockpt.storage.local.replacing import complete, is_between, recorded_name
+from aiockpt.storage.local.temp_names import (
+    RECORD,
+    REPLACED,
+    SWEPT,
+    Owner,
+    Ticket,
+    booted_s,
+    is_running,
+    read_ticket,
+    this_process,
+)
+
+Verdict = Literal["dead", "rebooted", "old", "running", "unknown"]
+"""Of a leftover: its owner is dead, or was when the machine was started, or it is as old as was asked for; or it must
+stay: its owner lives, or is not known here."""
+
+_QUIET_S = 60.0
+
+logger = logging.getLogger("aiockpt")
+
+
+class _InUseError(Exception):
+    """Somebody is at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What leftovers are judged by.
+
+    Attributes:
+        here: this process; None if that is not known.
+        now_s: the time, in seconds as in `time.time`.
+        booted_s: when this machine was started; None if that is not known.
+        older_than_s: from what age on others' leftovers are removed as well, in seconds; None: never.
+    """
+
+    here: Owner | None
+    now_s: float
+    booted_s: float | None = None
+    older_than_s: float | None = None
+
+    def is_old(self, changed_s: float) -> bool:
+        """Tell whether what was changed then is as old as was asked for."""
+        return self.older_than_s is not None and changed_s < self.now_s - self.older_than_s
+
+
+def judge(owner: Owner | None, changed_s: float, running: bool, by: Circumstances) -> Verdict:
+    """Decide what becomes of a leftover that nobody holds.
+
+    Args:
+        owner: who has made it; None if that is not known.
+        changed_s: when anything in it was changed last.
+        running: whether the owner is among the processes here.
+        by: what else counts.
+    """
+    quiet = changed_s < by.now_s - _QUIET_S
+    if owner is not None and by.here is not None:
+        if owner.space == by.here.space:
+            return "running" if running else "dead"
+        earlier = owner.machine == by.here.machine and owner.boot != by.here.boot
+        if earlier and by.booted_s is not None and changed_s < by.booted_s and quiet:
+            return "rebooted"
+    return "old" if by.is_old(changed_s) else "unknown"
+
+
+class Leftovers:
+    """Keeps the directories of one storage free of leftovers.
+
+    Args:
+        fsync: make durable what has replaced a leftover, before that is removed.
+    """
+
+    def __init__(self, *, fsync: bool) -> None:
+        self._fsync = fsync
+        self._looked: set[str] = set()
+        self._own: dict[str, tuple[int, int] | None] = {}
+
+    def add(self, hidden: str, identity: tuple[int, int] | None) -> None:
+        """Note what this process could not remove, for another attempt."""
+        self._own[hidden] = identity
+
+    def look_again(self, directory: str) -> None:
+        """Let the next look be a real one."""
+        self._looked.discard(directory)
+
+    def look(self, directory: str) -> None:
+        """Remove what is proven to be left, if that was not looked for yet; failures are logged."""
+        for hidden, identity in list(self._own.items()):
+            if os.path.dirname(hidden) == directory:
+                self._try_again(hidden, identity)
+        if directory in self._looked:
+            return
+        self._looked.add(directory)
+        try:
+            removed, later = clean(directory, fsync=self._fsync)
+        except OSError as exc:
+            logger.warning("can't look for what killed processes have left in %s: %s", directory, exc)
+            return
+        if removed:
+            logger.info("removed what killed processes had left: %s", ", ".join(map(printable_key, removed)))
+        if later:
+            self.look_again(directory)
+
+    def _try_again(self, hidden: str, identity: tuple[int, int] | None) -> None:
+        try:
+            remove_own(hidden, identity)
+        except OSError as exc:
+            if isinstance(exc, OtherThingsError):  # for somebody to look at, once
+                self._own.pop(hidden, None)
+            logger.warning("can't remove the unfinished checkpoint %s: %s", printable_key(hidden), exc)
+        else:
+            self._own.pop(hidden, None)
+
+
+def clean(directory: str, *, fsync: bool, older_than_s: float | None = None) -> tuple[list[str], bool]:
+    """Remove what killed processes have left in a directory.
+
+    Args:
+        directory: where checkpoints are kept.
+        fsync: make durable what has replaced a leftover, before that is removed.
+        older_than_s: see `Circumstances`.
+
+    Returns:
+        The paths that were removed, and whether a later look may find more. What can't be removed is logged.
+
+    Raises:
+        OSError: the directory can't be read.
+    """
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return [], False
+    try:
+        by = Circumstances(this_process(), time.time(), booted_s(), older_than_s)
+        return _Cleaning(fd, directory, by, fsync=fsync).run()
+    finally:
+        os.close(fd)
+
+
+class _Cleaning:
+    """One look at a directory. All names are looked up in the open directory, and links are never followed."""
+
+    def __init__(self, fd: int, directory: str, by: Circumstances, *, fsync: bool) -> None:
+        self._fd = fd
+        self._directory = directory
+        self._by = by
+        self._fsync = fsync
+        self._removed: list[str] = []
+        self._later = False
+
+    def run(self) -> tuple[list[str], bool]:
+        groups: dict[str, list[Ticket]] = defaultdict(list)
+        for name in os.listdir(self._fd):
+            ticket = read_ticket(name)
+            if ticket is not None:
+                groups[ticket.base].append(ticket)
+        for base, tickets in sorted(groups.items()):
+            try:
+                self._clean(base, sorted(tickets, key=lambda ticket: ticket.word))
+            except _InUseError as exc:
+                self._later = True
+                logger.debug("%s stays: %s", printable_key(self._path(base)), exc)
+            except OSError as exc:
+                logger.warning(
+                    "can't remove what a killed process has left, %s: %s", printable_key(self._path(base)), exc
+                )
+        return [self._path(name) for name in self._removed], self._later
+
+    def _clean(self, base: str, tickets: list[Ticket]) -> None:
+        """Remove the directories of a ticket, and then the words beside them, which nobody needs without these."""
+        owner = tickets[0].owner
+        if self._is_running(owner):
+            return
+        names = [base + ticket.word for ticket in tickets]
+        if is_between(self._path(base)) and not self._settle(base, owner):
+            return
+        for name in names:
+            if stat.S_ISDIR(self._mode(name)):
+                with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                    self._clean_directory(name, owner)
+        if any(stat.S_ISDIR(self._mode(name)) for name in (base, base + SWEPT, base + REPLACED)):
+            return
+        for name in names:
+            mode = self._mode(name)
+            if stat.S_ISREG(mode) or (name in (base, base + REPLACED) and stat.S_ISLNK(mode)):
+                with contextlib.suppress(FileNotFoundError):
+                    self._clean_file(name, owner, replaced=name in (base, base + REPLACED))
+
+    def _settle(self, base: str, owner: Owner | None) -> bool:
+        """Complete a replacement that was interrupted; return whether what it has set aside may be removed.
+
+        Whoever's it is: a path without its checkpoint serves nobody. Only its owner may be about to do it.
+        """
+        fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            record = os.stat(base + RECORD, dir_fd=self._fd, follow_symlinks=False)
+            if not (self._is_own(base, os.fstat(fd)) and self._is_own(base + RECORD, record)):
+                return False
+            is_quiet = record.st_mtime < self._by.now_s - _QUIET_S
+            if judge(owner, record.st_mtime, False, self._by) == "unknown" and not is_quiet:
+                return False
+            if lock(fd, fcntl.LOCK_EX) == "refused":
+                raise _InUseError("somebody else works at it")
+            path = self._path(recorded_name(self._path(base)))
+            if not complete(self._path(base), path, self._sync):
+                raise OSError(
+                    errno.EEXIST, f"{printable_key(path)} is no checkpoint, so what belongs there stays", base
+                )
+            logger.info("completed the replacement of %s, which was interrupted", printable_key(path))
+        finally:
+            os.close(fd)
+        return True
+
+    def _sync(self) -> None:
+        if self._fsync:
+            os.fsync(self._fd)
+
+    def _is_running(self, owner: Owner | None) -> bool:
+        here = self._by.here
+        return owner is not None and here is not None and owner.space == here.space and is_running(owner)
+
+    def _clean_directory(self, name: str, owner: Owner | None) -> None:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            if not self._is_own(name, os.fstat(fd)):
+                return
+            if self._verdict(name, owner, _changed_s(fd)) == "unknown":  # not even locked: it may just be begun
+                return
+            locked = lock(fd, fcntl.LOCK_EX)
+            if locked == "refused":
+                raise _InUseError("somebody else works at it, or removes it")
+            changed_s = _changed_s(fd)
+            verdict = self._verdict(name, owner, changed_s)
+            # Without locks nobody knows whether a dead trainer's writer process lives.
+            unsure = verdict == "dead" and locked == "unsupported" and not self._by.is_old(changed_s)
+            if verdict == "unknown" or unsure:
+                return
+            others = look_into(fd, unfinished=True).others
+            if others:
+                raise OSError(errno.ENOTEMPTY, f"it holds other things than a checkpoint ({several(others)})", name)
+            self._sync()  # whatever has replaced it
+            self._take(name, os.fstat(fd))
+            self._removed.append(name)
+        finally:
+            os.close(fd)
+
+    def _take(self, name: str, own: os.stat_result) -> None:
+        """Remove a directory under another name: should it be in use after all, its owner finds it gone, or whole."""
+        swept = name if name.endswith(SWEPT) else name + SWEPT
+        if swept != name:
+            os.rename(name, swept, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        if not os.path.samestat(own, os.stat(swept, dir_fd=self._fd, follow_symlinks=False)):
+            if swept != name:
+                os.rename(swept, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            raise _InUseError("another directory has come to its place")
+        remove(swept, dir_fd=self._fd)
+
+    def _clean_file(self, name: str, owner: Owner | None, *, replaced: bool) -> None:
+        found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+        if not self._is_own(name, found) or self._verdict(name, owner, found.st_mtime) == "unknown":
+            return
+        if self._fsync and replaced:  # a file or a link, which something has replaced
+            os.fsync(self._fd)
+        os.unlink(name, dir_fd=self._fd)
+        self._removed.append(name)
+
+    def _verdict(self, name: str, owner: Owner | None, changed_s: float) -> Verdict:
+        verdict = judge(owner, changed_s, False, self._by)
+        if verdict == "unknown":
+            logger.debug("%s stays: it is not known here whether its owner lives", printable_key(self._path(name)))
+        return verdict
+
+    def _is_own(self, name: str, found: os.stat_result) -> bool:
+        if found.st_uid == os.geteuid():
+            return True
+        logger.debug("%s stays: it belongs to user %d", printable_key(self._path(name)), found.st_uid)
+        return False
+
+    def _mode(self, name: str) -> int:
+        """Give what is called so; 0 for nothing."""
+        try:
+            return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode
+        except FileNotFoundError:
+            return 0
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._directory, name)
+
+
+def _changed_s(fd: int) -> float:
+    """Return when anything in or below a directory was changed last."""
+    changed_s = os.fstat(fd).st_mtime
+    for _, folders, files, below in os.fwalk(".", dir_fd=fd):
+        for name in (*folders, *files):
+            with contextlib.suppress(FileNotFoundError):
+                changed_s = max(changed_s, os.stat(name, dir_fd=below, follow_symlinks=False).st_mtime)
+    return changed_s

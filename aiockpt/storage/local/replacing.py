@@ -1,0 +1,316 @@
+"""Replacing a checkpoint where a file system can't let two names change places.
+
+NFS, Lustre, GPFS, FUSE and gVisor refuse renameat2(2) with RENAME_EXCHANGE. There it takes two renames, and a record of
+them: a small file beside the hidden directory, which holds the name of the checkpoint. Each step is durable before the
+next one begins.
+
+==============================  ==========  =================  ==================  ===================
+when it is done                 the path    `.aiockpt-ID`      `-replaced`         `-replaces`
+==============================  ==========  =================  ==================  ===================
+all is written                  old         new                                    the name
+the old one is set aside                    new                old                 the name
+the new one has the name        new                            old                 the name
+nothing is left to do           new
+==============================  ==========  =================  ==================  ===================
+
+After a kill in the second state the new one counts: it is complete, or the record would not be there. Readers follow
+the record; deleting, and the next look for leftovers, give it its name. That is no more than the owner would do next,
+so an owner that lives takes it as done. All functions block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from aiockpt.errors import CheckpointExistsError
+from aiockpt.format.names import METADATA_NAME, SINGLE_NAME, SUFFIX
+from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.temp_names import RECORD, REPLACED, read_ticket
+from aiockpt.storage.syscalls import UnsupportedError, identity, is_overlay, rename_exchange, rename_noreplace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiockpt.storage.base import Identity
+
+_NAME_BYTES = 4096
+
+
+_EXCHANGES: dict[int, bool] = {}
+"""By device: whether its file system lets two names change places."""
+
+
+class BetweenError(OSError):
+    """A replacement was interrupted between its two renames, and can't be undone; the record tells where all is."""
+
+
+# --- what a file system can do ------------------------------------------------------------------------
+
+
+def ask_file_system(hidden: str, path: str) -> None:
+    """Find out whether what is at a path can be replaced by what a hidden directory is to hold.
+
+    What the file system can do is found out by directories in the hidden one, once for each mount.
+
+    Raises:
+        CheckpointExistsError: it can't be replaced there.
+        OSError: directories can't be renamed there, or it can't be found out.
+    """
+    device = os.stat(hidden).st_dev
+    layered = is_overlay(device) and os.path.isdir(path) and not os.path.islink(path)
+    if device in _EXCHANGES and not layered:
+        return
+    first, second = (os.path.join(hidden, name) for name in ("probe-1", "probe-2"))
+    try:
+        os.makedirs(os.path.join(first, "probe"))
+        if layered:
+            _check_layer(path, first)
+        if device not in _EXCHANGES:
+            _EXCHANGES[device] = _exchanges(first, second)
+    finally:
+        # An exchange leaves them under each other's names. What can't be removed would become a part of the checkpoint.
+        for name in (os.path.join(first, "probe"), os.path.join(second, "probe"), first, second):
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(name)
+
+
+def _exchanges(first: str, second: str) -> bool:
+    os.mkdir(second)
+    try:
+        rename_exchange(first, second)
+    except UnsupportedError:
+        os.rmdir(second)
+        rename_noreplace(first, second)
+        return False
+    return True
+
+
+def _check_layer(path: str, occupied: str) -> None:
+    try:
+        os.rename(path, occupied)  # can't succeed, for that is not empty; overlayfs looks at the layer first
+    except OSError as exc:
+        if exc.errno == errno.EXDEV:
+            raise CheckpointExistsError(f"{path} can't be replaced: {explained(exc, path)}") from exc
+
+
+def can_exchange(hidden: str) -> bool | None:
+    """Return what is known of the file system of a hidden directory; None if it was not asked."""
+    return _EXCHANGES.get(os.stat(hidden).st_dev)
+
+
+def explained(exc: OSError, path: str) -> str:
+    """Return what the file system said, and for directories in a lower layer of overlayfs what to do."""
+    if exc.errno != errno.EXDEV:
+        return str(exc)
+    return (
+        f"{exc}: it is in a lower layer of an overlay file system, such as the image of a container, where directories "
+        f"can't be renamed. Keep checkpoints in a volume, save under another name, or remove {path} with rm -r"
+    )
+
+
+# --- the two steps ------------------------------------------------------------------------------------
+
+
+def replace_in_steps(
+    finished: str,
+    hidden: str,
+    path: str,
+    sync: Callable[[], object] | None,
+    objection: Callable[[str], str | None],
+) -> None:
+    """Set what is at a path aside, and give its name to a finished checkpoint.
+
+    Args:
+        finished: the new checkpoint: ``hidden``, or the file in it.
+        hidden: the hidden directory.
+        path: the final name.
+        sync: makes what was done in the parent directory durable; None: nothing is to be durable.
+        objection: returns why what was set aside may not be replaced.
+
+    Raises:
+        CheckpointExistsError: what is there may not be replaced, or somebody else has saved there at the same time.
+        BetweenError: with the cause chained.
+        OSError: nothing has changed.
+    """
+    new, aside = identity(finished), hidden + REPLACED
+    _write_record(hidden, path, fsync=sync is not None)
+    sync = sync or _nothing
+    try:
+        sync()
+        with contextlib.suppress(FileNotFoundError):  # it was deleted
+            _rename(path, aside, identity(path))
+    except OSError as exc:
+        _put_back(aside, path, hidden, sync, exc)
+        raise
+    found = objection(aside)
+    if found is not None:
+        _put_back(aside, path, hidden, sync, None)
+        raise CheckpointExistsError(f"{path} was changed during the save, and {found}; it was left as it is")
+    try:
+        sync()
+        _take_name(finished, path, new)
+    except FileExistsError as exc:
+        if not is_shown(path):
+            raise _between(aside, exc) from exc
+        remove_record(hidden)
+        remove(aside)
+        raise CheckpointExistsError(f"{path} has appeared during the save; it was left as it is") from exc
+    except OSError as exc:
+        _put_back(aside, path, hidden, sync, exc)
+        raise
+
+
+def undo_replacement(finished: str, hidden: str, path: str) -> None:
+    """Give both names back, for what can't be made durable; the caller syncs the parent directory.
+
+    Raises:
+        OSError: it is done in part.
+    """
+    rename_noreplace(path, finished)
+    if os.path.lexists(hidden + REPLACED):
+        rename_noreplace(hidden + REPLACED, path)
+    os.unlink(hidden + RECORD)
+
+
+def _take_name(finished: str, path: str, new: Identity | None) -> None:
+    try:
+        with contextlib.suppress(OSError):  # an empty directory, which programs make of any path that they are given
+            os.rmdir(path)
+        _rename(finished, path, new)
+    except FileNotFoundError:
+        if identity(path) != new:  # else somebody has done it as for a process that was killed
+            raise
+
+
+def _rename(source: str, target: str, own: Identity | None) -> None:
+    """Rename; on a network file system it may be done though the answer is an error."""
+    try:
+        rename_noreplace(source, target)
+    except OSError:
+        if own is None or identity(target) != own:
+            raise
+
+
+def _put_back(aside: str, path: str, hidden: str, sync: Callable[[], object], cause: OSError | None) -> None:
+    try:
+        if os.path.lexists(aside):
+            _rename(aside, path, identity(aside))
+            sync()
+        os.unlink(hidden + RECORD)
+    except OSError as worse:
+        raise _between(aside, worse) from (cause or worse)
+
+
+def _between(aside: str, exc: OSError) -> BetweenError:
+    return BetweenError(exc.errno, f"what is replaced can't be given its name back ({exc}): it is in {aside}")
+
+
+def _nothing() -> None:
+    """Make nothing durable."""
+
+
+def _write_record(hidden: str, path: str, *, fsync: bool) -> None:
+    """Write the name of a checkpoint beside the hidden directory, durably but for the parent directory."""
+    fd = os.open(hidden + RECORD, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)
+    with open(fd, "wb") as file:
+        file.write(os.fsencode(os.path.basename(path)))
+        file.flush()
+        if fsync:
+            os.fsync(fd)
+
+
+# --- after a kill -------------------------------------------------------------------------------------
+
+
+def stand_in(path: str) -> str | None:
+    """Find the hidden directory of what belongs at a path where nothing is; None if no replacement was interrupted."""
+    folder, name = os.path.split(path)
+    try:
+        entries = os.listdir(folder)
+    except OSError:
+        return None
+    found = []
+    for entry in entries:
+        ticket = read_ticket(entry)
+        if ticket is None or ticket.word != RECORD:
+            continue
+        hidden = os.path.join(folder, ticket.base)
+        with contextlib.suppress(OSError):  # it was completed meanwhile
+            if recorded_name(hidden) == name and is_between(hidden):
+                found.append((os.stat(hidden + RECORD).st_mtime_ns, hidden))
+    return max(found)[1] if found else None
+
+
+def readable(hidden: str) -> str:
+    """Return where a reader finds what an interrupted replacement stands for: the new checkpoint, or else the old."""
+    return hidden if _new_in(hidden) == hidden else hidden + REPLACED
+
+
+def is_between(hidden: str) -> bool:
+    """Return whether a replacement was interrupted between its two renames, or something else has got its name."""
+    return os.path.lexists(hidden + REPLACED) and os.path.isdir(hidden) and os.path.lexists(hidden + RECORD)
+
+
+def recorded_name(hidden: str) -> str:
+    """Return the name of the checkpoint that is replaced.
+
+    Raises:
+        OSError: there is no record, or it is not one that was completely written.
+    """
+    fd = os.open(hidden + RECORD, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        name = os.fsdecode(file.read(_NAME_BYTES)) if stat.S_ISREG(os.fstat(fd).st_mode) else ""
+    if not name or name in (".", "..") or "\0" in name or os.path.basename(name) != name:
+        raise OSError(errno.EINVAL, "it is no record of a replacement", hidden + RECORD)
+    return name
+
+
+def complete(hidden: str, path: str, sync: Callable[[], object]) -> bool:
+    """Finish an interrupted replacement: the path shows the new checkpoint, or if that is not complete the old.
+
+    What was set aside stays where something else is at the path.
+
+    Returns:
+        Whether the path shows a checkpoint now, so that what is aside is not needed any more.
+
+    Raises:
+        OSError: it can't be finished; nothing is lost.
+    """
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+    if os.path.lexists(path):
+        return is_shown(path)
+    source = _new_in(hidden) or hidden + REPLACED
+    own = identity(source)
+    try:
+        _rename(source, path, own)
+    except FileNotFoundError:  # its owner lives, and has done it
+        return os.path.lexists(path)
+    sync()
+    return True
+
+
+def is_shown(path: str) -> bool:
+    """Return whether a path shows a checkpoint, and not what somebody else has put there."""
+    return not os.path.isdir(path) or _new_in(path) is not None
+
+
+def remove_record(hidden: str) -> None:
+    """Remove the record: what is aside is a leftover like any other from now on."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(hidden + RECORD)
+
+
+def _new_in(hidden: str) -> str | None:
+    """Return what in a hidden directory is a complete checkpoint: itself, or the file in it."""
+    try:
+        names = os.listdir(hidden)
+    except OSError:
+        return None
+    if SINGLE_NAME in names:
+        return os.path.join(hidden, SINGLE_NAME)
+    return hidden if METADATA_NAME in names or any(name.endswith(SUFFIX) for name in names) else None

@@ -1,0 +1,171 @@
+"""Writing a file of a local or mounted file system, from its beginning to its end."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import aiofiles
+
+from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.core.threads import drained
+from aiockpt.errors import WriteError
+from aiockpt.storage.base import FileSink
+from aiockpt.storage.local.retries import sync, told
+from aiockpt.storage.syscalls import allocate
+
+if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
+    from aiockpt.storage.local.retries import Repeater
+
+_DIRECT_MIN_BYTES = 1 << 20
+_MODE = 0o664  # less what the umask takes, and never for everybody to write to
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+logger = logging.getLogger("aiockpt")
+
+
+class LocalSink(FileSink):
+    """A file under the engine's executor, through aiofiles; direct I/O until the file system refuses it.
+
+    Args:
+        path: where it is written.
+        final: what it will be called, for messages.
+        nbytes: its size; None if that is not known yet.
+        fsync: make it durable.
+        workers: for blocking work.
+        repeater: tries again what may pass.
+    """
+
+    def __init__(
+        self, path: str, final: str, nbytes: int | None, *, fsync: bool, workers: Workers, repeater: Repeater
+    ) -> None:
+        self.path = path
+        self._final = final
+        self._nbytes = nbytes
+        self._fsync = fsync
+        self._workers = workers
+        self._again = repeater.run
+        self._file: Any = None
+        self._written = 0
+        self._direct = False
+        self._astray = False
+
+    async def open(self, *, direct: bool) -> None:
+        """Create the file and reserve its space, so that a full disk shows at once.
+
+        Args:
+            direct: write large files past the page cache, where the file system allows it.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+        is_large = self._nbytes is None or self._nbytes >= _DIRECT_MIN_BYTES
+        self._direct = direct and is_large and _O_DIRECT != 0
+        try:
+            self._file = await self._again(f"create {self._final}", self._open, undone=self._is_not_there)
+            if self._nbytes is not None and is_large:
+                reserve = partial(self._workers.run, allocate, self._file.fileno(), self._nbytes)
+                await self._again(f"reserve {self._nbytes} bytes for {self._final}", reserve)
+        except OSError as exc:
+            size = "" if self._nbytes is None else f" ({self._nbytes} bytes)"
+            raise WriteError(f"can't create {self._final}{size}: {told(exc)}") from exc
+
+    async def _open(self) -> Any:
+        opened = aiofiles.open(
+            self.path, "wb", buffering=0, opener=self._opener, executor=self._workers.executor
+        ).__aenter__()
+        return await drained(opened)
+
+    def _opener(self, path: str, flags: int) -> int:
+        flags |= os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        try:
+            return os.open(path, flags | (_O_DIRECT if self._direct else 0), _MODE)
+        except OSError as exc:
+            if not self._direct or exc.errno != errno.EINVAL:
+                raise
+        self._direct = False
+        # Some file systems create the file before they refuse direct I/O.
+        return os.open(path, flags & ~os.O_EXCL, _MODE)
+
+    async def _is_not_there(self) -> bool:
+        return not await self._workers.run(os.path.lexists, self.path)
+
+    async def write(self, view: memoryview) -> None:
+        """See `FileSink.write`."""
+        rest = view
+        try:
+            while rest:
+                if self._direct and len(rest) < BLOCK_BYTES:
+                    await self._workers.run(self._leave_direct)  # the end of a file whose size was not announced
+                what = f"write {self._final} at offset {self._written}"
+                count = await self._again(what, partial(self._write_some, rest))
+                if count == 0:
+                    raise OSError(errno.EIO, "the file system wrote nothing")
+                self._written += count
+                rest = rest[count:]
+                if self._direct and self._written % BLOCK_BYTES:
+                    await self._workers.run(self._leave_direct)  # a short write left an unaligned rest
+                if self._nbytes is not None and self._written >= self._nbytes:
+                    return
+        except OSError as exc:
+            raise WriteError(f"can't write {self._final} at offset {self._written}: {told(exc)}") from exc
+
+    async def _write_some(self, view: memoryview) -> int:
+        """Write some of what comes next, where it belongs, whatever an attempt before has done."""
+        if self._astray:
+            await drained(self._file.seek(self._written))
+        self._astray = True
+        try:
+            count = await self._write_once(view)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL or not self._direct:
+                raise
+            await self._workers.run(self._leave_direct)
+            count = await self._write_once(view)
+        self._astray = False
+        return count
+
+    async def _write_once(self, view: memoryview) -> int:
+        count: int | None = await drained(self._file.write(self._next(view)))
+        if count is None:  # Python's word for EAGAIN
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return count
+
+    def _next(self, view: memoryview) -> memoryview:
+        """Give what can be written at once."""
+        if self._direct:
+            return view[: len(view) - len(view) % BLOCK_BYTES]
+        return view if self._nbytes is None else view[: self._nbytes - self._written]
+
+    def _leave_direct(self) -> None:
+        """Go on through the page cache: address, offset or length can't be written directly."""
+        fd = self._file.fileno()
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
+        self._direct = False
+
+    async def finish(self) -> None:
+        """See `FileSink.finish`."""
+        try:
+            if self._nbytes is not None and self._written != self._nbytes:
+                await self._again(f"truncate {self._final}", self._truncate)
+            if self._fsync:
+                await self._workers.run(sync, self._file.fileno())
+            await drained(self._file.close())
+        except OSError as exc:
+            raise WriteError(f"can't make {self._final} durable: {told(exc)}") from exc
+
+    async def _truncate(self) -> None:
+        await drained(self._file.truncate(self._nbytes))
+
+    async def close(self) -> None:
+        """Close the file as it is; errors don't matter any more, for it will be removed."""
+        if self._file is not None:
+            try:
+                await drained(self._file.close())
+            except OSError as exc:
+                logger.debug("closing the abandoned file %s: %s", self.path, exc)

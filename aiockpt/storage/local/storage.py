@@ -1,0 +1,210 @@
+"""Checkpoints in a directory of a local or mounted file system.
+
+The files go to a hidden directory beside the final one; each is synced, then the directory, then it is
+renamed to its final name, then the parent directory is synced. So the final name shows a complete and
+durable checkpoint or nothing. A checkpoint that is one file is written there as well, and renamed alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.errors import AiockptError, DeleteError, WriteError
+from aiockpt.storage.base import Identity, Source, Storage, Transaction
+from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.delete import delete
+from aiockpt.storage.local.dir_lock import hold_if_there
+from aiockpt.storage.local.orphans import Leftovers, clean
+from aiockpt.storage.local.publish import check_free, make_parents
+from aiockpt.storage.local.repeated import syncing_once
+from aiockpt.storage.local.replacing import ask_file_system
+from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
+from aiockpt.storage.local.source import open_source
+from aiockpt.storage.local.temp_dir import make_hidden
+from aiockpt.storage.local.temp_names import new_ticket
+from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, Manner, WithinTransaction
+
+if TYPE_CHECKING:
+    from aiockpt.core.threads import Workers
+    from aiockpt.storage.local.dir_lock import Hold
+
+_ATTEMPTS = 100
+
+logger = logging.getLogger("aiockpt")
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of what a user has named, in which ``~`` is a home directory."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+class LocalStorage(Storage):
+    """Keeps each checkpoint in a directory, or in one file.
+
+    Args:
+        direct_io: write large files past the page cache, where the file system allows it.
+        fsync: make files and directories durable. Without it a crash of the machine may lose a checkpoint
+            that was announced as written.
+        retries: how often to try again what may pass by itself; `aiockpt.storage.local.retries` lists it. A number is
+            that of attempts after the first; None is 0.
+    """
+
+    def __init__(
+        self, *, direct_io: bool = True, fsync: bool = True, retries: Retries | int | None = DEFAULT_RETRIES
+    ) -> None:
+        repeater = Repeater(check_retries(retries))
+        self._manner = Manner(direct_io, fsync, repeater, Leftovers(fsync=fsync))
+        self._buffers: deque[memoryview] = deque()
+        self._settled: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStorage(direct_io={self._manner.direct_io}, fsync={self._manner.fsync})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        manner = self._manner
+        return partial(
+            LocalStorage, direct_io=manner.direct_io, fsync=manner.fsync, retries=manner.repeater.retries
+        ), ()
+
+    def locate(self, path: str) -> str:
+        """Give the absolute path."""
+        if "://" in path:
+            raise AiockptError(f"{path} is a URL; this version keeps checkpoints in directories, so give a path")
+        if not path:
+            raise AiockptError("the path is empty; name a directory or a file")
+        return absolute(path)
+
+    def check(self, path: str, *, overwrite: bool) -> None:
+        """Look whether the path is free, or holds what may be overwritten."""
+        try:
+            check_free(self.locate(path), overwrite=overwrite)
+        except OSError as exc:
+            if isinstance(exc, AiockptError):
+                raise
+            raise WriteError(f"can't look at {path}: {exc}") from exc
+
+    def new_ticket(self, path: str) -> str:
+        """Choose a name for the hidden directory."""
+        return new_ticket()
+
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+        """Make the hidden directory that the files go to, when what killed processes have left beside it is removed."""
+        path = self.locate(path)
+        again = self._manner.repeater.run
+        await workers.run(self._manner.leftovers.look, os.path.dirname(path))  # its space, or its name, may be needed
+        await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
+        make = partial(workers.run, syncing_once, self._make_hidden, path, ticket, overwrite)
+        hidden, held = await again(f"make the directory for {path}", make)
+        return LocalTransaction(
+            self._manner, path, hidden, overwrite=overwrite, workers=workers, held=held, own=held.identity
+        )
+
+    def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
+        try:
+            make_parents(path, self._manner.fsync, self._settled)
+            for attempt in range(_ATTEMPTS):
+                hidden = _beside(path, ticket or self.new_ticket(path))
+                try:
+                    held = make_hidden(hidden)
+                except FileExistsError:  # never use what somebody else has made
+                    if ticket is not None or attempt == _ATTEMPTS - 1:
+                        raise
+                else:
+                    if overwrite:
+                        _ask(hidden, path, held)
+                    return hidden, held
+        except AiockptError:
+            raise
+        except OSError as exc:
+            raise WriteError(f"can't make the directory for {path}: {exc}") from exc
+        raise AssertionError("the last attempt returns or raises")
+
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
+        """Write to the hidden directory that another process has made."""
+        path = self.locate(path)
+        hidden = _beside(path, ticket)
+        held = await workers.run(_hold, hidden, path)
+        if held is None:
+            raise WriteError(
+                f"{hidden}, which rank 0 has made for {path}, can't be seen on {socket.gethostname()}: all ranks must "
+                "save to one file system that every host has mounted"
+            )
+        return JoinedTransaction(
+            self._manner, path, hidden, overwrite=False, workers=workers, held=held, own=held.identity
+        )
+
+    async def adopt(
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
+    ) -> Transaction:
+        """Go on with the hidden directory that another process has made."""
+        path = self.locate(path)
+        hidden = _beside(path, ticket)
+        held = await workers.run(_hold, hidden, path)
+        return LocalTransaction(
+            self._manner, path, hidden, overwrite=overwrite, workers=workers, held=held, own=identity
+        )
+
+    def within(self, path: str, *, workers: Workers) -> Transaction:
+        """Write files into a directory that is there, for who publishes it by other means."""
+        path = self.locate(path)
+        return WithinTransaction(self._manner, path, path, overwrite=False, workers=workers, held=None, own=None)
+
+    async def delete(self, path: str, *, workers: Workers) -> None:
+        """Give a checkpoint a hidden name, durably, and remove it."""
+        path = self.locate(path)
+        hidden, manner = _beside(path, self.new_ticket(path)), self._manner
+        await workers.run(delete, path, hidden, manner.fsync, manner.leftovers.add)
+
+    async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
+        """Remove what killed processes have left in a directory."""
+        directory = self.locate(directory)
+        try:
+            fsync = self._manner.fsync
+            removed, _ = await workers.run(clean, directory, fsync=fsync, older_than_s=older_than_s)
+        except OSError as exc:
+            raise DeleteError(f"can't look for what killed processes have left in {directory}: {exc}") from exc
+        return removed
+
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        """Look at a checkpoint's directory."""
+        return await workers.run(
+            open_source, self.locate(path), direct_io=self._manner.direct_io, buffers=self._buffers
+        )
+
+
+def _ask(hidden: str, path: str, held: Hold) -> None:
+    """Ask the file system, before anything is written, whether what is at a path can be replaced there."""
+    try:
+        if os.path.lexists(path):
+            ask_file_system(hidden, path)
+    except BaseException:
+        held.release()
+        try:
+            remove(hidden)
+        except OSError as exc:  # the first error counts
+            logger.warning("can't remove the unfinished checkpoint %s: %s; the next run does", hidden, exc)
+        raise
+
+
+def _beside(path: str, ticket: str) -> str:
+    """Give the hidden directory of a ticket.
+
+    Raises:
+        WriteError: it is no name of one.
+    """
+    if os.path.basename(ticket) != ticket or not ticket.startswith("."):
+        raise WriteError(f"{ticket!r} is no ticket of an unfinished checkpoint")
+    return os.path.join(os.path.dirname(path), ticket)
+
+
+def _hold(hidden: str, path: str) -> Hold | None:
+    """Hold a hidden directory that another process has made; None if it is not there."""
+    try:
+        return hold_if_there(hidden)
+    except OSError as exc:
+        raise WriteError(f"can't look at what was written for {path}: {exc}") from exc

@@ -1,0 +1,1 @@
+"""The writer process: started, driven and outlived by none of its trainers."""
