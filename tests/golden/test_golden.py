@@ -213,6 +213,8 @@ def test_a_file_cut_short_is_found(name: str, tmp_path: Path) -> None:
 def test_a_changed_byte_never_gives_another_value(name: str, tmp_path: Path) -> None:
     found = 0
     for file in _files(DATA / name):
+        if name.startswith("stock") and file.name == ".metadata":  # which has no CRC
+            continue
         path = tmp_path / name
         shutil.copytree(DATA / name, path) if path.suffix not in (".pt", ".safetensors") else shutil.copy(file, path)
         changed = path / file.relative_to(DATA / name) if path.is_dir() else path
