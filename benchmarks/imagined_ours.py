@@ -19,7 +19,7 @@ from aiockpt.planning.collective.cache import WorldBook, Written, files_of
 from aiockpt.planning.collective.local import ItemPlaces
 from aiockpt.planning.collective.messages import Call, Orders, Summary
 from aiockpt.planning.collective.plan import Holdings, PartForm, plan_world
-from aiockpt.saving.result import world_manifest
+from aiockpt.writing.collective_commit import world_manifest
 from benchmarks.clock import Clock
 from benchmarks.imagined import DTYPE, FILES, Imagined, file_name, item_bytes
 from benchmarks.measure import Sample

@@ -16,10 +16,9 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.core.threads import Workers
 from aiockpt.storage.local import sink as local_sink
-from aiockpt.storage.local import LocalStorage
-from aiockpt.storage.local.sink import LocalSink
-from aiockpt.storage.retries import (
+from aiockpt.storage.local.retries import (
     AMBIGUOUS,
     DEFAULT_RETRIES,
     NO_RETRIES,
@@ -30,8 +29,9 @@ from aiockpt.storage.retries import (
     next_pause_s,
     told,
 )
+from aiockpt.storage.local.sink import LocalSink
+from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Fault, FaultyStorage
-from aiockpt.threads import Workers
 from tests.states import assert_same, large_state
 
 
