@@ -11,14 +11,15 @@ from typing import Any
 
 from isal.isal_zlib import crc32
 
-from aiockpt.coordination.outcome import Brought
-from aiockpt.format.index import ItemPlace
+from aiockpt.coordination.outcome import Arrived
+from aiockpt.format.index import ItemRange
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.planning.collective.cache import WorldBook, Written, files_of
+from aiockpt.planning.collective.cache import GlobalPlanCache, Written, files_of
+from aiockpt.planning.collective.inventory import RankInventory, ShardForm
 from aiockpt.planning.collective.local import ItemPlaces
-from aiockpt.planning.collective.messages import Call, Orders, Summary
-from aiockpt.planning.collective.plan import Holdings, PartForm, plan_world
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary
+from aiockpt.planning.collective.plan import plan_globally
 from aiockpt.writing.collective_commit import world_manifest
 from benchmarks.clock import Clock
 from benchmarks.imagined import DTYPE, FILES, Imagined, file_name, item_bytes
@@ -27,28 +28,28 @@ from benchmarks.measure import Sample
 _WHAT = "the save of runs/a/step-100"
 
 
-def holdings(world: Imagined, rank: int) -> Holdings:
+def holdings(world: Imagined, rank: int) -> RankInventory:
     """Say what a rank has, as it would."""
     names, paths, offsets, form_of = [], [], [], []
-    forms: dict[PartForm, int] = {}
+    forms: dict[ShardForm, int] = {}
     for name, path, rows in world.of_rank(rank):
         shape, begin, sizes = world.part(rank, rows)
         names.append(name)
         paths.append(path)
         offsets.append(begin)
-        form_of.append(forms.setdefault(PartForm(DTYPE, shape, sizes, item_bytes(rows)), len(forms)))
+        form_of.append(forms.setdefault(ShardForm(DTYPE, shape, sizes, item_bytes(rows)), len(forms)))
     for name, path in world.objects():
         names.append(name)
         paths.append(path)
         offsets.append(())
         form_of.append(-1)
-    return Holdings(names, paths, list(forms), form_of, offsets)
+    return RankInventory(names, paths, list(forms), form_of, offsets)
 
 
-def written(held: Holdings, rank: int, share: Sequence[int], *, places: bool, step: int) -> Written:
+def written(held: RankInventory, rank: int, share: Sequence[int], *, places: bool, step: int) -> Written:
     """Say what a rank has written of its share, as it would."""
     leaves = [leaf for leaf in share if held.form_of[leaf] >= 0]
-    objects = {leaf: ItemPlace(file_name(rank, 0), step + n, 600) for n, leaf in enumerate(share[len(leaves) :])}
+    objects = {leaf: ItemRange(file_name(rank, 0), step + n, 600) for n, leaf in enumerate(share[len(leaves) :])}
     lengths = [held.forms[held.form_of[leaf]].nbytes for leaf in leaves]
     begins, at = [], 0
     for length in lengths:
@@ -75,7 +76,7 @@ class Coordinator:
     def __init__(self, world: Imagined) -> None:
         self._world = world
         self.results: list[Written] = []
-        self.book: WorldBook | None = None
+        self.book: GlobalPlanCache | None = None
         self.sent_bytes = self.index_bytes = 0
 
     def save(self, step: int) -> Sample:
@@ -91,14 +92,17 @@ class Coordinator:
         token = book.token if book is not None else None
         calls = self._heard(
             clock,
-            (Call(False, False, "dcp", token, None if token else holdings(world, rank)) for rank in range(world.ranks)),
+            (
+                PlanRequest(False, False, "dcp", token, None if token else holdings(world, rank))
+                for rank in range(world.ranks)
+            ),
         )
         if book is None:
-            plan = clock("plan", plan_world, [call.holdings for call in calls])
-            self.book = book = clock("plan", WorldBook, 1, [call.holdings for call in calls], plan)
+            plan = clock("plan", plan_globally, [call.holdings for call in calls])
+            self.book = book = clock("plan", GlobalPlanCache, 1, [call.holdings for call in calls], plan)
         fresh = token is None
         shares = book.plan.shares if fresh else [None] * world.ranks
-        orders = [Orders("a ticket", book.token, share, tell_places=not book.knows_places) for share in shares]
+        orders = [RankAssignment("a ticket", book.token, share, tell_places=not book.knows_places) for share in shares]
         self._told(clock, orders)
 
     def _publish(self, clock: Clock, step: int) -> None:
@@ -132,9 +136,9 @@ class Coordinator:
             if rank == 0:
                 heard.append(value)
                 continue
-            message = pickle.dumps(Brought(_WHAT, value))
+            message = pickle.dumps(Arrived(_WHAT, value))
             self.sent_bytes += len(message)
-            heard.append(clock("hear", lambda message=message: Brought(*pickle.loads(message))).value)
+            heard.append(clock("hear", lambda message=message: Arrived(*pickle.loads(message))).value)
         return heard
 
     @staticmethod

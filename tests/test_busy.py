@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.engine.queue import giving_way
+from aiockpt.engine.queue import superseded
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same
@@ -33,7 +33,7 @@ def state_of(step: int, nbytes: int = 1 << 20) -> dict:
     ],
 )
 def test_the_first_ones_and_those_that_are_staged_go_on(staged: list[bool], most: int, expected: list[int]) -> None:
-    assert giving_way(staged, most) == expected
+    assert superseded(staged, most) == expected
 
 
 @pytest.mark.asyncio

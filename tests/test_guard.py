@@ -13,7 +13,7 @@ import torch
 
 import aiockpt
 from aiockpt.core.threads import Workers
-from aiockpt.engine.resources import EngineTools
+from aiockpt.engine.resources import EngineResources
 from aiockpt.saving import job as save_job
 from aiockpt.saving.fence import StepGuard
 from aiockpt.snapshot.capture import capture_state
@@ -273,7 +273,7 @@ class LaggingStager(Stager):
 def lagging(monkeypatch: pytest.MonkeyPatch):
     """Let host tensors be staged as those of an accelerator are."""
     stager = LaggingStager()
-    monkeypatch.setattr(EngineTools, "stager_for", lambda self, device: self.stagers.setdefault(device, stager))
+    monkeypatch.setattr(EngineResources, "stager_for", lambda self, device: self.stagers.setdefault(device, stager))
     yield stager
     stager.gate.set()
 

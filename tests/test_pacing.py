@@ -11,7 +11,7 @@ import torch
 
 import aiockpt
 from aiockpt.options import StagingWindow
-from aiockpt.staging.throttle import Budget, Pacing
+from aiockpt.staging.throttle import Budget, Throttle
 from tests.states import assert_same, large_state
 
 CHUNK = 64 << 10
@@ -49,7 +49,7 @@ def test_a_rate_is_kept_whatever_the_sizes_and_pauses_earn_nothing() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("window", [TWO_CHUNKS, StagingWindow(bytes_per_s=CHUNK)])
 async def test_who_is_hurried_leaves_no_debt(window) -> None:
-    pacing = Pacing(window, lambda function: function())
+    pacing = Throttle(window, lambda function: function())
     first, second = pacing.pace(), pacing.pace()
     first.hurry()
     for _ in range(200):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.snapshot.sample_points import DISTANCE_BYTES, LINE_BYTES, Place, place_of, strided_parts
+from aiockpt.snapshot.sample_points import DISTANCE_BYTES, LINE_BYTES, SamplePoint, place_of, strided_parts
 from aiockpt.snapshot.sampling import Samples, Validation
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
@@ -86,7 +86,7 @@ def test_it_does_not_concern_the_save(name: str, validate, tmp_path: Path) -> No
 UNITS = 5 * DISTANCE_BYTES // 4  # elements of 4 bytes, so that a tensor has places in each of five parts
 
 
-def _rows_of(place: Place) -> list[int]:
+def _rows_of(place: SamplePoint) -> list[int]:
     """Give the elements that a place of a contiguous tensor sees."""
     begin, step = place.seen.storage_offset(), place.seen.stride(0)
     return [begin + row * step + column for row in range(place.number) for column in range(place.length)]

@@ -16,7 +16,7 @@ Lane = Literal["plan", "finish", "load"]
 of different lanes don't wait for each other, so that the next save is planned while this one is written."""
 
 
-class Trouble(NamedTuple):
+class RemoteError(NamedTuple):
     """An error on its way to the other ranks.
 
     Attributes:
@@ -30,14 +30,14 @@ class Trouble(NamedTuple):
     message: str
 
 
-def trouble_of(rank: int, error: BaseException) -> Trouble:
+def remote_error_of(rank: int, error: BaseException) -> RemoteError:
     """Describe an error for the other ranks."""
     kind = type(error).__name__ if isinstance(error, AiockptError) else ""
     text = str(error) if kind else f"{type(error).__name__}: {error}"
-    return Trouble(rank, kind, text)
+    return RemoteError(rank, kind, text)
 
 
-def error_of(trouble: Trouble, what: str, cause: BaseException | None = None) -> AiockptError:
+def error_of(trouble: RemoteError, what: str, cause: BaseException | None = None) -> AiockptError:
     """Make the error that every rank raises.
 
     Args:

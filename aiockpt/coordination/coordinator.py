@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import anyio
 
-from aiockpt.coordination.base import Coordinator, Lane, Trouble, error_of, trouble_of
+from aiockpt.coordination.base import Coordinator, Lane, RemoteError, error_of, remote_error_of
 from aiockpt.coordination.follower import Follower
 from aiockpt.coordination.leader import Leader
-from aiockpt.coordination.outcome import Brought, coordination_trouble, gone_text, judge
-from aiockpt.coordination.rendezvous import Place
+from aiockpt.coordination.outcome import Arrived, coordination_failure, first_failure, gone_text
+from aiockpt.coordination.rendezvous import RankAddress
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import CoordinationError
 
@@ -49,7 +49,7 @@ class _Verdict(NamedTuple):
 
     replies: Sequence[Any] = ()
     messages: Sequence[bytes] = ()
-    trouble: Trouble | None = None
+    trouble: RemoteError | None = None
     cause: BaseException | None = None
 
 
@@ -72,7 +72,7 @@ class ProcessGroupCoordinator(Coordinator):
     """
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
-        self._place = Place(group)
+        self._place = RankAddress(group)
         self.rank = self._place.rank
         self.world_size = self._place.world_size
         self._timeout_s = timeout_s
@@ -162,22 +162,22 @@ class ProcessGroupCoordinator(Coordinator):
         try:
             arrivals = [_brought(0, what, mine), *await self._run(way, self._collect, way, what)]
         except Exception as exc:
-            trouble = coordination_trouble(0, f"rank 0 could not reach the other ranks for {what}: {exc}")
+            trouble = coordination_failure(0, f"rank 0 could not reach the other ranks for {what}: {exc}")
             return _Verdict(trouble=trouble, cause=exc)
-        found = judge(arrivals, what)
+        found = first_failure(arrivals, what)
         if found is not None:
-            is_mine = isinstance(mine, BaseException) and found == trouble_of(0, mine)
+            is_mine = isinstance(mine, BaseException) and found == remote_error_of(0, mine)
             return _Verdict(trouble=found, cause=mine if is_mine else None)
         try:
-            replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Brought)])
+            replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Arrived)])
             if len(replies) != self.world_size:
                 raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
             return _Verdict(replies, _messages(replies[1:]))
         except BaseException as exc:  # whatever it is, the others must be told
-            return _Verdict(trouble=trouble_of(0, exc), cause=exc)
+            return _Verdict(trouble=remote_error_of(0, exc), cause=exc)
 
     async def _undone(
-        self, trouble: Trouble, cause: BaseException | None, undo: Callable[[], Awaitable[None]] | None
+        self, trouble: RemoteError, cause: BaseException | None, undo: Callable[[], Awaitable[None]] | None
     ) -> _Verdict:
         """Undo, and make the message that tells everyone."""
         if undo is not None:
@@ -197,7 +197,7 @@ class ProcessGroupCoordinator(Coordinator):
             mine = exc
             message = pickle.dumps(_brought(self.rank, what, mine))
         reply = pickle.loads(await self._run(way, self._ask, way, what, message))
-        if not isinstance(reply, Trouble):
+        if not isinstance(reply, RemoteError):
             return reply[0]
         is_mine = isinstance(mine, BaseException) and reply.rank == self.rank and reply.kind != "CoordinationError"
         raise _with_note(error_of(reply, what, mine if is_mine else None), mine)
@@ -220,8 +220,8 @@ class ProcessGroupCoordinator(Coordinator):
         return way.follower.ask(what, message)
 
 
-def _brought(rank: int, what: str, mine: Any) -> Brought:
-    return Brought(what, trouble_of(rank, mine) if isinstance(mine, BaseException) else mine)
+def _brought(rank: int, what: str, mine: Any) -> Arrived:
+    return Arrived(what, remote_error_of(rank, mine) if isinstance(mine, BaseException) else mine)
 
 
 def _with_note(error: BaseException, mine: Any) -> BaseException:

@@ -6,14 +6,14 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from aiockpt.coordination.leader import CONNECT_S, WORD_S
-from aiockpt.coordination.outcome import coordination_trouble, gone_text, late_text
+from aiockpt.coordination.outcome import coordination_failure, gone_text, late_text
 from aiockpt.coordination.pair_channel import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
 from aiockpt.coordination.rendezvous import appears, put
 from aiockpt.coordination.store_keys import NO_LINK, Left, key, sealed, word_in
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    from aiockpt.coordination.rendezvous import Meeting, Place
+    from aiockpt.coordination.rendezvous import RankAddress, Rendezvous
 
 DECIDE_S = 1800.0
 """How long rank 0 may take to decide, when all have come. It may be publishing a checkpoint on slow storage. When
@@ -33,7 +33,7 @@ class Follower:
         gone: holds 0 once rank 0 is known to be gone, and how to name it; added to.
     """
 
-    def __init__(self, place: Place, meeting: Meeting, *, timeout_s: float, gone: dict[int, str]) -> None:
+    def __init__(self, place: RankAddress, meeting: Rendezvous, *, timeout_s: float, gone: dict[int, str]) -> None:
         self._rank = place.rank
         self._introduced = place.introduced()
         self._meeting = meeting
@@ -125,7 +125,7 @@ class Follower:
     def _give_up(self, what: str) -> CoordinationError:
         """Leave the round in a way that rank 0 can find out."""
         self._link = None
-        trouble = coordination_trouble(0, late_text(self._leader, what, self._timeout_s))
+        trouble = coordination_failure(0, late_text(self._leader, what, self._timeout_s))
         with contextlib.suppress(RuntimeError):  # without the store rank 0 takes this rank for gone
             put(self._meeting.store, key("left", self._rank, self._generation), sealed(Left(what, trouble)))
         return CoordinationError(trouble.message)

@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from aiockpt.coordination.base import Trouble, trouble_of
-from aiockpt.coordination.outcome import Arrival, Brought, Gone, Late, coordination_trouble
+from aiockpt.coordination.base import RemoteError, remote_error_of
+from aiockpt.coordination.outcome import Arrival, Arrived, Dead, TimedOut, coordination_failure
 from aiockpt.coordination.pair_channel import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
 from aiockpt.coordination.rendezvous import appears, pauses, put
 from aiockpt.coordination.store_keys import NO_LINK, Word, key, left_in, sealed
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from aiockpt.coordination.pair_channel import Sending
-    from aiockpt.coordination.rendezvous import Meeting, Place
+    from aiockpt.coordination.rendezvous import RankAddress, Rendezvous
 
 CONNECT_S = 30.0
 """How long two ranks that are both there may take to make a link."""
@@ -47,7 +47,7 @@ class Leader:
         gone: the ranks that are known to be gone, and how to name them; shared by all lanes, and added to.
     """
 
-    def __init__(self, place: Place, meeting: Meeting, *, timeout_s: float, gone: dict[int, str]) -> None:
+    def __init__(self, place: RankAddress, meeting: Rendezvous, *, timeout_s: float, gone: dict[int, str]) -> None:
         self._meeting = meeting
         self._timeout_s = timeout_s
         self._gone = gone
@@ -64,7 +64,7 @@ class Leader:
             One for each rank from 1 on.
         """
         deadline = time.monotonic() + self._timeout_s
-        found: dict[int, Arrival] = {rank: Gone(who) for rank, who in self._gone.items()}
+        found: dict[int, Arrival] = {rank: Dead(who) for rank, who in self._gone.items()}
         while pending := [peer for peer in self._peers if peer.rank not in found]:
             found |= self._connect(pending, what, deadline)
             for peer in pending:
@@ -121,11 +121,11 @@ class Leader:
                     return found | {peer.rank: self._miss(peer) for peer in waiting}
                 time.sleep(pause_s)
         except RuntimeError as exc:  # the store's
-            trouble = coordination_trouble(0, f"the store of the process group failed during {what}: {exc}")
+            trouble = coordination_failure(0, f"the store of the process group failed during {what}: {exc}")
             found |= {peer.rank: trouble for peer in waiting if peer.link is None}
         return found
 
-    def _welcome(self, peer: _Peer, what: str) -> Trouble | None:
+    def _welcome(self, peer: _Peer, what: str) -> RemoteError | None:
         """Make the link that a rank has asked for, if it has; or find that it has given up on this very round."""
         store = self._meeting.store
         if not store.check([key("knock", peer.rank, peer.generation + 1)]):
@@ -141,7 +141,7 @@ class Leader:
             peer.link.expect()
         return None
 
-    def _same_round(self, peer: _Peer, what: str) -> Trouble | None:
+    def _same_round(self, peer: _Peer, what: str) -> RemoteError | None:
         """Give what a rank that gave up told its caller, when that was about this very round and not an earlier one."""
         left = left_in(self._meeting.store.get(key("left", peer.rank, peer.generation)))
         return left.trouble if left.what == what else None
@@ -158,11 +158,11 @@ class Leader:
             if self._has_left(peer):
                 return self._same_round(peer, what)
             self._gone[peer.rank] = peer.who
-            return Gone(peer.who)
+            return Dead(peer.who)
         try:
-            return Brought(*pickle.loads(message))
+            return Arrived(*pickle.loads(message))
         except Exception as exc:  # what it pickled can't be found here
-            return trouble_of(peer.rank, exc)
+            return remote_error_of(peer.rank, exc)
 
     def _has_left(self, peer: _Peer) -> bool:
         try:
@@ -170,7 +170,7 @@ class Leader:
         except RuntimeError:
             return False  # with neither link nor store there is no way to it
 
-    def _miss(self, peer: _Peer) -> Late:
+    def _miss(self, peer: _Peer) -> TimedOut:
         """Give up on a rank for this round, in a way that it can find out."""
         store = self._meeting.store
         with contextlib.suppress(RuntimeError):  # without the store it finds no word, and takes rank 0 for gone
@@ -180,7 +180,7 @@ class Leader:
             else:
                 put(store, key("missed", peer.rank, peer.generation), b"")
         peer.link, peer.missed = None, True
-        return Late(peer.who, self._timeout_s)
+        return TimedOut(peer.who, self._timeout_s)
 
     def _leave_word(self, peer: _Peer, what: str, reply: bytes) -> None:
         peer.missed = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiockpt.coordination.base import Trouble
+from aiockpt.coordination.base import RemoteError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,19 +15,19 @@ SAME_CALLS = (
 )
 
 
-class Brought(NamedTuple):
+class Arrived(NamedTuple):
     """What a rank came with.
 
     Attributes:
         what: what the rank is at.
-        value: its value, or its `Trouble`.
+        value: its value, or its `RemoteError`.
     """
 
     what: str
     value: Any
 
 
-class Gone(NamedTuple):
+class Dead(NamedTuple):
     """A rank's process has ended.
 
     Attributes:
@@ -37,7 +37,7 @@ class Gone(NamedTuple):
     who: str
 
 
-class Late(NamedTuple):
+class TimedOut(NamedTuple):
     """A rank did not come.
 
     Attributes:
@@ -49,10 +49,10 @@ class Late(NamedTuple):
     after_s: float
 
 
-Arrival = Brought | Gone | Late | Trouble
+Arrival = Arrived | Dead | TimedOut | RemoteError
 
 
-def judge(arrivals: Sequence[Arrival], what: str) -> Trouble | None:
+def first_failure(arrivals: Sequence[Arrival], what: str) -> RemoteError | None:
     """Say whether all have come, to the same thing, with values.
 
     Args:
@@ -62,26 +62,26 @@ def judge(arrivals: Sequence[Arrival], what: str) -> Trouble | None:
     Returns:
         The trouble that everyone is told of; None without any.
     """
-    brought = [arrival for arrival in arrivals if isinstance(arrival, Brought)]
+    brought = [arrival for arrival in arrivals if isinstance(arrival, Arrived)]
     for rank, arrival in enumerate(arrivals):
-        if isinstance(arrival, Gone):
-            return coordination_trouble(rank, gone_text(arrival.who, what))
+        if isinstance(arrival, Dead):
+            return coordination_failure(rank, gone_text(arrival.who, what))
     for arrival in arrivals:
-        if isinstance(arrival, Trouble):
+        if isinstance(arrival, RemoteError):
             return arrival
     if len(brought) < len(arrivals):
         return _late(arrivals, what)
-    troubles = [arrival.value for arrival in brought if isinstance(arrival.value, Trouble)]
+    troubles = [arrival.value for arrival in brought if isinstance(arrival.value, RemoteError)]
     for rank, arrival in enumerate(brought):
         if arrival.what != what and not troubles:
             text = f"rank 0 is at {what} while rank {rank} is at {arrival.what}: {SAME_CALLS}"
-            return coordination_trouble(rank, text)
+            return coordination_failure(rank, text)
     return troubles[0] if troubles else None
 
 
-def coordination_trouble(rank: int, text: str) -> Trouble:
+def coordination_failure(rank: int, text: str) -> RemoteError:
     """Make a trouble that becomes a `CoordinationError` with just this text."""
-    return Trouble(rank, "CoordinationError", text)
+    return RemoteError(rank, "CoordinationError", text)
 
 
 def gone_text(who: str, what: str) -> str:
@@ -97,10 +97,10 @@ def late_text(who: str, what: str, after_s: float) -> str:
     return f"{who} did not come to {what} within {after_s:g} s: {SAME_CALLS}"
 
 
-def _late(arrivals: Sequence[Arrival], what: str) -> Trouble:
-    late = {rank: arrival for rank, arrival in enumerate(arrivals) if isinstance(arrival, Late)}
+def _late(arrivals: Sequence[Arrival], what: str) -> RemoteError:
+    late = {rank: arrival for rank, arrival in enumerate(arrivals) if isinstance(arrival, TimedOut)}
     after_s = max(arrival.after_s for arrival in late.values())
-    return coordination_trouble(min(late), late_text(_listed([a.who for a in late.values()]), what, after_s))
+    return coordination_failure(min(late), late_text(_listed([a.who for a in late.values()]), what, after_s))
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:

@@ -55,7 +55,7 @@ def pauses() -> Iterator[float]:
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
-class Place:
+class RankAddress:
     """What a process group tells of this rank and of the way to the others, read without a word to them.
 
     Args:
@@ -91,12 +91,12 @@ class Place:
         """Name this rank, with its host and process."""
         return f"{self.named(self.rank)} on host {socket.gethostname()}, process {os.getpid()},"
 
-    def meeting(self, lane: str) -> Meeting:
+    def meeting(self, lane: str) -> Rendezvous:
         """Make a lane's way to the other ranks. Call it in the lane's own thread."""
-        return Meeting(PrefixStore(f"{self._number}/{lane}", _separate(self._store)))
+        return Rendezvous(PrefixStore(f"{self._number}/{lane}", _separate(self._store)))
 
 
-class Meeting:
+class Rendezvous:
     """One lane's part of the store, and the links that are made through it.
 
     Args:

@@ -19,7 +19,7 @@ import pickle
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from aiockpt.coordination.base import Trouble
+    from aiockpt.coordination.base import RemoteError
 
 Letter = Literal["knock", "open", "missed", "word", "left"]
 NO_LINK = b"-"
@@ -52,7 +52,7 @@ class Left(NamedTuple):
     """
 
     what: str
-    trouble: Trouble
+    trouble: RemoteError
 
 
 def sealed(content: tuple[object, ...]) -> bytes:

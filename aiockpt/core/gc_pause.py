@@ -18,7 +18,7 @@ _before = gc.get_threshold()
 
 
 @contextmanager
-def few_collections() -> Iterator[None]:
+def gc_pause() -> Iterator[None]:
     """Let the collector look rarely, for this process and until the last thread has left.
 
     It is not switched off, which is others' to do: what they switch or set meanwhile stays so.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _CONTESTED = "\0"
 
 
-class Extents:
+class AliasIndex:
     """The memory that keys of a state dict reach into.
 
     The extents of a storage that are kept are apart from each other: those of one key are one, and so are those of

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from aiockpt.dcp.broadcast_pieces import Place, box_origin, box_sizes, pieces, region
+from aiockpt.dcp.broadcast_pieces import RegionPlace, box_origin, box_sizes, pieces, region
 from aiockpt.dcp.convert.torch_source import map_torch_file
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.keys import hint
@@ -150,7 +150,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             raise offer.error
         failed: Exception | None = None
         for name in names:
-            places: list[Place] = []
+            places: list[RegionPlace] = []
             try:
                 places = _places(wanted.get(name, ()), offer, name, planner)
             except Exception as exc:  # the others go on, and so does this rank until they are done
@@ -204,7 +204,7 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     # --- on every rank ----------------------------------------------------------------------------
 
-    def _spread(self, name: str, offer: _Offer, tensor: torch.Tensor | None, places: Sequence[Place]) -> None:
+    def _spread(self, name: str, offer: _Offer, tensor: torch.Tensor | None, places: Sequence[RegionPlace]) -> None:
         """Broadcast a tensor piece by piece, and take from it what is wanted here."""
         dtype, shape = offer.tensors[name]
         device = _device()
@@ -262,7 +262,7 @@ def _saved(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _places(items: Sequence[ReadItem], offer: _Offer, name: str, planner: LoadPlanner) -> list[Place]:
+def _places(items: Sequence[ReadItem], offer: _Offer, name: str, planner: LoadPlanner) -> list[RegionPlace]:
     """Ask the planner for its tensors; give it an object at once.
 
     Raises:
@@ -283,5 +283,5 @@ def _places(items: Sequence[ReadItem], offer: _Offer, name: str, planner: LoadPl
                 f"{name}: the planner gave a tensor of the shape {tuple(target.size())} for a part of {lengths}"
             )
         check_memory(name, target)
-        places.append(Place(item, starts, lengths, target))
+        places.append(RegionPlace(item, starts, lengths, target))
     return places

@@ -23,7 +23,7 @@ _PIECE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RegionPlace:
     """A part of a tensor that is wanted here.
 
     Attributes:

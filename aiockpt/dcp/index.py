@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.errors import CorruptCheckpointError, MissingKeysError
-from aiockpt.format.index import ChunkEntry, InlineEntry, ItemPlace, TensorEntry
+from aiockpt.format.index import ChunkEntry, InlineEntry, ItemRange, TensorEntry
 from aiockpt.format.names import DCP_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiockpt.format.index import Entry, Index
-    from aiockpt.reading.virtual_files import Presented
+    from aiockpt.reading.virtual_files import VirtualFile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,14 +43,14 @@ class StoredItem:
     dtype: torch.dtype | None = None
     chunk: ChunkEntry | None = None
     inline: InlineEntry | None = None
-    presented: Presented | None = None
+    presented: VirtualFile | None = None
 
     @property
-    def place(self) -> ItemPlace:
+    def place(self) -> ItemRange:
         """Where the item is, for who reads it."""
         if self.presented is not None:
-            return ItemPlace(self.presented.name, 0, self.presented.most)
-        return ItemPlace(self.info.relative_path, self.info.offset, self.info.length)
+            return ItemRange(self.presented.name, 0, self.presented.most)
+        return ItemRange(self.info.relative_path, self.info.offset, self.info.length)
 
 
 class DescribedCheckpoint:
@@ -64,7 +64,7 @@ class DescribedCheckpoint:
         transformed: the items that are stored otherwise than as they are, by the files that they are seen as.
     """
 
-    def __init__(self, index: Index, transformed: Mapping[str, Presented] | None = None) -> None:
+    def __init__(self, index: Index, transformed: Mapping[str, VirtualFile] | None = None) -> None:
         self._items: dict[int, StoredItem] = {}
         described: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
@@ -97,7 +97,7 @@ def _describe(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
 
 
-def _items(name: str, entry: Entry, transformed: Mapping[str, Presented]) -> list[tuple[MetadataIndex, StoredItem]]:
+def _items(name: str, entry: Entry, transformed: Mapping[str, VirtualFile]) -> list[tuple[MetadataIndex, StoredItem]]:
     if isinstance(entry, TensorEntry):
         return [
             (
@@ -112,8 +112,8 @@ def _items(name: str, entry: Entry, transformed: Mapping[str, Presented]) -> lis
 
 
 def _item_at(
-    place: ItemPlace,
-    transformed: Mapping[str, Presented],
+    place: ItemRange,
+    transformed: Mapping[str, VirtualFile],
     dtype: torch.dtype | None = None,
     chunk: ChunkEntry | None = None,
 ) -> StoredItem:
@@ -156,7 +156,7 @@ def _item_of_another(metadata: Metadata, path: str, index: MetadataIndex, info: 
     entry = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(entry, TensorStorageMetadata):
         return StoredItem(info)
-    place = ItemPlace(info.relative_path, info.offset, info.length)
+    place = ItemRange(info.relative_path, info.offset, info.length)
     for chunk in entry.chunks:
         if chunk.offsets == index.offset:
             return StoredItem(info, entry.properties.dtype, ChunkEntry(tuple(chunk.offsets), tuple(chunk.sizes), place))

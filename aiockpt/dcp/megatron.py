@@ -30,7 +30,7 @@ from aiockpt.dcp import shared_commit
 from aiockpt.dcp.items import resolved, results_of
 from aiockpt.dcp.writer import FileSystemWriter
 from aiockpt.errors import AiockptError, SaveError, WriteError
-from aiockpt.planning.collective.local import WorldPlanner
+from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.staging.runtime import has_events, ready_event
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
@@ -258,7 +258,7 @@ def _write(options: PartOptions, hidden: str, values: Values) -> Sequence[tuple[
         job = checkpointer.submit_items(
             values,
             hidden,
-            WorldPlanner(options.prefix),
+            LocalPlanner(options.prefix),
             files=options.files,
             separation_hint=(options.hint,) if options.hint else (),
         )

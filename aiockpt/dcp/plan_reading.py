@@ -11,12 +11,12 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from aiockpt.dcp.aliasing import Extents
+from aiockpt.dcp.aliasing import AliasIndex
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.ranges import Selection
 from aiockpt.reading.executor import ItemReader
-from aiockpt.reading.read_plan import TensorRead, say_what_was_placed
+from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
 from aiockpt.reading.targets import check_memory
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.optimizer_hooks import count_change
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from aiockpt.dcp.index import StoredItem
     from aiockpt.engine.engine import Engine
-    from aiockpt.format.index import ItemPlace, TensorItem
+    from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Source
@@ -102,8 +102,8 @@ class PlanReading:
         self._options = options
         self._planner = planner
         self._ahead = getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
-        self._known: dict[ItemPlace, TensorItem] = {}
-        self._extents = Extents()
+        self._known: dict[ItemRange, TensorItem] = {}
+        self._extents = AliasIndex()
         self._window: list[_Request] = []
         self._window_bytes = 0
         self._reads: list[TensorRead] = []
@@ -116,7 +116,7 @@ class PlanReading:
             self._flush()
         except LoadError as exc:
             if any(read.fills for read in self._reads):
-                say_what_was_placed(exc, self._reads)
+                annotate_partial_load(exc, self._reads)
             raise
 
     def _add(self, request: _Request) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aiockpt.checkpointer import AsyncCheckpointer
     from aiockpt.format.index import Index
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.reading.virtual_files import Presented
+    from aiockpt.reading.virtual_files import VirtualFile
     from aiockpt.storage.base import Source, Storage
 
     Path = str | os.PathLike[str]
@@ -91,7 +91,7 @@ class FileSystemReader(StorageReader):
         self._storage = storage
         self._metadata: Metadata | None = None
         self._described: DescribedCheckpoint | None = None
-        self._transformed: Mapping[str, Presented] = {}
+        self._transformed: Mapping[str, VirtualFile] = {}
 
     def __repr__(self) -> str:
         return f"FileSystemReader({os.fspath(self.path)!r})"

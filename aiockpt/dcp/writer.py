@@ -21,7 +21,7 @@ from aiockpt.dcp import shared_commit
 from aiockpt.dcp.items import files_of, places_of, resolved, results_of
 from aiockpt.errors import CheckpointExistsError
 from aiockpt.format.names import DCP_VERSION, SUFFIX
-from aiockpt.planning.collective.local import WorldPlanner
+from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.storage.local.storage import absolute
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
@@ -102,7 +102,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         self._staging_bytes = staging_bytes
         self._direct_io = direct_io
         self._checkpointer = checkpointer
-        self._planners: dict[str, WorldPlanner] = {}
+        self._planners: dict[str, LocalPlanner] = {}
         self._unpublished: weakref.finalize[Any, Any] | None = None
 
     def __repr__(self) -> str:
@@ -204,7 +204,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         if not items:
             return []
         hidden = shared_commit.find(self._path(), self._alone)
-        layout = self._planners.setdefault(prefix, WorldPlanner(prefix))
+        layout = self._planners.setdefault(prefix, LocalPlanner(prefix))
         files = (self.thread_count or 4) if self.single_file_per_rank else None
         named = [(item.index.fqn, value) for item, value in zip(items, values, strict=True)]
         with self._lent() as checkpointer:

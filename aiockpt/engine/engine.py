@@ -24,17 +24,17 @@ import torch
 
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.threads import Duty, Origin, new_event_loop
-from aiockpt.engine.queue import SaveLine
-from aiockpt.engine.resources import EngineTools, shared_memory
+from aiockpt.engine.queue import SaveQueue
+from aiockpt.engine.resources import EngineResources, shared_memory
 from aiockpt.engine.watchdog import watch
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError
 from aiockpt.format.item.torchzip import tensor_framing
-from aiockpt.planning.collective.local import WorldPlanner
+from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.planning.dcp_plan import prefix_of
-from aiockpt.saving.collective_leader import WorldTools
+from aiockpt.saving.collective_leader import CollectiveResources
 from aiockpt.saving.pipeline import let_pass_in_turn, run_save
 from aiockpt.staging.runtime import current_streams
-from aiockpt.staging.throttle import Pacing
+from aiockpt.staging.throttle import Throttle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -75,7 +75,7 @@ class Engine:
         self.options = options
         self.io_threads = options.writing_threads
         self.origin = Origin()
-        self.line = SaveLine(options.on_busy, options.max_in_flight, options.on_failure, self.origin, failures)
+        self.line = SaveQueue(options.on_busy, options.max_in_flight, options.on_failure, self.origin, failures)
         self._lock = self.line.lock
         self._stuck = False
         self._died: BaseException | None = None
@@ -89,9 +89,9 @@ class Engine:
         self._closer: threading.Thread | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
         self._last: SaveJob | None = None
-        self._tools: EngineTools | None = None
-        self._world: WorldTools | None = None
-        self._pacing = Pacing(options.staging_window, self._post)
+        self._tools: EngineResources | None = None
+        self._world: CollectiveResources | None = None
+        self._pacing = Throttle(options.staging_window, self._post)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._thread else "idle"
@@ -216,7 +216,7 @@ class Engine:
     async def _main(self, shared: SharedMemory | None) -> None:
         self._main_task = asyncio.tasks.current_task()  # type: ignore[assignment]  # this is one
         self._stop = anyio.Event()
-        self._tools = tools = EngineTools(
+        self._tools = tools = EngineResources(
             self.options,
             lambda: self._world,
             lambda: len(self.line) > 0 or self._closed is not None,
@@ -246,7 +246,7 @@ class Engine:
                     self._world.coordinator.close()
 
     @property
-    def tools(self) -> EngineTools:
+    def tools(self) -> EngineResources:
         """What it works with, once its loop runs."""
         if self._tools is None:
             raise RuntimeError("the engine has not been started")
@@ -259,8 +259,8 @@ class Engine:
                 coordinator = choose()
                 if coordinator is None:
                     return None
-                self._world = WorldTools(
-                    coordinator, WorldPlanner(prefix_of(coordinator.rank)), decentralized=decentralized
+                self._world = CollectiveResources(
+                    coordinator, LocalPlanner(prefix_of(coordinator.rank)), decentralized=decentralized
                 )
             return self._world.coordinator
 
@@ -301,7 +301,7 @@ class Engine:
         return self._world is None or self._world.coordinator.leads
 
     def admit(self, path: str) -> None:
-        """Decide whether a save that comes now is made; see `SaveLine.admit`."""
+        """Decide whether a save that comes now is made; see `SaveQueue.admit`."""
         if self._leads:
             self.line.admit(path)
 

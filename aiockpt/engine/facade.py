@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from aiockpt.engine.queue import Failures, Statistics
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import StagingWindow
-    from aiockpt.planning.collective.local import WorldPlanner
+    from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.reading.apply_live import Filled
     from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.verify.report import VerifyReport
@@ -218,7 +218,7 @@ class CheckpointerBase:
         self,
         items: Sequence[tuple[str, torch.Tensor | bytes]],
         directory: Path,
-        planner: WorldPlanner,
+        planner: LocalPlanner,
         *,
         files: int | None = None,
         separation_hint: Sequence[str] = (),

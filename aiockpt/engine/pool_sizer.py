@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 
-class PoolGrowth:
+class PoolSizer:
     """Lets the pool grow with the states that are saved. For the engine's loop.
 
     Args:

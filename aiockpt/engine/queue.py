@@ -67,7 +67,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
     return "cancelled" if isinstance(error, SaveCancelledError) else "failed"
 
 
-def giving_way(staged: Sequence[bool], most: int) -> list[int]:
+def superseded(staged: Sequence[bool], most: int) -> list[int]:
     """Choose which saves in flight give way to a new one: those that are not staged, behind the first ``most``.
 
     The first ones always go on, so that something gets written however fast saves come.
@@ -79,7 +79,7 @@ def giving_way(staged: Sequence[bool], most: int) -> list[int]:
     return [number for number, is_staged in enumerate(staged) if number >= most and not is_staged]
 
 
-class SaveLine:
+class SaveQueue:
     """The saves in flight, in order. All methods may be called from any thread.
 
     Args:
@@ -163,7 +163,7 @@ class SaveLine:
             if self._on_busy != "supersede":
                 return
             jobs = self._running
-            given = [jobs[at] for at in giving_way([job.handle.staged.done() for job in jobs], self._most)]
+            given = [jobs[at] for at in superseded([job.handle.staged.done() for job in jobs], self._most)]
         for job in given:
             job.give_way(SaveSkippedError(f"the save of {job.path} gave way to that of {path}; nothing of it is left"))
 

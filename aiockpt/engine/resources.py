@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from aiockpt.core.machine import available_memory_bytes, cores
 from aiockpt.core.threads import Duty, Origin, Workers
-from aiockpt.engine.pool_sizer import PoolGrowth
+from aiockpt.engine.pool_sizer import PoolSizer
 from aiockpt.planning.planner import Planner
 from aiockpt.reading.executor import LoadTools
 from aiockpt.saving.pipeline import SaveTools
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
-from aiockpt.staging.host_cache import TensorMemory
+from aiockpt.staging.host_cache import HostCache
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.staging.scatter import AcceleratorPlacer
 from aiockpt.staging.shared import SharedMemory
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.options import EngineOptions
-    from aiockpt.saving.collective_leader import WorldTools
+    from aiockpt.saving.collective_leader import CollectiveResources
     from aiockpt.staging.base import Stager
 
 # The threads that compute give way to the caller's. Not those that copy, for which training may be waiting.
 _NICE = 10
 
 
-class EngineTools:
+class EngineResources:
     """Made by the engine's loop, and for it.
 
     Args:
@@ -57,7 +57,7 @@ class EngineTools:
     def __init__(
         self,
         options: EngineOptions,
-        world: Callable[[], WorldTools | None],
+        world: Callable[[], CollectiveResources | None],
         unwanted: Callable[[], bool],
         *,
         origin: Origin,
@@ -80,7 +80,7 @@ class EngineTools:
         if options.writer is not None and shared is not None:
             self.writer = WriterHost(options.writer, options.chunk, count, shared)
         self.pool = ChunkPool(options.chunk, capacity, self._shared)
-        self.growth = PoolGrowth(self.pool, self.copy_workers, files=count, bounded=is_bounded, unwanted=unwanted)
+        self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, unwanted=unwanted)
         self.saves = SaveTools(
             pool=self.pool,
             planner=Planner(count),
@@ -92,7 +92,7 @@ class EngineTools:
             world=world,
             writer=self.writer,
         )
-        self._memory = TensorMemory(available_memory_bytes() // 2)
+        self._memory = HostCache(available_memory_bytes() // 2)
         self.loads = LoadTools(self._load_workers, self._memory, self.pool, self._placer_for)
 
     def stager_for(self, device: torch.device) -> Stager:

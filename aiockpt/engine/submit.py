@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.rules import CompressRule
-    from aiockpt.planning.collective.local import WorldPlanner
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.planning.snapshot import Snapshot
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.saving.hooks import Hook
     from aiockpt.saving.job import SaveFormat
@@ -109,7 +109,7 @@ class Submitter:
         if not isinstance(where, str):
             raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
         storage = storage if storage is not None else self._storage
-        return storage, storage.locate(where)
+        return storage, storage.resolve(where)
 
     def submit(self, state_dict: StateDict, path: Path, options: SaveOptions, *, ranks: int | None) -> SaveHandle:
         """Put a save in line; see `aiockpt.AsyncCheckpointer.save` for what it raises.
@@ -140,7 +140,7 @@ class Submitter:
         self,
         items: Sequence[tuple[str, torch.Tensor | bytes]],
         directory: Path,
-        planner: WorldPlanner,
+        planner: LocalPlanner,
         *,
         files: int | None,
         separation_hint: Sequence[str],
@@ -187,8 +187,8 @@ class Submitter:
                 "process_group=None"
             )
         if callable(self._fallback_path):
-            return storage.locate(os.fspath(self._fallback_path(where)))
-        return storage.locate(os.path.join(self._fallback_path, os.path.basename(where)))
+            return storage.resolve(os.fspath(self._fallback_path(where)))
+        return storage.resolve(os.path.join(self._fallback_path, os.path.basename(where)))
 
     def _look(self, storage: Storage, where: str, fallback: str | None, *, overwrite: bool) -> None:
         """Refuse a path that is taken; see `Storage.check`."""
@@ -255,7 +255,7 @@ class Submitter:
             fallback=fallback,
         )
 
-    def _warn_of_permissions(self, capture: Capture) -> None:
+    def _warn_of_permissions(self, capture: Snapshot) -> None:
         """Warn of objects that will need permission to be loaded; once for each set of classes."""
         new: dict[frozenset[str], int] = {}
         for leaf, (_, foreign) in capture.foreign.items():
@@ -333,7 +333,7 @@ def check_portable(*tools: Storage | Transform) -> None:
 
 
 def named(path: Path) -> str:
-    """Name a path as `Storage.locate` does, as far as that is possible."""
+    """Name a path as `Storage.resolve` does, as far as that is possible."""
     try:
         return absolute(path)
     except (TypeError, ValueError):

@@ -19,7 +19,7 @@ from aiockpt.format.index import ChunkEntry, ObjectEntry, TensorEntry
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.format.index import Index, ItemPlace, ObjPath, TensorItem
+    from aiockpt.format.index import Index, ItemRange, ObjPath, TensorItem
 
 MAX_DIMS = 64
 """The most dimensions that torch gives a tensor."""
@@ -73,7 +73,7 @@ def _claim(
     path: str,
     name: str,
     entry: TensorEntry | ObjectEntry,
-    place: ItemPlace,
+    place: ItemRange,
     files: Mapping[str, int],
     claims: defaultdict[str, _Claims],
     *,

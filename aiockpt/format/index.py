@@ -16,7 +16,7 @@ ObjPath = tuple[str | int, ...]
 Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
 
 
-class ItemPlace(NamedTuple):
+class ItemRange(NamedTuple):
     """Where an item's bytes are.
 
     Attributes:
@@ -70,7 +70,7 @@ class ChunkEntry(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: ItemPlace
+    place: ItemRange
     item: TensorItem | None = None
 
 
@@ -90,7 +90,7 @@ class TensorEntry(NamedTuple):
 class ObjectEntry(NamedTuple):
     """A pickled object of the checkpoint, in an item of its own."""
 
-    place: ItemPlace
+    place: ItemRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Index:
         metadata: the user's own facts.
         format: the format that the checkpoint is in.
         wrapped: the one key of the state dict that stands for the whole of what was saved, which was no dict.
-        is_transformed: some items have `ItemPlace.transforms`, and can't be read as they are stored.
+        is_transformed: some items have `ItemRange.transforms`, and can't be read as they are stored.
     """
 
     entries: Mapping[str, Entry]

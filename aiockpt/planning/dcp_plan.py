@@ -10,15 +10,15 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataHead, finish_metadata
 from aiockpt.format.dcp.metadata_writer import encode_metadata
-from aiockpt.format.index import ChunkEntry, Entry, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.objects import encode_object, is_shortage
 from aiockpt.format.item.torchzip import tensor_framing
 from aiockpt.format.manifest.columnar_index import Form
-from aiockpt.format.manifest.index_writer import IndexDraft, Places, encode_index
+from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_index
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.buckets import assign_buckets, bucket_count
 from aiockpt.planning.layout import FileImage, align_up, lay_out
-from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
+from aiockpt.planning.plans import Layout, SaveForm, SavePlan, StateSummary
 from aiockpt.planning.specs import describe, unstorable
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.format.item.framing import Framing
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
     from aiockpt.planning.specs import TensorSpec
 
 
@@ -69,14 +69,14 @@ class DcpLayout(Layout):
         return self._head(placed=False)
 
     def _head(self, *, placed: bool) -> MetadataHead:
-        places: dict[int, ItemPlace] = {
-            slot.leaf: ItemPlace(image.name, slot.offset, slot.framing.length)
+        places: dict[int, ItemRange] = {
+            slot.leaf: ItemRange(image.name, slot.offset, slot.framing.length)
             for image in self.images
             for slot in image.slots
         }
         survey = self.survey
         entries: list[tuple[str, Entry]] = []
-        nowhere = ObjectEntry(ItemPlace("", 0, 0))
+        nowhere = ObjectEntry(ItemRange("", 0, 0))
         for leaf, name in enumerate(survey.structure.names):
             spec = survey.specs[leaf]
             if spec is None:
@@ -94,7 +94,7 @@ class DcpLayout(Layout):
         survey = self.survey
         forms: list[Form] = []
         numbers: dict[int, int] = {}  # by the identity of the framing, of which there is one for each form
-        places = Places(*([filler] * len(survey.specs) for filler in (-1, 0, 0)))
+        places = ItemRanges(*([filler] * len(survey.specs) for filler in (-1, 0, 0)))
         form_of, file_of, offset_of = places
         for file, image in enumerate(self.images):
             for leaf, offset, framing, begin, _ in image.slots:
@@ -120,7 +120,7 @@ class DcpPlan(SavePlan):
     """A layout together with the objects of one save."""
 
     layout: DcpLayout
-    objects: Sequence[tuple[str, ItemPlace]] = field(repr=False)
+    objects: Sequence[tuple[str, ItemRange]] = field(repr=False)
 
     def documents(self) -> dict[str, bytes]:
         """Encode `.metadata`."""
@@ -155,7 +155,7 @@ class DcpForm(SaveForm):
         """Describe a tensor; its dense strides are kept."""
         return describe(tensor)
 
-    def lay_out(self, survey: Survey, capture: Capture, share: Share | None = None) -> DcpPlan:
+    def lay_out(self, survey: StateSummary, capture: Snapshot, share: Share | None = None) -> DcpPlan:
         """Spread the tensors over a few files of about one size.
 
         Args:
@@ -195,7 +195,7 @@ class DcpForm(SaveForm):
         return _with_objects(DcpLayout(survey, images, dict.fromkeys(blobs, 0)), blobs)
 
     @staticmethod
-    def _lay_out_singly(survey: Survey, share: Share, blobs: Mapping[int, bytes]) -> DcpPlan:
+    def _lay_out_singly(survey: StateSummary, share: Share, blobs: Mapping[int, bytes]) -> DcpPlan:
         """Give each item a file of its own; objects first."""
         names = survey.structure.names
         images = [lay_out(f"{share.prefix}{n}.distcp", len(blob), []) for n, blob in enumerate(blobs.values())]
@@ -205,7 +205,7 @@ class DcpForm(SaveForm):
                 images.append(lay_out(f"{share.prefix}{len(images)}.distcp", 0, [(leaf, framing)]))
         return _with_objects(DcpLayout(survey, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
 
-    def _separated(self, survey: Survey, leaves: Sequence[int]) -> dict[str, list[int]]:
+    def _separated(self, survey: StateSummary, leaves: Sequence[int]) -> dict[str, list[int]]:
         """Sort the tensors by the hint that their names begin with; those of none come first."""
         groups: dict[str, list[int]] = {"": []}
         for leaf in leaves:
@@ -215,7 +215,7 @@ class DcpForm(SaveForm):
                 groups.setdefault(hint, []).append(leaf)
         return groups
 
-    def fill(self, layout: Layout, capture: Capture) -> DcpPlan | None:
+    def fill(self, layout: Layout, capture: Snapshot) -> DcpPlan | None:
         """Put the objects into the room that the layout has for them."""
         if not isinstance(layout, DcpLayout):
             return None
@@ -248,7 +248,7 @@ def framing_of(name: str, spec: TensorSpec | None) -> Framing:
         raise SaveError(f"{name} has the dtype {spec.dtype}, which torch.save can't store: {exc}") from exc
 
 
-def _encode_objects(capture: Capture, leaves: Sequence[int]) -> dict[int, bytes]:
+def _encode_objects(capture: Snapshot, leaves: Sequence[int]) -> dict[int, bytes]:
     blobs: dict[int, bytes] = {}
     for leaf in leaves:
         blob = capture.blobs.get(leaf)
@@ -265,10 +265,10 @@ def _encode_objects(capture: Capture, leaves: Sequence[int]) -> dict[int, bytes]
 
 
 def _with_objects(layout: DcpLayout, blobs: Mapping[int, bytes]) -> DcpPlan:
-    places: list[tuple[str, ItemPlace]] = []
+    places: list[tuple[str, ItemRange]] = []
     heads = [bytearray() for _ in layout.images]
     for leaf, number in layout.objects.items():
-        place = ItemPlace(layout.images[number].name, len(heads[number]), len(blobs[leaf]))
+        place = ItemRange(layout.images[number].name, len(heads[number]), len(blobs[leaf]))
         places.append((layout.structure.names[leaf], place))
         heads[number] += blobs[leaf]
     return DcpPlan(layout, [bytes(head) for head in heads], places)

@@ -11,13 +11,13 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.item.arrays import ARRAY_TYPES, tensor_of
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.flatten import flatten
-from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
+from aiockpt.planning.plans import Layout, SaveForm, SavePlan, StateSummary
 from aiockpt.planning.specs import TensorSpec, describe, is_dense
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
 
 __all__ = ["CHECKED_AHEAD", "Layout", "Planner", "SavePlan", "TensorSpec", "describe", "is_dense", "stored_bytes"]
 
@@ -40,7 +40,7 @@ class Planner:
         """Drop the kept layouts: one turned out not to fit."""
         self._layouts.clear()
 
-    def plan(self, capture: Capture, form: SaveForm | None = None) -> SavePlan:
+    def plan(self, capture: Snapshot, form: SaveForm | None = None) -> SavePlan:
         """Plan a save. Pure but for the kept layouts; takes a while for many tensors.
 
         Args:
@@ -61,16 +61,16 @@ class Planner:
         return plan
 
 
-def survey_of(capture: Capture, form: SaveForm) -> Survey:
+def survey_of(capture: Snapshot, form: SaveForm) -> StateSummary:
     """Look at what a capture is made of. Takes a while for many tensors."""
     tensors = capture.tensors
     specs = [None if tensor is None else form.describe(tensor) for tensor in tensors]
     late = frozenset(leaf for leaf, tensor in enumerate(tensors) if tensor is not None and specs[leaf] is None)
     addresses = _addresses(capture)
-    return Survey(capture.structure, specs, late, _find_tied(specs, addresses), len(set(addresses)))
+    return StateSummary(capture.structure, specs, late, _find_tied(specs, addresses), len(set(addresses)))
 
 
-def may_serve(layout: Layout, capture: Capture, form: SaveForm, *, every: bool = False) -> bool:
+def may_serve(layout: Layout, capture: Snapshot, form: SaveForm, *, every: bool = False) -> bool:
     """Tell whether a kept layout may serve; staging then checks each tensor against its spec.
 
     Args:
@@ -98,7 +98,7 @@ def may_serve(layout: Layout, capture: Capture, form: SaveForm, *, every: bool =
     )
 
 
-def _addresses(capture: Capture) -> list[int]:
+def _addresses(capture: Snapshot) -> list[int]:
     """Give the address of each leaf; zero for objects and for tensors that have none."""
     try:
         return [0 if tensor is None else tensor.data_ptr() for tensor in capture.tensors]

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from aiockpt.format.manifest.index_writer import IndexDraft
     from aiockpt.planning.layout import FileImage
-    from aiockpt.planning.snapshot import Capture, Structure
+    from aiockpt.planning.snapshot import Snapshot, Structure
     from aiockpt.planning.specs import TensorSpec
 
 
 @dataclass
-class Survey:
+class StateSummary:
     """What a state dict is made of, before anything has a place.
 
     Attributes:
@@ -51,7 +51,7 @@ class Layout:
         images: the files.
     """
 
-    survey: Survey
+    survey: StateSummary
     images: Sequence[FileImage]
 
     @property
@@ -112,7 +112,7 @@ class SaveForm(ABC):
 
     name: str
 
-    def admit(self, capture: Capture) -> None:
+    def admit(self, capture: Snapshot) -> None:
         """Refuse what the format can't hold, and drop what it does not keep.
 
         Raises:
@@ -124,7 +124,7 @@ class SaveForm(ABC):
         """Describe how a tensor is stored, or give None if it is stored as an object."""
 
     @abstractmethod
-    def lay_out(self, survey: Survey, capture: Capture) -> SavePlan:
+    def lay_out(self, survey: StateSummary, capture: Snapshot) -> SavePlan:
         """Make a plan with a new layout.
 
         Raises:
@@ -132,7 +132,7 @@ class SaveForm(ABC):
         """
 
     @abstractmethod
-    def fill(self, layout: Layout, capture: Capture) -> SavePlan | None:
+    def fill(self, layout: Layout, capture: Snapshot) -> SavePlan | None:
         """Make a plan with a layout that was made by a form of this name; None if it is not for this form.
 
         Raises:

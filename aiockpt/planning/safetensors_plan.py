@@ -27,14 +27,14 @@ from aiockpt.format.safetensors.writer import (
 )
 from aiockpt.planning.buckets import split_in_order
 from aiockpt.planning.layout import pack
-from aiockpt.planning.plans import Layout, SaveForm, SavePlan, Survey
+from aiockpt.planning.plans import Layout, SaveForm, SavePlan, StateSummary
 from aiockpt.planning.specs import TensorSpec, describe_contiguous
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.format.manifest.manifest import JsonValue
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
 
 SHARD_BYTES = 5_000_000_000
 """How large the files of a set may be by default: what the ecosystem's own writers choose."""
@@ -112,7 +112,7 @@ class SafetensorsForm(SaveForm):
         for key, value in self._facts.items():
             _check_text(f"metadata[{key!r}]", key + value)
 
-    def admit(self, capture: Capture) -> None:
+    def admit(self, capture: Snapshot) -> None:
         """Refuse what the format can't hold; drop the containers, of which it keeps dotted names alone.
 
         Raises:
@@ -132,7 +132,7 @@ class SafetensorsForm(SaveForm):
         capture.containers = []
 
     @staticmethod
-    def _refuse(capture: Capture, unfit: set[tuple[torch.dtype, torch.layout, bool]]) -> None:
+    def _refuse(capture: Snapshot, unfit: set[tuple[torch.dtype, torch.layout, bool]]) -> None:
         for name, tensor in zip(capture.structure.names, capture.tensors, strict=True):
             if name == METADATA_KEY:
                 raise SaveError(f"{name} is reserved in a safetensors file; rename the tensor")
@@ -147,7 +147,7 @@ class SafetensorsForm(SaveForm):
         """Describe a tensor; it is stored row by row."""
         return describe_contiguous(tensor)
 
-    def lay_out(self, survey: Survey, capture: Capture) -> SafetensorsPlan:
+    def lay_out(self, survey: StateSummary, capture: Snapshot) -> SafetensorsPlan:
         """Fill one file after the other, in the order of the state dict."""
         names = survey.structure.names
         tensors = {
@@ -174,7 +174,7 @@ class SafetensorsForm(SaveForm):
         ]
         return SafetensorsPlan(SafetensorsLayout(survey, images, self._shard_bytes, described, aliases), heads)
 
-    def fill(self, layout: Layout, capture: Capture) -> SafetensorsPlan | None:
+    def fill(self, layout: Layout, capture: Snapshot) -> SafetensorsPlan | None:
         """Put headers with this save's facts into the room that the layout has for them."""
         if not isinstance(layout, SafetensorsLayout) or layout.shard_bytes != self._shard_bytes:
             return None

@@ -46,7 +46,7 @@ class Structure:
 
 
 @dataclass(slots=True)
-class Capture:
+class Snapshot:
     """A state dict at the moment of `save()`.
 
     Attributes:

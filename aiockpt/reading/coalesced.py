@@ -35,7 +35,7 @@ class _Span:
     reads: list[TensorRead]
 
 
-class ItemBatch:
+class CoalescedRead:
     """Some small items, near each other.
 
     Args:
@@ -155,14 +155,14 @@ def _same_strides(target: torch.Tensor, item: TensorItem) -> bool:
     )
 
 
-def batches(reads: Sequence[TensorRead], most_bytes: int) -> list[ItemBatch]:
+def batches(reads: Sequence[TensorRead], most_bytes: int) -> list[CoalescedRead]:
     """Group items: those that lie close together are one read, and a few reads are one batch.
 
     Args:
         reads: the items, each smaller than ``most_bytes``.
         most_bytes: the most bytes of a batch, with the gaps between its items and a page for each read.
     """
-    made: list[ItemBatch] = []
+    made: list[CoalescedRead] = []
     spans: list[_Span] = []
     used = 0
     for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
@@ -181,7 +181,7 @@ def batches(reads: Sequence[TensorRead], most_bytes: int) -> list[ItemBatch]:
             used += place.length + 4096
             continue
         if spans:
-            made.append(ItemBatch(spans))
+            made.append(CoalescedRead(spans))
         spans = [_Span(place.file, place.offset, end, [read])]
         used = place.length + 4096
-    return [*made, ItemBatch(spans)] if spans else made
+    return [*made, CoalescedRead(spans)] if spans else made

@@ -16,14 +16,14 @@ from isal.isal_zlib import crc32
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
 from aiockpt.format.transforms.undoing import TransformFailedError, find_transforms, undone
 from aiockpt.format.transforms.zstd import Zstd, require_zstd
-from aiockpt.reading.decoded_cache import Allowance, ItemCache
-from aiockpt.reading.virtual_files import OBJECT_BYTES, Presented, present
+from aiockpt.reading.decoded_cache import DecodedCache, ExpansionBudget
+from aiockpt.reading.virtual_files import OBJECT_BYTES, VirtualFile, expose
 from aiockpt.storage.base import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from aiockpt.format.index import Index, ItemPlace
+    from aiockpt.format.index import Index, ItemRange
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.item_transforms import ItemFacts
 
@@ -46,10 +46,10 @@ class DecodedSource(Source):
         self._inner = inner
         self._path = path
         self._given = {transform.descriptor: transform for transform in transforms}
-        self._items: dict[str, Presented] = {}
+        self._items: dict[str, VirtualFile] = {}
         self._files: dict[str, int] | None = None
-        self._kept = ItemCache()
-        self._allowance = Allowance(OBJECT_BYTES)
+        self._kept = DecodedCache()
+        self._allowance = ExpansionBudget(OBJECT_BYTES)
         self._local = threading.local()
 
     @property
@@ -58,11 +58,11 @@ class DecodedSource(Source):
         return self._inner.files if self._files is None else self._files
 
     @property
-    def items(self) -> Mapping[str, Presented]:
+    def items(self) -> Mapping[str, VirtualFile]:
         """The transformed items, by the names of their files."""
         return self._items
 
-    def present(self, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False) -> Index:
+    def expose(self, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False) -> Index:
         """Make files of the transformed items of an index; give it with their places there.
 
         Args:
@@ -73,16 +73,16 @@ class DecodedSource(Source):
         Raises:
             CorruptCheckpointError: they contradict each other.
         """
-        presented, items = present(self._path, index, facts, trust=trust)
+        presented, items = expose(self._path, index, facts, trust=trust)
         self.know({item.name: item for item in items})
         return presented
 
-    def know(self, items: Mapping[str, Presented]) -> None:
+    def know(self, items: Mapping[str, VirtualFile]) -> None:
         """Take over items that were presented by another source of these files."""
         self._items |= items
         self._files = {**self._inner.files, **{name: item.most for name, item in self._items.items()}}
 
-    def settled(self, place: ItemPlace) -> ItemPlace:
+    def settled(self, place: ItemRange) -> ItemRange:
         """Give the place of an item with its true length; see `Source.settled`."""
         item = self._items.get(place.file)
         if item is None:
@@ -152,14 +152,14 @@ class DecodedSource(Source):
 
     # --- undoing ----------------------------------------------------------------------------------
 
-    def _copy(self, item: Presented, offset: int, view: memoryview) -> None:
+    def _copy(self, item: VirtualFile, offset: int, view: memoryview) -> None:
         whole = self.whole(item.name)
         if offset + len(view) > len(whole):
             raise self._short(item, len(whole))
         view[:] = whole[offset : offset + len(view)]
 
     def _stream(
-        self, item: Presented, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None
+        self, item: VirtualFile, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None
     ) -> None:
         """Undo an item straight to where its bytes belong."""
         at = -offset  # in the view
@@ -171,7 +171,7 @@ class DecodedSource(Source):
                     seen(view[low:high])
             at += len(piece)
 
-    def _pieces(self, item: Presented) -> Iterator[memoryview]:
+    def _pieces(self, item: VirtualFile) -> Iterator[memoryview]:
         """Give an item piece by piece; what is wrong with it shows by the last."""
         stored = _StoredBytes(item.place, self._window)
         total = 0
@@ -189,7 +189,7 @@ class DecodedSource(Source):
         if total != item.most and item.is_exact:
             raise self._short(item, total)
 
-    def _draw(self, item: Presented, nbytes: int) -> None:
+    def _draw(self, item: VirtualFile, nbytes: int) -> None:
         """Let an item have so many bytes; what objects have of them beyond their share is limited in all."""
         if item.free is not None and not self._allowance.draw(item.name, nbytes - item.free):
             raise LoadError(
@@ -198,7 +198,7 @@ class DecodedSource(Source):
                 "as a rule. If you trust the checkpoint, pass trust=True."
             )
 
-    def _transforms_of(self, item: Presented) -> list[Transform | Zstd]:
+    def _transforms_of(self, item: VirtualFile) -> list[Transform | Zstd]:
         found = find_transforms(item.place.transforms, self._given)
         if isinstance(found, str):
             raise LoadError(
@@ -212,7 +212,7 @@ class DecodedSource(Source):
                 raise LoadError(f"{self._path}: {item.key} is compressed: {exc}") from exc
         return found
 
-    def _check_crc(self, item: Presented, crc: int) -> None:
+    def _check_crc(self, item: VirtualFile, crc: int) -> None:
         if item.crc is not None and crc != item.crc:
             place = item.place
             raise CorruptCheckpointError(
@@ -220,7 +220,7 @@ class DecodedSource(Source):
                 "bytes) do not match their CRC: they changed since they were written. Use an older checkpoint."
             )
 
-    def _failed(self, item: Presented, exc: TransformFailedError) -> LoadError:
+    def _failed(self, item: VirtualFile, exc: TransformFailedError) -> LoadError:
         place = item.place
         where = f"{self._path}/{place.file}: the {place.length} stored bytes of {item.key} (at offset {place.offset})"
         if exc.descriptor not in self._given:
@@ -230,7 +230,7 @@ class DecodedSource(Source):
             f"{where} can't be read: {exc}. They {known}; was the transform made with the same key and options?"
         )
 
-    def _short(self, item: Presented, nbytes: int) -> CorruptCheckpointError:
+    def _short(self, item: VirtualFile, nbytes: int) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             f"{self._path}/{item.place.file}: {item.key} (at offset {item.place.offset}) has {nbytes} bytes, but "
             f"should have {item.most}; its metadata or its bytes are damaged"
@@ -273,7 +273,7 @@ class _Window:
 class _StoredBytes:
     """The stored bytes of an item, piece by piece, and their CRC."""
 
-    def __init__(self, place: ItemPlace, window: _Window) -> None:
+    def __init__(self, place: ItemRange, window: _Window) -> None:
         self._place = place
         self._window = window
         self._at = 0
@@ -293,5 +293,5 @@ class _StoredBytes:
             yield view
 
 
-def _listed(item: Presented) -> str:
+def _listed(item: VirtualFile) -> str:
     return ", ".join(item.place.transforms)

@@ -15,7 +15,7 @@ CACHE_BYTES = 256 << 20
 
 
 @dataclass(eq=False, slots=True)
-class Allowance:
+class ExpansionBudget:
     """Bytes that several items draw on, each once, from any thread.
 
     Attributes:
@@ -39,7 +39,7 @@ class Allowance:
 
 
 @dataclass(eq=False, slots=True)
-class ItemCache:
+class DecodedCache:
     """Items that were made whole, the last used ones; each is made once, however many threads ask for it.
 
     Attributes:

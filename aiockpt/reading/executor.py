@@ -18,20 +18,20 @@ from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, 
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.layout import align_up
-from aiockpt.reading.coalesced import ItemBatch, batches
+from aiockpt.reading.coalesced import CoalescedRead, batches
 from aiockpt.reading.targets import check_memory
-from aiockpt.reading.tensor_stream import TensorStream, memory_of
-from aiockpt.staging.pool import Mapping as MappedMemory
+from aiockpt.reading.tensor_stream import ChunkRead, memory_of
+from aiockpt.staging.pool import MappedMemory as MappedMemory
 from aiockpt.staging.scatter import place
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
-    from aiockpt.format.index import ItemPlace, TensorItem
+    from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.read_plan import ObjectRead, TensorRead
-    from aiockpt.staging.host_cache import TensorMemory
+    from aiockpt.staging.host_cache import HostCache
     from aiockpt.staging.pool import Chunk, ChunkPool
     from aiockpt.staging.scatter import AcceleratorPlacer, Placement
     from aiockpt.storage.base import Source
@@ -65,7 +65,7 @@ class LoadTools:
     """
 
     workers: Workers
-    memory: TensorMemory
+    memory: HostCache
     pool: ChunkPool
     placer_for: Callable[[torch.device], AcceleratorPlacer]
     streams: Mapping[torch.device, Any] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class ItemReader:
         path: str,
         options: LoadOptions,
         tools: LoadTools,
-        known: dict[ItemPlace, TensorItem] | None = None,
+        known: dict[ItemRange, TensorItem] | None = None,
     ) -> None:
         self._known = {} if known is None else known
         self._source = source
@@ -169,9 +169,9 @@ class ItemReader:
             read.memory = self._tools.memory.take(item.nbytes)
             memory = memory_of(read.memory)
         whole = self._source.comes_whole(read.chunk.place.file)
-        stream = TensorStream(read, item, memory, align_up(item.nbytes, _PAGE_BYTES) if whole else PART_BYTES)
+        stream = ChunkRead(read, item, memory, align_up(item.nbytes, _PAGE_BYTES) if whole else PART_BYTES)
         if not stream.is_direct:
-            stream = TensorStream(read, item, memory, most)
+            stream = ChunkRead(read, item, memory, most)
         read.pending = stream.parts
         done = functools.partial(self._part_done, stream)
         if stream.is_direct:
@@ -241,17 +241,17 @@ class ItemReader:
 
     # --- in threads -------------------------------------------------------------------------------
 
-    def _read_batch(self, batch: ItemBatch, buffer: memoryview, address: int) -> list[Placement]:
+    def _read_batch(self, batch: CoalescedRead, buffer: memoryview, address: int) -> list[Placement]:
         verify = self._options.verify
         return batch.read_into(self._source, buffer, address, self._parse_small, self._check_crc, verify=verify)
 
-    def _read_direct(self, stream: TensorStream, number: int, _buffer: memoryview, _address: int) -> list[Placement]:
+    def _read_direct(self, stream: ChunkRead, number: int, _buffer: memoryview, _address: int) -> list[Placement]:
         _check_target(stream.read)
         stream.read.begun = True
         stream.read_direct(self._source, number, verify=self._options.verify)
         return []
 
-    def _read_part(self, stream: TensorStream, number: int, buffer: memoryview, _address: int) -> list[Placement]:
+    def _read_part(self, stream: ChunkRead, number: int, buffer: memoryview, _address: int) -> list[Placement]:
         placements = stream.read_buffered(self._source, number, buffer, verify=self._options.verify)
         if stream.parts == 1 and not stream.crc_matches(verify=self._options.verify):
             raise self._damaged(stream.read)  # before anything of it is placed
@@ -259,7 +259,7 @@ class ItemReader:
         stream.read.begun = True
         return placements
 
-    def _part_done(self, stream: TensorStream) -> None:
+    def _part_done(self, stream: ChunkRead) -> None:
         read = stream.read
         if read.pending == 1 and not stream.crc_matches(verify=self._options.verify):
             raise self._damaged(read)
@@ -344,7 +344,7 @@ class ItemReader:
             "their CRC: they changed since they were written. Use an older checkpoint."
         )
 
-    def _bytes(self, place: ItemPlace, offset: int, size: int) -> bytes:
+    def _bytes(self, place: ItemRange, offset: int, size: int) -> bytes:
         data = bytearray(size)
         self._source.read(place.file, place.offset + offset, memoryview(data))
         return bytes(data)
@@ -378,7 +378,7 @@ def _runs(objects: Sequence[ObjectRead]) -> list[list[ObjectRead]]:
     return runs
 
 
-def _batch_done(batch: ItemBatch) -> None:
+def _batch_done(batch: CoalescedRead) -> None:
     for read in batch.reads:
         read.pending = 0
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, LoadError, MissingKeysError, ShapeMismatchError, printable_key
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES, array_of
@@ -22,7 +22,7 @@ from aiockpt.planning.flatten import StructureError, flatten, replace_leaves
 from aiockpt.planning.subtrees import Subtrees
 from aiockpt.reading.apply_live import Filled
 from aiockpt.reading.overlaps import Region, find_twins
-from aiockpt.reading.read_plan import TensorRead, reads_of, say_what_was_placed
+from aiockpt.reading.read_plan import TensorRead, annotate_partial_load, reads_of
 from aiockpt.reading.targets import cast, target_of
 from aiockpt.reading.whole import WholeLoad
 from aiockpt.snapshot.optimizer_hooks import count_change
@@ -127,7 +127,7 @@ class TargetLoad(WholeLoad):
         try:
             await self._reader.read(plan.reads)
         except LoadError as exc:
-            say_what_was_placed(exc, plan.reads)
+            annotate_partial_load(exc, plan.reads)
             raise
         finally:
             count_change(plan.filled)
@@ -161,7 +161,7 @@ class TargetLoad(WholeLoad):
 
     def _plan(self, target: ResolvedState, state_dict: Any) -> _Plan:
         """Compare the target with what is stored."""
-        with few_collections():
+        with gc_pause():
             entries = dict(self._index.entries.items())
             objects = {name for name, entry in entries.items() if not isinstance(entry, TensorEntry)}
             for each in target.objects:  # of which one that is stored whole has no part

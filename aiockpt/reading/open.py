@@ -212,7 +212,7 @@ def presented(source: Source, path: str, index: Index, manifest: Manifest | None
         return index
     if not isinstance(source, DecodedSource):
         raise LoadError(f"{path} holds compressed or otherwise transformed items, which can't be read in this way")
-    index = source.present(index, {} if manifest is None else manifest.transformed, trust=trust)
+    index = source.expose(index, {} if manifest is None else manifest.transformed, trust=trust)
     check_index(path, index, source.files)
     return index
 

@@ -10,7 +10,7 @@ import anyio
 import torch
 
 from aiockpt.errors import LoadError, MissingKeysError
-from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.options import target_device
 from aiockpt.planning.dtensor import is_distributed
@@ -18,7 +18,7 @@ from aiockpt.planning.ranges import Selection, select
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.executor import ItemReader
 from aiockpt.reading.open import read_index
-from aiockpt.reading.read_plan import TensorRead, reads_of, say_what_was_placed
+from aiockpt.reading.read_plan import TensorRead, annotate_partial_load, reads_of
 from aiockpt.reading.targets import Target, cast, target_of
 from aiockpt.reading.whole import WholeLoad, check_expanded, new_tensor
 from aiockpt.snapshot.optimizer_hooks import count_change
@@ -85,7 +85,7 @@ class OpenCheckpoint:
     source: Source
     path: str
     index: Index
-    known: dict[ItemPlace, TensorItem] = field(default_factory=dict)
+    known: dict[ItemRange, TensorItem] = field(default_factory=dict)
 
     def names(self, keys: object) -> list[str]:
         """Give the keys that are meant by names, names of containers and patterns, in their order.
@@ -175,7 +175,7 @@ async def read_wanted(
         await ItemReader(opened.source, opened.path, options, tools, opened.known).read(reads)
     except LoadError as exc:
         if filled:
-            say_what_was_placed(exc, reads)
+            annotate_partial_load(exc, reads)
         raise
     finally:
         count_change(filled)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from enum import Enum
 
     from aiockpt.errors import LoadError
-    from aiockpt.format.index import ChunkEntry, ItemPlace, TensorEntry, TensorItem
+    from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
 
 
 @dataclass(eq=False, slots=True)
@@ -29,7 +29,7 @@ class ObjectRead:
     """
 
     name: str
-    place: ItemPlace
+    place: ItemRange
     value: Any = None
     member_of: type[Enum] | None = None
 
@@ -130,7 +130,7 @@ def reads_of(
     return found
 
 
-def say_what_was_placed(error: LoadError, reads: Sequence[TensorRead]) -> None:
+def annotate_partial_load(error: LoadError, reads: Sequence[TensorRead]) -> None:
     """Add to an error which tensors of the caller's hold what by now."""
     begun: dict[str, bool] = {}
     for read in reads:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Entry
 
 
-class Filling(NamedTuple):
+class TargetRegion(NamedTuple):
     """Memory to fill.
 
     Attributes:
@@ -50,7 +50,7 @@ class Target(NamedTuple):
         counted: the tensors whose version counters tell of the change.
     """
 
-    fillings: list[Filling]
+    fillings: list[TargetRegion]
     counted: list[torch.Tensor]
 
 
@@ -77,7 +77,7 @@ def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype 
     check_target(path, name, entry, leaf, dtype)
     if not (isinstance(entry, TensorEntry) and isinstance(leaf, torch.Tensor)):
         return None
-    return Target([Filling(leaf.detach())], [leaf])
+    return Target([TargetRegion(leaf.detach())], [leaf])
 
 
 def _array_target(
@@ -95,7 +95,7 @@ def _array_target(
         _check_dtype(path, name, entry.dtype, mine, dtype)
         return None
     check_target(path, name, entry, tensor, dtype)
-    return Target([Filling(tensor)], [])
+    return Target([TargetRegion(tensor)], [])
 
 
 def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target:
@@ -113,7 +113,7 @@ def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: to
         # The sizes are those of the part: a rank's memory is checked as any tensor's is.
         form = TensorEntry(entry.dtype, tuple(part.tensor.shape), entry.chunks)
         check_target(path, f"this rank's part of {name}", form, part.tensor, dtype)
-    return Target([Filling(part.tensor, _wanted(part)) for part in parts], counted(leaf, parts))
+    return Target([TargetRegion(part.tensor, _wanted(part)) for part in parts], counted(leaf, parts))
 
 
 def _wanted(part: LocalPart) -> tuple[Selection, ...] | None:

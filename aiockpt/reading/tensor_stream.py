@@ -22,7 +22,7 @@ _MOST_RUNS = 16_384  # that one part consists of
 _ALIGNMENT = 4096
 
 
-class TensorStream:
+class ChunkRead:
     """The wanted elements of one stored chunk, in stored order.
 
     Attributes:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.index import ChunkEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import ChunkEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.frames import MOST_RATIO
 from aiockpt.format.transforms.item_transforms import row_strides
@@ -30,7 +30,7 @@ OBJECT_RATIO = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Presented:
+class VirtualFile:
     """A transformed item, as a file of its own.
 
     Attributes:
@@ -46,16 +46,16 @@ class Presented:
 
     name: str
     key: str
-    place: ItemPlace
+    place: ItemRange
     most: int
     is_exact: bool
     crc: int | None
     free: int | None
 
 
-def present(
+def expose(
     path: str, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False
-) -> tuple[Index, list[Presented]]:
+) -> tuple[Index, list[VirtualFile]]:
     """Give the index with other places, and the items that are there.
 
     Args:
@@ -77,7 +77,7 @@ class _Presenter:
         self._path = path
         self._facts = facts
         self._trust = trust
-        self.items: dict[ItemPlace, Presented] = {}
+        self.items: dict[ItemRange, VirtualFile] = {}
 
     def entry(self, key: str, entry: Entry) -> Entry:
         if isinstance(entry, ObjectEntry) and entry.place.transforms:
@@ -99,15 +99,15 @@ class _Presenter:
         item = TensorItem(dtype, chunk.sizes, stride, 0, facts.payload_offset, nbytes, None)
         return chunk._replace(place=place, item=item)
 
-    def _place_object(self, key: str, stored: ItemPlace) -> ItemPlace:
+    def _place_object(self, key: str, stored: ItemRange) -> ItemRange:
         free = OBJECT_RATIO * stored.length
         # What is too much is refused as it comes.
         most = max(free + 2 * OBJECT_BYTES, MOST_RATIO * stored.length if self._trust else 0)
         return self._place(key, stored, 0, most, is_firm=False, free=None if self._trust else free)
 
     def _place(
-        self, key: str, stored: ItemPlace, least: int, most: int, *, is_firm: bool, free: int | None = None
-    ) -> ItemPlace:
+        self, key: str, stored: ItemRange, least: int, most: int, *, is_firm: bool, free: int | None = None
+    ) -> ItemRange:
         """Give the place of an item of ``least`` to ``most`` bytes; if that is not firm, the manifest may say more."""
         item = self.items.get(stored)
         if item is None:
@@ -119,10 +119,10 @@ class _Presenter:
                 raise self._wrong(key, stored, f"{least} bytes, which its {stored.length} stored ones can't be")
             name = f"{stored.file}[{stored.offset}:{stored.offset + stored.length}]"
             crc = None if facts is None else facts.crc
-            item = self.items[stored] = Presented(name, key, stored, most, facts is not None, crc, free)
-        return ItemPlace(item.name, 0, item.most)
+            item = self.items[stored] = VirtualFile(name, key, stored, most, facts is not None, crc, free)
+        return ItemRange(item.name, 0, item.most)
 
-    def _check(self, key: str, stored: ItemPlace, facts: ItemFacts, least: int, most: int | None) -> None:
+    def _check(self, key: str, stored: ItemRange, facts: ItemFacts, least: int, most: int | None) -> None:
         if facts.length != stored.length:
             raise self._wrong(key, stored, f"{stored.length} stored bytes, but {MANIFEST_NAME} says {facts.length}")
         if facts.raw_bytes < least or (most is not None and facts.raw_bytes > most):
@@ -130,7 +130,7 @@ class _Presenter:
         if stored.transforms == (ZSTD_DESCRIPTOR,) and facts.raw_bytes > MOST_RATIO * stored.length:
             raise self._wrong(key, stored, f"{facts.raw_bytes} bytes, which its {stored.length} stored ones can't be")
 
-    def _wrong(self, key: str, place: ItemPlace, what: str) -> CorruptCheckpointError:
+    def _wrong(self, key: str, place: ItemRange, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
             f"{self._path}/{place.file}: the item of {key} at offset {place.offset} is said to have {what}; the "
             "metadata is damaged"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import array_names, array_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from enum import Enum
 
-    from aiockpt.format.index import Entry, ItemPlace, TensorItem
+    from aiockpt.format.index import Entry, ItemRange, TensorItem
     from aiockpt.storage.base import Source
 
 
@@ -57,7 +57,7 @@ class WholeLoad:
         index: Index,
         options: LoadOptions,
         tools: LoadTools,
-        known: dict[ItemPlace, TensorItem] | None = None,
+        known: dict[ItemRange, TensorItem] | None = None,
     ) -> None:
         self._source = source
         self._path = path
@@ -115,7 +115,7 @@ class WholeLoad:
         """Tell tensors from objects; those that are in the index already go to ``values``."""
         objects: list[ObjectRead] = []
         tensors: dict[str, TensorEntry] = {}
-        with few_collections():
+        with gc_pause():
             for name, entry in entries.items():
                 if isinstance(entry, TensorEntry):
                     tensors[name] = entry
@@ -162,7 +162,7 @@ class WholeLoad:
     ) -> BaseException | None:
         """Make the tensors; give what the caller's function raised, whatever it is."""
         try:
-            with few_collections():
+            with gc_pause():
                 for each in stored:
                     self._see(each, tensors, values, move)
         except BaseException as exc:  # raised again where it reaches the caller as it is
@@ -189,7 +189,7 @@ class WholeLoad:
 
     def _nested(self, values: Mapping[str, Any]) -> Any:
         """Put the state dict together."""
-        with few_collections():
+        with gc_pause():
             return self._put_together(values)
 
     def _put_together(self, values: Mapping[str, Any]) -> Any:

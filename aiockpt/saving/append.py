@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError, SaveError
-from aiockpt.format.index import ItemPlace
+from aiockpt.format.index import ItemRange
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.saving.result import result_of
-from aiockpt.saving.strategy import Course, Transferred
+from aiockpt.saving.strategy import SaveStrategy, Transferred
 from aiockpt.storage.local.storage import LocalStorage
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.planning.collective.local import WorldPlanner
+    from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.planning.dcp_plan import DcpForm
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
 
 
-class PartCourse(Course):
+class AppendSave(SaveStrategy):
     """Writes every leaf to files in a directory that is there, and says where each is.
 
     Args:
@@ -31,7 +31,7 @@ class PartCourse(Course):
         io: threads to write in.
     """
 
-    def __init__(self, job: SaveJob, form: DcpForm, planner: WorldPlanner, compute: Workers, io: Workers) -> None:
+    def __init__(self, job: SaveJob, form: DcpForm, planner: LocalPlanner, compute: Workers, io: Workers) -> None:
         self._job = job
         self._form = form
         self._planner = planner
@@ -58,7 +58,7 @@ class PartCourse(Course):
         storage = self._job.storage
         if not isinstance(storage, LocalStorage):
             raise SaveError("files can be added to directories only")
-        self._transaction = storage.within(self._job.path, workers=self._io)
+        self._transaction = storage.append_to(self._job.path, workers=self._io)
         return self._transaction
 
     async def finish(self, transferred: Transferred) -> SaveResult:
@@ -70,7 +70,7 @@ class PartCourse(Course):
         places = self._job.places
         for image in plan.layout.images:
             for slot in image.slots:
-                places[slot.leaf] = ItemPlace(image.name, slot.offset, slot.framing.length)
+                places[slot.leaf] = ItemRange(image.name, slot.offset, slot.framing.length)
         places.update(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
         sizes = {name: facts.nbytes for name, facts in transferred.files.items()}
         return result_of(self._job, plan, sizes, transferred.times_s)

@@ -16,33 +16,33 @@ import anyio
 
 from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, TornSnapshotError
 from aiockpt.planning.collective.cache import Written
-from aiockpt.planning.collective.local import holdings_of, places_of
-from aiockpt.planning.collective.messages import Call, Orders, Summary
+from aiockpt.planning.collective.local import inventory_of, places_of
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary
 from aiockpt.planning.dcp_plan import DcpPlan
-from aiockpt.saving.collective_leader import Leading, WorldTools
+from aiockpt.saving.collective_leader import CollectiveResources, GlobalSave
 from aiockpt.saving.result import world_result
-from aiockpt.saving.strategy import Course, Transferred
+from aiockpt.saving.strategy import SaveStrategy, Transferred
 from aiockpt.staging.base import LayoutMismatchError
-from aiockpt.writing.process.recovery_record import Leadership, Parting
+from aiockpt.writing.process.recovery_record import Leadership, RecoveryRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.collective.inventory import Holdings
-    from aiockpt.planning.collective.local import Offer
+    from aiockpt.planning.collective.inventory import RankInventory
+    from aiockpt.planning.collective.local import LocalProposal
     from aiockpt.planning.dcp_plan import DcpForm
     from aiockpt.planning.plans import SavePlan
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
-    from aiockpt.writing.file_writer import Writing
+    from aiockpt.writing.file_writer import ChunkWriter
 
 logger = logging.getLogger("aiockpt")
 
 
-class TogetherCourse(Course):
+class CollectiveSave(SaveStrategy):
     """Plans, begins and commits a save with the other ranks.
 
     Args:
@@ -55,7 +55,13 @@ class TogetherCourse(Course):
     """
 
     def __init__(
-        self, job: SaveJob, form: DcpForm, world: WorldTools, previous: SaveJob | None, compute: Workers, io: Workers
+        self,
+        job: SaveJob,
+        form: DcpForm,
+        world: CollectiveResources,
+        previous: SaveJob | None,
+        compute: Workers,
+        io: Workers,
     ) -> None:
         self._job = job
         self._form = form
@@ -65,12 +71,12 @@ class TogetherCourse(Course):
         self._io = io
         self._what = f"the save of {job.path}"
         self._transaction: Transaction | None = None
-        self._leading = Leading(job, form.name, world, compute, io)
+        self._leading = GlobalSave(job, form.name, world, compute, io)
         self._ticket = ""
         self._token = 0
         self._tell_places = False
         self._secret = b""
-        self._holdings: Holdings | None = None
+        self._holdings: RankInventory | None = None
         self._over = False
 
     async def plan(self) -> SavePlan:
@@ -100,7 +106,7 @@ class TogetherCourse(Course):
             await world.coordinator.round("finish", self._what, None, _agree)
             world.met = True
 
-    async def _look(self, *, again: bool = True) -> tuple[Call | BaseException, Offer | None]:
+    async def _look(self, *, again: bool = True) -> tuple[PlanRequest | BaseException, LocalProposal | None]:
         job = self._job
         try:
             if job.refused is not None:
@@ -110,18 +116,18 @@ class TogetherCourse(Course):
             offer = await self._compute.run(self._world.planner.offer, job.capture, self._form, again=again)
             holdings = None
             if offer.survey is not None and not self._world.decentralized:
-                holdings = await self._compute.run(holdings_of, offer.survey, job.capture)
+                holdings = await self._compute.run(inventory_of, offer.survey, job.capture)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        return Call(job.overwrite, self._world.decentralized, self._form.name, offer.token, holdings), offer
+        return PlanRequest(job.overwrite, self._world.decentralized, self._form.name, offer.token, holdings), offer
 
-    async def _first_round(self, mine: Call | BaseException) -> Orders:
-        orders: Orders = await self._world.coordinator.round(
+    async def _first_round(self, mine: PlanRequest | BaseException) -> RankAssignment:
+        orders: RankAssignment = await self._world.coordinator.round(
             "plan", self._what, mine, self._leading.decide, self._leading.undo
         )
         return orders
 
-    async def _share(self, offer: Offer | None, orders: Orders) -> DcpPlan:
+    async def _share(self, offer: LocalProposal | None, orders: RankAssignment) -> DcpPlan:
         if offer is None:
             raise RuntimeError("a rank that brought an error was given orders")
         if orders.leaves is None and offer.plan is not None and offer.token == orders.token:
@@ -134,7 +140,7 @@ class TogetherCourse(Course):
         if survey is None or leaves is None:
             raise RuntimeError("rank 0 has given no orders to a rank without a plan")
         if self._world.decentralized:
-            self._holdings = await self._compute.run(holdings_of, survey, job.capture)
+            self._holdings = await self._compute.run(inventory_of, survey, job.capture)
         return await self._compute.run(planner.take, job.capture, self._form, survey, orders.token, leaves)
 
     async def begin(self) -> Transaction:
@@ -162,7 +168,7 @@ class TogetherCourse(Course):
             book, facts = self._leading.parting()
             lead = Leadership(None if book is None else book.pickled(), facts, self._job.overwrite)
         written = self._written(plan, {})
-        return pickle.dumps(Parting(coordinator.rank, coordinator.world_size, self._secret, written, lead))
+        return pickle.dumps(RecoveryRecord(coordinator.rank, coordinator.world_size, self._secret, written, lead))
 
     def _written(self, plan: DcpPlan, files: dict[str, FileFacts]) -> Written:
         places = places_of(plan.layout) if self._tell_places else None
@@ -180,12 +186,12 @@ class TogetherCourse(Course):
                 await transaction.commit()
             summary = await self._last_round(self._written(plan, transferred.files), transferred.writing)
         finally:
-            await transaction.leave()
+            await transaction.release()
         if summary is None:
             summary = _own_summary(plan, transferred.files)
         return world_result(self._job, transferred.files, transferred.times_s, summary)
 
-    async def _last_round(self, mine: Written | BaseException, writing: Writing | None = None) -> Summary | None:
+    async def _last_round(self, mine: Written | BaseException, writing: ChunkWriter | None = None) -> Summary | None:
         """Bring what was written, or an error, to rank 0; clean up if that fails.
 
         Args:
@@ -215,7 +221,7 @@ class TogetherCourse(Course):
             raise
         return summary
 
-    async def _agreed(self, writing: Writing, error: AiockptError) -> bool:
+    async def _agreed(self, writing: ChunkWriter, error: AiockptError) -> bool:
         """Let the writers of all ranks agree, for a trainer is gone; tell whether they have published."""
         try:
             await writing.agree()
@@ -230,7 +236,7 @@ class TogetherCourse(Course):
         if self._transaction is None:
             return
         try:
-            await (self._transaction.sweep() if sweep else self._transaction.abort())
+            await (self._transaction.discard_all() if sweep else self._transaction.abort())
         except Exception as exc:  # the other ranks wait to be told
             error.add_note(str(exc))
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import SaveError
-from aiockpt.planning.collective.cache import WorldBook, Written, book_of
-from aiockpt.planning.collective.messages import Call, Orders, Summary
+from aiockpt.planning.collective.cache import GlobalPlanCache, Written, cache_of
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from aiockpt.coordination.base import Coordinator
     from aiockpt.core.threads import Workers
-    from aiockpt.planning.collective.local import WorldPlanner
+    from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
 
@@ -25,7 +25,7 @@ _ALIKE = {"overwrite": "overwrite", "decentralized": "decentralized planning", "
 
 
 @dataclass(slots=True)
-class WorldTools:
+class CollectiveResources:
     """What belongs to an engine that saves together with others.
 
     Attributes:
@@ -38,14 +38,14 @@ class WorldTools:
     """
 
     coordinator: Coordinator
-    planner: WorldPlanner
+    planner: LocalPlanner
     decentralized: bool = False
-    books: dict[str, WorldBook] = field(default_factory=dict)
+    books: dict[str, GlobalPlanCache] = field(default_factory=dict)
     tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     met: bool = False
 
 
-class Leading:
+class GlobalSave:
     """Leads one save.
 
     Args:
@@ -59,7 +59,7 @@ class Leading:
         transaction: what was begun.
     """
 
-    def __init__(self, job: SaveJob, form: str, world: WorldTools, compute: Workers, io: Workers) -> None:
+    def __init__(self, job: SaveJob, form: str, world: CollectiveResources, compute: Workers, io: Workers) -> None:
         self.transaction: Transaction | None = None
         self._job = job
         self._form = form
@@ -68,10 +68,10 @@ class Leading:
         self._compute = compute
         self._io = io
         # Of this save: the next one may be planned otherwise before this one is published.
-        self._book: WorldBook | None = None
+        self._book: GlobalPlanCache | None = None
         self._token = 0
 
-    async def decide(self, calls: Sequence[Call]) -> list[Orders]:
+    async def decide(self, calls: Sequence[PlanRequest]) -> list[RankAssignment]:
         """Plan for all ranks, and begin.
 
         Raises:
@@ -87,7 +87,7 @@ class Leading:
         elif fresh:
             book = await self._plan(book, calls)
             if book is None:
-                return [Orders(None, 0, None, tell_places=False)] * len(calls)
+                return [RankAssignment(None, 0, None, tell_places=False)] * len(calls)
             self._books[self._form] = book
         self._book = book
         job = self._job
@@ -95,10 +95,11 @@ class Leading:
         shares: Sequence[list[int] | None] = book.plan.shares if fresh and book is not None else [None] * len(calls)
         tell, secret = book is None or not book.knows_places, secrets.token_bytes(32)
         return [
-            Orders(self.transaction.ticket, self._token, share, tell_places=tell, secret=secret) for share in shares
+            RankAssignment(self.transaction.ticket, self._token, share, tell_places=tell, secret=secret)
+            for share in shares
         ]
 
-    def _check_alike(self, calls: Sequence[Call]) -> None:
+    def _check_alike(self, calls: Sequence[PlanRequest]) -> None:
         for rank, call in enumerate(calls):
             for name, what in _ALIKE.items():
                 mine, theirs = getattr(calls[0], name), getattr(call, name)
@@ -107,14 +108,14 @@ class Leading:
                         f"{what} is {mine} on rank 0 but {theirs} on rank {rank}; all ranks must pass the same"
                     )
 
-    async def _plan(self, book: WorldBook | None, calls: Sequence[Call]) -> WorldBook | None:
+    async def _plan(self, book: GlobalPlanCache | None, calls: Sequence[PlanRequest]) -> GlobalPlanCache | None:
         """Plan anew with what the ranks have; None if some have not said it."""
         holdings = [
             call.holdings or (book.ranks[rank] if book is not None and call.token == book.token else None)
             for rank, call in enumerate(calls)
         ]
         known = [each for each in holdings if each is not None]
-        return await self._compute.run(book_of, self._token, known) if len(known) == len(calls) else None
+        return await self._compute.run(cache_of, self._token, known) if len(known) == len(calls) else None
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
         """Check what all ranks have written, write the index, and publish.
@@ -136,7 +137,7 @@ class Leading:
         job = self._job
         return WorldFacts(self._token, job.metadata, {"captured": job.captured_s}, job.started)
 
-    def parting(self) -> tuple[WorldBook | None, WorldFacts]:
+    def parting(self) -> tuple[GlobalPlanCache | None, WorldFacts]:
         """Give what it takes to publish."""
         return self._book, self._facts()
 

@@ -22,21 +22,21 @@ from aiockpt.format.names import SUFFIX
 from aiockpt.planning.dcp_plan import DcpForm
 from aiockpt.planning.dtensor import ShardingError, is_distributed, local_parts
 from aiockpt.planning.safetensors_plan import SafetensorsForm
-from aiockpt.planning.snapshot import Capture, Structure
+from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.saving.handle import SaveHandle
 from aiockpt.snapshot.optimizer_hooks import samples_of, saw_all
 from aiockpt.staging.runtime import is_capturing
-from aiockpt.staging.throttle import Pace
+from aiockpt.staging.throttle import SaveThrottle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from aiockpt.core.threads import Origin
-    from aiockpt.format.index import ItemPlace
+    from aiockpt.format.index import ItemRange
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
-    from aiockpt.planning.collective.local import WorldPlanner
+    from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.planning.plans import SaveForm
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.hooks import Hook
@@ -123,15 +123,15 @@ class SaveJob:
     storage: Storage
     overwrite: bool
     metadata: dict[str, JsonValue]
-    capture: Capture
+    capture: Snapshot
     started: float
     origin: Origin
     form: SaveForm | None = None
     pre_commit: Hook | None = None
     post_commit: Hook | None = None
     refused: BaseException | None = None
-    part: WorldPlanner | None = None
-    places: dict[int, ItemPlace] = field(default_factory=dict)
+    part: LocalPlanner | None = None
+    places: dict[int, ItemRange] = field(default_factory=dict)
     compression: Sequence[Zstd | None] | None = None
     transforms: Sequence[Transform] = ()
     captured_s: float = 0.0
@@ -158,7 +158,7 @@ class SaveJob:
     on_end: Callable[[Self, BaseException | None], object] = lambda *_: None
     ended: bool = False
     committed: bool = False
-    pace: Pace = field(default_factory=Pace)
+    pace: SaveThrottle = field(default_factory=SaveThrottle)
     check_lock: threading.Lock = field(default_factory=threading.Lock)
     stagers: list[Stager] = field(default_factory=list)
 
@@ -172,7 +172,7 @@ class SaveJob:
     @classmethod
     def of_refusal(cls, path: str, storage: Storage, error: BaseException, started: float, origin: Origin) -> Self:
         """Make a job that does nothing but to tell the other ranks why this one does not save."""
-        nothing = Capture(Structure([], [], frozenset()), [], [], [])
+        nothing = Snapshot(Structure([], [], frozenset()), [], [], [])
         return cls(
             path,
             storage,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError
 from aiockpt.saving.result import ending_of, result_of
-from aiockpt.saving.strategy import Course, Transferred
+from aiockpt.saving.strategy import SaveStrategy, Transferred
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
-    from aiockpt.writing.commit import Ending
+    from aiockpt.writing.commit import CommitDocuments
 
 
-class AloneCourse(Course):
+class LocalSave(SaveStrategy):
     """Plans, begins and commits a save by itself.
 
     Args:
@@ -51,7 +51,7 @@ class AloneCourse(Course):
         self._transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         return self._transaction
 
-    async def ending(self, plan: SavePlan) -> Ending | None:
+    async def ending(self, plan: SavePlan) -> CommitDocuments | None:
         """Encode the manifest and what makes it a checkpoint of its format."""
         return await self._io.run(ending_of, self._job, plan)
 

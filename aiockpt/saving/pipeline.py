@@ -15,16 +15,16 @@ import anyio.lowlevel
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError
 from aiockpt.planning.dcp_plan import DcpForm, DcpPlan
 from aiockpt.planning.encoding import codings_of
-from aiockpt.saving.append import PartCourse
-from aiockpt.saving.collective import TogetherCourse
+from aiockpt.saving.append import AppendSave
+from aiockpt.saving.collective import CollectiveSave
 from aiockpt.saving.handle import Phase, ProgressEvent
 from aiockpt.saving.hooks import run_hook
-from aiockpt.saving.local import AloneCourse
-from aiockpt.saving.staging_session import Filled, Leases, Router
+from aiockpt.saving.local import LocalSave
+from aiockpt.saving.staging_session import LeaseScope, StagerRouter, StagingChunk
 from aiockpt.saving.strategy import Transferred
 from aiockpt.staging.base import Done, LayoutMismatchError
-from aiockpt.writing.file_writer import FileWriting, Part, Prepared, WritingTools
-from aiockpt.writing.process.client import Order, RemoteWriting
+from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
+from aiockpt.writing.process.client import RemoteWriter, WriteOrder
 from aiockpt.writing.process.error_transport import as_save_error, unwrapped
 
 if TYPE_CHECKING:
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner
     from aiockpt.planning.plans import SavePlan
-    from aiockpt.saving.collective_leader import WorldTools
+    from aiockpt.saving.collective_leader import CollectiveResources
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.hooks import Hook
     from aiockpt.saving.job import SaveJob
-    from aiockpt.saving.strategy import Course
+    from aiockpt.saving.strategy import SaveStrategy
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
-    from aiockpt.writing.file_writer import Writing
+    from aiockpt.writing.file_writer import ChunkWriter
     from aiockpt.writing.process.supervisor import WriterHost
 
 logger = logging.getLogger("aiockpt")
 
-Put = Callable[[Filled], Awaitable[None]]
-Transfer = Callable[["SavePlan", "SaveJob | None", "Writing"], Awaitable[None]]
+Put = Callable[[StagingChunk], Awaitable[None]]
+Transfer = Callable[["SavePlan", "SaveJob | None", "ChunkWriter"], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SaveTools:
     seal_workers: Workers
     stager_for: Callable[[torch.device], Stager]
     reserve: Callable[[int], None]
-    world: Callable[[], WorldTools | None]
+    world: Callable[[], CollectiveResources | None]
     writer: WriterHost | None = None
 
 
@@ -96,19 +96,19 @@ async def let_pass_in_turn(job: SaveJob, previous: SaveJob | None) -> None:
     job.let_pass()
 
 
-def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> Course:
+def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> SaveStrategy:
     """Tell whether a save is made alone or with other ranks."""
     world = tools.world()
     if world is None and job.part is None:
-        return AloneCourse(job, tools.planner, tools.copy_workers, tools.io_workers)
+        return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
     form = job.form if job.form is not None else DcpForm(tools.io_workers.count)
     if isinstance(form, DcpForm) and job.part is not None:
-        return PartCourse(job, form, job.part, tools.copy_workers, tools.io_workers)
+        return AppendSave(job, form, job.part, tools.copy_workers, tools.io_workers)
     if world is None or not isinstance(form, DcpForm):
         raise SaveError(
             f"format={form.name!r} is for one process: pass process_group=None and whole tensors, on one rank"
         )
-    return TogetherCourse(job, form, world, previous, tools.copy_workers, tools.io_workers)
+    return CollectiveSave(job, form, world, previous, tools.copy_workers, tools.io_workers)
 
 
 def _keep() -> None:
@@ -118,9 +118,9 @@ def _keep() -> None:
 class _Save:
     """The course of one save."""
 
-    _leases: Leases
+    _leases: LeaseScope
 
-    def __init__(self, job: SaveJob, tools: SaveTools, previous: SaveJob | None, course: Course) -> None:
+    def __init__(self, job: SaveJob, tools: SaveTools, previous: SaveJob | None, course: SaveStrategy) -> None:
         self._job = job
         self._tools = tools
         self._course = course
@@ -131,15 +131,15 @@ class _Save:
         self._planned_s = 0.0
         self._staged_s = 0.0
         self._images_left = 0
-        self._writing: Writing | None = None
+        self._writing: ChunkWriter | None = None
         self._plan: SavePlan | None = None
         self._keeps = False
-        self._parts: list[tuple[int, Part]] = []
+        self._parts: list[tuple[int, FilledChunk]] = []
 
     async def run(self) -> SaveResult:
         previous, self._previous = self._previous, None
         job = self._job
-        async with Leases(self._tools.pool) as self._leases:
+        async with LeaseScope(self._tools.pool) as self._leases:
             job.quarantine = self._set_apart
             try:
                 return await self._planned(previous)
@@ -253,14 +253,14 @@ class _Save:
             return replace(result, post_commit_error=exc)
         return result
 
-    async def _transfer(self, plan: SavePlan, previous: SaveJob | None, writing: Writing) -> None:
+    async def _transfer(self, plan: SavePlan, previous: SaveJob | None, writing: ChunkWriter) -> None:
         """Stage and write all files. Staging waits for nothing but staging memory."""
         job = self._job
         layout = plan.layout
         if previous is not None:
             await previous.staging_over.wait()
         self._tools.reserve(self._total_bytes)
-        router = Router(layout, job.capture, self._tools.stager_for)
+        router = StagerRouter(layout, job.capture, self._tools.stager_for)
         job.stagers = router.stagers
         self._images_left = len(layout.images)
         if not layout.images:
@@ -279,7 +279,7 @@ class _Save:
             self._staged_s = job.handle._elapsed()
             await self._hand_over(plan, writing)
 
-    async def _hand_over(self, plan: SavePlan, writing: Writing) -> None:
+    async def _hand_over(self, plan: SavePlan, writing: ChunkWriter) -> None:
         """Let the writing have what is left to do, and tell that all is copied."""
         job = self._job
         await writing.hand_over(self._prepared(plan))
@@ -293,7 +293,7 @@ class _Save:
         step = self._tools.pool.chunk_bytes
         return sum(max(1, -(-image.nbytes // step)) for image in plan.layout.images)
 
-    async def _transfer_again(self, plan: SavePlan, previous: SaveJob | None, writing: Writing) -> None:
+    async def _transfer_again(self, plan: SavePlan, previous: SaveJob | None, writing: ChunkWriter) -> None:
         """Write all files from the staging memory that was kept."""
         async with anyio.create_task_group() as tasks:
             writing.start(tasks)
@@ -303,10 +303,10 @@ class _Save:
                 writing.end(number)
             await self._hand_over(plan, writing)
 
-    def _prepared(self, plan: SavePlan) -> Prepared:
+    def _prepared(self, plan: SavePlan) -> CommitInputs:
         """Say what is left to do when the files are written."""
         job, course = self._job, self._course
-        return Prepared(
+        return CommitInputs(
             ending=partial(course.ending, plan),
             times_s=self._times_s(),
             started=job.started,
@@ -315,14 +315,14 @@ class _Save:
             parting=partial(course.parting, plan),
         )
 
-    def _writing_of(self, plan: SavePlan, previous: SaveJob | None) -> Writing:
+    def _writing_of(self, plan: SavePlan, previous: SaveJob | None) -> ChunkWriter:
         job, layout = self._job, plan.layout
         names = [""] if plan.is_single_file else [image.name for image in layout.images]
         codings = None
         if job.is_transformed and isinstance(plan, DcpPlan):
             codings = codings_of(plan, job.compression, job.transforms)
         if self._tools.writer is not None and job.part is None:
-            order = Order(
+            order = WriteOrder(
                 path=job.path,
                 storage=job.storage,
                 overwrite=job.overwrite,
@@ -334,14 +334,14 @@ class _Save:
                 codings=codings,
                 again=job.spoilt is not None,
             )
-            return RemoteWriting(self._tools.writer, order, self._wrote, self._tools.io_workers)
+            return RemoteWriter(self._tools.writer, order, self._wrote, self._tools.io_workers)
 
         async def turn() -> None:
             if previous is not None:
                 await previous.over.wait()
 
-        tools = WritingTools(self._tools.seal_workers, self._tools.io_workers)
-        return FileWriting(layout.images, plan.heads, names, tools, self._course.begin, turn, self._wrote, codings)
+        tools = WriterThreads(self._tools.seal_workers, self._tools.io_workers)
+        return FileWriter(layout.images, plan.heads, names, tools, self._course.begin, turn, self._wrote, codings)
 
     def _wrote(self, nbytes: int) -> None:
         self._written_bytes += nbytes
@@ -350,8 +350,8 @@ class _Save:
     async def _stage(
         self,
         image: FileImage,
-        router: Router,
-        leases: Leases,
+        router: StagerRouter,
+        leases: LeaseScope,
         put: Put,
         end: Callable[[], None],
         turn: anyio.Semaphore,
@@ -363,9 +363,9 @@ class _Save:
         finally:
             end()
 
-    async def _fill(self, image: FileImage, router: Router, leases: Leases, put: Put) -> None:
+    async def _fill(self, image: FileImage, router: StagerRouter, leases: LeaseScope, put: Put) -> None:
         step, pace = self._tools.pool.chunk_bytes, self._job.pace
-        before: Filled | None = None
+        before: StagingChunk | None = None
         for start in range(0, max(image.nbytes, 1), step):
             stop = min(start + step, image.nbytes)
             is_done = before is not None and isinstance(before.pending, Done)
@@ -375,7 +375,7 @@ class _Save:
                 before = None
             await pace.admit(stop - start)
             lease = await leases.acquire()
-            filled = Filled(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
+            filled = StagingChunk(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
             leases.pending[lease] = filled.pending
             if stop == image.nbytes:
                 self._images_left -= 1
@@ -387,14 +387,14 @@ class _Save:
         if before is not None:
             await put(before)
 
-    async def _pass_on(self, writing: Writing, number: int, filled: Filled) -> None:
+    async def _pass_on(self, writing: ChunkWriter, number: int, filled: StagingChunk) -> None:
         await filled.pending.wait()
         self._staged_bytes += filled.stop - filled.start
         self._report("staging")
         lease = filled.lease
         chunk = lease.chunk
         release = _keep if self._keeps else lease.release
-        part = Part(chunk.view, filled.start, filled.stop, release, chunk.number)
+        part = FilledChunk(chunk.view, filled.start, filled.stop, release, chunk.number)
         if self._keeps:
             self._parts.append((number, part))
         await writing.put(number, part)

@@ -9,7 +9,7 @@ from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import draft_of
 from aiockpt.saving.handle import SaveResult
 from aiockpt.writing.collective_commit import WRITER, now
-from aiockpt.writing.commit import Ending
+from aiockpt.writing.commit import CommitDocuments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
 
 
-def ending_of(job: SaveJob, plan: SavePlan) -> Ending | None:
+def ending_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
     """Encode what makes a checkpoint of the files with items; None if it is one file. Takes long for many tensors."""
     if plan.is_single_file:
         return None
@@ -39,8 +39,8 @@ def ending_of(job: SaveJob, plan: SavePlan) -> Ending | None:
     )
     names = [image.name for image in plan.layout.images]
     if job.is_transformed and isinstance(plan, DcpPlan):
-        return Ending(names, {}, manifest, None, draft_of(plan))
-    return Ending(names, plan.documents(), manifest, plan.index())
+        return CommitDocuments(names, {}, manifest, None, draft_of(plan))
+    return CommitDocuments(names, plan.documents(), manifest, plan.index())
 
 
 def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: Mapping[str, float]) -> SaveResult:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.plans import Layout
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
     from aiockpt.staging.base import Pending, Stager
     from aiockpt.staging.pool import Chunk, ChunkPool, Lease
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Filled:
+class StagingChunk:
     """A chunk that holds, or will hold, the payload of the bytes ``start`` to ``stop`` of a file."""
 
     lease: Lease
@@ -32,7 +32,7 @@ class Filled:
     pending: Pending
 
 
-class Leases:
+class LeaseScope:
     """All leases of one save: on leaving, whatever still is out goes back, once nothing uses it any more."""
 
     def __init__(self, pool: ChunkPool) -> None:
@@ -74,10 +74,10 @@ class Leases:
         self.pending.clear()
 
 
-class Router:
+class StagerRouter:
     """Sends pieces to the stager of the device that their tensors are on."""
 
-    def __init__(self, layout: Layout, capture: Capture, stager_for: Callable[[torch.device], Stager]) -> None:
+    def __init__(self, layout: Layout, capture: Snapshot, stager_for: Callable[[torch.device], Stager]) -> None:
         self._layout = layout
         self._capture = capture
         devices = {spec.device for spec in layout.specs if spec is not None} or {torch.device("cpu")}
@@ -110,7 +110,7 @@ class Router:
     async def _issue_to_several(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
         specs = [self._layout.specs[piece.leaf] for piece in pieces]
         devices = dict.fromkeys(spec.device for spec in specs if spec is not None)
-        issued = _All([])
+        issued = _JoinedCopies([])
         try:
             for device in devices:
                 # Each gets all pieces: what lies between two of its own is not its to write.
@@ -123,7 +123,7 @@ class Router:
         return issued
 
 
-class _All:
+class _JoinedCopies:
     """Several pending copies as one."""
 
     def __init__(self, pending: list[Pending]) -> None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from aiockpt.planning.plans import SavePlan
     from aiockpt.saving.handle import SaveResult
     from aiockpt.storage.base import Transaction
-    from aiockpt.writing.commit import Ending
-    from aiockpt.writing.file_writer import Writing
+    from aiockpt.writing.commit import CommitDocuments
+    from aiockpt.writing.file_writer import ChunkWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Transferred:
     files: dict[str, FileFacts]
     crcs: Sequence[Sequence[int]] = field(repr=False)
     times_s: Mapping[str, float]
-    writing: Writing = field(repr=False)
+    writing: ChunkWriter = field(repr=False)
 
 
-class Course(ABC):
+class SaveStrategy(ABC):
     """How one save is planned, begun and ended; between that, its bytes are staged and written."""
 
     plans_anew = False
@@ -57,7 +57,7 @@ class Course(ABC):
     async def begin(self) -> Transaction:
         """Start to write."""
 
-    async def ending(self, plan: SavePlan) -> Ending | None:
+    async def ending(self, plan: SavePlan) -> CommitDocuments | None:
         """Encode what makes a checkpoint of the files with items; None where that is for somebody else."""
         return None
 

@@ -18,7 +18,7 @@ from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
 from aiockpt.planning.dtensor import any_distributed
 from aiockpt.planning.flatten import FlatState, StructureError, flatten
 from aiockpt.planning.planner import CHECKED_AHEAD
-from aiockpt.planning.snapshot import Capture, Structure
+from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import unstorable
 from aiockpt.snapshot.eager_copy import copy_at_once
 from aiockpt.snapshot.live import check_optimizers, resolve
@@ -41,7 +41,7 @@ def capture_state(
     ranks: int | None = None,
     once: bool = False,
     sampled: bool = False,
-) -> Capture:
+) -> Snapshot:
     """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     Args:
@@ -76,7 +76,7 @@ def capture_state(
     return capture
 
 
-def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled: bool = False) -> Capture:
+def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled: bool = False) -> Snapshot:
     """Take hold of tensors and of objects that are pickled already, as they come.
 
     Args:
@@ -94,7 +94,7 @@ def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled:
 
 def _hold(
     flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes] | None = None, *, sampled: bool
-) -> Capture:
+) -> Snapshot:
     """Take hold of leaves, of which some may be pickled already."""
     if "torch._dynamo" in sys.modules:  # which every optimizer imports; without any this would take a second
         watch_optimizers()
@@ -114,7 +114,7 @@ def _hold(
         # A parameter's memory may be exchanged through `.data`; the detached tensor keeps what it is now.
         tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in leaves]
     objects = frozenset(values.keys() | blobs.keys())
-    capture = Capture(
+    capture = Snapshot(
         Structure(flat.names, flat.paths, objects, shards),
         flat.containers,
         tensors,

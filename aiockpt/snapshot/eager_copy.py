@@ -10,13 +10,13 @@ import torch
 from aiockpt.core.extent import freed_message, is_freed
 from aiockpt.errors import SaveError
 from aiockpt.planning.planner import CHECKED_AHEAD
-from aiockpt.staging.pool import Mapping as MappedMemory
+from aiockpt.staging.pool import MappedMemory as MappedMemory
 from aiockpt.staging.pool import copy_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
 
 
 EAGER_TENSOR_BYTES = 64 << 10
@@ -25,7 +25,7 @@ EAGER_BYTES = 16 << 20
 """... until this much has been copied."""
 
 
-def copy_at_once(capture: Capture, devices: set[torch.device]) -> None:
+def copy_at_once(capture: Snapshot, devices: set[torch.device]) -> None:
     """Copy the small tensors, up to a total: those that a forward pass may change, above all.
 
     Raises:
@@ -69,7 +69,7 @@ def copy_at_once(capture: Capture, devices: set[torch.device]) -> None:
                 _copy_later(capture, sizes)
 
 
-def _copy_later(capture: Capture, leaves: Iterable[int]) -> None:
+def _copy_later(capture: Snapshot, leaves: Iterable[int]) -> None:
     """Let tensors be copied with the large ones after all: their device has no memory to spare."""
     for leaf in leaves:
         tensor = capture.tensors[leaf]
@@ -77,7 +77,7 @@ def _copy_later(capture: Capture, leaves: Iterable[int]) -> None:
         capture.versions[leaf] = None if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _pack(capture: Capture, device: torch.device, sizes: dict[int, int]) -> torch.Tensor:
+def _pack(capture: Snapshot, device: torch.device, sizes: dict[int, int]) -> torch.Tensor:
     tensors = [capture.tensors[leaf] for leaf in sizes]
     ends = list(accumulate(sizes.values()))
     for (leaf, nbytes), end in zip(sizes.items(), ends, strict=True):

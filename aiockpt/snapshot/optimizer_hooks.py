@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
     from aiockpt.snapshot.sampling import Samples
 
 logger = logging.getLogger("aiockpt")
@@ -42,7 +42,7 @@ _live: weakref.WeakSet[Token] = weakref.WeakSet()
 _live_lock = threading.Lock()
 
 
-def follow_steps(capture: Capture, samples: Samples | None = None) -> None:
+def follow_steps(capture: Snapshot, samples: Samples | None = None) -> None:
     """Count the steps of optimizers that concern a capture, from now on until it is released."""
     capture.token = token = Token(samples)
     with _live_lock:
@@ -75,12 +75,12 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 token.is_blind = True
 
 
-def saw_all(capture: Capture) -> bool:
+def saw_all(capture: Snapshot) -> bool:
     """Tell whether all steps of optimizers since a capture could be counted."""
     return not getattr(capture.token, "is_blind", False)
 
 
-def samples_of(capture: Capture) -> Samples | None:
+def samples_of(capture: Snapshot) -> Samples | None:
     """Give what was seen of a capture's tensors at the call; None where that was not asked for, or is let go of."""
     return getattr(capture.token, "samples", None)
 

@@ -21,7 +21,7 @@ LEAST_PLACES = 8
 _COMMON = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
 
 
-class Place(NamedTuple):
+class SamplePoint(NamedTuple):
     """Where a tensor is looked at: at rows of elements that lie next to each other.
 
     Attributes:
@@ -66,7 +66,7 @@ def seen_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part if part is tensor else part.detach() for part in strided_parts(tensor)]
 
 
-def place_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tensor, chance: float) -> Place:
+def place_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tensor, chance: float) -> SamplePoint:
     """Choose where to look at a tensor.
 
     Args:
@@ -96,7 +96,9 @@ def place_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tensor, cha
         row = torch.arange(begin, begin + length, device=part.device)
         picks = torch.arange(number, device=part.device)[:, None] * step + row
     seen = dense if dense.dtype in _COMMON else dense.view(RAW_DTYPES[size])
-    return Place(leaf, tensor, part, seen, picks, number, length, seen.data_ptr() - part.data_ptr(), reach_bytes(part))
+    return SamplePoint(
+        leaf, tensor, part, seen, picks, number, length, seen.data_ptr() - part.data_ptr(), reach_bytes(part)
+    )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

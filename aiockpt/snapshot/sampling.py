@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
-from aiockpt.snapshot.sample_points import Place, place_of, seen_parts
+from aiockpt.snapshot.sample_points import SamplePoint, place_of, seen_parts
 from aiockpt.staging.runtime import reading_behind, ready_event
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def check_validation(validate: object) -> Validation:
 class _Group:
     """Places whose bytes are taken at once: those of one device, dtype and length of rows."""
 
-    places: list[Place]
+    places: list[SamplePoint]
     before: torch.Tensor
 
     def split(self, chosen: list[bool]) -> tuple[_Group, _Group]:
@@ -101,8 +101,8 @@ class Samples:
         self._findings: list[_Finding] = []
         self._moved: list[int] = []
         random = Random()  # not the program's own, whose course is its business
-        groups: dict[tuple[torch.device, torch.dtype, int], list[Place]] = {}
-        with torch.no_grad(), few_collections():
+        groups: dict[tuple[torch.device, torch.dtype, int], list[SamplePoint]] = {}
+        with torch.no_grad(), gc_pause():
             for leaf, tensor in enumerate(tensors):
                 if tensor is None or leaf in besides:
                     continue
@@ -167,11 +167,11 @@ class Samples:
         return [self._names[leaf] for leaf in sorted(leaves)]
 
 
-def _rows(places: Sequence[Place]) -> torch.Tensor:
+def _rows(places: Sequence[SamplePoint]) -> torch.Tensor:
     """Take what is at these places now: all in one tensor, a row of elements for each place."""
     return torch.cat([place.rows() for place in places])
 
 
-def _split(rows: torch.Tensor, places: Sequence[Place]) -> Sequence[torch.Tensor]:
+def _split(rows: torch.Tensor, places: Sequence[SamplePoint]) -> Sequence[torch.Tensor]:
     """Give those of each place, of rows that were taken together."""
     return torch.split(rows, [place.number for place in places])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout, TensorSpec
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
     from aiockpt.staging.pool import Chunk
 
 
@@ -48,7 +48,7 @@ class Stager(ABC):
     lags: bool = True
 
     @abstractmethod
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout) -> Pending:
+    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> Pending:
         """Start to copy ``pieces`` into ``chunk``; those of other devices are left alone, and so is their place.
 
         When this returns, the copies are ordered before whatever the fence makes the caller's stream do
@@ -71,7 +71,7 @@ class Stager(ABC):
         """Undo what `pin` did, and let go of the device. Blocks."""
 
 
-def check(leaf: int, capture: Capture, layout: Layout) -> tuple[torch.Tensor, TensorSpec]:
+def check(leaf: int, capture: Snapshot, layout: Layout) -> tuple[torch.Tensor, TensorSpec]:
     """Give a leaf's tensor and spec, if they still agree.
 
     Raises:

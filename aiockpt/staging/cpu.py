@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
     from aiockpt.staging.base import Pending
     from aiockpt.staging.pool import Chunk
 
@@ -39,13 +39,13 @@ class CpuStager(Stager):
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout) -> Pending:
+    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> Pending:
         """Copy ``pieces`` into ``chunk``; see `Stager.issue`."""
         await self._workers.run(copy_pieces, pieces, chunk, capture, layout)
         return Done()
 
 
-def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout) -> None:
+def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> None:
     """Copy the pieces of host tensors into a chunk. Blocks; the copying itself releases the interpreter."""
     base = chunk.address
     tensors, specs, eager, arenas = capture.tensors, layout.specs, capture.eager, capture.arenas

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
     from aiockpt.staging.base import Pending
     from aiockpt.staging.pool import Chunk
     from aiockpt.staging.runtime import Runtime
@@ -67,7 +67,7 @@ class AcceleratorStager(Stager):
         self._pinned: list[Chunk] = []
         self._pins = True
 
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout) -> Pending:
+    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> Pending:
         """Enqueue the copies of ``pieces`` into ``chunk``; see `Stager.issue`."""
         event, sources = await self._issuer.run(self._enqueue, pieces, chunk, capture, layout)
         return Copies(event, self._runtime, self._waiter, sources)
@@ -111,7 +111,7 @@ class AcceleratorStager(Stager):
         self._pinned.clear()
 
     def _enqueue(
-        self, pieces: Sequence[Piece], chunk: Chunk, capture: Capture, layout: Layout
+        self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout
     ) -> tuple[torch.Event, list[torch.Tensor]]:
         self._pin(chunk)
         filler = ChunkFiller(chunk, self.device, capture, layout, non_blocking=self._runtime.non_blocking)

@@ -11,7 +11,7 @@ from aiockpt.staging.base import LayoutMismatchError, check, check_memory, copy_
 if TYPE_CHECKING:
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout, TensorSpec
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.snapshot import Snapshot
     from aiockpt.staging.pool import Chunk
 
 PACK_BYTES = 256 << 10
@@ -40,7 +40,7 @@ class ChunkFiller:
     """
 
     def __init__(
-        self, chunk: Chunk, device: torch.device, capture: Capture, layout: Layout, *, non_blocking: bool
+        self, chunk: Chunk, device: torch.device, capture: Snapshot, layout: Layout, *, non_blocking: bool
     ) -> None:
         self._chunk = chunk
         self._device = device

@@ -40,7 +40,7 @@ class _Block:
                 self.whole.madvise(mmap.MADV_HUGEPAGE, self.skip, huge)
 
 
-class TensorMemory:
+class HostCache:
     """Gives memory to new tensors, and keeps what comes back when they die. May be used from any thread.
 
     Args:
@@ -115,7 +115,7 @@ class TensorMemory:
             self._free_bytes -= oldest.nbytes
 
 
-def _give_back(owner: weakref.ref[TensorMemory], block: _Block) -> None:
+def _give_back(owner: weakref.ref[HostCache], block: _Block) -> None:
     """Keep the memory of a tensor that has died; its contents don't matter any more."""
     memory = owner()
     if memory is None or memory._closed or _FREE is None:

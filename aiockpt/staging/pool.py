@@ -25,7 +25,7 @@ def private_mapping(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class Mapping:
+class MappedMemory:
     """Anonymous memory that starts at a huge page's border, not touched yet.
 
     Attributes:
@@ -50,7 +50,7 @@ class Mapping:
 
 
 class Chunk:
-    """One piece of staging memory; see `Mapping` for its attributes.
+    """One piece of staging memory; see `MappedMemory` for its attributes.
 
     Attributes:
         number: its place in the memory that it was cut from.
@@ -67,9 +67,9 @@ class Chunk:
     def __init__(self, nbytes: int, number: int = 0, shared: SharedMemory | None = None) -> None:
         self.number = number
         self.pinned = False
-        self._mapping: Mapping | SharedMemory
+        self._mapping: MappedMemory | SharedMemory
         if shared is None:
-            self._mapping = mapping = Mapping(nbytes)
+            self._mapping = mapping = MappedMemory(nbytes)
             self.address, self.view, self.tensor = mapping.address, mapping.view, mapping.tensor
             return
         begin = number * nbytes

@@ -1,6 +1,6 @@
 """When staging may copy: a window that the caller sets, so that copies and training don't crowd each other.
 
-What may be copied when is decided by `Budget`, which knows no clock and no loop; `Pacing` waits accordingly.
+What may be copied when is decided by `Budget`, which knows no clock and no loop; `Throttle` waits accordingly.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Budget:
             self._free_at = now + nbytes / self._window.bytes_per_s
 
 
-class Pacing:
+class Throttle:
     """Lets copies go as a window allows, for all saves of an engine; waits in its loop.
 
     Args:
@@ -70,9 +70,9 @@ class Pacing:
         self._news: anyio.Event | None = None
         self._opened_at = -math.inf
 
-    def pace(self) -> Pace:
+    def pace(self) -> SaveThrottle:
         """Give the next save its pace; saves are staged in this order."""
-        return Pace(self, next(self._numbers))
+        return SaveThrottle(self, next(self._numbers))
 
     def open(self) -> None:
         """Open a window; from any thread. Does not wait."""
@@ -125,12 +125,12 @@ class Pacing:
             news.set()
 
 
-class Pace:
+class SaveThrottle:
     """The pace of one save; without arguments, that of a save whose copies wait for nothing."""
 
     __slots__ = ("_number", "_pacing")
 
-    def __init__(self, pacing: Pacing | None = None, number: int = 0) -> None:
+    def __init__(self, pacing: Throttle | None = None, number: int = 0) -> None:
         self._pacing = pacing
         self._number = number
 

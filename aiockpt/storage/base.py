@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
-    from aiockpt.format.index import ItemPlace
+    from aiockpt.format.index import ItemRange
 
 
-Fate = Literal["open", "published", "gone"]
+Status = Literal["open", "published", "gone"]
 """Of a transaction: it is still being written, is under its final name, or was removed."""
 
 
@@ -108,7 +108,7 @@ class Transaction(ABC):
         """What tells it from all others, whatever it is called; None where that is not known."""
         return None
 
-    async def leave_word(self, name: str, data: bytes) -> None:
+    async def put_sidecar(self, name: str, data: bytes) -> None:
         """Leave a word for other processes that take part; it is never part of the checkpoint.
 
         Raises:
@@ -116,7 +116,7 @@ class Transaction(ABC):
         """
         raise SaveError(_ONE_PROCESS)
 
-    async def word(self, name: str) -> bytes | None:
+    async def get_sidecar(self, name: str) -> bytes | None:
         """Give a word that was left, as much of it as there is; None if there is none.
 
         Raises:
@@ -124,7 +124,7 @@ class Transaction(ABC):
         """
         raise SaveError(_ONE_PROCESS)
 
-    async def take_back(self, name: str) -> None:
+    async def delete_sidecar(self, name: str) -> None:
         """Remove a word, if it is there.
 
         Raises:
@@ -132,10 +132,10 @@ class Transaction(ABC):
         """
         raise SaveError(_ONE_PROCESS)
 
-    async def leave(self) -> None:
+    async def release(self) -> None:
         """Stop taking part in a transaction that was joined, which belongs to others from now on. Idempotent."""
 
-    async def tidy(self) -> None:
+    async def finalize(self) -> None:
         """Complete what is under its final name, though who published it is gone: durably, and nothing beside it.
 
         Raises:
@@ -143,7 +143,7 @@ class Transaction(ABC):
         """
         raise SaveError(_ONE_PROCESS)
 
-    async def discard(self, name: str) -> None:
+    async def delete_file(self, name: str) -> None:
         """Remove a file that another process has written, if it is there.
 
         Raises:
@@ -151,7 +151,7 @@ class Transaction(ABC):
         """
         raise SaveError(_ONE_PROCESS)
 
-    async def fate(self) -> Fate:
+    async def status(self) -> Status:
         """Tell what has become of a transaction that was joined.
 
         Raises:
@@ -159,7 +159,7 @@ class Transaction(ABC):
         """
         raise SaveError(_ONE_PROCESS)
 
-    async def sweep(self) -> None:
+    async def discard_all(self) -> None:
         """Remove what all processes have written: for those that joined, when who began it is gone.
 
         Raises:
@@ -207,7 +207,7 @@ class Source(ABC):
             self.read(name, offset, view[at : at + length])
             at += length
 
-    def settled(self, place: ItemPlace) -> ItemPlace:
+    def settled(self, place: ItemRange) -> ItemRange:
         """Give the place of an item with its true length, where that shows only when it is read. Blocks then.
 
         Raises:
@@ -239,7 +239,7 @@ class Storage(ABC):
     """A place where checkpoints are kept."""
 
     @abstractmethod
-    def locate(self, path: str) -> str:
+    def resolve(self, path: str) -> str:
         """Give the one name that a path has here, such as the absolute path. Does not block.
 
         Raises:
@@ -286,7 +286,7 @@ class Storage(ABC):
         """
         raise SaveError(f"{path}: {_ONE_PROCESS}")
 
-    async def adopt(
+    async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
     ) -> Transaction:
         """Take a transaction over from the process that has begun it, which is gone, to commit or to abort it.

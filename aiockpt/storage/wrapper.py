@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiockpt.storage.base import Fate, FileSink, Identity, Source, Storage, Transaction
+from aiockpt.storage.base import FileSink, Identity, Source, Status, Storage, Transaction
 
 if TYPE_CHECKING:
     import mmap
@@ -31,9 +31,9 @@ class WrapperStorage(Storage):
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
         """Come before each read from a file, in the thread that reads."""
 
-    def locate(self, path: str) -> str:
-        """See `Storage.locate`."""
-        return self.inner.locate(path)
+    def resolve(self, path: str) -> str:
+        """See `Storage.resolve`."""
+        return self.inner.resolve(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:
         """See `Storage.check`."""
@@ -54,11 +54,11 @@ class WrapperStorage(Storage):
         await self.before("join", path)
         return _WrapperTransaction(self, await self.inner.join(path, ticket, workers=workers), path)
 
-    async def adopt(
+    async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
     ) -> Transaction:
-        """See `Storage.adopt`."""
-        inner = await self.inner.adopt(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
+        """See `Storage.take_over`."""
+        inner = await self.inner.take_over(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
         return _WrapperTransaction(self, inner, path)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
@@ -110,29 +110,29 @@ class _WrapperTransaction(Transaction):
     def identity(self) -> Identity | None:
         return self._inner.identity
 
-    async def leave_word(self, name: str, data: bytes) -> None:
-        await self._inner.leave_word(name, data)
+    async def put_sidecar(self, name: str, data: bytes) -> None:
+        await self._inner.put_sidecar(name, data)
 
-    async def word(self, name: str) -> bytes | None:
-        return await self._inner.word(name)
+    async def get_sidecar(self, name: str) -> bytes | None:
+        return await self._inner.get_sidecar(name)
 
-    async def take_back(self, name: str) -> None:
-        await self._inner.take_back(name)
+    async def delete_sidecar(self, name: str) -> None:
+        await self._inner.delete_sidecar(name)
 
-    async def leave(self) -> None:
-        await self._inner.leave()
+    async def release(self) -> None:
+        await self._inner.release()
 
-    async def tidy(self) -> None:
-        await self._inner.tidy()
+    async def finalize(self) -> None:
+        await self._inner.finalize()
 
-    async def discard(self, name: str) -> None:
-        await self._inner.discard(name)
+    async def delete_file(self, name: str) -> None:
+        await self._inner.delete_file(name)
 
-    async def fate(self) -> Fate:
-        return await self._inner.fate()
+    async def status(self) -> Status:
+        return await self._inner.status()
 
-    async def sweep(self) -> None:
-        await self._inner.sweep()
+    async def discard_all(self) -> None:
+        await self._inner.discard_all()
 
 
 class _WrapperSink(FileSink):

@@ -10,25 +10,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.base import Fate, Identity, Source, Transaction
+    from aiockpt.storage.base import Identity, Source, Status, Transaction
 
 Step = Literal[
     "begin",
     "join",
-    "adopt",
+    "take_over",
     "create",
     "write",
     "finish",
     "commit",
     "abort",
     "sizes",
-    "leave_word",
-    "word",
-    "take_back",
-    "discard",
-    "fate",
-    "tidy",
-    "sweep",
+    "put_sidecar",
+    "get_sidecar",
+    "delete_sidecar",
+    "delete_file",
+    "status",
+    "finalize",
+    "discard_all",
     "delete",
     "open",
     "read",
@@ -49,12 +49,12 @@ class SteppedStorage(WrapperStorage):
         await self.before("join", path)
         return _SteppedTransaction(self, await self.inner.join(path, ticket, workers=workers), path)
 
-    async def adopt(
+    async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
     ) -> Transaction:
-        """See `Storage.adopt`."""
-        await self.before("adopt", path)
-        inner = await self.inner.adopt(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
+        """See `Storage.take_over`."""
+        await self.before("take_over", path)
+        inner = await self.inner.take_over(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
         return _SteppedTransaction(self, inner, path)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
@@ -68,30 +68,30 @@ class _SteppedTransaction(_WrapperTransaction):
         await self._storage.before("sizes", self._path)
         return await super().sizes()
 
-    async def leave_word(self, name: str, data: bytes) -> None:
-        await self._storage.before("leave_word", name)
-        await super().leave_word(name, data)
+    async def put_sidecar(self, name: str, data: bytes) -> None:
+        await self._storage.before("put_sidecar", name)
+        await super().put_sidecar(name, data)
 
-    async def word(self, name: str) -> bytes | None:
-        await self._storage.before("word", name)
-        return await super().word(name)
+    async def get_sidecar(self, name: str) -> bytes | None:
+        await self._storage.before("get_sidecar", name)
+        return await super().get_sidecar(name)
 
-    async def take_back(self, name: str) -> None:
-        await self._storage.before("take_back", name)
-        await super().take_back(name)
+    async def delete_sidecar(self, name: str) -> None:
+        await self._storage.before("delete_sidecar", name)
+        await super().delete_sidecar(name)
 
-    async def discard(self, name: str) -> None:
-        await self._storage.before("discard", name)
-        await super().discard(name)
+    async def delete_file(self, name: str) -> None:
+        await self._storage.before("delete_file", name)
+        await super().delete_file(name)
 
-    async def fate(self) -> Fate:
-        await self._storage.before("fate", self._path)
-        return await super().fate()
+    async def status(self) -> Status:
+        await self._storage.before("status", self._path)
+        return await super().status()
 
-    async def tidy(self) -> None:
-        await self._storage.before("tidy", self._path)
-        await super().tidy()
+    async def finalize(self) -> None:
+        await self._storage.before("finalize", self._path)
+        await super().finalize()
 
-    async def sweep(self) -> None:
-        await self._storage.before("sweep", self._path)
-        await super().sweep()
+    async def discard_all(self) -> None:
+        await self._storage.before("discard_all", self._path)
+        await super().discard_all()

@@ -14,7 +14,7 @@ from aiockpt._version import __version__
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.planning.collective.cache import WorldBook, Written, book_of_written, files_of
+from aiockpt.planning.collective.cache import GlobalPlanCache, Written, cache_of_written, files_of
 from aiockpt.planning.collective.messages import Summary
 from aiockpt.writing.commit import write_documents
 
@@ -53,11 +53,11 @@ class WorldFacts:
 
 async def publish_together(
     transaction: Transaction,
-    book: WorldBook | None,
+    book: GlobalPlanCache | None,
     facts: WorldFacts,
     results: Sequence[Written],
     workers: Workers,
-) -> tuple[WorldBook, list[Summary]]:
+) -> tuple[GlobalPlanCache, list[Summary]]:
     """Check what all ranks have written, write the index, and publish.
 
     Args:
@@ -79,7 +79,7 @@ async def publish_together(
         if written.token != facts.token:
             raise SaveError(f"rank {rank} has written by another plan than rank 0 has; nothing was published")
     if book is None:
-        book = await workers.run(book_of_written, facts.token, results)
+        book = await workers.run(cache_of_written, facts.token, results)
     await workers.run(book.check, results)
     files = files_of(results)
     await _look_for(transaction, results)
@@ -109,7 +109,7 @@ async def _look_for(transaction: Transaction, results: Sequence[Written]) -> Non
 def world_manifest(
     metadata: dict[str, JsonValue],
     times_s: Mapping[str, float],
-    book: WorldBook,
+    book: GlobalPlanCache,
     files: Mapping[str, FileFacts],
     ranks: int,
 ) -> bytes:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class CommitDocuments:
     """What is written when all items are.
 
     Attributes:
@@ -70,9 +70,9 @@ class Ending:
         return {MANIFEST_NAME: encode_manifest(manifest, index, section), **documents}
 
 
-async def complete(
+async def commit_checkpoint(
     transaction: Transaction,
-    ending: Ending | None,
+    ending: CommitDocuments | None,
     written: Mapping[str, FileFacts],
     crcs: Sequence[Sequence[int]],
     times_s: Mapping[str, float],
@@ -85,11 +85,11 @@ async def complete(
     Args:
         transaction: where the files are.
         ending: what is left to write; None for a checkpoint that is one file.
-        written: see `Ending.encode`.
-        crcs: see `Ending.encode`.
-        times_s: see `Ending.encode`.
+        written: see `CommitDocuments.encode`.
+        crcs: see `CommitDocuments.encode`.
+        times_s: see `CommitDocuments.encode`.
         workers: for what takes long.
-        encoded: see `Ending.encode`.
+        encoded: see `CommitDocuments.encode`.
         check: is called right before publishing, and may raise what is then raised instead.
 
     Returns:

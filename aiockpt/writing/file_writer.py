@@ -18,7 +18,7 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.planning.layout import Sealer, align_up
-from aiockpt.writing.commit import complete
+from aiockpt.writing.commit import commit_checkpoint
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from aiockpt.planning.encoding import ImageCoding
     from aiockpt.planning.layout import FileImage
     from aiockpt.storage.base import Transaction
-    from aiockpt.writing.commit import Ending
+    from aiockpt.writing.commit import CommitDocuments
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class FilledChunk:
     """A filled chunk: the payload of the bytes ``start`` to ``stop`` of a file.
 
     Attributes:
@@ -57,7 +57,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class CommitInputs:
     """What is left to do when the files with items are written.
 
     Attributes:
@@ -69,7 +69,7 @@ class Prepared:
         check: raises an error where the checkpoint is not to be published any more.
     """
 
-    ending: Callable[[], Awaitable[Ending | None]]
+    ending: Callable[[], Awaitable[CommitDocuments | None]]
     times_s: Mapping[str, float]
     started: float
     waits: bool = False
@@ -96,14 +96,14 @@ class Later(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class WritingTools:
+class WriterThreads:
     """The threads that writing needs: those that compute, and those that wait for the disk."""
 
     seal_workers: Workers
     io_workers: Workers
 
 
-class Writing(ABC):
+class ChunkWriter(ABC):
     """The writing of the files of one save.
 
     Attributes:
@@ -125,7 +125,7 @@ class Writing(ABC):
         """Begin, and be ready for parts; the tasks end when all files are written."""
 
     @abstractmethod
-    async def put(self, number: int, part: Part) -> None:
+    async def put(self, number: int, part: FilledChunk) -> None:
         """Take the next part of a file; the parts of each come in order. Waits for no other part."""
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Writing(ABC):
         """Take note that a file has no more parts, or will not get them."""
 
     @abstractmethod
-    async def hand_over(self, prepared: Prepared) -> None:
+    async def hand_over(self, prepared: CommitInputs) -> None:
         """Be told that all parts have come, and what is left to do then."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Writing(ABC):
         """Be told that the checkpoint was published by another rank. Not to be cancelled."""
 
 
-class FileWriting(Writing):
+class FileWriter(ChunkWriter):
     """Writes them, in this process.
 
     Args:
@@ -184,7 +184,7 @@ class FileWriting(Writing):
         images: Sequence[FileImage],
         heads: Sequence[bytes],
         names: Sequence[str],
-        tools: WritingTools,
+        tools: WriterThreads,
         begin: Callable[[], Awaitable[Transaction]],
         turn: Callable[[], Awaitable[object]],
         report: Callable[[int], None],
@@ -199,8 +199,8 @@ class FileWriting(Writing):
         self._transaction: Later[Transaction] = Later()
         self._begun: Transaction | None = None
         self._sealers = [Sealer(image, head) for image, head in zip(images, heads, strict=True)]
-        self._inputs: list[MemoryObjectSendStream[Part]] = []
-        self._prepared: Prepared | None = None
+        self._inputs: list[MemoryObjectSendStream[FilledChunk]] = []
+        self._prepared: CommitInputs | None = None
         self._finished = 0
         self._encoders = None if codings is None else [ImageEncoder(coding) for coding in codings]
         self.files: dict[str, FileFacts] = {}
@@ -221,8 +221,8 @@ class FileWriting(Writing):
         # So many files at a time, in order: the first of them can always go on, whatever chunks the others hold.
         turn = anyio.Semaphore(self._tools.io_workers.count)
         for number, (image, sealer, name) in enumerate(zip(self._images, self._sealers, self._names, strict=True)):
-            filled_in, filled_out = anyio.create_memory_object_stream[Part](math.inf)
-            sealed_in, sealed_out = anyio.create_memory_object_stream[Part](1)
+            filled_in, filled_out = anyio.create_memory_object_stream[FilledChunk](math.inf)
+            sealed_in, sealed_out = anyio.create_memory_object_stream[FilledChunk](1)
             self._inputs.append(filled_in)
             if self._encoders is None:
                 tasks.start_soon(self._seal, image, sealer, filled_out, sealed_in)
@@ -230,11 +230,11 @@ class FileWriting(Writing):
                 tasks.start_soon(self._encode, image, sealer, self._encoders[number], filled_out, sealed_in)
             tasks.start_soon(self._write, image, name, sealed_out, turn)
 
-    async def put(self, number: int, part: Part) -> None:
+    async def put(self, number: int, part: FilledChunk) -> None:
         """Take the next part of a file."""
         self.take(number, part)
 
-    def take(self, number: int, part: Part) -> None:
+    def take(self, number: int, part: FilledChunk) -> None:
         """Take the next part of a file, without waiting."""
         with contextlib.suppress(anyio.BrokenResourceError):  # its writer has failed, which ends the save
             self._inputs[number].send_nowait(part)
@@ -243,7 +243,7 @@ class FileWriting(Writing):
         """Take note that a file has no more parts, or will not get them."""
         self._inputs[number].close()
 
-    async def hand_over(self, prepared: Prepared) -> None:
+    async def hand_over(self, prepared: CommitInputs) -> None:
         """Keep what is left to do."""
         self._prepared = prepared
 
@@ -257,7 +257,9 @@ class FileWriting(Writing):
         io, transaction = self._tools.io_workers, await self._transaction.get()
         ending = await prepared.ending()
         times_s = {**prepared.times_s, "data_written": time.perf_counter() - prepared.started}
-        return await complete(transaction, ending, self.files, self.crcs, times_s, io, self.encoded, prepared.check)
+        return await commit_checkpoint(
+            transaction, ending, self.files, self.crcs, times_s, io, self.encoded, prepared.check
+        )
 
     def revoke(self) -> None:
         """Revoke the transaction."""
@@ -272,8 +274,8 @@ class FileWriting(Writing):
         self,
         image: FileImage,
         sealer: Sealer,
-        receive: MemoryObjectReceiveStream[Part],
-        send: MemoryObjectSendStream[Part],
+        receive: MemoryObjectReceiveStream[FilledChunk],
+        send: MemoryObjectSendStream[FilledChunk],
     ) -> None:
         """Complete the parts of one file, one ahead of the writing."""
         with receive, send:
@@ -289,14 +291,14 @@ class FileWriting(Writing):
         image: FileImage,
         sealer: Sealer,
         encoder: ImageEncoder,
-        receive: MemoryObjectReceiveStream[Part],
-        send: MemoryObjectSendStream[Part],
+        receive: MemoryObjectReceiveStream[FilledChunk],
+        send: MemoryObjectSendStream[FilledChunk],
     ) -> None:
         """Complete the parts of one file, and pass on what their items come to."""
 
         async def pass_on(view: memoryview, start: int, stop: int, release: Callable[[], None]) -> None:
             with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
-                await send.send(Part(view, start, stop, release))
+                await send.send(FilledChunk(view, start, stop, release))
 
         run, output = self._tools.seal_workers.run, EncodedOutput(encoder, pass_on)
         with receive, send:
@@ -312,7 +314,7 @@ class FileWriting(Writing):
                     self.files[image.name] = FileFacts(encoder.nbytes, encoder.crc)
 
     async def _write(
-        self, image: FileImage, name: str, receive: MemoryObjectReceiveStream[Part], turn: anyio.Semaphore
+        self, image: FileImage, name: str, receive: MemoryObjectReceiveStream[FilledChunk], turn: anyio.Semaphore
     ) -> None:
         """Write the parts of one file as they come."""
         with receive:

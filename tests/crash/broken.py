@@ -21,11 +21,11 @@ class Straight(LocalStorage):
     """Writes to the final directory, after having removed what was there."""
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
-        path = self.locate(path)
+        path = self.resolve(path)
         if os.path.exists(path):
             shutil.rmtree(path)
         os.mkdir(path)
-        return self.within(path, workers=workers)
+        return self.append_to(path, workers=workers)
 
 
 class OneByOne(WrapperStorage):
@@ -60,7 +60,7 @@ class Careless(LocalStorage):
     """Removes every hidden directory that it finds, whosever it is."""
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
-        folder = Path(self.locate(path)).parent
+        folder = Path(self.resolve(path)).parent
         for found in folder.glob(".aiockpt-*"):
             shutil.rmtree(found)
         return await super().begin(path, overwrite=overwrite, workers=workers, ticket=ticket)

@@ -39,14 +39,14 @@ class CarelessStorage(Storage):
         self._lacks = lacks
         self._inner = LocalStorage()
 
-    def locate(self, path: str) -> str:
-        return self._inner.locate(path)
+    def resolve(self, path: str) -> str:
+        return self._inner.resolve(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:
         self._inner.check(path, overwrite=overwrite)
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
-        path = self.locate(path)
+        path = self.resolve(path)
         hidden = os.path.join(os.path.dirname(path), f".aiockpt-{secrets.token_hex(4)}")
         await workers.run(os.mkdir, hidden)
         return _CarelessTransaction(path, hidden, self._lacks, self.replaced, workers)

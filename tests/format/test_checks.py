@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import check_index, view_fits
-from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemPlace, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 
 FILES = {"a": 1000, "b": 10**15}
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -30,16 +30,16 @@ def tensor(
     chunks, at = [], 7
     for offsets, sizes in boxes:
         length = math.prod(sizes) * 4 + 5
-        chunks.append(ChunkEntry(offsets, sizes, ItemPlace("b", at, length)))
+        chunks.append(ChunkEntry(offsets, sizes, ItemRange("b", at, length)))
         at += length + 3
     return TensorEntry(torch.float32, shape, tuple(chunks))
 
 
-def whole(shape: tuple[int, ...], place: ItemPlace, dtype: torch.dtype = torch.float32) -> TensorEntry:
+def whole(shape: tuple[int, ...], place: ItemRange, dtype: torch.dtype = torch.float32) -> TensorEntry:
     return TensorEntry(dtype, shape, (ChunkEntry((0,) * len(shape), shape, place),))
 
 
-def viewed(place: ItemPlace, *args: object, chunk: tuple[int, ...] | None = None) -> TensorEntry:
+def viewed(place: ItemRange, *args: object, chunk: tuple[int, ...] | None = None) -> TensorEntry:
     shape, stride, offset, payload, nbytes = args
     item = TensorItem(torch.float32, shape, stride, offset, payload, nbytes, None)  # type: ignore[arg-type]
     return TensorEntry(
@@ -48,31 +48,31 @@ def viewed(place: ItemPlace, *args: object, chunk: tuple[int, ...] | None = None
 
 
 def test_what_is_right_passes() -> None:
-    place = ItemPlace("a", 100, 500)
+    place = ItemRange("a", 100, 500)
     check(
-        w=whole((5, 5), ItemPlace("a", 0, 100)),
-        v=whole((), ItemPlace("a", 96 + 4, 4), torch.int8),
-        o=ObjectEntry(ItemPlace("a", 104, 896)),
+        w=whole((5, 5), ItemRange("a", 0, 100)),
+        v=whole((), ItemRange("a", 96 + 4, 4), torch.int8),
+        o=ObjectEntry(ItemRange("a", 104, 896)),
         i=InlineEntry([1]),
     )
     check(w=whole((5, 5), place), tied=whole((5, 5), place))
-    check(none=TensorEntry(torch.float32, (0, 3), ()), empty=whole((0, 3), ItemPlace("a", 1000, 0)))
-    check(w=tensor((4,), [((2,), (2,)), ((4,), (0,)), ((0,), (2,))]), o=ObjectEntry(ItemPlace("a", 0, 1000)))
+    check(none=TensorEntry(torch.float32, (0, 3), ()), empty=whole((0, 3), ItemRange("a", 1000, 0)))
+    check(w=tensor((4,), [((2,), (2,)), ((4,), (0,)), ((0,), (2,))]), o=ObjectEntry(ItemRange("a", 0, 1000)))
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        (ItemPlace("a", 0, 1001), r"/c/a ends at byte 1000, but k is at bytes 0 to 1001"),
-        (ItemPlace("a", 1000, 1), r"/c/a ends at byte 1000, but k is at bytes 1000 to 1001"),
-        (ItemPlace("a", 2**70, 0), r"/c/a ends at byte 1000"),
-        (ItemPlace("a", -1, 1), r"/c/a ends at byte 1000"),
-        (ItemPlace("a", 5, -1), r"/c/a ends at byte 1000"),
-        (ItemPlace("c", 0, 1), r"/c lacks the file c, which holds k"),
-        (ItemPlace("x..", 0, 1), r"/c lacks the file x\.\., which holds k"),
+        (ItemRange("a", 0, 1001), r"/c/a ends at byte 1000, but k is at bytes 0 to 1001"),
+        (ItemRange("a", 1000, 1), r"/c/a ends at byte 1000, but k is at bytes 1000 to 1001"),
+        (ItemRange("a", 2**70, 0), r"/c/a ends at byte 1000"),
+        (ItemRange("a", -1, 1), r"/c/a ends at byte 1000"),
+        (ItemRange("a", 5, -1), r"/c/a ends at byte 1000"),
+        (ItemRange("c", 0, 1), r"/c lacks the file c, which holds k"),
+        (ItemRange("x..", 0, 1), r"/c lacks the file x\.\., which holds k"),
     ],
 )
-def test_places_outside_of_files_are_corrupt(place: ItemPlace, message: str) -> None:
+def test_places_outside_of_files_are_corrupt(place: ItemRange, message: str) -> None:
     for entry in (ObjectEntry(place), whole((0,), place)):
         with pytest.raises(CorruptCheckpointError, match=message):
             check(k=entry)
@@ -81,7 +81,7 @@ def test_places_outside_of_files_are_corrupt(place: ItemPlace, message: str) -> 
 @pytest.mark.parametrize("name", ["/a", "../a", "b/../../a", ".."])
 def test_files_outside_of_the_checkpoint_are_unsafe(name: str) -> None:
     with pytest.raises(UnsafeCheckpointError, match=r"k is said to be in .*, outside the checkpoint"):
-        check(k=ObjectEntry(ItemPlace(name, 0, 1)))
+        check(k=ObjectEntry(ItemRange(name, 0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_hundred_thousand_chunks_in_two_dimensions() -> None:
 @pytest.mark.parametrize("shape", [(2**40, 2**40), (2**61, 1), (0, 2**62, 2), (1,) * 65])
 def test_impossible_shapes_are_corrupt(shape: tuple[int, ...]) -> None:
     with pytest.raises(CorruptCheckpointError, match="k can't have the shape"):
-        check(k=whole(shape, ItemPlace("b", 0, 10**15)))
+        check(k=whole(shape, ItemRange("b", 0, 10**15)))
 
 
 def test_cuts_in_very_many_dimensions_are_refused() -> None:
@@ -170,22 +170,22 @@ def test_cuts_in_very_many_dimensions_are_refused() -> None:
 
 
 def test_items_too_short_for_their_chunks_are_corrupt() -> None:
-    check(k=whole((5, 5), ItemPlace("a", 0, 100)))
+    check(k=whole((5, 5), ItemRange("a", 0, 100)))
     with pytest.raises(CorruptCheckpointError, match=r"/c/a: the item of k at offset 3 has 99 bytes, too few"):
-        check(k=whole((5, 5), ItemPlace("a", 3, 99)))
+        check(k=whole((5, 5), ItemRange("a", 3, 99)))
 
 
 @pytest.mark.parametrize(
     "entries",
     [
-        {"k": ObjectEntry(ItemPlace("a", 0, 100)), "l": ObjectEntry(ItemPlace("a", 99, 100))},
-        {"k": ObjectEntry(ItemPlace("a", 0, 100)), "l": ObjectEntry(ItemPlace("a", 0, 101))},
-        {"k": ObjectEntry(ItemPlace("a", 0, 900)), "l": ObjectEntry(ItemPlace("a", 5, 5))},
-        {"k": ObjectEntry(ItemPlace("a", 0, 100)), "l": ObjectEntry(ItemPlace("a", 0, 100))},
-        {"k": whole((5, 5), ItemPlace("a", 0, 100)), "l": ObjectEntry(ItemPlace("a", 0, 100))},
-        {"k": whole((5, 5), ItemPlace("a", 0, 100)), "l": whole((5, 5), ItemPlace("a", 0, 100), torch.int32)},
-        {"k": whole((5, 5), ItemPlace("a", 0, 100)), "l": whole((25,), ItemPlace("a", 0, 100))},
-        {"k": viewed(ItemPlace("a", 0, 100), (25,), (1,), 0, 0, 100), "l": ObjectEntry(ItemPlace("a", 0, 100))},
+        {"k": ObjectEntry(ItemRange("a", 0, 100)), "l": ObjectEntry(ItemRange("a", 99, 100))},
+        {"k": ObjectEntry(ItemRange("a", 0, 100)), "l": ObjectEntry(ItemRange("a", 0, 101))},
+        {"k": ObjectEntry(ItemRange("a", 0, 900)), "l": ObjectEntry(ItemRange("a", 5, 5))},
+        {"k": ObjectEntry(ItemRange("a", 0, 100)), "l": ObjectEntry(ItemRange("a", 0, 100))},
+        {"k": whole((5, 5), ItemRange("a", 0, 100)), "l": ObjectEntry(ItemRange("a", 0, 100))},
+        {"k": whole((5, 5), ItemRange("a", 0, 100)), "l": whole((5, 5), ItemRange("a", 0, 100), torch.int32)},
+        {"k": whole((5, 5), ItemRange("a", 0, 100)), "l": whole((25,), ItemRange("a", 0, 100))},
+        {"k": viewed(ItemRange("a", 0, 100), (25,), (1,), 0, 0, 100), "l": ObjectEntry(ItemRange("a", 0, 100))},
     ],
 )
 def test_bytes_that_are_claimed_twice_are_corrupt(entries: dict[str, Entry]) -> None:
@@ -209,7 +209,7 @@ def test_tied_tensors_in_several_chunks() -> None:
         check(k=entry, l=TensorEntry(torch.float32, (4,), swapped))
 
 
-PLACE = ItemPlace("a", 100, 200)
+PLACE = ItemRange("a", 100, 200)
 
 
 @pytest.mark.parametrize(

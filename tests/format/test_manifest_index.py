@@ -15,10 +15,10 @@ from isal.isal_zlib import crc32
 import aiockpt
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.index import ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.manifest.columnar_index import Form, IndexedEntries
-from aiockpt.format.manifest.index_writer import Places, encode_index, finish_index
+from aiockpt.format.manifest.index_writer import ItemRanges, encode_index, finish_index
 from aiockpt.format.manifest.manifest import Manifest, encode_manifest
 from aiockpt.format.manifest.manifest_reader import decode_manifest
 from tests.states import training_state
@@ -122,10 +122,10 @@ def test_a_manifest_without_an_index(tmp_path: Path) -> None:
 
 
 def test_paths_that_names_do_not_tell_are_left_out() -> None:
-    places = Places([0], [0], [0])
+    places = ItemRanges([0], [0], [0])
     assert encode_index(["a.b"], [("a", "b")], ["f"], [], places) is not None
     assert encode_index(["a.b"], [("a", "c")], ["f"], [], places) is None
-    assert encode_index(["a.0", "a.x"], [("a", 0), ("a", "x")], ["f"], [], Places([0, 0], [0, 0], [0, 0])) is None
+    assert encode_index(["a.0", "a.x"], [("a", 0), ("a", "x")], ["f"], [], ItemRanges([0, 0], [0, 0], [0, 0])) is None
 
 
 def test_the_manifests_crc_covers_the_index(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_an_index_written_by_hand() -> None:
     """What the text looks like, so that a change of the format does not go unseen."""
     form = Form(torch.float16, (2, 3), (3, 1), 100, 64, 12)
     names, paths = ["x.0", "x.1", "o"], [("x", 0), ("x", 1), ("o",)]
-    head = encode_index(names, paths, ["f", "g"], [form], Places([0, 0, -1], [1, 1, 0], [64, 192, 0]))
+    head = encode_index(names, paths, ["f", "g"], [form], ItemRanges([0, 0, -1], [1, 1, 0], [64, 192, 0]))
     assert head is not None
     text = finish_index(head, [7, 8, 0], [(2, 16, 30)])
     assert json.loads(text) == {
@@ -273,7 +273,7 @@ def test_an_index_written_by_hand() -> None:
     assert (item.place.file, item.place.offset, item.place.length) == ("g", 192, 100)
     assert (item.item.payload_offset, item.item.nbytes, item.item.crc) == (64, 12, 8)
     assert index.paths["x.1"] == ("x", 1)
-    assert index.entries["o"] == ObjectEntry(ItemPlace("f", 16, 30))
+    assert index.entries["o"] == ObjectEntry(ItemRange("f", 16, 30))
 
 
 def test_long_columns_are_whole(tmp_path: Path) -> None:

@@ -21,26 +21,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.dcp.metadata_opcodes import finish_metadata, int_opcodes, text_opcodes
 from aiockpt.format.dcp.metadata_writer import encode_metadata
-from aiockpt.format.index import ChunkEntry, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.index import ChunkEntry, ItemRange, ObjectEntry, TensorEntry
 
 
 def _tensor(dtype: torch.dtype, shape: tuple[int, ...], file: str, offset: int, length: int) -> TensorEntry:
-    chunk = ChunkEntry((0,) * len(shape), shape, ItemPlace(file, offset, length))
+    chunk = ChunkEntry((0,) * len(shape), shape, ItemRange(file, offset, length))
     return TensorEntry(dtype, shape, (chunk,))
 
 
 ENTRIES = [
     ("model.w", _tensor(torch.float32, (3, 4), "__0_0.distcp", 4096, 1577)),
     ("model.b", _tensor(torch.bfloat16, (), "__0_0.distcp", 8192, 70_000)),
-    ("step", ObjectEntry(ItemPlace("", 0, 0))),
+    ("step", ObjectEntry(ItemRange("", 0, 0))),
     ("model.same", _tensor(torch.float32, (3, 4), "__0_1.distcp", 2**33 + 5, 2**40)),
     ("l.0.ü" + "x" * 300, _tensor(torch.float8_e5m2, (0, 70_000), "__0_1.distcp", 2**31, 2**31 - 1)),
-    ("n", ObjectEntry(ItemPlace("", 0, 0))),
+    ("n", ObjectEntry(ItemRange("", 0, 0))),
 ]
 PATHS = {
     "model.w": ("model", "w"),
@@ -50,7 +50,7 @@ PATHS = {
     "l.0.ü" + "x" * 300: ("l", 0, "ü" + "x" * 300),
     "n": ("n",),
 }
-OBJECTS = [("step", ItemPlace("__0_0.distcp", 0, 1261)), ("n", ItemPlace("__0_0.distcp", 1261, 99))]
+OBJECTS = [("step", ItemRange("__0_0.distcp", 0, 1261)), ("n", ItemRange("__0_0.distcp", 1261, 99))]
 
 
 def test_torch_reads_what_we_write() -> None:
@@ -207,15 +207,15 @@ def test_one_list_of_chunks_for_very_many_tensors_is_corrupt() -> None:
 def test_the_garbage_collector_is_left_as_it_was() -> None:
     before = gc.get_threshold(), gc.isenabled()
     seen = []
-    with few_collections(), few_collections():
+    with gc_pause(), gc_pause():
         seen.append(gc.get_threshold()[0])
     assert seen[0] > 1_000_000
     assert (gc.get_threshold(), gc.isenabled()) == before
-    with pytest.raises(ValueError), few_collections():
+    with pytest.raises(ValueError), gc_pause():
         raise ValueError
     assert gc.get_threshold() == before[0]
     try:
-        with few_collections():
+        with gc_pause():
             gc.set_threshold(123, 4, 5)
         assert gc.get_threshold() == (123, 4, 5)
     finally:
@@ -228,7 +228,7 @@ def test_the_garbage_collector_with_several_threads() -> None:
 
     def work() -> None:
         for _ in range(200):
-            with few_collections():
+            with gc_pause():
                 assert gc.get_threshold() != before
         barrier.wait()
 
@@ -282,6 +282,6 @@ def test_plans_that_a_trainer_leaves_beside_are_passed_over() -> None:
     stored = io.BytesIO()
     pickle.dump(metadata, stored)
     index = decode_metadata(stored.getvalue())
-    assert index.entries["w"].chunks[0].place == ItemPlace("__0_0.distcp", 0, 1577)
-    assert index.entries["step"].place == ItemPlace("__0_0.distcp", 1577, 1261)
+    assert index.entries["w"].chunks[0].place == ItemRange("__0_0.distcp", 0, 1577)
+    assert index.entries["step"].place == ItemRange("__0_0.distcp", 1577, 1261)
     assert list(index.paths.values()) == [("w",), ("step",)]

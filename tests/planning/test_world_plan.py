@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.index import ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.manifest.manifest import FileFacts
-from aiockpt.planning.collective.cache import WorldBook, Written, files_of
+from aiockpt.planning.collective.cache import GlobalPlanCache, Written, files_of
+from aiockpt.planning.collective.inventory import RankInventory, ShardForm
 from aiockpt.planning.collective.local import ItemPlaces
-from aiockpt.planning.collective.plan import Holdings, PartForm, WorldPlan, plan_world
+from aiockpt.planning.collective.plan import GlobalPlan, plan_globally
 
 Part = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 FRAMING = 1234
@@ -35,9 +36,9 @@ def held(
     paths: list[tuple[str | int, ...]] | None = None,
     tied: dict[int, int] | None = None,
     containers: list[dict[str, Any]] | None = None,
-) -> Holdings:
+) -> RankInventory:
     """Say what a rank has: for each name the whole, and offsets and sizes of the part; None for an object."""
-    forms: dict[PartForm, int] = {}
+    forms: dict[ShardForm, int] = {}
     form_of, offsets = [], []
     for each in leaves.values():
         if each is None:
@@ -46,13 +47,13 @@ def held(
             continue
         whole, at, sizes = each
         nbytes = dtype.itemsize * torch.Size(sizes).numel() + FRAMING
-        form_of.append(forms.setdefault(PartForm(dtype, whole, sizes, nbytes), len(forms)))
+        form_of.append(forms.setdefault(ShardForm(dtype, whole, sizes, nbytes), len(forms)))
         offsets.append(at)
     paths = paths or [tuple(name.split(".")) for name in leaves]
-    return Holdings(list(leaves), paths, list(forms), form_of, offsets, tied or {}, containers or [])
+    return RankInventory(list(leaves), paths, list(forms), form_of, offsets, tied or {}, containers or [])
 
 
-def travelled(ranks: list[Holdings]) -> list[Holdings]:
+def travelled(ranks: list[RankInventory]) -> list[RankInventory]:
     """Give what rank 0 gets: all but its own through a pickle."""
     return [ranks[0], *(pickle.loads(pickle.dumps(each)) for each in ranks[1:])]
 
@@ -64,20 +65,20 @@ def rows(count: int, rank: int, world: int, columns: int = 4) -> Part:
     return part((count, columns), (begin, 0), (min(count, begin + each) - begin, columns))
 
 
-def loads_of(ranks: list[Holdings], plan: WorldPlan) -> list[int]:
+def loads_of(ranks: list[RankInventory], plan: GlobalPlan) -> list[int]:
     return [
         sum(each.forms[each.form_of[leaf]].nbytes for leaf in share if each.form_of[leaf] >= 0)
         for each, share in zip(ranks, plan.shares, strict=True)
     ]
 
 
-def writes(ranks: list[Holdings], plan: WorldPlan) -> Counter[tuple[str, tuple[int, ...]]]:
+def writes(ranks: list[RankInventory], plan: GlobalPlan) -> Counter[tuple[str, tuple[int, ...]]]:
     return Counter(
         (each.names[leaf], each.offsets[leaf]) for each, share in zip(ranks, plan.shares, strict=True) for leaf in share
     )
 
 
-def written_of(ranks: list[Holdings], plan: WorldPlan, step: int = 0, *, places: bool = True) -> list[Written]:
+def written_of(ranks: list[RankInventory], plan: GlobalPlan, step: int = 0, *, places: bool = True) -> list[Written]:
     """Say what ranks have written that did what they were told: every item of another length, at another place."""
     results = []
     for rank, (each, share) in enumerate(zip(ranks, plan.shares, strict=True)):
@@ -92,7 +93,7 @@ def written_of(ranks: list[Holdings], plan: WorldPlan, step: int = 0, *, places:
             [each.forms[each.form_of[leaf]].nbytes + leaf for leaf in leaves],
         )
         objects = {
-            leaf: ItemPlace(f"__{rank}_0.distcp", step + 5_000_000 + 77 * leaf, 40 + leaf)
+            leaf: ItemRange(f"__{rank}_0.distcp", step + 5_000_000 + 77 * leaf, 40 + leaf)
             for leaf in share
             if each.form_of[leaf] < 0
         }
@@ -100,11 +101,11 @@ def written_of(ranks: list[Holdings], plan: WorldPlan, step: int = 0, *, places:
     return results
 
 
-def place_in(ranks: list[Holdings], writer: tuple[int, int]) -> ItemPlace:
+def place_in(ranks: list[RankInventory], writer: tuple[int, int]) -> ItemRange:
     """Give the place that `written_of` reports for a tensor's item."""
     rank, leaf = writer
     nbytes = ranks[rank].forms[ranks[rank].form_of[leaf]].nbytes
-    return ItemPlace(f"__{rank}_{leaf % 2}.distcp", 10_000 * rank + 100 * leaf, nbytes + leaf)
+    return ItemRange(f"__{rank}_{leaf % 2}.distcp", 10_000 * rank + 100 * leaf, nbytes + leaf)
 
 
 # --- who writes what -----------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def place_in(ranks: list[Holdings], writer: tuple[int, int]) -> ItemPlace:
 
 def test_each_part_is_written_by_the_rank_that_has_it() -> None:
     ranks = travelled([held({"w": rows(10, rank, 4), "b": rows(3, rank, 4, 7)}) for rank in range(4)])
-    plan = plan_world(ranks)
+    plan = plan_globally(ranks)
     assert writes(ranks, plan) == Counter((name, each.offsets[n]) for each in ranks for n, name in enumerate("wb"))
     for tensor in plan.tensors.values():
         for offsets, sizes, (rank, leaf) in tensor.parts:
@@ -127,7 +128,7 @@ def test_what_all_ranks_have_is_written_once_and_spread_evenly() -> None:
     sizes = [random.Random(5).randrange(1, 40) for _ in range(400)]
     leaves = {f"w{n}": part((size, 8)) for n, size in enumerate(sizes)}
     ranks = travelled([held(leaves) for _ in range(7)])
-    plan = plan_world(ranks)
+    plan = plan_globally(ranks)
     assert writes(ranks, plan) == {(name, (0, 0)): 1 for name in leaves}
     loads = loads_of(ranks, plan)
     mean = sum(loads) / len(loads)
@@ -139,10 +140,10 @@ def test_balance_counts_what_only_one_rank_has() -> None:
     alone = {"only.rank.zero": part((500, 8))}
     shared = {f"w{n}": part((n % 9 + 1, 8)) for n in range(300)}
     ranks = travelled([held((alone if rank == 0 else {}) | shared) for rank in range(3)])
-    loads = loads_of(ranks, plan_world(ranks))
+    loads = loads_of(ranks, plan_globally(ranks))
     assert max(loads) - min(loads) <= 0.1 * sum(loads) / 3, loads
     pairs = [held({f"w{n}": rows(8 * (n % 5 + 1), rank % 2, 2) for n in range(200)}) for rank in range(4)]
-    plan = plan_world(travelled(pairs))
+    plan = plan_globally(travelled(pairs))
     loads = loads_of(pairs, plan)
     assert max(loads) - min(loads) <= 0.1 * sum(loads) / 4, loads
     assert set(writes(pairs, plan).values()) == {1}
@@ -153,24 +154,24 @@ def test_objects_are_those_of_the_first_rank_that_has_them() -> None:
     ranks = travelled(
         [held({"step": None, "w": rows(4, 0, 2)}), held({"w": rows(4, 1, 2), "step": None, "rng.1": None})]
     )
-    plan = plan_world(ranks)
+    plan = plan_globally(ranks)
     assert plan.objects == {"step": (0, 0), "rng.1": (1, 2)}
     assert plan.shares == [[0, 1], [0, 2]]
 
 
 def test_names_come_in_the_order_in_which_the_ranks_have_them() -> None:
     ranks = travelled([held({"b": part((2,)), "a": None}), held({"c": part((3,)), "b": part((2,)), "0": None})])
-    plan = plan_world(ranks)
+    plan = plan_globally(ranks)
     assert list(plan.paths) == ["b", "a", "c", "0"]
     assert plan.paths["c"] == ("c",)
-    assert plan_world(travelled(ranks)) == plan, "the same plan for the same ranks"
+    assert plan_globally(travelled(ranks)) == plan, "the same plan for the same ranks"
 
 
 def test_parts_of_a_rank_may_be_several() -> None:
     first = held({"w": part((6,), (0,), (2,))})
     second = held({"w": part((6,), (4,), (2,))})
-    second = Holdings(["w", "w"], [("w",)] * 2, second.forms, [0, 0], [(4,), (2,)])
-    plan = plan_world([first, second])
+    second = RankInventory(["w", "w"], [("w",)] * 2, second.forms, [0, 0], [(4,), (2,)])
+    plan = plan_globally([first, second])
     assert plan.tensors["w"].parts == [((0,), (2,), (0, 0)), ((4,), (2,), (1, 0)), ((2,), (2,), (1, 1))]
     assert plan.shares == [[0], [0, 1]]
 
@@ -182,7 +183,7 @@ def test_tied_tensors_are_written_once() -> None:
     leaves = {"embed": rows(6, 0, 2), "other": rows(6, 0, 2), "head": rows(6, 0, 2)}
     more = {name: rows(6, 1, 2) for name in leaves}
     ranks = travelled([held(leaves, tied={2: 0}), held(more, tied={2: 0})])
-    plan = plan_world(ranks)
+    plan = plan_globally(ranks)
     assert plan.tensors["head"] == plan.tensors["embed"]
     assert plan.tensors["other"] != plan.tensors["embed"]
     assert plan.shares == [[0, 1], [0, 1]]
@@ -191,7 +192,7 @@ def test_tied_tensors_are_written_once() -> None:
 def test_tensors_that_are_tied_on_some_ranks_only_are_written_each() -> None:
     leaves = {"embed": rows(6, 0, 2), "head": rows(6, 0, 2)}
     more = {name: rows(6, 1, 2) for name in leaves}
-    plan = plan_world(travelled([held(leaves, tied={1: 0}), held(more)]))
+    plan = plan_globally(travelled([held(leaves, tied={1: 0}), held(more)]))
     assert plan.shares == [[0, 1], [0, 1]]
     assert plan.tensors["head"] != plan.tensors["embed"]
 
@@ -211,12 +212,12 @@ def test_tensors_that_are_tied_on_some_ranks_only_are_written_each() -> None:
         (held({"w": part((4,), (0,), (2,))}), held({"w": part((4,), (3,), (2,))}), "w has on rank 1 a part .*outside"),
     ],
 )
-def test_contradictions_name_key_and_rank(one: Holdings, other: Holdings, said: str) -> None:
+def test_contradictions_name_key_and_rank(one: RankInventory, other: RankInventory, said: str) -> None:
     with pytest.raises(SaveError, match=said):
-        plan_world(travelled([one, other]))
+        plan_globally(travelled([one, other]))
     others = {"a": None, "b": part((3, 3))}
     with pytest.raises(SaveError, match=said.replace("rank 1", "rank 2")):
-        plan_world(travelled([one, held(others), other]))
+        plan_globally(travelled([one, held(others), other]))
 
 
 def test_many_tensors_of_which_one_lacks_a_part() -> None:
@@ -224,7 +225,7 @@ def test_many_tensors_of_which_one_lacks_a_part() -> None:
         return {f"w{n}": rows(8, rank, 4) for n in range(50) if (n, rank) != (31, 2)}
 
     with pytest.raises(SaveError, match="w31: the ranks have 24 of its 32 elements"):
-        plan_world(travelled([held(of(rank)) for rank in range(4)]))
+        plan_globally(travelled([held(of(rank)) for rank in range(4)]))
 
 
 # --- containers ------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def test_many_tensors_of_which_one_lacks_a_part() -> None:
 def test_records_of_containers_are_put_together() -> None:
     one = held({"a.0": None, "z": None}, containers=[{"path": ["empty"], "type": "dict", "at": 1}])
     other = held({"n": None, "z": None}, containers=[{"path": ["last"], "type": "list", "at": 2}])
-    plan = plan_world(travelled([one, other]))
+    plan = plan_globally(travelled([one, other]))
     assert list(plan.paths) == ["a.0", "z", "n"]
     assert plan.containers == [
         {"path": ["empty"], "type": "dict", "at": 1},
@@ -242,22 +243,22 @@ def test_records_of_containers_are_put_together() -> None:
 
 
 def test_number_keys_of_all_ranks_are_kept() -> None:
-    def of(*keys: str | int, numbers: bool | list[str]) -> Holdings:
+    def of(*keys: str | int, numbers: bool | list[str]) -> RankInventory:
         record = {"path": ["d"], "type": "dict", "int_keys": numbers, "at": 0}
         return held({f"d.{key}": None for key in keys}, paths=[("d", key) for key in keys], containers=[record])
 
-    every = plan_world([of(3, 1, numbers=True), of(7, numbers=True)])
+    every = plan_globally([of(3, 1, numbers=True), of(7, numbers=True)])
     assert every.containers == [{"path": ["d"], "type": "dict", "int_keys": True, "at": 0}]
-    some = plan_world([of(3, 1, numbers=True), of("x", 5, numbers=["5"])])
+    some = plan_globally([of(3, 1, numbers=True), of("x", 5, numbers=["5"])])
     assert some.containers[0]["int_keys"] == ["3", "1", "5"]
 
 
 def test_other_keys_of_all_ranks_are_kept() -> None:
-    def of(keys: dict[str, Any]) -> Holdings:
+    def of(keys: dict[str, Any]) -> RankInventory:
         record = {"path": ["d"], "type": "dict", "keys": keys, "at": 0}
         return held({f"d.{key}": None for key in keys}, paths=[("d", key) for key in keys], containers=[record])
 
-    both = plan_world([of({"1.5": 1.5, "None": None}), of({"None": None, "(1, 2)": [1, 2]})])
+    both = plan_globally([of({"1.5": 1.5, "None": None}), of({"None": None, "(1, 2)": [1, 2]})])
     assert both.containers == [
         {"path": ["d"], "type": "dict", "keys": {"1.5": 1.5, "None": None, "(1, 2)": [1, 2]}, "at": 0}
     ]
@@ -266,7 +267,7 @@ def test_other_keys_of_all_ranks_are_kept() -> None:
 # --- the book --------------------------------------------------------------------------------------------
 
 
-def world() -> list[Holdings]:
+def world() -> list[RankInventory]:
     """Make what four ranks have: shards, uneven ones, what all have, tied names, objects."""
     ranks = []
     for rank in range(4):
@@ -286,8 +287,8 @@ def world() -> list[Holdings]:
 
 def test_the_index_is_what_torch_and_we_read() -> None:
     ranks = world()
-    plan = plan_world(ranks)
-    book = WorldBook(1, ranks, plan)
+    plan = plan_globally(ranks)
+    book = GlobalPlanCache(1, ranks, plan)
     assert not book.knows_places
     for step in (0, 1000):
         results = written_of(ranks, plan, step, places=not book.knows_places)
@@ -324,7 +325,7 @@ def test_the_index_is_what_torch_and_we_read() -> None:
 
 def test_places_beyond_four_gib_are_kept() -> None:
     ranks = [held({"w": rows(4, rank, 2)}) for rank in range(2)]
-    plan = plan_world(ranks)
+    plan = plan_globally(ranks)
     far = [2**40 + 3, 2**33 + 5]
     results = [
         Written(
@@ -332,7 +333,7 @@ def test_places_beyond_four_gib_are_kept() -> None:
         )
         for n, at in enumerate(far)
     ]
-    book = WorldBook(1, ranks, plan)
+    book = GlobalPlanCache(1, ranks, plan)
     book.check(results)
     metadata = pickle.loads(bytes(book.documents(results)))
     infos = [metadata.storage_data[MetadataIndex("w", (2 * n, 0))] for n in range(2)]
@@ -341,8 +342,8 @@ def test_places_beyond_four_gib_are_kept() -> None:
 
 def test_an_index_that_somebody_still_reads_stays_as_it_is() -> None:
     ranks = world()
-    plan = plan_world(ranks)
-    book = WorldBook(1, ranks, plan)
+    plan = plan_globally(ranks)
+    book = GlobalPlanCache(1, ranks, plan)
     results = written_of(ranks, plan)
     book.check(results)
     seen = memoryview(book.documents(results))
@@ -363,7 +364,7 @@ def test_ranks_with_the_same_names_share_them() -> None:
 
 def test_totals_count_what_is_stored_once() -> None:
     ranks = world()
-    book = WorldBook(9, ranks, plan_world(ranks))
+    book = GlobalPlanCache(9, ranks, plan_globally(ranks))
     assert (book.token, book.tensors, book.objects) == (9, 6, 5)
     assert book.tensor_bytes == 4 * (40 + 24 + 7 + 24 + 1)
 
@@ -397,17 +398,17 @@ def _without_an_object(result: Written) -> Written:
 )
 def test_what_is_missing_names_the_rank(spoil: Any, said: str) -> None:
     ranks = world()
-    plan = plan_world(ranks)
+    plan = plan_globally(ranks)
     results = written_of(ranks, plan)
     results[2] = spoil(results[2])
     with pytest.raises(SaveError, match=said):
-        WorldBook(1, ranks, plan).check(results)
+        GlobalPlanCache(1, ranks, plan).check(results)
 
 
 def test_a_later_save_that_lacks_something_is_found() -> None:
     ranks = world()
-    plan = plan_world(ranks)
-    book = WorldBook(1, ranks, plan)
+    plan = plan_globally(ranks)
+    book = GlobalPlanCache(1, ranks, plan)
     book.check(written_of(ranks, plan))
     later = written_of(ranks, plan, places=False)
     book.check(later)
@@ -429,13 +430,13 @@ def test_many_ranks_with_the_same_names() -> None:
     ranks = travelled(
         [held({name: rows(96 * (n % 3 + 1), rank, size) for n, name in enumerate(names)}) for rank in range(size)]
     )
-    plan = plan_world(ranks)
+    plan = plan_globally(ranks)
     assert plan.shares == [list(range(60))] * size
     for name, rank in itertools.product(names, range(size)):
         number = names.index(name)
         step = 2 * (number % 3 + 1)
         assert plan.tensors[name].parts[rank] == ((step * rank, 0), (step, 4), (rank, number))
-    book = WorldBook(1, ranks, plan)
+    book = GlobalPlanCache(1, ranks, plan)
     results = written_of(ranks, plan)
     book.check(results)
     metadata = pickle.loads(bytes(book.documents(results)))

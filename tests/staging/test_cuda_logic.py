@@ -15,7 +15,7 @@ from aiockpt.errors import StageError
 from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.layout import Sealer
 from aiockpt.planning.planner import Planner
-from aiockpt.saving.staging_session import _All
+from aiockpt.saving.staging_session import _JoinedCopies
 from aiockpt.snapshot.capture import capture_state
 from aiockpt.staging import runtime as device_runtime
 from aiockpt.staging.base import LayoutMismatchError
@@ -327,7 +327,7 @@ async def test_all_devices_are_waited_for_when_one_fails() -> None:
 
     pending = [Copying(StageError("the first")), Copying(StageError("the second")), Copying(None)]
     with pytest.raises(StageError, match="the first"):
-        await _All(pending).wait()
+        await _JoinedCopies(pending).wait()
     assert done == pending
 
 

@@ -6,11 +6,11 @@ import threading
 
 import torch
 
-from aiockpt.staging.host_cache import TensorMemory
+from aiockpt.staging.host_cache import HostCache
 
 
 def test_memory_is_used_again_only_when_all_its_tensors_are_gone() -> None:
-    memory = TensorMemory(1 << 30)
+    memory = HostCache(1 << 30)
     one = memory.take(5 << 20)
     other = memory.take(5 << 20)
     assert one.data_ptr() % 4096 == other.data_ptr() % 4096 == 0
@@ -34,7 +34,7 @@ def test_memory_is_used_again_only_when_all_its_tensors_are_gone() -> None:
 
 
 def test_no_more_is_kept_than_allowed() -> None:
-    memory = TensorMemory(3 << 20)
+    memory = HostCache(3 << 20)
     tensors = [memory.take(1 << 20) for _ in range(6)]
     del tensors
     assert memory.kept_bytes == 3 << 20
@@ -46,7 +46,7 @@ def test_no_more_is_kept_than_allowed() -> None:
 
 
 def test_tensors_outlive_the_memory_they_came_from() -> None:
-    memory = TensorMemory(1 << 30)
+    memory = HostCache(1 << 30)
     tensor = memory.take((2 << 20) + 5)
     tensor.copy_(torch.arange(len(tensor)) % 251)
     del memory
@@ -54,7 +54,7 @@ def test_tensors_outlive_the_memory_they_came_from() -> None:
 
 
 def test_from_many_threads() -> None:
-    memory = TensorMemory(1 << 30)
+    memory = HostCache(1 << 30)
     wrong = []
 
     def work(value: int) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import aiockpt
 from aiockpt.engine import engine
-from aiockpt.engine.resources import EngineTools
+from aiockpt.engine.resources import EngineResources
 from aiockpt.errors import LoadError
 from aiockpt.reading import executor, tensor_stream
 from aiockpt.staging import scatter
@@ -38,16 +38,16 @@ def through_chunks(monkeypatch: pytest.MonkeyPatch):
     runtimes = [Runtime(), Runtime()]
     made: list[AcceleratorPlacer] = []
 
-    def placer_for(tools: EngineTools, device: torch.device) -> AcceleratorPlacer:
+    def placer_for(tools: EngineResources, device: torch.device) -> AcceleratorPlacer:
         if not made:
             stager = tools.stagers[torch.device("meta")] = AcceleratorStager(CPU, runtimes[0])
             made.append(AcceleratorPlacer(stager, runtimes[1]))
             tools.placers[CPU] = made[0]
         return made[0]
 
-    monkeypatch.setattr(EngineTools, "_placer_for", placer_for)
+    monkeypatch.setattr(EngineResources, "_placer_for", placer_for)
     monkeypatch.setattr(executor, "_CPU", torch.device("meta"))
-    monkeypatch.setattr(tensor_stream.TensorStream, "_target_memory", lambda self: None)
+    monkeypatch.setattr(tensor_stream.ChunkRead, "_target_memory", lambda self: None)
     return runtimes
 
 

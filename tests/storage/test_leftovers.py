@@ -21,7 +21,7 @@ from aiockpt.errors import DeleteError, WriteError
 from aiockpt.storage.local import orphans, temp_names
 from aiockpt.storage.local import temp_dir as hidden_module
 from aiockpt.storage.local.dir_lock import hold, lock
-from aiockpt.storage.local.orphans import Circumstances, clean, judge
+from aiockpt.storage.local.orphans import HostFacts, classify, clean
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import make_hidden
 from aiockpt.storage.local.temp_names import (
@@ -57,7 +57,7 @@ async def main(path):
     transaction = await LocalStorage().begin(path, overwrite=True, workers=workers)
     sink = await transaction.create("__0_0.distcp", 4096)
     await sink.write(memoryview(bytes(4096)))
-    await transaction.leave_word("part-0", b"word")
+    await transaction.put_sidecar("part-0", b"word")
     print(transaction.ticket, flush=True)
     sys.stdin.read()
 
@@ -224,18 +224,18 @@ def test_judgement(
     changes: dict[str, str] | None, changed_s: float, running: bool, older_than_s: float | None, verdict: str
 ) -> None:
     owner = None if changes is None else replace(HERE, **changes)
-    assert judge(owner, changed_s, running, Circumstances(HERE, NOW, BOOTED, older_than_s)) == verdict
+    assert classify(owner, changed_s, running, HostFacts(HERE, NOW, BOOTED, older_than_s)) == verdict
 
 
 def test_who_does_not_know_himself_judges_by_age_alone() -> None:
-    assert judge(HERE, 0.0, False, Circumstances(None, NOW, BOOTED)) == "unknown"
-    assert judge(HERE, 0.0, False, Circumstances(None, NOW, None, 10.0)) == "old"
+    assert classify(HERE, 0.0, False, HostFacts(None, NOW, BOOTED)) == "unknown"
+    assert classify(HERE, 0.0, False, HostFacts(None, NOW, None, 10.0)) == "old"
 
 
 def test_a_machine_that_was_started_a_moment_ago_waits() -> None:
     """Its clock may have been wrong until now."""
     owner = replace(HERE, boot="b" * 10, space="a" * 10)
-    assert judge(owner, NOW - 30, False, Circumstances(HERE, NOW, NOW - 10)) == "unknown"
+    assert classify(owner, NOW - 30, False, HostFacts(HERE, NOW, NOW - 10)) == "unknown"
 
 
 # --- what is removed ----------------------------------------------------------------------------------
@@ -346,11 +346,13 @@ async def test_who_takes_part_holds_it(workers, tmp_path: Path) -> None:
     begun = await storage.begin(str(path), overwrite=False, workers=workers)
     hidden = tmp_path / begun.ticket
     joined = await storage.join(str(path), begun.ticket, workers=workers)
-    adopted = await storage.adopt(str(path), begun.ticket, overwrite=False, workers=workers, identity=begun.identity)
+    adopted = await storage.take_over(
+        str(path), begun.ticket, overwrite=False, workers=workers, identity=begun.identity
+    )
     free = [is_free(hidden)]
     for part in (begun, joined, adopted):
-        await part.leave()
-        await part.leave()
+        await part.release()
+        await part.release()
         free.append(is_free(hidden))
     assert free == [False, False, False, True]
     assert joined.identity == adopted.identity == begun.identity

@@ -12,7 +12,7 @@ import pytest
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
-from aiockpt.staging.pool import Mapping
+from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage import syscalls
 from aiockpt.storage.local import publish
 from aiockpt.storage.local import storage as local
@@ -33,8 +33,8 @@ OLD = b"\2\0\0\0\0\0\0\0{}"  # a file of safetensors with nothing in it
 
 
 @pytest.fixture
-def data() -> Mapping:
-    memory = Mapping(3 << 20)
+def data() -> MappedMemory:
+    memory = MappedMemory(3 << 20)
     memory.view[:] = bytes(range(256)) * (3 << 12)
     return memory
 

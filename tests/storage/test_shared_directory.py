@@ -162,7 +162,7 @@ async def test_files_that_are_there_are_not_used(workers, tmp_path: Path) -> Non
             await transaction.create(f"__{number}_0.distcp", 2 << 20)
         plant(tmp_path / f"{hidden.name}-part-{number}")
         with pytest.raises(WriteError, match="File exists"):
-            await transaction.leave_word(f"part-{number}", b"word")
+            await transaction.put_sidecar(f"part-{number}", b"word")
         (tmp_path / f"{hidden.name}-part-{number}").unlink()
     await transaction.abort()
     assert (tmp_path / "target").read_bytes() == b"precious"
@@ -200,10 +200,10 @@ async def test_modes_follow_the_umask_but_are_never_for_everybody_to_write(
     try:
         transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
         hidden = tmp_path / transaction.ticket
-        await transaction.leave_word("part-0", b"word")
+        await transaction.put_sidecar("part-0", b"word")
         assert stat.S_IMODE(hidden.stat().st_mode) == mode
         assert stat.S_IMODE(hidden.with_name(hidden.name + "-part-0").stat().st_mode) == mode & 0o666
-        await transaction.take_back("part-0")
+        await transaction.delete_sidecar("part-0")
         await _write(transaction, b"new")
         await transaction.commit()
     finally:
@@ -377,7 +377,7 @@ async def test_who_takes_part_sweeps_only_what_he_has_joined(workers, tmp_path: 
     hidden = tmp_path / begun.ticket
     hidden.rename(tmp_path / "mine")
     checkpoint(hidden, b"theirs")
-    await joined.sweep()
+    await joined.discard_all()
     assert (hidden / ".metadata").read_bytes() == b"theirs"
     shutil.rmtree(hidden)
     (tmp_path / "mine").rename(hidden)

@@ -14,16 +14,16 @@ import pytest
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.planning.collective.cache import Written
-from aiockpt.planning.collective.inventory import Holdings
+from aiockpt.planning.collective.inventory import RankInventory
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.writing.collective_commit import WorldFacts
 from aiockpt.writing.process.messages import Begin
 from aiockpt.writing.process.orphan_commit import Agreement
-from aiockpt.writing.process.recovery_record import Leadership, Parting, sealed, unsealed
+from aiockpt.writing.process.recovery_record import Leadership, RecoveryRecord, sealed, unsealed
 from tests.fuzz.exploits import LIVE
 
 SECRET = bytes(range(32))
-NOTHING = Written({}, 0, {}, None, Holdings([], [], [], [], []), token=7)
+NOTHING = Written({}, 0, {}, None, RankInventory([], [], [], [], []), token=7)
 RIGHT = sealed(SECRET, 1, NOTHING)
 
 
@@ -43,16 +43,16 @@ async def settle(folder: Path, workers: Workers, leave: Callable[[Path], object]
     storage, path = LocalStorage(), str(folder / "c")
     begun = await storage.begin(path, overwrite=False, workers=workers)
     joined = await storage.join(path, begun.ticket, workers=workers)
-    joined.take_back = take_back or joined.take_back
+    joined.delete_sidecar = take_back or joined.delete_sidecar
     leave(folder / f"{begun.ticket}-part-1")
     lead = None if rank else Leadership(None, WorldFacts(7, {}, {}, 0.0), overwrite=False)
-    parting = pickle.dumps(Parting(rank, 2, SECRET, replace(NOTHING), lead))
+    parting = pickle.dumps(RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead))
     begin = Begin(0, path, b"", False, (), 0, None, (), begun.ticket, True, 0.0, None)
     try:
         await Agreement(begin, parting, storage, joined, 0.02, workers).settle({})
     finally:
-        await joined.leave()
-        await begun.leave()
+        await joined.release()
+        await begun.release()
 
 
 @pytest.mark.asyncio

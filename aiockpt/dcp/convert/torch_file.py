@@ -18,7 +18,7 @@ from isal.isal_zlib import crc32
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.item.framing import CRC
 from aiockpt.format.item.ziparchive import FramingError, data_offset, read_directory
-from aiockpt.storage.local.belonging import objection
+from aiockpt.storage.local.belonging import why_not_a_checkpoint
 from aiockpt.storage.local.publish import make_directories, sync_directory
 from aiockpt.storage.local.temp_names import new_ticket
 from aiockpt.storage.syscalls import allocate, rename_noreplace
@@ -88,7 +88,7 @@ class TorchFileWriter:
         if not self._overwrite and os.path.lexists(self._path):
             raise CheckpointExistsError(f"{self._path} exists already; choose another name, or pass overwrite=True")
         try:
-            found = objection(self._path) if os.path.lexists(self._path) else None
+            found = why_not_a_checkpoint(self._path) if os.path.lexists(self._path) else None
             if found is not None:
                 raise CheckpointExistsError(
                     f"{self._path} {found}; overwrite=True replaces checkpoints only. Choose another name."

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS, check_paths
-from aiockpt.format.index import ChunkEntry, Entry, Index, ItemPlace, ObjectEntry, ObjPath, TensorEntry
+from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry
 from aiockpt.format.names import DCP_MODULE, METADATA_NAME
 from aiockpt.format.pickle.fast_pickle import DTYPES, Function, Record, read_pickle
 
@@ -126,7 +126,7 @@ class _Decoder:
         self._transforms_left = len(data)
         self._is_transformed = False
         # By name and offsets, as text: hashes of texts can't be foreseen, so that nobody can make them collide.
-        self._places: dict[tuple[str, str | None], ItemPlace] = {}
+        self._places: dict[tuple[str, str | None], ItemRange] = {}
         # By id: what was checked. The values keep living, so that no other gets their id.
         self._sizes: dict[int, tuple[Sizes, str]] = {}
         self._tensors: dict[int, tuple[Record, torch.dtype, Sizes, list[_Chunk]]] = {}
@@ -185,7 +185,7 @@ class _Decoder:
             fields = info.fields()
             file, begin, length = (fields.get(each) for each in _INFO_NAMES)
             transforms = self._transforms(name, fields.get("transform_descriptors"))
-        where = ItemPlace(_text(file), _count(begin), _count(length), transforms)
+        where = ItemRange(_text(file), _count(begin), _count(length), transforms)
         self._places[_text(name), None if offset is None else self._checked(offset)[1]] = where
 
     def _transforms(self, name: Any, descriptors: Any) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ class _Decoder:
         self._is_transformed = True
         return tuple(map(_text, descriptors))
 
-    def _place(self, name: str, offsets: str | None) -> ItemPlace:
+    def _place(self, name: str, offsets: str | None) -> ItemRange:
         place = self._places.pop((name, offsets), None)
         if place is None:
             raise ValueError(f"it does not say where {name[:200]} is stored")
@@ -305,7 +305,7 @@ def decode_metadata(data: bytes) -> Index:
     try:
         if len(data) < _MANY_BYTES:
             return _Decoder(data).decode()
-        with few_collections():
+        with gc_pause():
             return _Decoder(data).decode()
     except (TypeError, ValueError) as exc:  # PickleError among them
         raise CorruptCheckpointError(

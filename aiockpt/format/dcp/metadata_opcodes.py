@@ -9,13 +9,13 @@ import struct
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiockpt.format.index import ItemPlace
+from aiockpt.format.index import ItemRange
 from aiockpt.format.names import DCP_MODULE, DCP_VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    Row = tuple[bytes, tuple[int, tuple[int, ...]] | None, ItemPlace]
+    Row = tuple[bytes, tuple[int, tuple[int, ...]] | None, ItemRange]
 
 
 class Opcodes:
@@ -142,17 +142,17 @@ class MetadataDraft:
         rows: list[Row] = []
         for file, keys_of, items in zip(self.files, self.keys, encoded, strict=True):
             for keys, item in zip(keys_of, items, strict=True):
-                place = ItemPlace(file, item.offset, item.length, item.transforms)
+                place = ItemRange(file, item.offset, item.length, item.transforms)
                 rows += [(text_opcodes(name), None if at is None else (0, at), place) for name, at in keys]
         return self.head.data + _tail(self.head.remembered, rows)
 
 
-def finish_metadata(head: MetadataHead, objects: Sequence[tuple[str, ItemPlace]]) -> bytes:
+def finish_metadata(head: MetadataHead, objects: Sequence[tuple[str, ItemRange]]) -> bytes:
     """Complete `.metadata` with the places of the objects."""
     return head.data + metadata_tail(head.remembered, objects)
 
 
-def metadata_tail(remembered: int, objects: Sequence[tuple[str, ItemPlace]]) -> bytes:
+def metadata_tail(remembered: int, objects: Sequence[tuple[str, ItemRange]]) -> bytes:
     """Encode what follows a head that remembers so many values: the places of the objects, and the end."""
     return _tail(remembered, [(text_opcodes(name), None, place) for name, place in objects])
 

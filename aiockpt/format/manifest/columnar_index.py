@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.index import ChunkEntry, Entry, ItemPlace, ObjectEntry, ObjPath, TensorEntry, TensorItem
+from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ class IndexedEntries(Mapping[str, Entry]):
 
     def __getitem__(self, name: str) -> Entry:
         row = self.numbers[name]
-        place = ItemPlace(self.files[self.file_of[row]], int(self.offset_of[row]), int(self.length_of[row]))
+        place = ItemRange(self.files[self.file_of[row]], int(self.offset_of[row]), int(self.length_of[row]))
         number = int(self.form_of[row])
         if number < 0:
             return ObjectEntry(place)
@@ -106,7 +106,7 @@ class IndexedEntries(Mapping[str, Entry]):
         starts = [(0,) * len(form.shape) for form in forms]
         columns = (self.form_of, self.file_of, self.offset_of, self.length_of, self.crc_of)
         for number, file, offset, length, crc in zip(*(column.tolist() for column in columns), strict=True):
-            place = ItemPlace(files[file], offset, length)
+            place = ItemRange(files[file], offset, length)
             if number < 0:
                 yield ObjectEntry(place)
                 continue

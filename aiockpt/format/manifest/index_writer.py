@@ -17,7 +17,7 @@ _STEP = 8192
 """How much of a column is encoded at a time, so that no C function holds the interpreter for long."""
 
 
-class Places(NamedTuple):
+class ItemRanges(NamedTuple):
     """Where the items are, leaf by leaf.
 
     Attributes:
@@ -64,7 +64,7 @@ class IndexDraft:
 
 
 def encode_index(
-    names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[Form], places: Places
+    names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[Form], places: ItemRanges
 ) -> str | None:
     """Encode the part of an index that is the same for every save with one layout.
 

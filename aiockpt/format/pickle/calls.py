@@ -22,7 +22,7 @@ _PER_BYTE = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}
 
 
 @dataclass(slots=True, eq=False)
-class Value:
+class AbstractValue:
     """Stands for a value that the pickle makes; plain numbers, texts and None stand for themselves.
 
     Attributes:
@@ -50,13 +50,13 @@ class Value:
     crowd: dict[int, int] | None = None
 
     @classmethod
-    def of_tuple(cls, items: list[Any]) -> Value:
+    def of_tuple(cls, items: list[Any]) -> AbstractValue:
         """Make a tuple."""
         value = cls("tuple", items=items, depth=1)
         for item in items:
             value.add(item)
         # As a tuple's hash, it depends on those of the items alone, and is as easily made to be another's.
-        value.hashed = hash(tuple([item.hashed if isinstance(item, Value) else hash(item) for item in items]))
+        value.hashed = hash(tuple([item.hashed if isinstance(item, AbstractValue) else hash(item) for item in items]))
         return value
 
     def add(self, item: Any) -> None:
@@ -69,7 +69,7 @@ class Value:
 
     def rivals_of(self, key: Any) -> int:
         """Tell how many values in a container have the hash of one more, which then counts as well."""
-        if not isinstance(key, Value) or key.kind == "time":
+        if not isinstance(key, AbstractValue) or key.kind == "time":
             return 0  # hashes of texts and times can't be foreseen, and few numbers have one hash
         if self.crowd is None:
             self.crowd = {}
@@ -101,36 +101,36 @@ def hash_cost(value: Any) -> int:
     """Give how many steps it takes to hash a value."""
     if type(value) is int and abs(value) >= _MAX_KEY:
         return _LARGE_KEY_COST
-    return value.hashes if isinstance(value, Value) else 1
+    return value.hashes if isinstance(value, AbstractValue) else 1
 
 
 def depth_of(value: Any) -> int:
     """Give how deep tuples are in a value."""
-    return value.depth if isinstance(value, Value) else 0
+    return value.depth if isinstance(value, AbstractValue) else 0
 
 
 def weight(value: Any) -> int:
     """Give how many steps it takes to copy a value."""
-    if isinstance(value, Value):
+    if isinstance(value, AbstractValue):
         return min(value.size, _ENDLESS) + 1
     return len(value) + 1 if type(value) is str else 1
 
 
-def _plain(g: Guard, name: str, args: list[Any]) -> Value:
+def _plain(g: Guard, name: str, args: list[Any]) -> AbstractValue:
     """Take a few numbers and short texts, or what was made of them."""
     if len(args) > 16 or any(weight(arg) > _MAX_TEXT for arg in args):
         raise PickleError(f"it calls {name} with more than a few short values")
-    if name == "builtins.str" and any(isinstance(arg, Value) for arg in args):
+    if name == "builtins.str" and any(isinstance(arg, AbstractValue) for arg in args):
         raise PickleError("it makes a text of something else")
-    return Value("time" if name in _TIMES else "plain")
+    return AbstractValue("time" if name in _TIMES else "plain")
 
 
 def _copy(kind: str, *, hashed: bool = False) -> Any:
-    def rule(g: Guard, name: str, args: list[Any]) -> Value:
-        made = Value(kind)
+    def rule(g: Guard, name: str, args: list[Any]) -> AbstractValue:
+        made = AbstractValue(kind)
         for arg in args:
             g.charge(weight(arg))
-            if isinstance(arg, Value) and arg.kind != "global":
+            if isinstance(arg, AbstractValue) and arg.kind != "global":
                 each = _RANGE_ELEMENT_BYTES if arg.kind == "range" else 0
                 g.charge_bytes(arg.size * (each + (_ENTRY_BYTES if hashed else _ELEMENT_BYTES)))
                 if hashed:
@@ -147,35 +147,35 @@ def _copy(kind: str, *, hashed: bool = False) -> Any:
     return rule
 
 
-def _bytes(g: Guard, name: str, args: list[Any]) -> Value:
+def _bytes(g: Guard, name: str, args: list[Any]) -> AbstractValue:
     if len(args) > 1 and (len(args) > 2 or args[1] not in _LATIN):
         raise PickleError("it encodes a text in a way that bytes are not stored in")
     size = sum(max(arg, 0) if type(arg) is int else weight(arg) for arg in args)
     g.charge(size)
-    return Value("bytes", size=size)
+    return AbstractValue("bytes", size=size)
 
 
-def _encode(g: Guard, name: str, args: list[Any]) -> Value:
+def _encode(g: Guard, name: str, args: list[Any]) -> AbstractValue:
     if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
         raise PickleError("it encodes a text in a way that bytes are not stored in")
     g.charge(len(args[0]))
-    return Value("bytes", size=len(args[0]))
+    return AbstractValue("bytes", size=len(args[0]))
 
 
-def _range(g: Guard, name: str, args: list[Any]) -> Value:
+def _range(g: Guard, name: str, args: list[Any]) -> AbstractValue:
     if not 1 <= len(args) <= 3 or any(type(arg) is not int for arg in args) or (len(args) == 3 and args[2] == 0):
         raise PickleError("it makes a range of something else than numbers")
     numbers = range(*args)
     size = (numbers[-1] - numbers[0]) // numbers.step + 1 if numbers else 0
-    return Value("range", size=min(size, _ENDLESS), hashes=min(size, _ENDLESS) + 1)
+    return AbstractValue("range", size=min(size, _ENDLESS), hashes=min(size, _ENDLESS) + 1)
 
 
-def _texts(g: Guard, name: str, args: list[Any]) -> Value:
+def _texts(g: Guard, name: str, args: list[Any]) -> AbstractValue:
     """Take texts, as paths and decimals do."""
     if any(type(arg) is not str for arg in args):
         raise PickleError(f"it calls {name} with something else than texts")
     g.charge(sum(map(weight, args)))
-    return Value("time" if name.startswith("pathlib.") else "plain")  # hashes of paths can't be foreseen either
+    return AbstractValue("time" if name.startswith("pathlib.") else "plain")  # hashes of paths can't be foreseen either
 
 
 _PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
@@ -184,39 +184,41 @@ _TIMES = ("datetime.date", "datetime.datetime", "datetime.time")
 
 
 def _anything(kind: str) -> Any:
-    def rule(g: Guard, name: str, args: list[Any]) -> Value:
+    def rule(g: Guard, name: str, args: list[Any]) -> AbstractValue:
         for arg in args:
             g.charge(weight(arg))
-        return Value(kind)
+        return AbstractValue(kind)
 
     return rule
 
 
-def call_user(g: Guard, name: str, args: list[Any]) -> Value:
+def call_user(g: Guard, name: str, args: list[Any]) -> AbstractValue:
     """Take any arguments, for what the user allowed."""
     if name.startswith("numpy."):
         # An array is made empty and filled from bytes afterwards; numbers are lengths of what is not filled yet.
-        numbers = [n for arg in args for n in ((arg.items or ()) if isinstance(arg, Value) else (arg,))]
+        numbers = [n for arg in args for n in ((arg.items or ()) if isinstance(arg, AbstractValue) else (arg,))]
         g.charge(math.prod(abs(n) for n in numbers if type(n) is int))
     return _anything("object")(g, name, args)  # type: ignore[no-any-return]
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    items = value.items if isinstance(value, Value) else None
+    items = value.items if isinstance(value, AbstractValue) else None
     if items is None or len(items) > MAX_DIMS or any(type(n) is not int for n in items):
         raise PickleError("it makes a tensor whose sizes or strides are none")
     return tuple(items)
 
 
-def _tensor(g: Guard, name: str, args: list[Any]) -> Value:
-    if len(args) < 4 or not isinstance(args[0], Value) or args[0].kind != "storage" or type(args[1]) is not int:
+def _tensor(g: Guard, name: str, args: list[Any]) -> AbstractValue:
+    if len(args) < 4 or not isinstance(args[0], AbstractValue) or args[0].kind != "storage" or type(args[1]) is not int:
         raise PickleError("it makes a tensor of no storage")
     storage, offset = args[0], args[1]
     shape, stride = _numbers(args[2]), _numbers(args[3])
     width = storage.width
     if name.endswith("_v3"):
         dtype = (
-            DTYPES.get(args[6].name.removeprefix("torch.")) if len(args) > 6 and isinstance(args[6], Value) else None
+            DTYPES.get(args[6].name.removeprefix("torch."))
+            if len(args) > 6 and isinstance(args[6], AbstractValue)
+            else None
         )
         width = dtype.itemsize if dtype is not None else _ENDLESS
     is_quantized = name.endswith("_rebuild_qtensor")
@@ -224,15 +226,15 @@ def _tensor(g: Guard, name: str, args: list[Any]) -> Value:
     filled = is_quantized and math.prod(shape) * width > room
     if filled or not view_fits(offset, shape, stride, width, room):
         raise PickleError(f"it makes a tensor of {shape} that reaches beyond its {storage.size} bytes")
-    return Value("tensor")
+    return AbstractValue("tensor")
 
 
-def _from_type(g: Guard, name: str, args: list[Any]) -> Value:
-    if len(args) != 4 or not isinstance(args[2], Value) or args[2].items is None:
+def _from_type(g: Guard, name: str, args: list[Any]) -> AbstractValue:
+    if len(args) != 4 or not isinstance(args[2], AbstractValue) or args[2].items is None:
         raise PickleError("it makes a tensor of a class in an unknown way")
     g.charge(weight(args[3]))
     g.invoke(args[0], args[2].items)
-    return Value("tensor")
+    return AbstractValue("tensor")
 
 
 CALLS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import importlib
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiockpt.format.pickle.calls import CALLS, Value, call_user, depth_of, hash_cost, weight
+from aiockpt.format.pickle.calls import CALLS, AbstractValue, call_user, depth_of, hash_cost, weight
 from aiockpt.format.pickle.fast_pickle import DTYPES
 from aiockpt.format.pickle.machine import Handler, Machine, PickleError, pop_mark, read_line
 from aiockpt.format.pickle.opcodes import OPCODES
@@ -125,7 +125,7 @@ class _Guard(Machine):
         self._allowed = allowed
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
         self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
-        self.storages: dict[str, Value] = {}
+        self.storages: dict[str, AbstractValue] = {}
 
     def charge(self, steps: int) -> None:
         """Count what something costs."""
@@ -145,23 +145,23 @@ class _Guard(Machine):
         if depth_of(key) > _DEEPEST:
             raise PickleError("it has a key of tuples in tuples, too deep to be hashed")
 
-    def _find(self, module: str, name: str) -> Value:
+    def _find(self, module: str, name: str) -> AbstractValue:
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
         if full not in CALLS and full not in self._allowed and not full.startswith("torch."):
             self.miss(full)
-        return Value("global", name=full)
+        return AbstractValue("global", name=full)
 
     def miss(self, name: str) -> None:
         """Take note of a name that is neither allowed nor known."""
         raise _RefusedByTorch
 
-    def note(self, target: Value, *, filled: bool) -> None:
+    def note(self, target: AbstractValue, *, filled: bool) -> None:
         """Take note of an object that is given a state, or elements."""
 
     def invoke(self, function: Any, args: list[Any]) -> Any:
         """Give what a call would give, and count what it costs."""
-        if not isinstance(function, Value) or function.kind != "global":
+        if not isinstance(function, AbstractValue) or function.kind != "global":
             raise PickleError("it calls what is no function")
         rule = CALLS.get(function.name)
         if rule is None:
@@ -176,19 +176,19 @@ class _Guard(Machine):
         """Take note of a function of torch that is neither allowed nor known."""
         raise ForeignNameError(name)
 
-    def storage(self, pid: Any) -> Value:
+    def storage(self, pid: Any) -> AbstractValue:
         """Give the storage that a persistent id stands for."""
-        if not isinstance(pid, Value) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
+        if not isinstance(pid, AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
             raise PickleError("it refers to something other than a storage")
         _, kind, key, _, numel = pid.items
-        width = _STORAGES.get(kind.name) if isinstance(kind, Value) else None
+        width = _STORAGES.get(kind.name) if isinstance(kind, AbstractValue) else None
         if width is None or type(key) is not str or type(numel) is not int or numel < 0:
             raise PickleError("it refers to a storage without a type, a key or a length")
         if numel * width > self._records.get(key, -1):
             raise PickleError(f"storage {key[:100]} would have {numel * width} bytes, more than are stored")
         if not numel:  # empty storages of several types may have one key
-            return Value("storage", size=0, width=width)
-        known = self.storages.setdefault(key, Value("storage", size=numel * width, name=kind.name, width=width))
+            return AbstractValue("storage", size=0, width=width)
+        known = self.storages.setdefault(key, AbstractValue("storage", size=numel * width, name=kind.name, width=width))
         if (known.size, known.width) != (numel * width, width):
             raise PickleError(f"storage {key[:100]} has two lengths, or two types")
         return known
@@ -210,7 +210,7 @@ class _Collector(_Guard):
     def miss_call(self, name: str) -> None:
         self.names[name] = None
 
-    def note(self, target: Value, *, filled: bool) -> None:
+    def note(self, target: AbstractValue, *, filled: bool) -> None:
         self.fills |= filled
         if not filled and target.kind == "object":
             self.made.add(target.name)
@@ -219,11 +219,11 @@ class _Collector(_Guard):
         made = super().invoke(function, args)
         if function.name == "builtins.getattr":
             owner, attribute = args if len(args) == 2 else (None, None)
-            if isinstance(owner, Value) and owner.kind == "global" and type(attribute) is str:
+            if isinstance(owner, AbstractValue) and owner.kind == "global" and type(attribute) is str:
                 self.lookups.add((owner.name, attribute))
             else:
                 self.lookups.add(("", ""))
-        if isinstance(made, Value) and made.kind == "object":
+        if isinstance(made, AbstractValue) and made.kind == "object":
             made.name = function.name
         return made
 
@@ -240,13 +240,13 @@ def _global(g: _Guard, at: int) -> int:
 
 
 def _short_bytes(g: _Guard, at: int) -> int:
-    g.stack.append(Value("bytes", size=g.data[at]))
+    g.stack.append(AbstractValue("bytes", size=g.data[at]))
     return at + 1 + g.data[at]
 
 
 def _empty(kind: str) -> Handler:
     def push(g: _Guard, at: int) -> int:
-        g.stack.append(Value(kind))
+        g.stack.append(AbstractValue(kind))
         return at
 
     return push
@@ -254,12 +254,12 @@ def _empty(kind: str) -> Handler:
 
 def _tuple(g: _Guard, at: int) -> int:
     items = pop_mark(g)
-    g.stack.append(Value.of_tuple(items))
+    g.stack.append(AbstractValue.of_tuple(items))
     return at
 
 
 def _no_items(g: _Guard, at: int) -> int:
-    g.stack.append(Value.of_tuple([]))
+    g.stack.append(AbstractValue.of_tuple([]))
     return at
 
 
@@ -268,7 +268,7 @@ def _tuple_n(count: int) -> Handler:
         items = g.stack[-count:]
         if len(items) < count:
             raise PickleError(f"a tuple of too few values at byte {at - 1}")
-        g.stack[-count:] = [Value.of_tuple(items)]
+        g.stack[-count:] = [AbstractValue.of_tuple(items)]
         return at
 
     return push
@@ -283,9 +283,9 @@ def _extend(g: _Guard, items: list[Any]) -> None:
         target.add(item)
 
 
-def _target(g: _Guard, kind: str) -> Value:
+def _target(g: _Guard, kind: str) -> AbstractValue:
     target = g.stack[-1]
-    if not isinstance(target, Value) or target.kind not in (*_LIKE[kind], "object"):
+    if not isinstance(target, AbstractValue) or target.kind not in (*_LIKE[kind], "object"):
         raise _RefusedByTorch
     if target.kind != kind:  # beside tensors torch fills lists and dicts alone
         g.note(target, filled=True)
@@ -325,7 +325,7 @@ def _setitems(g: _Guard, at: int) -> int:
 
 
 def _args(value: Any) -> list[Any]:
-    if not isinstance(value, Value) or value.items is None:
+    if not isinstance(value, AbstractValue) or value.items is None:
         raise PickleError("it calls a function without a tuple of arguments")
     return value.items
 
@@ -340,10 +340,12 @@ def _reduce(g: _Guard, at: int) -> int:
 def _build(g: _Guard, at: int) -> int:
     state = g.stack.pop()
     target = g.stack[-1]
-    if not isinstance(target, Value) or target.kind not in ("dict", "object"):
+    if not isinstance(target, AbstractValue) or target.kind not in ("dict", "object"):
         raise PickleError("it gives a state to something that has none")
     g.note(target, filled=False)
-    g.charge(weight(state) + sum(weight(part) for part in (state.items or ())[:2]) if isinstance(state, Value) else 1)
+    g.charge(
+        weight(state) + sum(weight(part) for part in (state.items or ())[:2]) if isinstance(state, AbstractValue) else 1
+    )
     return at
 
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.checks import MAX_DIMS
-from aiockpt.format.index import ChunkEntry, Index, ItemPlace, TensorEntry, TensorItem
+from aiockpt.format.index import ChunkEntry, Index, ItemRange, TensorEntry, TensorItem
 
 if TYPE_CHECKING:
     from aiockpt.format.index import ObjPath
@@ -124,7 +124,7 @@ def decode_header(name: str, data: bytes, file_bytes: int) -> Index:
     if len(data) < end:
         raise CorruptCheckpointError(f"{name} gave {len(data)} bytes of its {end} bytes of header: it was truncated")
     try:
-        with few_collections():
+        with gc_pause():
             document = parse_object(data[_LENGTH.size : end])
             metadata = _texts(document.pop(_METADATA, None))
             entries = _read_tensors(name, document, end, file_bytes)
@@ -195,7 +195,7 @@ def _read_tensors(name: str, document: dict[str, Any], base: int, file_bytes: in
             raise HeaderError(f"puts the tensor {key!r} of {item.nbytes} bytes at the bytes {begin} to {end} of {room}")
         begins.append(begin)
         ends.append(end)
-        place = ItemPlace(name, base + begin, item.nbytes)
+        place = ItemRange(name, base + begin, item.nbytes)
         entries[key] = TensorEntry(item.dtype, item.shape, (ChunkEntry(layout.offsets, item.shape, place, item),))
     _check_cover(list(entries), begins, ends, room)
     return entries

@@ -13,7 +13,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.index import ItemPlace
+from aiockpt.format.index import ItemRange
 from aiockpt.format.item.ziparchive import FramingError, Record, data_offset, read_directory
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class StoredStorage:
 
     stand_in: torch.UntypedStorage
     nbytes: int
-    place: ItemPlace
+    place: ItemRange
     crc: int | None
 
 
@@ -214,7 +214,7 @@ class StandIns:
                 f"the record data/{key} of {self.archive.name} {found}, where a storage of {nbytes} bytes should be; "
                 f"{_RESTORE}"
             )
-        place = ItemPlace(self.archive.name, self.archive.payload_offset(record), record.size)
+        place = ItemRange(self.archive.name, self.archive.payload_offset(record), record.size)
         untyped: Any = torch.UntypedStorage
         # Zero stands for a CRC that was not computed.
         return StoredStorage(untyped(nbytes, device="meta"), nbytes, place, record.crc or None)

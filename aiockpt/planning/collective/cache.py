@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataHead, metadata_tail
 from aiockpt.format.dcp.metadata_rows import CutEntry, PlaceTable
 from aiockpt.format.dcp.metadata_writer import encode_metadata
-from aiockpt.format.index import Entry, ItemPlace, ObjectEntry
-from aiockpt.planning.collective.plan import plan_world
+from aiockpt.format.index import Entry, ItemRange, ObjectEntry
+from aiockpt.planning.collective.plan import plan_globally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.planning.collective.inventory import RankInventory
     from aiockpt.planning.collective.local import ItemPlaces
-    from aiockpt.planning.collective.plan import Holdings, WorldPlan
+    from aiockpt.planning.collective.plan import GlobalPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class Written:
 
     files: dict[str, FileFacts]
     items: int
-    objects: dict[int, ItemPlace]
+    objects: dict[int, ItemRange]
     places: ItemPlaces | None = field(repr=False)
-    holdings: Holdings | None = field(repr=False, default=None)
+    holdings: RankInventory | None = field(repr=False, default=None)
     token: int = 0
 
 
@@ -53,7 +54,7 @@ class _Yielding(pickle.Pickler):
         """Treat nothing otherwise; that this is Python is what counts."""
 
 
-class WorldBook:
+class GlobalPlanCache:
     """A plan of all ranks, and what was made from it.
 
     Args:
@@ -67,7 +68,7 @@ class WorldBook:
         tensor_bytes: the bytes of all tensors, each stored one counted once.
     """
 
-    def __init__(self, token: int, ranks: Sequence[Holdings], plan: WorldPlan) -> None:
+    def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan) -> None:
         self.token = token
         self.ranks = list(ranks)
         self.plan = plan
@@ -128,27 +129,27 @@ class WorldBook:
         return self._document
 
     def _encode(self) -> MetadataHead:
-        nowhere = ObjectEntry(ItemPlace("", 0, 0))
+        nowhere = ObjectEntry(ItemRange("", 0, 0))
         tensors = self.plan.tensors
         entries: list[tuple[str, Entry | CutEntry]] = [
             (name, CutEntry(*tensors[name]) if name in tensors else nowhere) for name in self.plan.paths
         ]
-        with few_collections():
+        with gc_pause():
             return encode_metadata(
                 entries, self.plan.paths, _table([len(held.names) for held in self.ranks], self._places or ())
             )
 
 
-def book_of(token: int, ranks: Sequence[Holdings]) -> WorldBook:
+def cache_of(token: int, ranks: Sequence[RankInventory]) -> GlobalPlanCache:
     """Plan for all ranks.
 
     Raises:
         SaveError: they contradict each other.
     """
-    return WorldBook(token, ranks, plan_world(ranks))
+    return GlobalPlanCache(token, ranks, plan_globally(ranks))
 
 
-def book_of_written(token: int, results: Sequence[Written]) -> WorldBook:
+def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
     """Make a plan of what all ranks have written already, each what it has; of what several have, one copy counts.
 
     Raises:
@@ -159,7 +160,7 @@ def book_of_written(token: int, results: Sequence[Written]) -> WorldBook:
         raise SaveError(f"rank {silent} has not said what it has written; nothing was published")
     ranks = [replace(written.holdings, tied={}) for written in results if written.holdings is not None]
     shares = [list(range(len(held.names))) for held in ranks]
-    return WorldBook(token, ranks, replace(plan_world(ranks), shares=shares))
+    return GlobalPlanCache(token, ranks, replace(plan_globally(ranks), shares=shares))
 
 
 def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
@@ -175,7 +176,7 @@ def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
     return table
 
 
-def _payload_bytes(held: Holdings, share: Sequence[int]) -> int:
+def _payload_bytes(held: RankInventory, share: Sequence[int]) -> int:
     """Count the bytes of the tensors of a share."""
     sizes = [form.payload_bytes for form in held.forms] + [0]  # for objects, whose form is -1
     return sum(sizes[held.form_of[leaf]] for leaf in share)

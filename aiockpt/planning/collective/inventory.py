@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
     from aiockpt.format.index import ObjPath
 
-Holder = tuple[int, int]
+RankLeaf = tuple[int, int]
 """A rank, and the number of a leaf there."""
 
 _PROTOCOL = 5
 
 
-class PartForm(NamedTuple):
+class ShardForm(NamedTuple):
     """What parts of tensors that differ in their place alone have in common.
 
     Attributes:
@@ -41,7 +41,7 @@ class PartForm(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class RankInventory:
     """What one rank has, leaf by leaf; small enough to travel.
 
     Attributes:
@@ -56,7 +56,7 @@ class Holdings:
 
     names: list[str]
     paths: list[ObjPath]
-    forms: list[PartForm]
+    forms: list[ShardForm]
     form_of: list[int]
     offsets: list[tuple[int, ...]]
     tied: dict[int, int] = field(default_factory=dict)
@@ -71,15 +71,15 @@ class Holdings:
 
 def _unpacked(
     named: bytes,
-    forms: list[PartForm],
+    forms: list[ShardForm],
     kinds: list[tuple[int, tuple[int, ...]]],
     kind_of: list[int],
     tied: dict[int, int],
     containers: list[dict[str, Any]],
-) -> Holdings:
+) -> RankInventory:
     names, paths = _named(named)
     form_of = [kinds[kind][0] for kind in kind_of]
-    return Holdings(names, paths, forms, form_of, [kinds[kind][1] for kind in kind_of], tied, containers)
+    return RankInventory(names, paths, forms, form_of, [kinds[kind][1] for kind in kind_of], tied, containers)
 
 
 @functools.lru_cache(maxsize=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiockpt.planning.collective.plan import Holdings, PartForm
+from aiockpt.planning.collective.inventory import RankInventory, ShardForm
 from aiockpt.planning.dcp_plan import DcpForm, DcpPlan, Share, framing_of
 from aiockpt.planning.planner import may_serve, survey_of
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.dcp_plan import DcpLayout
-    from aiockpt.planning.plans import Survey
-    from aiockpt.planning.snapshot import Capture
+    from aiockpt.planning.plans import StateSummary
+    from aiockpt.planning.snapshot import Snapshot
 
 
 class ItemPlaces(NamedTuple):
@@ -37,7 +37,7 @@ class ItemPlaces(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class LocalProposal:
     """What a rank brings to the planning of one save.
 
     Attributes:
@@ -48,7 +48,7 @@ class Offer:
 
     token: int | None
     plan: DcpPlan | None = field(repr=False)
-    survey: Survey | None = field(repr=False)
+    survey: StateSummary | None = field(repr=False)
 
 
 class _Kept(NamedTuple):
@@ -59,7 +59,7 @@ class _Kept(NamedTuple):
     containers: list[dict[str, JsonValue]]
 
 
-class WorldPlanner:
+class LocalPlanner:
     """Plans one rank's share; keeps the last layout of each form.
 
     Args:
@@ -70,7 +70,7 @@ class WorldPlanner:
         self._prefix = prefix
         self._kept: dict[str, _Kept] = {}
 
-    def offer(self, capture: Capture, form: DcpForm, *, again: bool = False) -> Offer:
+    def offer(self, capture: Snapshot, form: DcpForm, *, again: bool = False) -> LocalProposal:
         """Look whether the kept layout may serve again; else look at what there is. Takes a while for many tensors.
 
         Args:
@@ -86,10 +86,12 @@ class WorldPlanner:
             serves = may_serve(kept.layout, capture, form, every=True)
             plan = form.fill(kept.layout, capture) if serves else None
             if plan is not None:
-                return Offer(kept.token, plan, None)
-        return Offer(None, None, survey_of(capture, form))
+                return LocalProposal(kept.token, plan, None)
+        return LocalProposal(None, None, survey_of(capture, form))
 
-    def take(self, capture: Capture, form: DcpForm, survey: Survey, token: int, leaves: Sequence[int]) -> DcpPlan:
+    def take(
+        self, capture: Snapshot, form: DcpForm, survey: StateSummary, token: int, leaves: Sequence[int]
+    ) -> DcpPlan:
         """Lay out the share that this rank was given.
 
         Raises:
@@ -100,14 +102,14 @@ class WorldPlanner:
         return plan
 
 
-def holdings_of(survey: Survey, capture: Capture) -> Holdings:
+def inventory_of(survey: StateSummary, capture: Snapshot) -> RankInventory:
     """Say what a rank has.
 
     Raises:
         SaveError: a tensor has a dtype that can't be stored.
     """
     structure = survey.structure
-    forms: dict[PartForm, int] = {}
+    forms: dict[ShardForm, int] = {}
     form_of: list[int] = []
     offsets: list[tuple[int, ...]] = []
     nowhere: dict[int, tuple[int, ...]] = {}
@@ -119,11 +121,11 @@ def holdings_of(survey: Survey, capture: Capture) -> Holdings:
         sizes = tuple(spec.shape)
         shard = structure.shards.get(leaf)
         whole, at = shard if shard is not None else (sizes, nowhere.setdefault(len(sizes), (0,) * len(sizes)))
-        form = PartForm(spec.dtype, whole, sizes, framing_of(structure.names[leaf], spec).length)
+        form = ShardForm(spec.dtype, whole, sizes, framing_of(structure.names[leaf], spec).length)
         form_of.append(forms.setdefault(form, len(forms)))
         offsets.append(at)
     tied = dict(survey.tied)
-    return Holdings(structure.names, structure.paths, list(forms), form_of, offsets, tied, capture.containers)
+    return RankInventory(structure.names, structure.paths, list(forms), form_of, offsets, tied, capture.containers)
 
 
 def places_of(layout: DcpLayout) -> ItemPlaces:

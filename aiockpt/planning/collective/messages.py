@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
-    from aiockpt.planning.collective.cache import WorldBook
-    from aiockpt.planning.collective.inventory import Holdings
+    from aiockpt.planning.collective.cache import GlobalPlanCache
+    from aiockpt.planning.collective.inventory import RankInventory
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PlanRequest:
     """What a rank brings to the first round.
 
     Attributes:
@@ -28,11 +28,11 @@ class Call:
     decentralized: bool
     form: str
     token: int | None
-    holdings: Holdings | None = field(repr=False)
+    holdings: RankInventory | None = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class RankAssignment:
     """What rank 0 replies.
 
     Attributes:
@@ -69,7 +69,7 @@ class Summary:
     objects: int
 
     @staticmethod
-    def for_ranks(ranks: int, files: dict[str, int], book: WorldBook) -> list[Summary]:
+    def for_ranks(ranks: int, files: dict[str, int], book: GlobalPlanCache) -> list[Summary]:
         """Make the summaries for all ranks, in order."""
         items = sum(nbytes for name, nbytes in files.items() if name != METADATA_NAME)
         brief = Summary(None, items, book.tensor_bytes, book.tensors, book.objects)

@@ -17,17 +17,17 @@ from aiockpt.planning.coverage import overlapping
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.planning.collective.inventory import Holder, Holdings, PartForm
+    from aiockpt.planning.collective.inventory import RankInventory, RankLeaf, ShardForm
 
 Cut = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 """Offsets and sizes of the parts of a tensor."""
-_Kind = tuple["PartForm | None", tuple[int, ...]]
+_Kind = tuple["ShardForm | None", tuple[int, ...]]
 
 
-class Spread(NamedTuple):
+class ShardingPattern(NamedTuple):
     """Which ranks have what of a tensor, or have an object.
 
-    A holder is given as a rank, and which of the name's leaves it is there; see `Found`.
+    A holder is given as a rank, and which of the name's leaves it is there; see `NamePattern`.
 
     Attributes:
         form: a form of its parts; None for an object.
@@ -38,15 +38,15 @@ class Spread(NamedTuple):
         alone: for each part the rank that has it, if none has several; else None.
     """
 
-    form: PartForm | None
+    form: ShardForm | None
     cut: Cut
     nbytes: tuple[int, ...]
-    holders: tuple[tuple[Holder, ...], ...]
-    first: Holder
+    holders: tuple[tuple[RankLeaf, ...], ...]
+    first: RankLeaf
     alone: tuple[int, ...] | None
 
 
-class Found(NamedTuple):
+class NamePattern(NamedTuple):
     """A name as it was found on some ranks.
 
     Attributes:
@@ -54,36 +54,36 @@ class Found(NamedTuple):
         leaves: the leaves that it is; one for all ranks that have the same names.
     """
 
-    spread: Spread
+    spread: ShardingPattern
     leaves: tuple[int, ...]
 
 
-def find(ranks: Sequence[Holdings]) -> dict[str, Found]:
+def find(ranks: Sequence[RankInventory]) -> dict[str, NamePattern]:
     """Find out who has what, by name and in the order in which the ranks have them.
 
     Raises:
         SaveError: the ranks contradict each other, or have not all of a tensor together; it names the key.
     """
-    crews = _crews(ranks)
+    crews = _rank_groups(ranks)
     kinds: dict[_Kind, int] = {}
     columns = [_columns([ranks[rank] for rank in crew], kinds) for crew in crews]
-    where: dict[str, list[Holder]] = {}
+    where: dict[str, list[RankLeaf]] = {}
     for number, crew in enumerate(crews):
         for leaf, name in enumerate(ranks[crew[0]].names):
             where.setdefault(name, []).append((number, leaf))
     known = list(kinds)
-    spreads: dict[tuple[tuple[int, bytes], ...], Spread] = {}
-    found: dict[str, Found] = {}
+    spreads: dict[tuple[tuple[int, bytes], ...], ShardingPattern] = {}
+    found: dict[str, NamePattern] = {}
     for name, places in where.items():
         key = tuple((number, columns[number][leaf]) for number, leaf in places)
         spread = spreads.get(key)
         if spread is None:
             spread = spreads[key] = _spread(name, [(crews[number], column) for number, column in key], known)
-        found[name] = Found(spread, tuple(leaf for _, leaf in places))
+        found[name] = NamePattern(spread, tuple(leaf for _, leaf in places))
     return found
 
 
-def _crews(ranks: Sequence[Holdings]) -> list[list[int]]:
+def _rank_groups(ranks: Sequence[RankInventory]) -> list[list[int]]:
     """Put the ranks together that have the same names."""
     crews: list[list[int]] = []
     alike: dict[tuple[int, str, str], list[list[int]]] = {}
@@ -99,10 +99,10 @@ def _crews(ranks: Sequence[Holdings]) -> list[list[int]]:
     return crews
 
 
-def _columns(crew: Sequence[Holdings], kinds: dict[_Kind, int]) -> list[bytes]:
+def _columns(crew: Sequence[RankInventory], kinds: dict[_Kind, int]) -> list[bytes]:
     """Give for each leaf what it is on every rank of a crew, as numbers of kinds."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
-    forms: dict[PartForm, int] = {}
+    forms: dict[ShardForm, int] = {}
     rows = np.empty((len(crew), len(crew[0].names)), np.int32)
     for row, held in zip(rows, crew, strict=True):
         form_of = [forms.setdefault(form, len(forms)) for form in held.forms]
@@ -121,7 +121,7 @@ def _columns(crew: Sequence[Holdings], kinds: dict[_Kind, int]) -> list[bytes]:
     return [column.tobytes() for column in np.ascontiguousarray(rows.T)]
 
 
-def _spread(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kinds: Sequence[_Kind]) -> Spread:
+def _spread(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kinds: Sequence[_Kind]) -> ShardingPattern:
     """Look at a name on all ranks that have it."""
     held = sorted(
         (rank, number, kind)
@@ -130,7 +130,7 @@ def _spread(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kinds: Se
     )
     first, number, kind = held[0]
     form = kinds[kind][0]
-    parts: dict[tuple[int, ...], tuple[PartForm, list[Holder]]] = {}
+    parts: dict[tuple[int, ...], tuple[ShardForm, list[RankLeaf]]] = {}
     for rank, which, kind in held:
         mine, offsets = kinds[kind]
         if mine is not form:
@@ -145,15 +145,15 @@ def _spread(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kinds: Se
             )
         part[1].append((rank, which))
     if form is None:
-        return Spread(None, (), (), (tuple((rank, which) for rank, which, _ in held),), (first, number), None)
+        return ShardingPattern(None, (), (), (tuple((rank, which) for rank, which, _ in held),), (first, number), None)
     _check_whole(name, form.shape, parts)
     holders = tuple(tuple(each) for _, each in parts.values())
     alone = tuple(each[0][0] for each in holders) if all(len(each) == 1 for each in holders) else None
     cut = tuple((offsets, part.sizes) for offsets, (part, _) in parts.items())
-    return Spread(form, cut, tuple(part.nbytes for part, _ in parts.values()), holders, (first, number), alone)
+    return ShardingPattern(form, cut, tuple(part.nbytes for part, _ in parts.values()), holders, (first, number), alone)
 
 
-def _check_alike(name: str, form: PartForm | None, first: int, other: PartForm | None, rank: int) -> None:
+def _check_alike(name: str, form: ShardForm | None, first: int, other: ShardForm | None, rank: int) -> None:
     theirs, mine = _said(form), _said(other)
     if mine != theirs:
         raise SaveError(
@@ -162,12 +162,12 @@ def _check_alike(name: str, form: PartForm | None, first: int, other: PartForm |
         )
 
 
-def _said(form: PartForm | None) -> str:
+def _said(form: ShardForm | None) -> str:
     return "an object" if form is None else f"a {form.dtype} tensor of {form.shape}"
 
 
 def _check_whole(
-    name: str, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], tuple[PartForm, Sequence[Holder]]]
+    name: str, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], tuple[ShardForm, Sequence[RankLeaf]]]
 ) -> None:
     """Check that the parts of a tensor make up all of it, each element once."""
     volume = 0

@@ -10,10 +10,9 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError
-from aiockpt.planning.collective.inventory import Holder, Holdings, PartForm
-from aiockpt.planning.collective.patterns import Found, Spread, find
+from aiockpt.planning.collective.patterns import NamePattern, ShardingPattern, find
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,15 +20,14 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.format.index import ObjPath
+    from aiockpt.planning.collective.inventory import RankInventory, RankLeaf
     from aiockpt.planning.collective.patterns import Cut
-
-__all__ = ["Holder", "Holdings", "PartForm", "WorldPart", "WorldPlan", "WorldTensor", "plan_world"]
 
 _Writers = tuple[tuple[int, ...], tuple[int, ...]]
 """For each part of a tensor the rank that writes it, and the leaf there."""
 
 
-class WorldPart(NamedTuple):
+class GlobalShard(NamedTuple):
     """A part of a tensor, and who writes it.
 
     Attributes:
@@ -40,10 +38,10 @@ class WorldPart(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    writer: Holder
+    writer: RankLeaf
 
 
-class WorldTensor(NamedTuple):
+class GlobalTensor(NamedTuple):
     """A tensor of the checkpoint, as the ranks write it together; one row for each part.
 
     Attributes:
@@ -61,14 +59,14 @@ class WorldTensor(NamedTuple):
     leaves: tuple[int, ...]
 
     @property
-    def parts(self) -> list[WorldPart]:
+    def parts(self) -> list[GlobalShard]:
         """The parts, one by one."""
         rows = zip(self.cut, self.ranks, self.leaves, strict=True)
-        return [WorldPart(offsets, sizes, (rank, leaf)) for (offsets, sizes), rank, leaf in rows]
+        return [GlobalShard(offsets, sizes, (rank, leaf)) for (offsets, sizes), rank, leaf in rows]
 
 
 @dataclass(frozen=True, slots=True)
-class WorldPlan:
+class GlobalPlan:
     """The plan of a save by several ranks.
 
     Attributes:
@@ -79,25 +77,25 @@ class WorldPlan:
         shares: for each rank the leaves that it writes.
     """
 
-    tensors: Mapping[str, WorldTensor]
-    objects: Mapping[str, Holder]
+    tensors: Mapping[str, GlobalTensor]
+    objects: Mapping[str, RankLeaf]
     paths: Mapping[str, ObjPath]
     containers: list[dict[str, Any]]
     shares: list[list[int]]
 
 
-def plan_world(ranks: Sequence[Holdings]) -> WorldPlan:
+def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
     """Decide who writes what.
 
     Raises:
         SaveError: the ranks contradict each other, or have not all of a tensor together; it names the key.
     """
-    with few_collections():
+    with gc_pause():
         found = find(ranks)
         aliases = _aliases(ranks, found)
         writers = _choose_writers(len(ranks), found, aliases)
-        tensors: dict[str, WorldTensor] = {}
-        objects: dict[str, Holder] = {}
+        tensors: dict[str, GlobalTensor] = {}
+        objects: dict[str, RankLeaf] = {}
         for name, (spread, leaves) in found.items():
             if spread.form is None:
                 objects[name] = (spread.first[0], leaves[spread.first[1]])
@@ -106,14 +104,16 @@ def plan_world(ranks: Sequence[Holdings]) -> WorldPlan:
             chosen = (
                 writers[name] if alias is None else _writers_of(spread.cut, found[alias].spread.cut, writers[alias])
             )
-            tensors[name] = WorldTensor(spread.form.dtype, spread.form.shape, spread.cut, *chosen)
+            tensors[name] = GlobalTensor(spread.form.dtype, spread.form.shape, spread.cut, *chosen)
         paths = {name: ranks[each.spread.first[0]].paths[_first_leaf(each)] for name, each in found.items()}
         _check_paths(ranks, found, paths)
         shares = _shares(len(ranks), writers, objects)
-        return WorldPlan(tensors, objects, paths, _containers(ranks, found), shares)
+        return GlobalPlan(tensors, objects, paths, _containers(ranks, found), shares)
 
 
-def _check_paths(ranks: Sequence[Holdings], found: Mapping[str, Found], paths: Mapping[str, ObjPath]) -> None:
+def _check_paths(
+    ranks: Sequence[RankInventory], found: Mapping[str, NamePattern], paths: Mapping[str, ObjPath]
+) -> None:
     """Check that the ranks' state dicts are parts of one."""
     leaves = dict(zip(paths.values(), paths, strict=True))
     containers: dict[ObjPath, ObjPath] = {}
@@ -138,16 +138,16 @@ def _check_paths(ranks: Sequence[Holdings], found: Mapping[str, Found], paths: M
                 raise SaveError(f"{name} is at {path} of the state dict on rank {rank} but at {paths[name]} on another")
 
 
-def _on(name: str, found: Mapping[str, Found]) -> str:
+def _on(name: str, found: Mapping[str, NamePattern]) -> str:
     return f"{name} is on rank {found[name].spread.first[0]}"
 
 
-def _first_leaf(found: Found) -> int:
+def _first_leaf(found: NamePattern) -> int:
     """Give the leaf on the first rank that has a name."""
     return found.leaves[found.spread.first[1]]
 
 
-def _shares(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, Holder]) -> list[list[int]]:
+def _shares(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, RankLeaf]) -> list[list[int]]:
     shares: list[list[int]] = [[] for _ in range(count)]
     for ranks, leaves in writers.values():
         for rank, leaf in zip(ranks, leaves, strict=True):
@@ -159,7 +159,7 @@ def _shares(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, H
     return shares
 
 
-def _aliases(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> dict[str, str]:
+def _aliases(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]) -> dict[str, str]:
     """Find the names whose memory is, on every rank that has them, that of one other name."""
     aliases: dict[str, str] = {}
     for name in dict.fromkeys(held.names[leaf] for held in ranks for leaf in held.tied):
@@ -177,7 +177,7 @@ def _aliases(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> dict[str,
     return {name: first for name, first in aliases.items() if first not in aliases}
 
 
-def _first_of(held: Holdings, leaf: int, offsets: tuple[int, ...]) -> str | None:
+def _first_of(held: RankInventory, leaf: int, offsets: tuple[int, ...]) -> str | None:
     first = held.tied.get(leaf)
     return None if first is None or held.offsets[first] != offsets else held.names[first]
 
@@ -189,12 +189,12 @@ def _writers_of(cut: Cut, known: Cut, writers: _Writers) -> _Writers:
     return tuple(rank for rank, _ in holders), tuple(leaf for _, leaf in holders)
 
 
-def _choose_writers(count: int, found: Mapping[str, Found], aliases: Mapping[str, str]) -> dict[str, _Writers]:
+def _choose_writers(count: int, found: Mapping[str, NamePattern], aliases: Mapping[str, str]) -> dict[str, _Writers]:
     """Choose one of the holders of each part: the largest first, the rank with the least to write so far."""
-    chosen: dict[str, list[Holder]] = {}
+    chosen: dict[str, list[RankLeaf]] = {}
     writers: dict[str, _Writers] = {}
     loads = [0] * count
-    alone: dict[int, tuple[Spread, int]] = {}
+    alone: dict[int, tuple[ShardingPattern, int]] = {}
     shared: list[tuple[int, str, int]] = []
     for name, (spread, leaves) in found.items():
         if spread.form is None or name in aliases:
@@ -220,17 +220,20 @@ def _choose_writers(count: int, found: Mapping[str, Found], aliases: Mapping[str
     return writers
 
 
-def _leaves(leaves: tuple[int, ...], spread: Spread) -> tuple[int, ...]:
+def _leaves(leaves: tuple[int, ...], spread: ShardingPattern) -> tuple[int, ...]:
     return tuple(leaves[holders[0][1]] for holders in spread.holders)
 
 
 def _share_out(
-    shared: list[tuple[int, str, int]], found: Mapping[str, Found], loads: list[int], chosen: dict[str, list[Holder]]
+    shared: list[tuple[int, str, int]],
+    found: Mapping[str, NamePattern],
+    loads: list[int],
+    chosen: dict[str, list[RankLeaf]],
 ) -> None:
     """Choose among those who have the same: each time the one with the least to write so far."""
     shared.sort(key=lambda item: -item[0])
     # Parts that the same ranks have are chosen from one heap; its loads may be out of date, for they only grow.
-    heaps: dict[tuple[Holder, ...], list[tuple[int, Holder]]] = {}
+    heaps: dict[tuple[RankLeaf, ...], list[tuple[int, RankLeaf]]] = {}
     for nbytes, name, number in shared:
         holders = found[name].spread.holders[number]
         heap = heaps.get(holders)
@@ -244,7 +247,7 @@ def _share_out(
         chosen[name][number] = holder
 
 
-def _containers(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> list[dict[str, Any]]:
+def _containers(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]) -> list[dict[str, Any]]:
     """Put the records of all ranks together, placed by the order of all names."""
     numbers = {name: number for number, name in enumerate(found)}
     merged: dict[ObjPath, dict[str, Any]] = {}
@@ -264,7 +267,7 @@ def _containers(ranks: Sequence[Holdings], found: Mapping[str, Found]) -> list[d
     return sorted(merged.values(), key=lambda record: record["at"])
 
 
-def _int_keys(ranks: Sequence[Holdings], path: ObjPath) -> bool | list[str]:
+def _int_keys(ranks: Sequence[RankInventory], path: ObjPath) -> bool | list[str]:
     """Tell which keys of a dict are numbers: True for all, or those that are."""
     depth = len(path)
     integers: dict[str, None] = {}

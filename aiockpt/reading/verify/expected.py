@@ -7,10 +7,10 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.index import InlineEntry, ItemPlace, ObjectEntry, TensorEntry
+from aiockpt.format.index import InlineEntry, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 from aiockpt.planning.coverage import Extent, overlapping, part_overlaps
-from aiockpt.reading.verify.stored import Owner, StoredFile, StoredItem
+from aiockpt.reading.verify.stored import KeyRef, StoredFile, StoredItem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,7 +86,7 @@ class Inventory:
             if isinstance(entry, InlineEntry):
                 self.entries += 1
             elif isinstance(entry, ObjectEntry):
-                self._add_item(entry.place, "object", None, Owner(key))
+                self._add_item(entry.place, "object", None, KeyRef(key))
             else:
                 other = given.entries.get(key) if given is not None else None
                 self._add_tensor(key, entry, other, framed=framed)
@@ -95,7 +95,7 @@ class Inventory:
     def add_archive(self, name: str) -> StoredItem:
         """Add a whole ``torch.save`` file."""
         file = self.files.setdefault(name, StoredFile(name, self._sizes[name], None))
-        item = StoredItem(name, 0, file.nbytes, "object", covered=file.crc is not None, owners=[Owner(None)])
+        item = StoredItem(name, 0, file.nbytes, "object", covered=file.crc is not None, owners=[KeyRef(None)])
         file.items.append(item)
         return item
 
@@ -108,7 +108,7 @@ class Inventory:
                 name = chunk.place.file
                 archive = archives.get(name) or archives.setdefault(name, self.add_archive(name))
                 at = chunk.place.offset + (0 if chunk.item is None else chunk.item.payload_offset)
-                archive.inner.setdefault(at, []).append(Owner(key))
+                archive.inner.setdefault(at, []).append(KeyRef(key))
         for name in self._sizes if not archives else ():
             self.add_archive(name)
 
@@ -119,12 +119,12 @@ class Inventory:
             item = chunk.item
             if item is None and other is not None and other.place == chunk.place:
                 item = other.item
-            owner = Owner(key, entry.dtype, chunk.sizes, item)
+            owner = KeyRef(key, entry.dtype, chunk.sizes, item)
             if framed or chunk.item is None:
                 self._add_item(chunk.place, "tensor", None, owner)
                 continue
             place = chunk.place
-            raw = ItemPlace(place.file, place.offset + chunk.item.payload_offset, chunk.item.nbytes)
+            raw = ItemRange(place.file, place.offset + chunk.item.payload_offset, chunk.item.nbytes)
             self._add_item(raw, "raw", chunk.item.crc, owner)
 
     def _check_coverage(self, key: str, entry: TensorEntry) -> None:
@@ -154,7 +154,7 @@ class Inventory:
             return []
 
     def _add_item(
-        self, place: ItemPlace, kind: Literal["tensor", "object", "raw"], crc: int | None, owner: Owner
+        self, place: ItemRange, kind: Literal["tensor", "object", "raw"], crc: int | None, owner: KeyRef
     ) -> None:
         self.entries += 1
         if not self._is_placed(place, owner.key):
@@ -171,7 +171,7 @@ class Inventory:
             file.items.append(item)
         item.owners.append(owner)
 
-    def _is_placed(self, place: ItemPlace, key: str | None) -> bool:
+    def _is_placed(self, place: ItemRange, key: str | None) -> bool:
         self._referenced.add(place.file)
         if not self._is_there(place.file):
             if is_outside(place.file):

@@ -16,7 +16,7 @@ from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, rea
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.planning.coverage import Extent, Segment, cut_segments, group_segments, part_overlaps
-from aiockpt.reading.verify.stored import StoredFile, StoredItem, Stream, combined
+from aiockpt.reading.verify.stored import CheckedRange, StoredFile, StoredItem, combined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ _DECODED_AT_ONCE = 64
 _PAGE_BYTES = 4096
 
 
-_Segment = Segment[StoredItem | Stream]
+_Segment = Segment[StoredItem | CheckedRange]
 
 
 class ItemVerifier:
@@ -120,7 +120,7 @@ class ItemVerifier:
         """Read the framing of a large item; most of it is left to be streamed."""
         if item.kind == "raw":
             self._accept(item, None)
-            item.streams = [Stream(item, "", 0, item.length, item.crc)]
+            item.streams = [CheckedRange(item, "", 0, item.length, item.crc)]
             return
         window = _Window(self._source, item)
         try:
@@ -130,9 +130,9 @@ class ItemVerifier:
                 if window.holds(span.start, span.stop):
                     self._check_crc(item, span, crc32(window.fetch(span.start, span.stop - span.start)))
                 else:
-                    item.streams.append(Stream(item, span.name, span.start, span.stop, span.crc))
+                    item.streams.append(CheckedRange(item, span.name, span.start, span.stop, span.crc))
             if not framed.spans:  # without a CRC to compare, reading shows at least what can't be read
-                item.streams = [Stream(item, "", 0, item.length, None)]
+                item.streams = [CheckedRange(item, "", 0, item.length, None)]
             if not item.covered:
                 self._counts.append(item.length - sum(stream.stop - stream.start for stream in item.streams))
         except FramingError as exc:
@@ -158,7 +158,7 @@ class ItemVerifier:
         return jobs
 
     @staticmethod
-    def _ranges(extents: Sequence[Extent[StoredItem | Stream]], nbytes: int | None) -> Iterator[list[_Segment]]:
+    def _ranges(extents: Sequence[Extent[StoredItem | CheckedRange]], nbytes: int | None) -> Iterator[list[_Segment]]:
         segments = cut_segments(extents, nbytes, step_bytes=STEP_BYTES, range_bytes=RANGE_BYTES)
         return group_segments(segments, RANGE_BYTES)
 
@@ -177,7 +177,7 @@ class ItemVerifier:
                 file.unread = True
                 self._unreadable(file.name, segment.start, None, exc)
                 for extent in segment.extents:
-                    item = extent.owner.item if isinstance(extent.owner, Stream) else extent.owner
+                    item = extent.owner.item if isinstance(extent.owner, CheckedRange) else extent.owner
                     self._unreadable(file.name, segment.start, item, exc)
                 continue
             self._counts.append(nbytes)
@@ -194,7 +194,7 @@ class ItemVerifier:
             view = buffer[skip : skip + min(STEP_BYTES, segment.stop - at)]
             self._source.read(file.name, at, view, total.add)
         for extent in segment.extents:
-            if isinstance(extent.owner, Stream):
+            if isinstance(extent.owner, CheckedRange):
                 extent.owner.parts.append((segment.start, segment.stop - segment.start, total.crc))
             else:
                 self._check_small(extent.owner, view[extent.start - segment.start : extent.stop - segment.start])
@@ -204,7 +204,7 @@ class ItemVerifier:
         if item.kind == "raw":
             self._accept(item, None)
             if item.crc is not None:
-                self._check_crc(item, Stream(item, "", 0, item.length, item.crc), crc32(data))
+                self._check_crc(item, CheckedRange(item, "", 0, item.length, item.crc), crc32(data))
             return
         try:
             framed, wrong = self._checker.check(data, is_tensor=item.kind == "tensor")
@@ -236,7 +236,7 @@ class ItemVerifier:
                 message = "the manifest describes it in another way than its item does"
                 self._findings.add("disagreement", item.file, message, key=owner.key, offset=item.start)
 
-    def _check_crc(self, item: StoredItem, span: Span | Stream, crc: int) -> None:
+    def _check_crc(self, item: StoredItem, span: Span | CheckedRange, crc: int) -> None:
         if span.crc is not None and crc != span.crc:
             what = f"of record {span.name} " if span.name else ""
             self._report(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LARGE_BYTES = 1 << 20  # items of this size and more are streamed
 
 
-class Owner(NamedTuple):
+class KeyRef(NamedTuple):
     """A key that is read from an item, and what the item should hold.
 
     Attributes:
@@ -36,7 +36,7 @@ class Owner(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
+class CheckedRange:
     """Bytes of an item that are checked piece by piece.
 
     Attributes:
@@ -78,16 +78,16 @@ class StoredItem:
     kind: Literal["tensor", "object", "raw"]
     crc: int | None = None
     covered: bool = False
-    owners: list[Owner] = field(default_factory=list)
-    inner: dict[int, list[Owner]] = field(default_factory=dict)
-    streams: list[Stream] = field(default_factory=list)
+    owners: list[KeyRef] = field(default_factory=list)
+    inner: dict[int, list[KeyRef]] = field(default_factory=dict)
+    streams: list[CheckedRange] = field(default_factory=list)
 
     @property
     def is_large(self) -> bool:
         """Whether it is streamed, rather than held in memory."""
         return self.length >= _LARGE_BYTES
 
-    def extents(self) -> list[Extent[StoredItem | Stream]]:
+    def extents(self) -> list[Extent[StoredItem | CheckedRange]]:
         """Give what of it is to be read."""
         if not self.is_large:
             return [Extent(self.start, self.start + self.length, self, streamed=False)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 from isal.isal_zlib import crc32
 
-from aiockpt.core.gc_pause import few_collections
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.metadata import decode_metadata
@@ -110,7 +110,7 @@ class _Reading:
 
     def take_inventory(self) -> Inventory:
         """Find out what there should be."""
-        with few_collections():
+        with gc_pause():
             return self._take_inventory()
 
     def _take_inventory(self) -> Inventory:

@@ -182,7 +182,7 @@ def _contents(directory: int, name: str) -> bytes | None:
 # --- looking at a path --------------------------------------------------------------------------------
 
 
-def objection(path: str) -> str | None:
+def why_not_a_checkpoint(path: str) -> str | None:
     """Return why what is at a path can't be replaced or deleted as a checkpoint, as the end of a sentence; else None.
 
     What is empty is no reason. A link stands for itself: what it leads to need only look like a checkpoint.
@@ -202,13 +202,13 @@ def objection(path: str) -> str | None:
         return "is neither a directory nor a file"
     directory = os.open(path, _DIRECTORY)
     try:
-        return objection_to(directory)
+        return why_not_of_contents(directory)
     finally:
         os.close(directory)
 
 
-def objection_to(directory: int) -> str | None:
-    """Do as `objection` for an open directory."""
+def why_not_of_contents(directory: int) -> str | None:
+    """Do as `why_not_a_checkpoint` for an open directory."""
     found = look_into(directory)
     if found.others or found.files == [MANIFEST_NAME]:
         return f"is a directory that holds other things than a checkpoint ({several(found.others or found.files)})"

@@ -7,7 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointNotFoundError, DeleteError
-from aiockpt.storage.local.belonging import OtherThingsError, is_empty, objection, objection_to, remove
+from aiockpt.storage.local.belonging import (
+    OtherThingsError,
+    is_empty,
+    remove,
+    why_not_a_checkpoint,
+    why_not_of_contents,
+)
 from aiockpt.storage.local.dir_lock import hold
 from aiockpt.storage.local.publish import remove_own, sync_directory
 from aiockpt.storage.local.replacing import complete, explained, remove_record, stand_in
@@ -40,7 +46,7 @@ def delete(
         if not os.path.lexists(path):
             _recover(path, fsync)
         own = identity(path)
-        _refuse(path, "is empty" if is_empty(path) else objection(path))
+        _refuse(path, "is empty" if is_empty(path) else why_not_a_checkpoint(path))
         if os.path.isdir(path) and not os.path.islink(path):
             _delete_directory(path, hidden, fsync, note)
         else:
@@ -70,7 +76,7 @@ def _refuse(path: str, found: str | None) -> None:
 def _delete_directory(path: str, hidden: str, fsync: bool, note: Callable[[str, Identity | None], object]) -> None:
     held = hold(path)
     try:
-        _refuse(path, objection_to(held.fd))  # of the one that is held, whatever comes to its place
+        _refuse(path, why_not_of_contents(held.fd))  # of the one that is held, whatever comes to its place
         _delete_held(path, hidden, fsync, note, held.identity, held.fd)
     finally:
         held.release()
@@ -95,7 +101,7 @@ def _delete_held(
         directory: it, if it is one, open.
     """
     _move(path, hidden, own)
-    found = None if directory is None else objection_to(directory)
+    found = None if directory is None else why_not_of_contents(directory)
     if found is not None:  # somebody has put a file there at the last moment
         _move_back(path, hidden, f"{path} {found}")
     if fsync:

@@ -56,7 +56,7 @@ class _InUseError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class HostFacts:
     """What leftovers are judged by.
 
     Attributes:
@@ -76,7 +76,7 @@ class Circumstances:
         return self.older_than_s is not None and changed_s < self.now_s - self.older_than_s
 
 
-def judge(owner: Owner | None, changed_s: float, running: bool, by: Circumstances) -> Verdict:
+def classify(owner: Owner | None, changed_s: float, running: bool, by: HostFacts) -> Verdict:
     """Decide what becomes of a leftover that nobody holds.
 
     Args:
@@ -95,7 +95,7 @@ def judge(owner: Owner | None, changed_s: float, running: bool, by: Circumstance
     return "old" if by.is_old(changed_s) else "unknown"
 
 
-class Leftovers:
+class OrphanCleaner:
     """Keeps the directories of one storage free of leftovers.
 
     Args:
@@ -150,7 +150,7 @@ def clean(directory: str, *, fsync: bool, older_than_s: float | None = None) -> 
     Args:
         directory: where checkpoints are kept.
         fsync: make durable what has replaced a leftover, before that is removed.
-        older_than_s: see `Circumstances`.
+        older_than_s: see `HostFacts`.
 
     Returns:
         The paths that were removed, and whether a later look may find more. What can't be removed is logged.
@@ -163,7 +163,7 @@ def clean(directory: str, *, fsync: bool, older_than_s: float | None = None) -> 
     except FileNotFoundError:
         return [], False
     try:
-        by = Circumstances(this_process(), time.time(), booted_s(), older_than_s)
+        by = HostFacts(this_process(), time.time(), booted_s(), older_than_s)
         return _Cleaning(fd, directory, by, fsync=fsync).run()
     finally:
         os.close(fd)
@@ -172,7 +172,7 @@ def clean(directory: str, *, fsync: bool, older_than_s: float | None = None) -> 
 class _Cleaning:
     """One look at a directory. All names are looked up in the open directory, and links are never followed."""
 
-    def __init__(self, fd: int, directory: str, by: Circumstances, *, fsync: bool) -> None:
+    def __init__(self, fd: int, directory: str, by: HostFacts, *, fsync: bool) -> None:
         self._fd = fd
         self._directory = directory
         self._by = by
@@ -229,7 +229,7 @@ class _Cleaning:
             if not (self._is_own(base, os.fstat(fd)) and self._is_own(base + RECORD, record)):
                 return False
             is_quiet = record.st_mtime < self._by.now_s - _QUIET_S
-            if judge(owner, record.st_mtime, False, self._by) == "unknown" and not is_quiet:
+            if classify(owner, record.st_mtime, False, self._by) == "unknown" and not is_quiet:
                 return False
             if lock(fd, fcntl.LOCK_EX) == "refused":
                 raise _InUseError("somebody else works at it")
@@ -297,7 +297,7 @@ class _Cleaning:
         self._removed.append(name)
 
     def _verdict(self, name: str, owner: Owner | None, changed_s: float) -> Verdict:
-        verdict = judge(owner, changed_s, False, self._by)
+        verdict = classify(owner, changed_s, False, self._by)
         if verdict == "unknown":
             logger.debug("%s stays: it is not known here whether its owner lives", printable_key(self._path(name)))
         return verdict

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
-from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, objection, remove
+from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, remove, why_not_a_checkpoint
 from aiockpt.storage.local.replacing import (
     BetweenError,
     can_exchange,
@@ -38,7 +38,7 @@ Rest: TypeAlias = tuple[str, tuple[int, int] | None]
 logger = logging.getLogger("aiockpt")
 
 
-class NotTakenBackError(Exception):
+class CommitUncertainError(Exception):
     """A checkpoint was published, is not known to be durable, and could not be taken back."""
 
 
@@ -68,7 +68,7 @@ def check_replaceable(path: str) -> None:
     Raises:
         CheckpointExistsError: it is not.
     """
-    found = objection(path)
+    found = why_not_a_checkpoint(path)
     if found is not None:
         raise CheckpointExistsError(
             f"{path} {found}; overwrite=True replaces a checkpoint and nothing else. Move that away, or save under "
@@ -206,7 +206,7 @@ def publish(
     except AiockptError:
         raise
     except BetweenError as exc:
-        raise NotTakenBackError(
+        raise CommitUncertainError(
             f"{path} is not complete under its name: {exc}. Loading it finds what is in {hidden}, and the next save of "
             "another process beside it gives that its name"
         ) from exc.__cause__
@@ -279,11 +279,11 @@ def _place(
 
 
 def _objection_now(replaced: str, checked: tuple[int, int] | None) -> str | None:
-    """Do as `objection` for what has just been replaced; it may be gone already."""
+    """Do as `why_not_a_checkpoint` for what has just been replaced; it may be gone already."""
     if identity(replaced) == checked and os.path.islink(replaced):
         return None
     try:
-        return objection(replaced) if os.path.lexists(replaced) else None
+        return why_not_a_checkpoint(replaced) if os.path.lexists(replaced) else None
     except OSError as exc:
         return f"can't be looked at any more ({exc})"
 
@@ -293,7 +293,7 @@ def _give_back(finished: str, path: str) -> None:
     try:
         rename_exchange(finished, path)
     except OSError as exc:
-        raise NotTakenBackError(
+        raise CommitUncertainError(
             f"{path} was published in place of what somebody had just put there, which is in {finished} now and can't "
             f"be given its name back ({exc})"
         ) from exc
@@ -310,7 +310,7 @@ def _make_durable(parent: int, hidden: str, finished: str, path: str, undo: _Und
 def _take_back(parent: int, hidden: str, finished: str, path: str, undo: _Undo, cause: OSError) -> None:
     if undo == "nothing":
         remove_rest(path, hidden, None)
-        raise NotTakenBackError(f"{path} was replaced but can't be made durable ({cause})") from cause
+        raise CommitUncertainError(f"{path} was replaced but can't be made durable ({cause})") from cause
     try:
         if undo == "exchange":
             rename_exchange(finished, path)
@@ -321,14 +321,14 @@ def _take_back(parent: int, hidden: str, finished: str, path: str, undo: _Undo, 
         else:
             os.rename(path, finished)
     except OSError as worse:
-        raise NotTakenBackError(
+        raise CommitUncertainError(
             f"{path} was published but can't be made durable ({cause}), nor be taken back ({worse}); "
             f"{hidden} was left as it is"
         ) from cause
     try:
         sync_fd(parent)
     except OSError as worse:  # after a loss of power it may be there, so it has to stay whole
-        raise NotTakenBackError(
+        raise CommitUncertainError(
             f"{path} could not be made durable ({cause}) and was taken back, which can't be made durable either "
             f"({worse}); {hidden} was left as it is"
         ) from cause

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
 from aiockpt.storage.local.publish import (
-    NotTakenBackError,
+    CommitUncertainError,
     publish,
     remove_replaced,
     remove_rest,
@@ -113,7 +113,7 @@ class Publication:
             if self.fsync:
                 sync_directory(os.path.dirname(self.path))
         except OSError as exc:
-            raise NotTakenBackError(f"{self.path} was published but can't be made durable ({exc})") from exc
+            raise CommitUncertainError(f"{self.path} was published but can't be made durable ({exc})") from exc
         aside = self.hidden + REPLACED
         if os.path.lexists(aside):
             self.rest = remove_replaced(self.path, self.hidden, identity(aside))

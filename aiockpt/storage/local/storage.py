@@ -19,7 +19,7 @@ from aiockpt.storage.base import Identity, Source, Storage, Transaction
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.delete import delete
 from aiockpt.storage.local.dir_lock import hold_if_there
-from aiockpt.storage.local.orphans import Leftovers, clean
+from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.publish import check_free, make_parents
 from aiockpt.storage.local.repeated import syncing_once
 from aiockpt.storage.local.replacing import ask_file_system
@@ -27,7 +27,7 @@ from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, ch
 from aiockpt.storage.local.source import open_source
 from aiockpt.storage.local.temp_dir import make_hidden
 from aiockpt.storage.local.temp_names import new_ticket
-from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, Manner, WithinTransaction
+from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, WithinTransaction, WritePolicy
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
@@ -58,7 +58,7 @@ class LocalStorage(Storage):
         self, *, direct_io: bool = True, fsync: bool = True, retries: Retries | int | None = DEFAULT_RETRIES
     ) -> None:
         repeater = Repeater(check_retries(retries))
-        self._manner = Manner(direct_io, fsync, repeater, Leftovers(fsync=fsync))
+        self._manner = WritePolicy(direct_io, fsync, repeater, OrphanCleaner(fsync=fsync))
         self._buffers: deque[memoryview] = deque()
         self._settled: set[str] = set()
 
@@ -71,7 +71,7 @@ class LocalStorage(Storage):
             LocalStorage, direct_io=manner.direct_io, fsync=manner.fsync, retries=manner.repeater.retries
         ), ()
 
-    def locate(self, path: str) -> str:
+    def resolve(self, path: str) -> str:
         """Give the absolute path."""
         if "://" in path:
             raise AiockptError(f"{path} is a URL; this version keeps checkpoints in directories, so give a path")
@@ -82,7 +82,7 @@ class LocalStorage(Storage):
     def check(self, path: str, *, overwrite: bool) -> None:
         """Look whether the path is free, or holds what may be overwritten."""
         try:
-            check_free(self.locate(path), overwrite=overwrite)
+            check_free(self.resolve(path), overwrite=overwrite)
         except OSError as exc:
             if isinstance(exc, AiockptError):
                 raise
@@ -94,7 +94,7 @@ class LocalStorage(Storage):
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         """Make the hidden directory that the files go to, when what killed processes have left beside it is removed."""
-        path = self.locate(path)
+        path = self.resolve(path)
         again = self._manner.repeater.run
         await workers.run(self._manner.leftovers.look, os.path.dirname(path))  # its space, or its name, may be needed
         await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
@@ -126,7 +126,7 @@ class LocalStorage(Storage):
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
         """Write to the hidden directory that another process has made."""
-        path = self.locate(path)
+        path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
         if held is None:
@@ -138,31 +138,31 @@ class LocalStorage(Storage):
             self._manner, path, hidden, overwrite=False, workers=workers, held=held, own=held.identity
         )
 
-    async def adopt(
+    async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
     ) -> Transaction:
         """Go on with the hidden directory that another process has made."""
-        path = self.locate(path)
+        path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
         return LocalTransaction(
             self._manner, path, hidden, overwrite=overwrite, workers=workers, held=held, own=identity
         )
 
-    def within(self, path: str, *, workers: Workers) -> Transaction:
+    def append_to(self, path: str, *, workers: Workers) -> Transaction:
         """Write files into a directory that is there, for who publishes it by other means."""
-        path = self.locate(path)
+        path = self.resolve(path)
         return WithinTransaction(self._manner, path, path, overwrite=False, workers=workers, held=None, own=None)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Give a checkpoint a hidden name, durably, and remove it."""
-        path = self.locate(path)
+        path = self.resolve(path)
         hidden, manner = _beside(path, self.new_ticket(path)), self._manner
         await workers.run(delete, path, hidden, manner.fsync, manner.leftovers.add)
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
         """Remove what killed processes have left in a directory."""
-        directory = self.locate(directory)
+        directory = self.resolve(directory)
         try:
             fsync = self._manner.fsync
             removed, _ = await workers.run(clean, directory, fsync=fsync, older_than_s=older_than_s)
@@ -173,7 +173,7 @@ class LocalStorage(Storage):
     async def open(self, path: str, *, workers: Workers) -> Source:
         """Look at a checkpoint's directory."""
         return await workers.run(
-            open_source, self.locate(path), direct_io=self._manner.direct_io, buffers=self._buffers
+            open_source, self.resolve(path), direct_io=self._manner.direct_io, buffers=self._buffers
         )
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import SINGLE_NAME
-from aiockpt.storage.base import Fate, FileSink, Identity, Transaction
+from aiockpt.storage.base import FileSink, Identity, Status, Transaction
 from aiockpt.storage.local.belonging import OtherThingsError, remove
-from aiockpt.storage.local.publish import NotTakenBackError, remove_own, sync_directory
+from aiockpt.storage.local.publish import CommitUncertainError, remove_own, sync_directory
 from aiockpt.storage.local.repeated import Publication, publish_repeatedly
 from aiockpt.storage.local.replacing import is_between, remove_record
 from aiockpt.storage.local.sink import LocalSink
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.storage.local.dir_lock import Hold
-    from aiockpt.storage.local.orphans import Leftovers
+    from aiockpt.storage.local.orphans import OrphanCleaner
     from aiockpt.storage.local.retries import Repeater
 
 P = ParamSpec("P")
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class WritePolicy:
     """How a storage writes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Manner:
     direct_io: bool
     fsync: bool
     repeater: Repeater = field(repr=False)
-    leftovers: Leftovers = field(repr=False)
+    leftovers: OrphanCleaner = field(repr=False)
 
 
 class LocalTransaction(Transaction):
@@ -62,7 +62,7 @@ class LocalTransaction(Transaction):
 
     def __init__(
         self,
-        manner: Manner,
+        manner: WritePolicy,
         path: str,
         hidden: str,
         *,
@@ -103,14 +103,14 @@ class LocalTransaction(Transaction):
                 self._hidden, self._path, self._single, self._overwrite, manner.fsync, self._identity, self._check
             )
             await publish_repeatedly(publication, manner.repeater, self._workers)
-        except NotTakenBackError as exc:
+        except CommitUncertainError as exc:
             self._over = True  # what is in the hidden directory may be the only good checkpoint
-            await self.leave()
+            await self.release()
             raise CommitError(str(exc)) from exc.__cause__
         if publication.rest is not None:
             manner.leftovers.add(*publication.rest)
         self._over = True
-        await self.leave()
+        await self.release()
 
     def revoke(self) -> None:
         """See `Transaction.revoke`."""
@@ -130,7 +130,7 @@ class LocalTransaction(Transaction):
         leftovers = self._manner.leftovers
         leftovers.look_again(os.path.dirname(self._hidden))
         if is_between(self._hidden):  # a commit that hangs: the only good checkpoint may be here
-            await self.leave()
+            await self.release()
             raise WriteError(f"{self._path} is just being replaced, so what was written stays in {self._hidden}")
         try:
             own_files = [os.path.basename(sink.path) for sink in self._sinks]
@@ -143,10 +143,10 @@ class LocalTransaction(Transaction):
                 f"can't remove the unfinished checkpoint {self._hidden}: {exc}; the next save beside it tries again"
             ) from exc
         finally:
-            await self.leave()
+            await self.release()
 
-    async def leave(self) -> None:
-        """See `Transaction.leave`."""
+    async def release(self) -> None:
+        """See `Transaction.release`."""
         if self._held is not None:
             await self._workers.run(self._held.release)
 
@@ -172,26 +172,26 @@ class LocalTransaction(Transaction):
         """See `Transaction.identity`."""
         return self._identity
 
-    async def leave_word(self, name: str, data: bytes) -> None:
-        """See `Transaction.leave_word`."""
+    async def put_sidecar(self, name: str, data: bytes) -> None:
+        """See `Transaction.put_sidecar`."""
         try:
             await self._workers.run(write_word, f"{self._hidden}-{name}", data)
         except OSError as exc:
             raise WriteError(f"can't leave a word beside {self._path}: {exc}") from exc
 
-    async def word(self, name: str) -> bytes | None:
-        """See `Transaction.word`."""
+    async def get_sidecar(self, name: str) -> bytes | None:
+        """See `Transaction.get_sidecar`."""
         try:
             return await self._again("read", contents, f"{self._hidden}-{name}")
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
-    async def take_back(self, name: str) -> None:
-        """See `Transaction.take_back`."""
+    async def delete_sidecar(self, name: str) -> None:
+        """See `Transaction.delete_sidecar`."""
         await self._remove(f"{self._hidden}-{name}")
 
-    async def discard(self, name: str) -> None:
-        """See `Transaction.discard`."""
+    async def delete_file(self, name: str) -> None:
+        """See `Transaction.delete_file`."""
         await self._remove(os.path.join(self._hidden, name))
 
     async def _remove(self, path: str) -> None:
@@ -200,15 +200,15 @@ class LocalTransaction(Transaction):
         except OSError as exc:
             raise WriteError(f"can't remove {path}: {exc}; remove it by hand") from exc
 
-    async def fate(self) -> Fate:
-        """See `Transaction.fate`."""
+    async def status(self) -> Status:
+        """See `Transaction.status`."""
         try:
             return await self._again("look for", fate_of, self._hidden, self._path, self._identity)
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
-    async def tidy(self) -> None:
-        """See `Transaction.tidy`."""
+    async def finalize(self) -> None:
+        """See `Transaction.finalize`."""
         self._over = True
         try:
             if await self._workers.run(fate_of, self._hidden, self._path, self._identity) == "published":
@@ -220,7 +220,7 @@ class LocalTransaction(Transaction):
         except OSError as exc:
             raise WriteError(f"{self._path} was published, but can't be made durable: {exc}") from exc
         finally:
-            await self.leave()
+            await self.release()
 
 
 class JoinedTransaction(LocalTransaction):
@@ -238,10 +238,10 @@ class JoinedTransaction(LocalTransaction):
         """See `Transaction.abort`."""
         for sink in self._sinks:
             await sink.close()
-        await self.leave()
+        await self.release()
 
-    async def sweep(self) -> None:
-        """See `Transaction.sweep`."""
+    async def discard_all(self) -> None:
+        """See `Transaction.discard_all`."""
         await self.abort()
         try:
             await self._workers.run(sweep, self._hidden, self._identity)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.core.threads import Workers, new_event_loop
-from aiockpt.writing.file_writer import WritingTools
+from aiockpt.writing.file_writer import WriterThreads
 from aiockpt.writing.process.channel import Channel
 from aiockpt.writing.process.child_save import ChildSave, Saves
 from aiockpt.writing.process.messages import Begin, Hello, Log, Message, Ready
@@ -75,7 +75,7 @@ class _Child:
         step_back(hello)
         whole = mmap.mmap(self._fd, os.fstat(self._fd).st_size, flags=mmap.MAP_SHARED)
         threads = hello.io_threads
-        tools = WritingTools(
+        tools = WriterThreads(
             Workers(min(threads, max(2, os.cpu_count() or 1)), "seal", nice=_NICE), Workers(threads, "io")
         )
         shared = Saves(hello.chunk_bytes, memoryview(whole), tools, self._channel.post, hello.patience_s)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError
-from aiockpt.writing.file_writer import FileWriting, Part, Prepared
-from aiockpt.writing.process.error_transport import as_save_error, carried
+from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk
+from aiockpt.writing.process.error_transport import as_save_error, dump_error
 from aiockpt.writing.process.messages import (
     Agree,
     Began,
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.layout import FileImage
     from aiockpt.storage.base import Storage, Transaction
-    from aiockpt.writing.commit import Ending
-    from aiockpt.writing.file_writer import WritingTools
+    from aiockpt.writing.commit import CommitDocuments
+    from aiockpt.writing.file_writer import WriterThreads
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Saves:
 
     chunk_bytes: int
     memory: memoryview
-    tools: WritingTools
+    tools: WriterThreads
     post: Callable[[Message], None]
     patience_s: float
     layouts: dict[int, list[FileImage]] = field(default_factory=dict)
@@ -78,8 +78,8 @@ class ChildSave:
         self._may_publish = anyio.Event()
         self._told = anyio.Event()
         self._over = anyio.Event()
-        self._parts: list[tuple[int, Part]] = []
-        self._writing: FileWriting | None = None
+        self._parts: list[tuple[int, FilledChunk]] = []
+        self._writing: FileWriter | None = None
         self._orphan = False
 
     # --- what the trainer says --------------------------------------------------------------------
@@ -113,13 +113,13 @@ class ChildSave:
         view = self._shared.chunk(message.chunk)
         nbytes = message.stop - message.start
         release = partial(self._tell, Wrote(self.number, nbytes, message.chunk))
-        part = Part(view, message.start, message.stop, release)
+        part = FilledChunk(view, message.start, message.stop, release)
         if self._writing is None:
             self._parts.append((message.image, part))
         else:
             self._put_part(message.image, part)
 
-    def _put_part(self, number: int, part: Part) -> None:
+    def _put_part(self, number: int, part: FilledChunk) -> None:
         if self._writing is not None:
             self._writing.take(number, part)
             if part.stop == self._images[number].nbytes:
@@ -143,7 +143,7 @@ class ChildSave:
         if error is not None:
             with anyio.CancelScope(shield=True):
                 await self._give_up(error)
-            self._tell(Failed(self.number, carried(error)))
+            self._tell(Failed(self.number, dump_error(error)))
         await self._turn()  # who is behind this one is not to overtake those before it
         self._over.set()
         self._previous = None
@@ -151,7 +151,7 @@ class ChildSave:
     async def _course(self) -> None:
         begin = self._begin
         self._storage: Storage = pickle.loads(begin.storage)
-        writing = FileWriting(
+        writing = FileWriter(
             self._images,
             begin.heads,
             begin.names,
@@ -173,7 +173,7 @@ class ChildSave:
         else:
             await self._publish(writing)
 
-    async def _publish(self, writing: FileWriting) -> None:
+    async def _publish(self, writing: FileWriter) -> None:
         """Publish what this process has begun."""
         staged = self._staged
         if staged is None:
@@ -181,16 +181,16 @@ class ChildSave:
         self._tell(Written(self.number, writing.files, ()))
         await self._may_publish.wait()
 
-        async def ending() -> Ending | None:
+        async def ending() -> CommitDocuments | None:
             return staged.ending
 
-        await writing.hand_over(Prepared(ending, staged.times_s, self._begin.started))
+        await writing.hand_over(CommitInputs(ending, staged.times_s, self._begin.started))
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
             sizes = await writing.publish()
             self._transaction = None
             self._tell(Published(self.number, sizes))
 
-    async def _part(self, writing: FileWriting) -> None:
+    async def _part(self, writing: FileWriter) -> None:
         """Make this rank's part durable; rank 0 publishes all."""
         transaction = self._transaction
         if transaction is None:
@@ -205,7 +205,7 @@ class ChildSave:
                 self._tell(Published(self.number, {name: facts.nbytes for name, facts in writing.files.items()}))
         finally:
             with anyio.CancelScope(shield=True):
-                await transaction.leave()
+                await transaction.release()
 
     async def _agree(self, files: dict[str, FileFacts]) -> None:
         """Agree with the writers of the other ranks, without the trainers."""
@@ -240,6 +240,6 @@ class ChildSave:
         if transaction is None:
             return
         try:
-            await (transaction.sweep() if self._orphan and self._begin.joins else transaction.abort())
+            await (transaction.discard_all() if self._orphan and self._begin.joins else transaction.abort())
         except AiockptError as exc:
             error.add_note(str(exc))

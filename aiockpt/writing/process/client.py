@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, SaveError, WriteError
-from aiockpt.writing.file_writer import Later, Part, Prepared, Writing
-from aiockpt.writing.process.error_transport import arrived
+from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk, Later
+from aiockpt.writing.process.error_transport import load_error
 from aiockpt.writing.process.messages import (
     Agree,
     Began,
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.encoding import ImageCoding
     from aiockpt.planning.plans import Layout
-    from aiockpt.storage.base import Fate, Identity, Storage
+    from aiockpt.storage.base import Identity, Status, Storage
     from aiockpt.writing.process.connection import Link
     from aiockpt.writing.process.supervisor import WriterHost
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WriteOrder:
     """What is to be written.
 
     Attributes:
@@ -70,7 +70,7 @@ class Order:
     again: bool = False
 
 
-class RemoteWriting(Writing):
+class RemoteWriter(ChunkWriter):
     """Has the files of one save written by a writer process.
 
     Args:
@@ -82,7 +82,7 @@ class RemoteWriting(Writing):
 
     agrees = True
 
-    def __init__(self, host: WriterHost, order: Order, report: Callable[[int], None], workers: Workers) -> None:
+    def __init__(self, host: WriterHost, order: WriteOrder, report: Callable[[int], None], workers: Workers) -> None:
         self._workers = workers
         self._host = host
         self._order = order
@@ -125,7 +125,7 @@ class RemoteWriting(Writing):
                 self._sizes = message.sizes
                 self._end()
             case Failed():
-                self._error = arrived(message.error)
+                self._error = load_error(message.error)
                 self._end()
         self._news.set()
 
@@ -193,7 +193,7 @@ class RemoteWriting(Writing):
             await self._news.wait()
             self._news = anyio.Event()
 
-    async def put(self, number: int, part: Part) -> None:
+    async def put(self, number: int, part: FilledChunk) -> None:
         """Tell the process that a chunk is filled."""
         link = await self._link.get()
         self._out[part.chunk] = part.release
@@ -202,7 +202,7 @@ class RemoteWriting(Writing):
     def end(self, number: int) -> None:
         """Do nothing: the process knows the sizes of the files."""
 
-    async def hand_over(self, prepared: Prepared) -> None:
+    async def hand_over(self, prepared: CommitInputs) -> None:
         """Let the process have what it needs to complete the checkpoint should this one die."""
         link = await self._link.get()
         ending = await prepared.ending()
@@ -233,18 +233,18 @@ class RemoteWriting(Writing):
                 self._news = anyio.Event()
         await self._clean_up()
 
-    async def _clean_up(self) -> Fate:
+    async def _clean_up(self) -> Status:
         """Remove what the process has left, if it has died; tell what has become of the checkpoint."""
         order = self._order
         if not self._lost or self._ticket is None:
             return "gone"
         self._lost = False
         try:
-            adopted = await order.storage.adopt(
+            adopted = await order.storage.take_over(
                 order.path, self._ticket, overwrite=order.overwrite, workers=self._workers, identity=self._identity
             )
-            fate = await adopted.fate()
-            await (adopted.tidy() if fate == "published" else adopted.abort())
+            fate = await adopted.status()
+            await (adopted.finalize() if fate == "published" else adopted.abort())
         except AiockptError as exc:
             if self._error is not None:
                 self._error.add_note(str(exc))

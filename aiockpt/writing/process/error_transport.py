@@ -31,7 +31,7 @@ def as_save_error(error: BaseException) -> BaseException:
     return wrapped
 
 
-def carried(error: BaseException) -> list[BaseException]:
+def dump_error(error: BaseException) -> list[BaseException]:
     """Give an error, its cause, and that one's, as they can be pickled."""
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -41,7 +41,7 @@ def carried(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def arrived(chain: Sequence[BaseException]) -> BaseException:
+def load_error(chain: Sequence[BaseException]) -> BaseException:
     """Put an error together again."""
     for error, cause in itertools.pairwise(chain):
         error.__cause__ = cause

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from aiockpt.format.item.framing import Framing
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.writing.commit import Ending
+    from aiockpt.writing.commit import CommitDocuments
 
 
 class Image(NamedTuple):
@@ -132,7 +132,7 @@ class Staged:
     """
 
     save: int
-    ending: Ending | None = field(repr=False)
+    ending: CommitDocuments | None = field(repr=False)
     times_s: Mapping[str, float]
     waits: bool
     parting: bytes | None = field(repr=False, default=None)

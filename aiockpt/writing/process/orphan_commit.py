@@ -18,7 +18,7 @@ import anyio
 from aiockpt.errors import AiockptError, CommitError, WriteError, printable
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.writing.collective_commit import publish_together
-from aiockpt.writing.process.recovery_record import Leadership, Parting, part_name, sealed, unsealed
+from aiockpt.writing.process.recovery_record import Leadership, RecoveryRecord, part_name, sealed, unsealed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -55,7 +55,7 @@ class Agreement:
         workers: Workers,
     ) -> None:
         self._begin = begin
-        self._parting: Parting = pickle.loads(parting)
+        self._parting: RecoveryRecord = pickle.loads(parting)
         self._storage = storage
         self._transaction = transaction
         self._patience_s = patience_s
@@ -74,24 +74,24 @@ class Agreement:
         """
         lead, transaction = self._parting.leadership, self._transaction
         try:
-            if await transaction.fate() == "open":  # else the trainer of rank 0 has got as far as that
+            if await transaction.status() == "open":  # else the trainer of rank 0 has got as far as that
                 await self._say(files)
                 await (self._follow() if lead is None else self._lead(lead))
         except AiockptError as exc:
-            if await transaction.fate() != "published":
-                await transaction.sweep()
+            if await transaction.status() != "published":
+                await transaction.discard_all()
                 raise self._given_up(exc) from exc
         finally:
             await self._take_back(range(self._parting.ranks) if lead is not None else (self._parting.rank,))
-        if await transaction.fate() != "published":
+        if await transaction.status() != "published":
             raise self._given_up("another rank's writer has given it up")
-        await transaction.tidy()
+        await transaction.finalize()
 
     async def _take_back(self, ranks: Iterable[int]) -> None:
         """Remove words. What has become of the checkpoint doesn't hang on it: somebody else's may not be removed."""
         for rank in ranks:
             try:
-                await self._transaction.take_back(part_name(rank))
+                await self._transaction.delete_sidecar(part_name(rank))
             except AiockptError as exc:
                 logger.warning("beside %s: %s", self._begin.path, printable(str(exc)))
 
@@ -102,7 +102,7 @@ class Agreement:
         """Tell the others what this rank has."""
         parting = self._parting
         data = sealed(parting.secret, parting.rank, replace(parting.written, files=files))
-        await self._transaction.leave_word(part_name(parting.rank), data)
+        await self._transaction.put_sidecar(part_name(parting.rank), data)
 
     async def _lead(self, lead: Leadership) -> None:
         """Publish when all have written their parts."""
@@ -114,7 +114,7 @@ class Agreement:
                     await self._hear(rank, written)
             if len(written) < parting.ranks:
                 await self._pause()
-        adopted = await self._storage.adopt(
+        adopted = await self._storage.take_over(
             begin.path,
             begin.ticket or "",
             overwrite=lead.overwrite,
@@ -122,13 +122,13 @@ class Agreement:
             identity=self._transaction.identity,
         )
         for name in (MANIFEST_NAME, METADATA_NAME):
-            await adopted.discard(name)  # the trainer may have got so far
+            await adopted.delete_file(name)  # the trainer may have got so far
         results = [written[rank] for rank in range(parting.ranks)]
         book = None if lead.book is None else pickle.loads(lead.book)
         await publish_together(adopted, book, lead.facts, results, self._workers)
 
     async def _hear(self, rank: int, written: dict[int, Written]) -> None:
-        data = await self._transaction.word(part_name(rank))
+        data = await self._transaction.get_sidecar(part_name(rank))
         if data is None:
             return
         found = await self._workers.run(unsealed, self._parting.secret, rank, data)
@@ -137,7 +137,7 @@ class Agreement:
 
     async def _follow(self) -> None:
         """Wait until the writer of rank 0 has published."""
-        while await self._transaction.fate() == "open":
+        while await self._transaction.status() == "open":
             await self._pause()
 
     async def _pause(self) -> None:

@@ -31,7 +31,7 @@ class Leadership:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class RecoveryRecord:
     """What one rank's writer process needs.
 
     Attributes:
