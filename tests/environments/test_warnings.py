@@ -117,7 +117,7 @@ def test_when_items_are_transformed_back(where: str, tmp_path: Path) -> None:
 
 
 # They say whose method failed and what was done before, and of a warning that is as true as of an error.
-NAMES_WHOSE = {"handover.py", "stateful.py"}
+NAMES_WHOSE = {"apply_live.py", "live.py"}
 
 
 def test_whatever_translates_errors_lets_warnings_through() -> None:
