@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from aiockpt.coordination.choose import check_group, choose_coordinator, is_distributed
 from aiockpt.engine.engine import Engine
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from aiockpt.storage.local.retries import Retries
 
 Planning = Literal["central", "decentralized"]
+T = TypeVar("T")
 
 
 class CheckpointerBase:
@@ -384,3 +385,23 @@ class CheckpointerBase:
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
         nbytes, devices = stored_bytes(resolve(state_dict, SaveError).tree)
         return self._engine.prewarm(nbytes, devices)
+
+
+class EngineAccess:
+    """The engine of a checkpointer, for adapters to other interfaces."""
+
+    def __init__(self, checkpointer: CheckpointerBase) -> None:
+        self._checkpointer = checkpointer
+
+    @property
+    def transforms(self) -> tuple[Transform, ...]:
+        """The checkpointer's transforms."""
+        return self._checkpointer._transforms
+
+    def locate(self, path: Path, storage: Storage | None = None) -> tuple[Storage, str]:
+        """Return the storage of a path, the checkpointer's own if None, and the path in it."""
+        return self._checkpointer._located(path, storage)
+
+    def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
+        """Run a coroutine on the engine's loop; ``what`` names it in messages."""
+        return self._checkpointer._engine.call(function, what)

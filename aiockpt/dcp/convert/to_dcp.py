@@ -12,6 +12,7 @@ import anyio
 
 from aiockpt.core.threads import off_duty
 from aiockpt.dcp.convert.torch_source import map_torch_file
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CommitError, LoadError
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.local.belonging import remove
@@ -41,8 +42,9 @@ async def write_checkpoint(
     overwrite: bool,
 ) -> None:
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.torch_save_to_dcp`."""
-    storage, path = checkpointer._located(path, None)
-    _, target = checkpointer._located(target, None)
+    engine = EngineAccess(checkpointer)
+    storage, path = engine.locate(path)
+    _, target = engine.locate(target)
     shared = await tools.workers.run(_look_at, target, overwrite=overwrite)
     mapped = await map_torch_file(storage, path, options, tools)
     if not isinstance(mapped.value, Mapping):
