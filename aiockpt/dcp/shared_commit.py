@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.local.belonging import data_files_of, remove
-from aiockpt.storage.local.publish import make_directories, sync_directory
+from aiockpt.storage.local.commit import make_directories, move_in, sync_directory
 from aiockpt.storage.local.temp_names import shared_ticket
 from aiockpt.storage.syscalls import rename_noreplace
 
@@ -172,20 +172,9 @@ def _move_in(
     if not os.path.isdir(path) or (os.path.lexists(metadata) and not overwrite):
         raise CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
     old = [os.path.join(path, name) for name in data_files_of(path, metadata_name(rank))]
-    placed: list[str] = []
-    try:
-        for name, final in names.items():
-            rename_noreplace(os.path.join(hidden, name), os.path.join(path, final))
-            placed.append(os.path.join(path, final))
-        if fsync:
-            sync_directory(path)
-        if rank is None:
-            remove(os.path.join(path, MANIFEST_NAME))  # it is about the checkpoint that is being replaced
-        os.replace(os.path.join(hidden, metadata_name(rank)), metadata)
-    except BaseException:
-        for each in placed:
-            remove(each)
-        raise
+    # The manifest is about the checkpoint that is being replaced.
+    obsolete = os.path.join(path, MANIFEST_NAME) if rank is None else None
+    move_in(hidden, path, names, metadata_name(rank), fsync=fsync, replace=True, obsolete=obsolete)
     if fsync:
         sync_directory(path)
     for each in old:

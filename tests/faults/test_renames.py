@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.storage.local import publish
-from aiockpt.storage.local.repeated import syncing_once
+from aiockpt.storage.local import commit
 from aiockpt.storage.local.retries import NotSyncedError
 from tests.faults.checks import names
 from tests.states import assert_same
@@ -36,7 +35,7 @@ class Server:
         self._does = does
         self._times = times
         for name in ("rename_noreplace", "rename_exchange"):
-            monkeypatch.setattr(publish, name, self._instead_of(getattr(publish, name)))
+            monkeypatch.setattr(commit, name, self._instead_of(getattr(commit, name)))
 
     def _instead_of(self, real: Callable[[str, str], None]) -> Callable[[str, str], None]:
         def rename(source: str, target: str) -> None:
@@ -116,17 +115,17 @@ def test_what_fails_for_good_is_not_tried_again(name: str, tmp_path: Path, monke
 
 def test_somebody_else_was_there_first(name: str, tmp_path: Path, monkeypatch) -> None:
     """What is found under the final name after an error counts only if it is the own one."""
-    real = publish.rename_noreplace
+    real = commit.rename_noreplace
 
     def rename(source: str, target: str) -> None:
         if not Path(target).exists():
             with aiockpt.SyncCheckpointer() as other:
-                monkeypatch.setattr(publish, "rename_noreplace", real)
+                monkeypatch.setattr(commit, "rename_noreplace", real)
                 other.save(OLD, target, format=FILES[name])
             raise _error(errno.ESTALE)
         real(source, target)
 
-    monkeypatch.setattr(publish, "rename_noreplace", rename)
+    monkeypatch.setattr(commit, "rename_noreplace", rename)
     with pytest.raises(aiockpt.CheckpointExistsError, match="has appeared during the save"):
         _saved(tmp_path, name, overwrite=False, retries=RETRIES)
     _holds(tmp_path, name, OLD)
@@ -163,4 +162,4 @@ def test_an_fsync_is_never_repeated(name: str, overwrite: bool, tmp_path: Path, 
 
 def test_who_can_not_open_a_directory_has_not_synced_it() -> None:
     with pytest.raises(FileNotFoundError):
-        syncing_once(publish.sync_directory, "/nowhere")
+        commit.sync_directory("/nowhere")

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, DeleteError, WriteError
-from aiockpt.storage.local import belonging, publish
+from aiockpt.storage.local import belonging, commit
 from aiockpt.storage.local import delete as deleting
 from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, look_into, remove
 from aiockpt.storage.local.orphans import clean
@@ -214,7 +214,7 @@ def test_a_file_that_is_put_there_at_the_last_moment(ckpt, tmp_path: Path, monke
     """Between the last look and the exchange: the names change places again."""
     ckpt.save(STATE, tmp_path / "a")
     mine = tmp_path / "a" / "thesis.tex"
-    _before("rename_exchange", publish, lambda: mine.write_text("mine"), monkeypatch)
+    _before("rename_exchange", commit, lambda: mine.write_text("mine"), monkeypatch)
     with pytest.raises(CheckpointExistsError, match=r"changed during the save, .*\(thesis.tex\); it was left as it is"):
         ckpt.save(NEW, tmp_path / "a", overwrite=True)
     assert mine.read_text() == "mine"

@@ -15,8 +15,8 @@ import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointNotFoundError, DeleteError
 from aiockpt.storage.base import Storage
+from aiockpt.storage.local import commit
 from aiockpt.storage.local import delete as deleting
-from aiockpt.storage.local import publish
 from aiockpt.storage.local.delete import delete
 from aiockpt.storage.local.dir_lock import Hold
 from aiockpt.storage.local.orphans import clean
@@ -170,7 +170,7 @@ def test_it_is_gone_durably_before_its_files_are(tmp_path: Path, monkeypatch: py
     def remove(hidden: str, own: tuple[int, int] | None) -> None:
         calls.append("remove")
         assert sorted(os.listdir(hidden)) == [".metadata", "__0_0.distcp"]
-        assert own == publish.identity(hidden)
+        assert own == commit.identity(hidden)
         real_remove(hidden, own)
 
     monkeypatch.setattr(os, "fsync", sync)
@@ -300,7 +300,7 @@ def test_what_is_left_of_it_is_recognised(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(os, "unlink", refuse)
         with pytest.raises(DeleteError, match=f"/a is deleted, but its files can't be removed from {hidden}"):
             delete(str(path), hidden, True, lambda *rest: noted.append(rest))
-    assert noted == [(hidden, publish.identity(hidden))]
+    assert noted == [(hidden, commit.identity(hidden))]
     assert not path.exists()
     assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], False), "this process lives"
     assert os.listdir(hidden) == [".metadata"]
@@ -325,14 +325,14 @@ async def test_a_save_that_replaces_what_is_deleted_meanwhile(
     workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path / "a")
-    real = publish.rename_exchange
+    real = commit.rename_exchange
 
     def exchange(one: str, other: str) -> None:
         if path.exists():
             delete(str(path), hidden_beside(path), True)
         real(one, other)
 
-    monkeypatch.setattr(publish, "rename_exchange", exchange)
+    monkeypatch.setattr(commit, "rename_exchange", exchange)
     transaction = await LocalStorage().begin(str(path), overwrite=True, workers=workers)
     sink = await transaction.create(".metadata", 3)
     await sink.write(memoryview(b"new"))

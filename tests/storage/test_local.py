@@ -14,7 +14,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage import syscalls
-from aiockpt.storage.local import publish
+from aiockpt.storage.local import commit
 from aiockpt.storage.local import storage as local
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.storage import LocalStorage
@@ -159,7 +159,7 @@ async def test_short_writes_and_other_errors(workers, data, tmp_path: Path) -> N
 
 async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    real_sync, real_rename = os.fsync, publish.rename_noreplace
+    real_sync, real_rename = os.fsync, commit.rename_noreplace
 
     def name_of(fd: int) -> str:
         return os.readlink(f"/proc/self/fd/{fd}").replace(str(tmp_path), "")
@@ -173,7 +173,7 @@ async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monk
         real_rename(source, target)
 
     monkeypatch.setattr(local.os, "fsync", sync)
-    monkeypatch.setattr(publish, "rename_noreplace", rename)
+    monkeypatch.setattr(commit, "rename_noreplace", rename)
     await _write(LocalStorage(), tmp_path / "a" / "c", data.view, 5000, workers)
     made = ["sync ", "sync /a//f", "sync /a/", "rename", "sync /a"]
     assert calls == [f"sync {tmp_path.parent}", *made]
@@ -185,7 +185,7 @@ async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monk
 async def test_a_commit_that_can_not_be_made_durable_is_taken_back(
     workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, times = publish.sync_fd, 1
+    real, times = commit.sync_fd, 1
 
     def fail(fd: int) -> None:
         nonlocal times
@@ -194,7 +194,7 @@ async def test_a_commit_that_can_not_be_made_durable_is_taken_back(
             raise OSError(errno.EIO, "Input/output error")
         real(fd)
 
-    monkeypatch.setattr(publish, "sync_fd", fail)
+    monkeypatch.setattr(commit, "sync_fd", fail)
     with pytest.raises(CommitError, match="can't publish"):
         await _write(LocalStorage(), tmp_path / "c", data.view, 5000, workers)
     assert list(tmp_path.iterdir()) == []
@@ -258,7 +258,7 @@ async def test_a_file_that_keeps_its_old_name_as_well(
     undone: bool, workers, data, tmp_path: Path, old_kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is published all the same, unless that is not durable: then neither name is left."""
-    path, real_unlink, real_sync = tmp_path / "m.safetensors", os.unlink, publish.sync_fd
+    path, real_unlink, real_sync = tmp_path / "m.safetensors", os.unlink, commit.sync_fd
     refusals = []
 
     def unlink(name, *args, **kwargs) -> None:
@@ -273,7 +273,7 @@ async def test_a_file_that_keeps_its_old_name_as_well(
         real_sync(fd)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    monkeypatch.setattr(publish, "sync_fd", sync)
+    monkeypatch.setattr(commit, "sync_fd", sync)
     if undone:
         with pytest.raises(CommitError, match="Input/output error"):
             await _write_single(LocalStorage(), path, data.view, workers, overwrite=False)
@@ -314,7 +314,7 @@ async def test_without_a_free_descriptor_nothing_is_published(
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", full)
-    monkeypatch.setattr(publish, "rename_noreplace", lambda *names: renamed.append(names))
+    monkeypatch.setattr(commit, "rename_noreplace", lambda *names: renamed.append(names))
     with pytest.raises(CommitError, match="Too many open files"):
         await _write(LocalStorage(retries=None), tmp_path / "c", data.view, 5000, workers)
     assert renamed == []
@@ -352,7 +352,7 @@ async def test_what_was_replaced_and_can_not_be_removed_is_tried_again(
 async def test_what_comes_to_the_path_at_the_last_moment_is_looked_at(
     kind: str, workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, other, real = tmp_path / "c", tmp_path / "other", publish.rename_exchange
+    path, other, real = tmp_path / "c", tmp_path / "other", commit.rename_exchange
     for folder, name in ((path, ".metadata"), (other, "thesis.tex" if kind == "own work" else ".metadata")):
         folder.mkdir()
         (folder / name).write_text(folder.name)
@@ -363,7 +363,7 @@ async def test_what_comes_to_the_path_at_the_last_moment_is_looked_at(
             other.rename(path)
         real(one, two)
 
-    monkeypatch.setattr(publish, "rename_exchange", exchange)
+    monkeypatch.setattr(commit, "rename_exchange", exchange)
     transaction = await LocalStorage().begin(str(path), overwrite=True, workers=workers)
     if kind == "own work":
         with pytest.raises(CheckpointExistsError, match=r"changed during the save, .*\(thesis.tex\); it was left as"):
@@ -383,10 +383,10 @@ async def test_what_comes_to_the_path_at_the_last_moment_is_looked_at(
 @pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="there is no sysfs")
 async def test_directories_that_nobody_has_made_are_not_synced(monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(publish, "sync_directory", synced.append)
-    publish.make_parents("/sys/checkpoint", True)  # a mount point
+    monkeypatch.setattr(commit, "sync_directory", synced.append)
+    commit.make_parents("/sys/checkpoint", True)  # a mount point
     assert synced == []
-    publish.make_parents("/sys/kernel/checkpoint", True)
+    commit.make_parents("/sys/kernel/checkpoint", True)
     assert synced == ["/sys"]
 
 
@@ -397,14 +397,14 @@ async def test_directories_that_can_not_be_synced(number: int, tmp_path: Path, m
     def refuse(_fd: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(publish, "sync_fd", refuse)
+    monkeypatch.setattr(commit, "sync_fd", refuse)
     if number == errno.EIO:
         with pytest.raises(OSError, match="Input/output"):
-            publish.make_parents(str(tmp_path / "c"), True)
+            commit.make_parents(str(tmp_path / "c"), True)
     else:
-        publish.make_parents(str(tmp_path / "c"), True)
+        commit.make_parents(str(tmp_path / "c"), True)
     with pytest.raises(OSError, match=re.escape(os.strerror(number))):
-        publish.make_parents(str(tmp_path / "new" / "c"), True)
+        commit.make_parents(str(tmp_path / "new" / "c"), True)
 
 
 async def test_new_files_obey_the_umask(workers, data, tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ async def _write_single(storage: LocalStorage, path: Path, data: memoryview, wor
 
 async def test_a_checkpoint_that_is_one_file(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    real_sync, real_rename = os.fsync, publish.rename_noreplace
+    real_sync, real_rename = os.fsync, commit.rename_noreplace
 
     def sync(fd: int) -> None:
         where = os.readlink(f"/proc/self/fd/{fd}").replace(str(tmp_path), "")
@@ -453,7 +453,7 @@ async def test_a_checkpoint_that_is_one_file(workers, data, tmp_path: Path, monk
 
     path = tmp_path / "a" / "m.safetensors"
     monkeypatch.setattr(local.os, "fsync", sync)
-    monkeypatch.setattr(publish, "rename_noreplace", rename)
+    monkeypatch.setattr(commit, "rename_noreplace", rename)
     await _write_single(LocalStorage(), path, data.view, workers, overwrite=False)
     assert path.read_bytes() == bytes(data.view[:5000])
     assert [p.name for p in path.parent.iterdir()] == ["m.safetensors"]
@@ -478,7 +478,7 @@ async def test_a_file_that_can_not_be_made_durable_is_taken_back(
         path.mkdir()
         (path / ".metadata").write_bytes(OLD)
 
-    real, times = publish.sync_fd, 1
+    real, times = commit.sync_fd, 1
 
     def fail(fd: int) -> None:
         nonlocal times
@@ -487,7 +487,7 @@ async def test_a_file_that_can_not_be_made_durable_is_taken_back(
             raise OSError(errno.EIO, "Input/output error")
         real(fd)
 
-    monkeypatch.setattr(publish, "sync_fd", fail)
+    monkeypatch.setattr(commit, "sync_fd", fail)
     with pytest.raises(CommitError, match=r"can't publish .*m\.safetensors: .*Input/output error"):
         await _write_single(LocalStorage(), path, data.view, workers, overwrite=True)
     if before == "nothing":
@@ -503,21 +503,21 @@ async def test_a_file_is_replaced_without_exchange(
     def unsupported(*_args) -> None:
         raise syscalls.UnsupportedError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(publish, "rename_exchange", unsupported)
+    monkeypatch.setattr(commit, "rename_exchange", unsupported)
     path = tmp_path / "m.safetensors"
     path.write_bytes(OLD)
     await _write_single(LocalStorage(), path, data.view, workers, overwrite=True)
     assert path.read_bytes() == bytes(data.view[:5000])
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
 
-    real = publish.sync_fd
+    real = commit.sync_fd
 
     def fail(fd: int) -> None:
         if _path_of(fd) == str(tmp_path):
             raise OSError(errno.EIO, "Input/output error")
         real(fd)
 
-    monkeypatch.setattr(publish, "sync_fd", fail)
+    monkeypatch.setattr(commit, "sync_fd", fail)
     path.write_bytes(OLD)
     with pytest.raises(CommitError, match="was replaced but can't be made durable"):
         await _write_single(LocalStorage(), path, data.view[4096:], workers, overwrite=True)

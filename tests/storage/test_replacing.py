@@ -16,7 +16,7 @@ import torch
 import aiockpt
 from aiockpt.errors import CheckpointExistsError, CheckpointNotFoundError, CommitError, DeleteError
 from aiockpt.storage import syscalls
-from aiockpt.storage.local import publish, replacing
+from aiockpt.storage.local import commit, replacing
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.temp_names import RECORD, REPLACED, Owner, this_process
 
@@ -149,7 +149,7 @@ def test_a_rename_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, 
 def test_a_sync_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, monkeypatch) -> None:
     """Of the parent directory: of the record, between the renames, and behind them."""
     ckpt.save(OLD, tmp_path / "c")
-    real, calls = publish.sync_fd, 0
+    real, calls = commit.sync_fd, 0
 
     def sync(fd: int) -> None:
         nonlocal calls
@@ -159,7 +159,7 @@ def test_a_sync_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, mo
                 raise OSError(errno.EIO, "Input/output error")
         real(fd)
 
-    monkeypatch.setattr(publish, "sync_fd", sync)
+    monkeypatch.setattr(commit, "sync_fd", sync)
     with pytest.raises(CommitError, match=r"can't publish .*Input/output error"):
         ckpt.save(NEW, tmp_path / "c", overwrite=True)
     assert value_at(ckpt, tmp_path / "c") == 0

@@ -17,7 +17,7 @@ import torch
 import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, CorruptCheckpointError, UnsafeCheckpointError, WriteError
-from aiockpt.storage.local import publish, temp_names
+from aiockpt.storage.local import commit, temp_names
 from aiockpt.storage.local import temp_dir as hidden_module
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.source import open_source
@@ -136,7 +136,7 @@ async def test_what_was_replaced_is_removed_only_if_it_is_that(
             hidden.rename(tmp_path / "old")
             checkpoint(hidden, b"somebody's")
 
-    monkeypatch.setattr(publish.os, "fsync", sync)
+    monkeypatch.setattr(commit.os, "fsync", sync)
     await transaction.commit()
     assert (tmp_path / "old" / ".metadata").read_bytes() == b"old"
     assert (path / ".metadata").read_bytes() == b"new"

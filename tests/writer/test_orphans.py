@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import aiockpt
-from aiockpt.storage.local import publish
+from aiockpt.storage.local import commit
 from tests.ranks import failing
 from tests.ranks.world import World, start_server
 from tests.states import assert_same, large_state
@@ -134,7 +134,7 @@ def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> A
         if moment == "replacing":
             ckpt.save(failing.state_of(rank, size, 1), folder / "c")
             if dies:  # when the new one is in the place of the old, which is still there under the hidden name
-                publish.remove = lambda *_, **__: failing.die()
+                commit.remove = lambda *_, **__: failing.die()
         storage = Gate(folder / f"gate{rank}").storage("write") if dies and moment == "before" else None
         replaces = moment == "replacing"
         save = ckpt.submit(failing.state_of(rank, size, 2), folder / "c", storage=storage, overwrite=replaces)

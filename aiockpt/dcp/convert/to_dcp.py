@@ -16,9 +16,8 @@ from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CommitError, LoadError
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.local.belonging import remove
-from aiockpt.storage.local.publish import sync_directory
+from aiockpt.storage.local.commit import move_in, sync_directory
 from aiockpt.storage.local.temp_names import new_ticket
-from aiockpt.storage.syscalls import rename_noreplace
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
@@ -107,17 +106,14 @@ def _move_in(inner: str, target: str) -> None:
         CheckpointExistsError: files of another checkpoint have come to the directory meanwhile.
         CommitError: with the cause chained.
     """
-    placed: list[str] = []
+    moved: list[str] = []
     try:
-        for name in sorted(os.listdir(inner), key=lambda name: name == METADATA_NAME):
-            if name == METADATA_NAME:
-                sync_directory(target)
-            rename_noreplace(os.path.join(inner, name), os.path.join(target, name))
-            placed.append(os.path.join(target, name))
+        names = {name: name for name in os.listdir(inner) if name != METADATA_NAME}
+        moved = move_in(inner, target, names, METADATA_NAME, fsync=True)
         remove(inner)
         sync_directory(target)
     except OSError as exc:
-        for path in (*reversed(placed), inner):
+        for path in (*reversed(moved), inner):
             with contextlib.suppress(OSError):  # what went wrong before is told
                 remove(path)
         if isinstance(exc, FileExistsError):

@@ -27,8 +27,8 @@ from typing import Literal
 
 from aiockpt.errors import printable_key
 from aiockpt.storage.local.belonging import OtherThingsError, look_into, remove, several
+from aiockpt.storage.local.commit import remove_own
 from aiockpt.storage.local.dir_lock import lock
-from aiockpt.storage.local.publish import remove_own
 from aiockpt.storage.local.replacing import complete, is_between, recorded_name
 from aiockpt.storage.local.temp_names import (
     RECORD,

@@ -78,7 +78,7 @@ class NotSyncedError(OSError):
     """An fsync failed: what was written before may be lost, and no further fsync would tell."""
 
 
-def sync(fd: int) -> None:
+def sync_fd(fd: int) -> None:
     """Make what was written to a file or directory durable. Blocks.
 
     Raises:

@@ -15,7 +15,7 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.threads import drained
 from aiockpt.errors import WriteError
 from aiockpt.storage.base import FileSink
-from aiockpt.storage.local.retries import sync, told
+from aiockpt.storage.local.retries import sync_fd, told
 from aiockpt.storage.syscalls import allocate
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class LocalSink(FileSink):
             if self._nbytes is not None and self._written != self._nbytes:
                 await self._again(f"truncate {self._final}", self._truncate)
             if self._fsync:
-                await self._workers.run(sync, self._file.fileno())
+                await self._workers.run(sync_fd, self._file.fileno())
             await drained(self._file.close())
         except OSError as exc:
             raise WriteError(f"can't make {self._final} durable: {told(exc)}") from exc

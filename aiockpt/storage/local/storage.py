@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.errors import AiockptError, DeleteError, WriteError
 from aiockpt.storage.base import Identity, Source, Storage, Transaction
 from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.commit import check_free, make_parents
 from aiockpt.storage.local.delete import delete
 from aiockpt.storage.local.dir_lock import hold_if_there
 from aiockpt.storage.local.orphans import OrphanCleaner, clean
-from aiockpt.storage.local.publish import check_free, make_parents
-from aiockpt.storage.local.repeated import syncing_once
 from aiockpt.storage.local.replacing import ask_file_system
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
 from aiockpt.storage.local.source import open_source
@@ -98,7 +97,7 @@ class LocalStorage(Storage):
         again = self._manner.repeater.run
         await workers.run(self._manner.leftovers.look, os.path.dirname(path))  # its space, or its name, may be needed
         await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
-        make = partial(workers.run, syncing_once, self._make_hidden, path, ticket, overwrite)
+        make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
         hidden, held = await again(f"make the directory for {path}", make)
         return LocalTransaction(
             self._manner, path, hidden, overwrite=overwrite, workers=workers, held=held, own=held.identity

@@ -11,8 +11,13 @@ from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import SINGLE_NAME
 from aiockpt.storage.base import FileSink, Identity, Status, Transaction
 from aiockpt.storage.local.belonging import OtherThingsError, remove
-from aiockpt.storage.local.publish import CommitUncertainError, remove_own, sync_directory
-from aiockpt.storage.local.repeated import Publication, publish_repeatedly
+from aiockpt.storage.local.commit import (
+    CommitUncertainError,
+    Publication,
+    publish_repeatedly,
+    remove_own,
+    sync_directory,
+)
 from aiockpt.storage.local.replacing import is_between, remove_record
 from aiockpt.storage.local.sink import LocalSink
 from aiockpt.storage.local.temp_dir import contents, fate_of, sizes_in, sweep, write_word

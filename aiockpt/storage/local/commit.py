@@ -1,0 +1,415 @@
+"""Publish a finished checkpoint: one durable rename to its final name, which is safe to retry.
+
+A checkpoint is written to a hidden directory. `Publication` renames that, or the file in it, to the final name.
+`move_in` moves it into a directory that holds other files. The file that makes it a checkpoint always comes last,
+after an fsync of everything else. All functions but `publish_repeatedly` block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError
+from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, remove, why_not_a_checkpoint
+from aiockpt.storage.local.replacing import (
+    BetweenError,
+    can_exchange,
+    explained,
+    remove_record,
+    replace_in_steps,
+    undo_replacement,
+)
+from aiockpt.storage.local.retries import AMBIGUOUS, NotSyncedError, fault_of, sync_fd
+from aiockpt.storage.local.temp_names import REPLACED
+from aiockpt.storage.syscalls import UnsupportedError, identity, rename_exchange, rename_noreplace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+
+    from aiockpt.core.threads import Workers
+    from aiockpt.storage.base import Identity
+    from aiockpt.storage.local.retries import Repeater
+
+_ATTEMPTS = 100
+
+# File systems whose directories can't be synced, or not by this user, who then has made nothing there either.
+_NOT_OURS_TO_SYNC = frozenset({errno.EINVAL, errno.EROFS, errno.EACCES, errno.EPERM})
+
+# NFS sends a request again when its answer was lost; the server then finds the name given, or the old one gone.
+_MAYBE_PUBLISHED = AMBIGUOUS | {errno.EEXIST, errno.ENOENT}
+
+_Undo = Literal["rename", "exchange", "steps", "nothing"]
+
+Rest: TypeAlias = tuple[str, tuple[int, int] | None]
+"""A hidden directory that is still there, and its identity."""
+
+logger = logging.getLogger("aiockpt")
+
+
+class CommitUncertainError(Exception):
+    """A checkpoint was published, is not known to be durable, and could not be taken back."""
+
+
+# --- the path, and the directories above it -----------------------------------------------------------
+
+
+def check_free(path: str, *, overwrite: bool) -> None:
+    """Raise CheckpointExistsError unless a path is free, or holds what may be overwritten."""
+    above = checkpoint_above(path)
+    if above is not None:
+        raise CheckpointExistsError(
+            f"{path} is in the directory of a checkpoint, {above}, which is replaced and deleted as one; save beside it"
+        )
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise CheckpointExistsError(
+            f"{path} exists already; save under another name, or pass overwrite=True to replace it"
+        )
+    _check_replaceable(path)
+
+
+def _check_replaceable(path: str) -> None:
+    found = why_not_a_checkpoint(path)
+    if found is not None:
+        raise CheckpointExistsError(
+            f"{path} {found}; overwrite=True replaces a checkpoint and nothing else. Move that away, or save under "
+            "another name."
+        )
+
+
+def make_directories(path: str, fsync: bool) -> None:
+    """Make a directory with its parents, each of these durable in its own parent."""
+    make_parents(path, fsync)
+    _make_directory(path)
+
+
+def make_parents(path: str, fsync: bool, settled: set[str] | None = None) -> None:
+    """Make the directories above a path, each durable in its own parent.
+
+    ``settled`` holds existing directories that are known to be durable, and is added to.
+    """
+    missing = []
+    path = os.path.dirname(path)
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    if fsync and (settled is None or path not in settled):
+        _settle(path)
+        if settled is not None:
+            settled.add(path)
+    for directory in reversed(missing):
+        _make_directory(directory)
+        if fsync:
+            sync_directory(os.path.dirname(directory))
+
+
+def _settle(path: str) -> None:
+    """Fsync the parent: the directory may have been created by a process that died before it synced."""
+    above = os.path.dirname(path)
+    if os.stat(path).st_dev != os.stat(above).st_dev:  # a mount point, which mkdir does not make
+        return
+    try:
+        sync_directory(above)
+    except OSError as exc:
+        if exc.errno not in _NOT_OURS_TO_SYNC:
+            raise
+
+
+def _make_directory(path: str) -> None:
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not os.path.isdir(path):
+            raise
+
+
+def sync_directory(path: str) -> None:
+    """Make the changes of a directory's entries durable; a failed fsync raises `NotSyncedError`."""
+    with _opened(path) as fd:
+        sync_fd(fd)
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+# --- one rename ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Publication:
+    """A finished checkpoint on its way to its final name. `attempt` is idempotent."""
+
+    hidden: str  # the directory that it was written to; it is gone afterwards
+    path: str  # the final name
+    name: str  # the file in `hidden` that is the checkpoint; empty if the directory is
+    overwrite: bool  # replace a checkpoint that is at `path`
+    fsync: bool
+    own: Identity | None  # the identity of `hidden`; None if it is not known
+    check: Callable[[], object] = lambda: None  # called right before the rename; may raise
+    rest: Rest | None = field(init=False, default=None)  # left behind though published; to be removed later
+    _goal: Identity | None = field(init=False, default=None)
+    _tried: bool = field(init=False, default=False)
+
+    @property
+    def _finished(self) -> str:
+        return os.path.join(self.hidden, self.name) if self.name else self.hidden
+
+    def attempt(self) -> None:
+        """Publish it, unless an earlier attempt has done so in spite of its error.
+
+        Raises:
+            CheckpointExistsError: something else is there.
+            CommitError: with the cause chained; nothing was changed.
+            CommitUncertainError: the path has changed but is not known to be durable.
+        """
+        if self._tried and self.complete():
+            return
+        if not self._tried:
+            self._goal = identity(self._finished)
+        self._tried = True
+        self.rest = self._publish()
+
+    def complete(self) -> bool:
+        """Return whether it has its final name; if so, do what follows the rename.
+
+        Raises:
+            CommitUncertainError: it has its name, but can't be made durable.
+            OSError: it can't be found out.
+        """
+        if self._goal is None or identity(self.path) != self._goal:
+            return False
+        try:
+            if self.fsync:
+                sync_directory(os.path.dirname(self.path))
+        except OSError as exc:
+            raise CommitUncertainError(f"{self.path} was published but can't be made durable ({exc})") from exc
+        aside = self.hidden + REPLACED
+        if os.path.lexists(aside):
+            self.rest = self._remove_replaced(identity(aside))
+        self.rest = self._remove_rest(self.hidden, identity(self.hidden)) or self.rest
+        return True
+
+    def _publish(self) -> Rest | None:
+        try:
+            if self.own is not None and identity(self.hidden) != self.own:
+                raise CommitError(
+                    f"{self.path} can't be published: {self.hidden} is no longer the directory that it was written to; "
+                    "somebody has removed or replaced it"
+                )
+            if self.fsync and not self.name:
+                sync_directory(self.hidden)
+            # Opened before the rename: after it nothing but the fsync may fail.
+            with _opened(os.path.dirname(self.path)) if self.fsync else contextlib.nullcontext() as parent:
+                self.check()
+                undo, replaced = self._rename(None if parent is None else partial(sync_fd, parent))
+                if parent is not None:
+                    self._make_durable(parent, undo)
+        except AiockptError:
+            raise
+        except BetweenError as exc:
+            raise CommitUncertainError(
+                f"{self.path} is not complete under its name: {exc}. Loading it finds what is in {self.hidden}, and "
+                "the next save of another process beside it gives that its name"
+            ) from exc.__cause__
+        except OSError as exc:
+            raise CommitError(f"can't publish {self.path}: {explained(exc, self.path)}") from exc
+        rest = self._remove_replaced(replaced) if undo == "steps" else None
+        if self.name or undo == "exchange":  # else the hidden directory has become the checkpoint
+            return self._remove_rest(self.hidden, self.own if self.name else replaced) or rest
+        return rest
+
+    def _rename(self, sync: Callable[[], object] | None) -> tuple[_Undo, Identity | None]:
+        """Rename to the final name; return how to undo that, and the identity of what had the name before."""
+        finished, path = self._finished, self.path
+        new = identity(finished)
+        for attempt in range(_ATTEMPTS):
+            try:
+                rename_noreplace(finished, path)
+            except FileExistsError as exc:
+                if not self.overwrite:
+                    raise CheckpointExistsError(f"{path} has appeared during the save; it was left as it is") from exc
+            else:
+                return "rename", None
+            try:
+                checked = identity(path)
+                _check_replaceable(path)
+                if can_exchange(self.hidden) is False:
+                    raise UnsupportedError(errno.EINVAL, "the file system has refused an exchange before", path)
+                rename_exchange(finished, path)
+            except UnsupportedError:
+                if os.path.isfile(finished) and os.path.isfile(path):
+                    os.replace(finished, path)
+                    return "nothing", None
+                replace_in_steps(finished, self.hidden, path, sync, partial(_objection_now, checked=checked))
+                return "steps", checked
+            except FileNotFoundError:  # it has been deleted just now, unless it is done though the answer is an error
+                if attempt == _ATTEMPTS - 1 or identity(path) == new:
+                    raise
+            else:
+                # Another checkpoint may be replaced as well; as it is not what was checked, it will not be removed. A
+                # link that was checked may lead nowhere from here.
+                found = _objection_now(finished, checked)
+                if found is None:
+                    return "exchange", checked
+                self._give_back()
+                raise CheckpointExistsError(f"{path} was changed during the save, and {found}; it was left as it is")
+        raise AssertionError("the last attempt returns or raises")
+
+    def _give_back(self) -> None:
+        """Undo the exchange with something that took the path after it was checked."""
+        try:
+            rename_exchange(self._finished, self.path)
+        except OSError as exc:
+            raise CommitUncertainError(
+                f"{self.path} was published in place of what somebody had just put there, which is in {self._finished} "
+                f"now and can't be given its name back ({exc})"
+            ) from exc
+
+    def _make_durable(self, parent: int, undo: _Undo) -> None:
+        try:
+            sync_fd(parent)
+        except OSError as exc:
+            self._take_back(parent, undo, exc)
+            raise
+
+    def _take_back(self, parent: int, undo: _Undo, cause: OSError) -> None:
+        hidden, finished, path = self.hidden, self._finished, self.path
+        if undo == "nothing":
+            self._remove_rest(hidden, None)
+            raise CommitUncertainError(f"{path} was replaced but can't be made durable ({cause})") from cause
+        try:
+            if undo == "exchange":
+                rename_exchange(finished, path)
+            elif undo == "steps":
+                undo_replacement(finished, hidden, path)
+            elif identity(finished) == identity(path):  # both are names of one file, of which a rename would leave both
+                os.unlink(path)
+            else:
+                os.rename(path, finished)
+        except OSError as worse:
+            raise CommitUncertainError(
+                f"{path} was published but can't be made durable ({cause}), nor be taken back ({worse}); "
+                f"{hidden} was left as it is"
+            ) from cause
+        try:
+            sync_fd(parent)
+        except OSError as worse:  # after a loss of power it may be there, so it has to stay whole
+            raise CommitUncertainError(
+                f"{path} could not be made durable ({cause}) and was taken back, which can't be made durable either "
+                f"({worse}); {hidden} was left as it is"
+            ) from cause
+
+    def _remove_replaced(self, own: Identity | None) -> Rest | None:
+        """Remove what was set aside by a replacement in two steps; return what can't be removed now."""
+        try:
+            remove_record(self.hidden)
+        except OSError as exc:
+            logger.warning("%s was published; the record of that can't be removed: %s", self.path, exc)
+        return self._remove_rest(self.hidden + REPLACED, own)
+
+    def _remove_rest(self, directory: str, own: Identity | None) -> Rest | None:
+        """Remove a hidden directory that is not needed any more; return it if another attempt may succeed."""
+        try:
+            remove_own(directory, own)
+        except OSError as exc:
+            logger.warning(
+                "%s was published; what it replaced could not be removed from %s: %s", self.path, directory, exc
+            )
+            return None if isinstance(exc, FileExistsError | OtherThingsError) else (directory, own)
+        return None
+
+
+def _objection_now(replaced: str, checked: Identity | None) -> str | None:
+    """Do as `why_not_a_checkpoint` for what has just been replaced; it may be gone already."""
+    if identity(replaced) == checked and os.path.islink(replaced):
+        return None
+    try:
+        return why_not_a_checkpoint(replaced) if os.path.lexists(replaced) else None
+    except OSError as exc:
+        return f"can't be looked at any more ({exc})"
+
+
+def remove_own(path: str, own: Identity | None, also: Collection[str] = ()) -> None:
+    """Remove a hidden directory, unless it is no longer the one with this identity; None: whatever it is."""
+    found = identity(path)
+    if own is not None and found not in (None, own):
+        raise FileExistsError(errno.EEXIST, "somebody has put another directory in its place", path)
+    remove(path, also=also)
+
+
+async def publish_repeatedly(publication: Publication, repeater: Repeater, workers: Workers) -> None:
+    """Publish a checkpoint, and retry transient errors; raise what `Publication.attempt` raises.
+
+    On a network file system a rename may have happened though its answer is an error: then it counts as done.
+    """
+    try:
+        await repeater.run(f"publish {publication.path}", partial(workers.run, publication.attempt))
+    except (CommitError, CheckpointExistsError) as exc:
+        fault = fault_of(exc)
+        if fault is None or isinstance(fault, NotSyncedError) or fault.errno not in _MAYBE_PUBLISHED:
+            raise
+        try:
+            is_published = await workers.run(publication.complete)
+        except OSError as worse:
+            exc.add_note(f"it can't be found out whether {publication.path} was published all the same: {worse}")
+            raise exc from fault
+        if not is_published:
+            raise
+
+
+# --- into a directory that holds other files ----------------------------------------------------------
+
+
+def move_in(
+    hidden: str,
+    target: str,
+    names: Mapping[str, str],
+    last: str,
+    *,
+    fsync: bool,
+    replace: bool = False,
+    obsolete: str | None = None,
+) -> list[str]:
+    """Move a finished checkpoint into a directory; if that fails, none of it stays there.
+
+    Args:
+        hidden: where the files are.
+        target: the directory.
+        names: the final name of each file but ``last``; they must be free.
+        last: the file that makes it a checkpoint.
+        fsync: make the other files durable before ``last`` appears. The caller syncs ``target`` once more.
+        replace: replace a file called ``last``, instead of raising FileExistsError.
+        obsolete: a file that is removed right before ``last`` is replaced.
+
+    Returns:
+        The paths of all files that were moved, ``last`` being the last one.
+    """
+    moved: list[str] = []
+    try:
+        for name, final in names.items():
+            rename_noreplace(os.path.join(hidden, name), os.path.join(target, final))
+            moved.append(os.path.join(target, final))
+        if fsync:
+            sync_directory(target)
+        if obsolete is not None:
+            remove(obsolete)
+        (os.replace if replace else rename_noreplace)(os.path.join(hidden, last), os.path.join(target, last))
+    except BaseException:
+        for path in moved:
+            with contextlib.suppress(OSError):  # the first error counts
+                remove(path)
+        raise
+    return [*moved, os.path.join(target, last)]
