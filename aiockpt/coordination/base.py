@@ -1,69 +1,25 @@
-"""The interface between the engine and the other ranks: rounds, in which all agree or all fail."""
+"""The interface to the other ranks: rounds, in which all ranks agree or all fail."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-from aiockpt import errors
-from aiockpt.errors import AiockptError, CoordinationError, LoadError, SaveError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
 
 Lane = Literal["plan", "finish", "load"]
-"""What a round belongs to. Within a lane, rounds come one after the other, in the same order on every rank; rounds
-of different lanes don't wait for each other, so that the next save is planned while this one is written."""
+"""Rounds of one lane run one after the other, in the same order on every rank. Rounds of different lanes don't wait
+for each other, so that the next save is planned while this one is written."""
 
+Decide = Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
+"""Takes the values of all ranks, in rank order; returns a reply for each rank."""
 
-class RemoteError(NamedTuple):
-    """An error on its way to the other ranks.
-
-    Attributes:
-        rank: where it happened.
-        kind: the name of its class in `aiockpt.errors`.
-        message: its text.
-    """
-
-    rank: int
-    kind: str
-    message: str
-
-
-def remote_error_of(rank: int, error: BaseException) -> RemoteError:
-    """Describe an error for the other ranks."""
-    kind = type(error).__name__ if isinstance(error, AiockptError) else ""
-    text = str(error) if kind else f"{type(error).__name__}: {error}"
-    return RemoteError(rank, kind, text)
-
-
-def error_of(trouble: RemoteError, what: str, cause: BaseException | None = None) -> AiockptError:
-    """Make the error that every rank raises.
-
-    Args:
-        trouble: what happened, and on which rank.
-        what: what all ranks were at, such as ``the save of runs/a``.
-        cause: the error itself, on the rank where it happened.
-    """
-    default = LoadError if what.startswith("the load") else SaveError
-    kind = getattr(errors, trouble.kind, default) if trouble.kind else default
-    if not (isinstance(kind, type) and issubclass(kind, AiockptError)):
-        kind = default
-    named = kind is CoordinationError or trouble.message.startswith("rank ")
-    error = kind(trouble.message if named else f"rank {trouble.rank}: {trouble.message}")
-    error.__cause__ = cause
-    return error
+Undo = Callable[[], Awaitable[None]]
 
 
 class Coordinator(ABC):
-    """One rank's way to the others. Rank 0 leads.
+    """One rank's connection to the other ranks of its group. Rank 0 leads."""
 
-    Attributes:
-        rank: the number of this rank in its group, from 0.
-        world_size: how many ranks there are.
-    """
-
-    rank: int
+    rank: int  # in the group, from 0
     world_size: int
 
     @property
@@ -77,44 +33,28 @@ class Coordinator(ABC):
         return True
 
     @abstractmethod
-    async def round(
-        self,
-        lane: Lane,
-        what: str,
-        mine: Any,
-        decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]],
-        undo: Callable[[], Awaitable[None]] | None = None,
-    ) -> Any:
-        """Bring a value, or the error that this rank has met, to rank 0; get its reply.
+    async def round(self, lane: Lane, operation: str, value: Any, decide: Decide, undo: Undo | None = None) -> Any:
+        """Send a value, or this rank's error, to rank 0 and return rank 0's reply.
 
-        Every rank calls it once for each round of a lane, in the same order. When all have brought values, rank 0
-        runs ``decide`` with them, in the order of the ranks, which gives a reply for each. When a rank has brought
-        an error, is gone, or does not come within the timeout, or when ``decide`` fails, every rank's call raises
-        the same error, which names the rank. Once ``decide`` has succeeded the round has: a rank that is gone when
-        it is to be told does not change that for the others, but fails their next round.
+        Every rank calls it once for each round of a lane, in the same order, with the same ``operation`` (such as
+        ``the save of runs/a``, for messages) and with a value that can be pickled, or an exception. ``decide`` and
+        ``undo`` run on rank 0 only, in the event loop.
 
-        A cancellation that comes while it waits is delivered when the round is over: a rank that left alone would
-        leave the others waiting.
+        If all ranks sent values, rank 0 runs ``decide`` with them. If a rank sent an error, is dead, or does not
+        come within the timeout, or if ``decide`` fails, rank 0 runs ``undo``, and then every rank's call raises
+        the same error, which names the rank. Once ``decide`` has succeeded, the round has succeeded: if a rank dies
+        before its reply reaches it, only the next round fails.
 
-        Args:
-            lane: what the round belongs to.
-            what: what all ranks are at, such as ``the save of runs/a``; for messages. All must be at the same.
-            mine: a value that can be pickled, or an exception.
-            decide: runs on rank 0 only, in the event loop.
-            undo: runs on rank 0 only, when the round fails, before any rank is told.
-
-        Returns:
-            The reply for this rank.
+        A cancellation is delivered when the round is over: a rank that left alone would leave the others waiting.
 
         Raises:
-            AiockptError: of the class of the error that a rank has brought; its message names the rank, and on
-                that rank the error itself is the cause.
-            CoordinationError: a rank is gone or did not come in time.
+            AiockptError: of the class that the failed rank sent; on that rank its own error is the cause.
+            CoordinationError: a rank is dead or did not come in time.
         """
 
     def abandon(self) -> None:
-        """Let rounds that are on, and those to come, fail here instead of waiting. From any thread; does not block."""
+        """Make current and later rounds of this rank fail instead of wait. From any thread; does not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of threads and connections. Blocks; idempotent."""
+        """Close threads and connections. Blocks; idempotent."""

@@ -1,4 +1,4 @@
-"""Whether a program's ranks save together, and by which way."""
+"""Chooses the coordinator for a process group: whether the program's ranks save together, and how."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ if TYPE_CHECKING:
     from aiockpt.coordination.base import Coordinator
 
 ProcessGroupLike = torch.distributed.ProcessGroup | Literal["default"] | None
-"""A group of ranks; ``"default"`` for all of the program's, if it is distributed; None for this process alone."""
+"""A group of ranks; ``"default"`` for all ranks of the program, if it is distributed; None for this process alone."""
 
 
 def check_group(group: object) -> None:
-    """Refuse what is no group.
-
-    Raises:
-        TypeError: it is of another kind.
-        ValueError: this rank is not in it.
-    """
+    """Raise TypeError if it is no process group, ValueError if this rank is not in it."""
     distributed = torch.distributed
     if group is None or group == "default":
         return
@@ -32,15 +27,10 @@ def check_group(group: object) -> None:
 
 
 def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distributed: bool) -> Coordinator | None:
-    """Give the way to the other ranks, or None where there are none. Does not communicate.
+    """Return the coordinator of a group, or None if there are no other ranks. Does not communicate.
 
-    Args:
-        group: the ranks that save together.
-        timeout_s: how long to wait for the others, in seconds.
-        was_distributed: whether the program was distributed when the group was named.
-
-    Raises:
-        CoordinationError: it was, and is no longer.
+    ``was_distributed``: the program was distributed when the checkpointer was made. If it no longer is, this raises
+    CoordinationError.
     """
     if group is None:
         return None
@@ -55,11 +45,12 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
     chosen = distributed.group.WORLD if group == "default" else group
     if chosen is None or chosen.size() == 1:
         return None
+    # Only now: it imports gloo, which a torch without distributed does not have.
     from aiockpt.coordination.coordinator import ProcessGroupCoordinator
 
     return ProcessGroupCoordinator(chosen, timeout_s=timeout_s)
 
 
 def is_distributed() -> bool:
-    """Tell whether the program has initialised ``torch.distributed``."""
+    """Return whether the program has initialised ``torch.distributed``."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()

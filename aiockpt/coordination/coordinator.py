@@ -11,19 +11,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import anyio
 
-from aiockpt.coordination.base import Coordinator, Lane, RemoteError, error_of, remote_error_of
-from aiockpt.coordination.follower import Follower
-from aiockpt.coordination.leader import Leader
-from aiockpt.coordination.outcome import Arrived, coordination_failure, first_failure, gone_text
+from aiockpt.coordination.base import Coordinator, Lane
+from aiockpt.coordination.outcome import (
+    Arrived,
+    RemoteError,
+    coordination_failure,
+    dead_rank_text,
+    first_failure,
+    to_exception,
+    to_remote_error,
+)
+from aiockpt.coordination.protocol import Follower, Leader
 from aiockpt.coordination.rendezvous import RankAddress
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from torch.distributed import ProcessGroup
 
+    from aiockpt.coordination.base import Decide, Undo
     from aiockpt.coordination.outcome import Arrival
 
 logger = logging.getLogger("aiockpt")
@@ -34,8 +42,8 @@ _END_S = 5.0
 
 
 @dataclass(slots=True)
-class _Way:
-    """What one lane has of its own: a thread, the order of its rounds, and links made in the first of them."""
+class _LaneState:
+    """A lane's thread, the order of its rounds, and its links, which are made in its first round."""
 
     lane: Lane
     thread: DaemonThreads
@@ -44,41 +52,35 @@ class _Way:
     follower: Follower | None = None
 
 
-class _Verdict(NamedTuple):
-    """What rank 0 tells: a reply for each rank, or the trouble and, if it happened here, the error."""
+class _Outcome(NamedTuple):
+    """A round's outcome on rank 0: a reply for each rank, or the failure and, if it happened here, the error."""
 
     replies: Sequence[Any] = ()
-    messages: Sequence[bytes] = ()
-    trouble: RemoteError | None = None
+    messages: Sequence[bytes] = ()  # the pickled replies, from rank 1 on
+    failure: RemoteError | None = None
     cause: BaseException | None = None
 
 
 class ProcessGroupCoordinator(Coordinator):
-    """Agrees with the other ranks of a `torch.distributed` process group.
+    """Coordinates the ranks of a `torch.distributed` process group, of any backend.
 
-    The group itself only says who the ranks are and where they meet (its store): nothing is ever sent over it,
+    The group only names the ranks and provides the store in which they meet: nothing is ever sent over it,
     and no group is registered with `torch.distributed`, so the program's own collectives and ``new_group`` calls
-    may go on at the same time, in any order. Every other rank has a link of its own to rank 0, made in the first
+    may run at the same time, in any order. Every other rank has a link of its own to rank 0, made in the first
     round of each lane.
 
-    Every process of the group must make its coordinators over it in the same order.
-
-    Args:
-        group: the ranks; of any backend.
-        timeout_s: how long a round waits for ranks to come, in seconds.
-
-    Raises:
-        CoordinationError: this process is not in the group.
+    Every process of the group must make its coordinators over it in the same order. A process that is not in the
+    group gets a CoordinationError.
     """
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
-        self._place = RankAddress(group)
-        self.rank = self._place.rank
-        self.world_size = self._place.world_size
+        self._address = RankAddress(group)
+        self.rank = self._address.rank
+        self.world_size = self._address.world_size
         self._timeout_s = timeout_s
-        self._gone: dict[int, str] = {}
-        self._ways: dict[Lane, _Way] = {
-            lane: _Way(lane, DaemonThreads(1, f"aiockpt-ranks-{lane}")) for lane in get_args(Lane)
+        self._dead_ranks: dict[int, str] = {}
+        self._lanes: dict[Lane, _LaneState] = {
+            lane: _LaneState(lane, DaemonThreads(1, f"aiockpt-ranks-{lane}")) for lane in get_args(Lane)
         }
         self._abandoned = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -86,19 +88,12 @@ class ProcessGroupCoordinator(Coordinator):
     @property
     def leader_lives(self) -> bool:
         """Whether rank 0 can still be reached; see `Coordinator.leader_lives`."""
-        return 0 not in self._gone
+        return 0 not in self._dead_ranks
 
-    async def round(
-        self,
-        lane: Lane,
-        what: str,
-        mine: Any,
-        decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]],
-        undo: Callable[[], Awaitable[None]] | None = None,
-    ) -> Any:
-        """Agree; see `Coordinator.round`."""
+    async def round(self, lane: Lane, operation: str, value: Any, decide: Decide, undo: Undo | None = None) -> Any:
+        """Run one round; see `Coordinator.round`."""
         self._loop = asyncio.get_running_loop()
-        return await _to_its_end(self._in_turn(self._ways[lane], what, mine, decide, undo))
+        return await _run_to_completion(self._round_in_turn(self._lanes[lane], operation, value, decide, undo))
 
     def abandon(self) -> None:
         """Stop waiting for other ranks; see `Coordinator.abandon`."""
@@ -107,139 +102,133 @@ class ProcessGroupCoordinator(Coordinator):
                 self._loop.call_soon_threadsafe(self._abandoned.set)
 
     def close(self) -> None:
-        """Let go of threads and connections. Blocks for a few seconds at most; idempotent.
+        """Close threads and connections. Blocks for a few seconds at most; idempotent.
 
-        A thread that still waits for another rank is left behind until it gives up; it does not hold up the
-        process's end.
+        A thread that still waits for another rank is left behind until it times out; it does not delay the end of
+        the process.
         """
-        for way in self._ways.values():
-            if not way.thread.end(_END_S):
+        for state in self._lanes.values():
+            if not state.thread.end(_END_S):
                 logger.warning("a thread that waits for other ranks is left behind; they have not come")
                 continue
-            for side in (way.leader, way.follower):
+            for side in (state.leader, state.follower):
                 if side is not None:
                     side.close()
-            way.leader = way.follower = None
+            state.leader = state.follower = None
 
-    async def _run(self, way: _Way, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in the lane's thread; go on without it when the round is abandoned."""
-        hop = asyncio.get_running_loop().run_in_executor(way.thread, function, *args)
-        leave = asyncio.ensure_future(self._abandoned.wait())
-        either: list[asyncio.Future[Any]] = [hop, leave]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leave.cancel()
-        if hop.done():
-            return hop.result()
-        hop.cancel()
-        raise CoordinationError("this rank's checkpointer was closed while it waited for the other ranks")
-
-    async def _in_turn(
-        self,
-        way: _Way,
-        what: str,
-        mine: Any,
-        decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]],
-        undo: Callable[[], Awaitable[None]] | None,
+    async def _round_in_turn(
+        self, state: _LaneState, operation: str, value: Any, decide: Decide, undo: Undo | None
     ) -> Any:
-        async with way.turn:
-            if not self.leads:
-                return await self._follow(way, what, mine)
-            verdict = await self._verdict(way, what, mine, decide)
-            if verdict.trouble is not None:
-                verdict = await self._undone(verdict.trouble, verdict.cause, undo)
-            if way.leader is not None:
-                await self._run(way, way.leader.answer, what, verdict.messages)
-            if verdict.trouble is not None:
-                raise _with_note(error_of(verdict.trouble, what, verdict.cause), mine)
-            return verdict.replies[0]
+        async with state.turn:
+            if self.leads:
+                return await self._lead(state, operation, value, decide, undo)
+            return await self._follow(state, operation, value)
 
-    async def _verdict(
-        self, way: _Way, what: str, mine: Any, decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
-    ) -> _Verdict:
-        """Hear every rank, and decide when there is no trouble. Never raises."""
+    async def _lead(self, state: _LaneState, operation: str, value: Any, decide: Decide, undo: Undo | None) -> Any:
+        outcome = await self._decide(state, operation, value, decide)
+        if outcome.failure is not None:
+            outcome = await self._undo(outcome.failure, outcome.cause, undo)
+        if state.leader is not None:
+            await self._run(state, state.leader.reply, operation, outcome.messages)
+        if outcome.failure is not None:
+            raise _with_note(to_exception(outcome.failure, operation, outcome.cause), value)
+        return outcome.replies[0]
+
+    async def _decide(self, state: _LaneState, operation: str, value: Any, decide: Decide) -> _Outcome:
+        """Collect the messages of all ranks, and decide unless one has failed. Never raises."""
         try:
-            arrivals = [_brought(0, what, mine), *await self._run(way, self._collect, way, what)]
+            arrivals = [_own_arrival(0, operation, value), *await self._run(state, self._collect, state, operation)]
         except Exception as exc:
-            trouble = coordination_failure(0, f"rank 0 could not reach the other ranks for {what}: {exc}")
-            return _Verdict(trouble=trouble, cause=exc)
-        found = first_failure(arrivals, what)
+            failure = coordination_failure(0, f"rank 0 could not reach the other ranks for {operation}: {exc}")
+            return _Outcome(failure=failure, cause=exc)
+        found = first_failure(arrivals, operation)
         if found is not None:
-            is_mine = isinstance(mine, BaseException) and found == remote_error_of(0, mine)
-            return _Verdict(trouble=found, cause=mine if is_mine else None)
+            is_own = isinstance(value, BaseException) and found == to_remote_error(0, value)
+            return _Outcome(failure=found, cause=value if is_own else None)
         try:
             replies = await decide([arrival.value for arrival in arrivals if isinstance(arrival, Arrived)])
             if len(replies) != self.world_size:
                 raise ValueError(f"{len(replies)} replies were made for {self.world_size} ranks")
-            return _Verdict(replies, _messages(replies[1:]))
-        except BaseException as exc:  # whatever it is, the others must be told
-            return _Verdict(trouble=remote_error_of(0, exc), cause=exc)
+            return _Outcome(replies, _pickled_replies(replies[1:]))
+        except BaseException as exc:  # whatever it is, the other ranks must be notified
+            return _Outcome(failure=to_remote_error(0, exc), cause=exc)
 
-    async def _undone(
-        self, trouble: RemoteError, cause: BaseException | None, undo: Callable[[], Awaitable[None]] | None
-    ) -> _Verdict:
-        """Undo, and make the message that tells everyone."""
+    async def _undo(self, failure: RemoteError, cause: BaseException | None, undo: Undo | None) -> _Outcome:
+        """Run ``undo``, and return the failure as a reply for every rank."""
         if undo is not None:
             try:
                 await undo()
             except BaseException as exc:
-                text = f"{trouble.message} (and undoing it on rank 0 failed: {type(exc).__name__}: {exc})"
-                trouble = trouble._replace(message=text)
+                text = f"{failure.message} (and undoing it on rank 0 failed: {type(exc).__name__}: {exc})"
+                failure = failure._replace(message=text)
                 cause = cause or exc
-        messages = [pickle.dumps(trouble)] * (self.world_size - 1)
-        return _Verdict(messages=messages, trouble=trouble, cause=cause)
+        messages = [pickle.dumps(failure)] * (self.world_size - 1)
+        return _Outcome(messages=messages, failure=failure, cause=cause)
 
-    async def _follow(self, way: _Way, what: str, mine: Any) -> Any:
+    async def _follow(self, state: _LaneState, operation: str, value: Any) -> Any:
         try:
-            message = pickle.dumps(_brought(self.rank, what, mine))
+            message = pickle.dumps(_own_arrival(self.rank, operation, value))
         except Exception as exc:  # it can't be pickled
-            mine = exc
-            message = pickle.dumps(_brought(self.rank, what, mine))
-        reply = pickle.loads(await self._run(way, self._ask, way, what, message))
+            value = exc
+            message = pickle.dumps(_own_arrival(self.rank, operation, value))
+        reply = pickle.loads(await self._run(state, self._ask, state, operation, message))
         if not isinstance(reply, RemoteError):
             return reply[0]
-        is_mine = isinstance(mine, BaseException) and reply.rank == self.rank and reply.kind != "CoordinationError"
-        raise _with_note(error_of(reply, what, mine if is_mine else None), mine)
+        is_own = isinstance(value, BaseException) and reply.rank == self.rank and reply.kind != "CoordinationError"
+        raise _with_note(to_exception(reply, operation, value if is_own else None), value)
 
-    def _collect(self, way: _Way, what: str) -> Sequence[Arrival]:
-        if way.leader is None:
-            meeting = self._place.meeting(way.lane)
-            way.leader = Leader(self._place, meeting, timeout_s=self._timeout_s, gone=self._gone)
-        return way.leader.collect(what)
+    async def _run(self, state: _LaneState, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in the lane's thread; go on without it if the coordinator is abandoned."""
+        call = asyncio.get_running_loop().run_in_executor(state.thread, function, *args)
+        abandoned = asyncio.ensure_future(self._abandoned.wait())
+        either: list[asyncio.Future[Any]] = [call, abandoned]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            abandoned.cancel()
+        if call.done():
+            return call.result()
+        call.cancel()
+        raise CoordinationError("this rank's checkpointer was closed while it waited for the other ranks")
 
-    def _ask(self, way: _Way, what: str, message: bytes) -> bytes:
-        if 0 in self._gone:  # which may have taken the store along
-            raise CoordinationError(gone_text(self._gone[0], what))
-        if way.follower is None:
+    def _collect(self, state: _LaneState, operation: str) -> Sequence[Arrival]:
+        if state.leader is None:
+            rendezvous = self._address.rendezvous(state.lane)
+            state.leader = Leader(self._address, rendezvous, timeout_s=self._timeout_s, dead_ranks=self._dead_ranks)
+        return state.leader.collect(operation)
+
+    def _ask(self, state: _LaneState, operation: str, message: bytes) -> bytes:
+        if 0 in self._dead_ranks:  # the store may have ended with it
+            raise CoordinationError(dead_rank_text(self._dead_ranks[0], operation))
+        if state.follower is None:
             try:
-                meeting = self._place.meeting(way.lane)
+                rendezvous = self._address.rendezvous(state.lane)
             except RuntimeError as exc:
-                raise CoordinationError(f"the store of the process group failed during {what}: {exc}") from exc
-            way.follower = Follower(self._place, meeting, timeout_s=self._timeout_s, gone=self._gone)
-        return way.follower.ask(what, message)
+                raise CoordinationError(f"the store of the process group failed during {operation}: {exc}") from exc
+            state.follower = Follower(self._address, rendezvous, timeout_s=self._timeout_s, dead_ranks=self._dead_ranks)
+        return state.follower.ask(operation, message)
 
 
-def _brought(rank: int, what: str, mine: Any) -> Arrived:
-    return Arrived(what, remote_error_of(rank, mine) if isinstance(mine, BaseException) else mine)
+def _own_arrival(rank: int, operation: str, value: Any) -> Arrived:
+    return Arrived(operation, to_remote_error(rank, value) if isinstance(value, BaseException) else value)
 
 
-def _with_note(error: BaseException, mine: Any) -> BaseException:
-    """Keep this rank's own error in sight when all ranks raise another one."""
-    if isinstance(mine, BaseException) and error.__cause__ is not mine:
-        error.add_note(f"this rank had failed as well: {type(mine).__name__}: {mine}")
+def _with_note(error: BaseException, value: Any) -> BaseException:
+    """Add this rank's own error as a note if all ranks raise another one."""
+    if isinstance(value, BaseException) and error.__cause__ is not value:
+        error.add_note(f"this rank had failed as well: {type(value).__name__}: {value}")
     return error
 
 
-def _messages(replies: Sequence[Any]) -> list[bytes]:
-    """Pickle replies; those that are one object once."""
+def _pickled_replies(replies: Sequence[Any]) -> list[bytes]:
+    """Pickle replies; one object that is the reply for many ranks only once."""
     made = {id(reply): reply for reply in replies}
     pickled = {key: pickle.dumps((reply,)) for key, reply in made.items()}
     return [pickled[id(reply)] for reply in replies]
 
 
-async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run something that others count on to its end, in a task of its own; deliver a cancellation after it."""
+async def _run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that other ranks wait for to its end, as a task of its own; deliver a cancellation after it."""
     task = asyncio.ensure_future(coroutine)
     cancelled: asyncio.CancelledError | None = None
     with anyio.CancelScope(shield=True):

@@ -1,10 +1,11 @@
-"""What rank 0 makes of what the ranks brought. Pure."""
+"""The outcome of a round: which rank failed, and the error that every rank raises for it. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiockpt.coordination.base import RemoteError
+from aiockpt import errors
+from aiockpt.errors import AiockptError, CoordinationError, LoadError, SaveError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,94 +16,102 @@ SAME_CALLS = (
 )
 
 
+class RemoteError(NamedTuple):
+    """An error on its way to the other ranks."""
+
+    rank: int  # where it happened
+    kind: str  # the name of its class in aiockpt.errors; empty for any other class
+    message: str
+
+
 class Arrived(NamedTuple):
-    """What a rank came with.
+    """A rank sent its message."""
 
-    Attributes:
-        what: what the rank is at.
-        value: its value, or its `RemoteError`.
-    """
-
-    what: str
-    value: Any
+    operation: str
+    value: Any  # or its RemoteError
 
 
 class Dead(NamedTuple):
-    """A rank's process has ended.
+    """A rank's process has ended."""
 
-    Attributes:
-        who: the rank, its host and process.
-    """
-
-    who: str
+    rank_name: str  # with its host and process
 
 
 class TimedOut(NamedTuple):
-    """A rank did not come.
+    """A rank did not come in time."""
 
-    Attributes:
-        who: the rank.
-        after_s: how long it was waited for.
-    """
-
-    who: str
+    rank_name: str
     after_s: float
 
 
 Arrival = Arrived | Dead | TimedOut | RemoteError
 
 
-def first_failure(arrivals: Sequence[Arrival], what: str) -> RemoteError | None:
-    """Say whether all have come, to the same thing, with values.
-
-    Args:
-        arrivals: one for each rank, in order.
-        what: what rank 0 is at.
-
-    Returns:
-        The trouble that everyone is told of; None without any.
-    """
-    brought = [arrival for arrival in arrivals if isinstance(arrival, Arrived)]
+def first_failure(arrivals: Sequence[Arrival], operation: str) -> RemoteError | None:
+    """Return the failure that all ranks raise, or None if all are at this operation with values."""
     for rank, arrival in enumerate(arrivals):
         if isinstance(arrival, Dead):
-            return coordination_failure(rank, gone_text(arrival.who, what))
+            return coordination_failure(rank, dead_rank_text(arrival.rank_name, operation))
     for arrival in arrivals:
         if isinstance(arrival, RemoteError):
             return arrival
-    if len(brought) < len(arrivals):
-        return _late(arrivals, what)
-    troubles = [arrival.value for arrival in brought if isinstance(arrival.value, RemoteError)]
-    for rank, arrival in enumerate(brought):
-        if arrival.what != what and not troubles:
-            text = f"rank 0 is at {what} while rank {rank} is at {arrival.what}: {SAME_CALLS}"
+    arrived = [arrival for arrival in arrivals if isinstance(arrival, Arrived)]
+    if len(arrived) < len(arrivals):
+        return _timeout_failure(arrivals, operation)
+    for arrival in arrived:
+        if isinstance(arrival.value, RemoteError):
+            return arrival.value
+    for rank, arrival in enumerate(arrived):
+        if arrival.operation != operation:
+            text = f"rank 0 is at {operation} while rank {rank} is at {arrival.operation}: {SAME_CALLS}"
             return coordination_failure(rank, text)
-    return troubles[0] if troubles else None
+    return None
 
 
 def coordination_failure(rank: int, text: str) -> RemoteError:
-    """Make a trouble that becomes a `CoordinationError` with just this text."""
+    """Return a failure that becomes a `CoordinationError` with exactly this text."""
     return RemoteError(rank, "CoordinationError", text)
 
 
-def gone_text(who: str, what: str) -> str:
-    """Say that a rank's process has ended."""
+def dead_rank_text(rank_name: str, operation: str) -> str:
+    """Return the message for a rank whose process has ended."""
     return (
-        f"{who} is gone, so the ranks can't agree on {what}: its process has ended, or its checkpointer was closed; "
-        f"restart the job, or make a new checkpointer over a process group of the ranks that are left"
+        f"{rank_name} is gone, so the ranks can't agree on {operation}: its process has ended, or its checkpointer was "
+        f"closed; restart the job, or make a new checkpointer over a process group of the ranks that are left"
     )
 
 
-def late_text(who: str, what: str, after_s: float) -> str:
-    """Say that ranks did not come."""
-    return f"{who} did not come to {what} within {after_s:g} s: {SAME_CALLS}"
+def timeout_text(rank_names: str, operation: str, after_s: float) -> str:
+    """Return the message for ranks that did not come in time."""
+    return f"{rank_names} did not come to {operation} within {after_s:g} s: {SAME_CALLS}"
 
 
-def _late(arrivals: Sequence[Arrival], what: str) -> RemoteError:
+def _timeout_failure(arrivals: Sequence[Arrival], operation: str) -> RemoteError:
     late = {rank: arrival for rank, arrival in enumerate(arrivals) if isinstance(arrival, TimedOut)}
     after_s = max(arrival.after_s for arrival in late.values())
-    return coordination_failure(min(late), late_text(_listed([a.who for a in late.values()]), what, after_s))
+    rank_names = _listed([arrival.rank_name for arrival in late.values()])
+    return coordination_failure(min(late), timeout_text(rank_names, operation, after_s))
 
 
 def _listed(names: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} others"
+
+
+def to_remote_error(rank: int, error: BaseException) -> RemoteError:
+    """Return an error in the form in which it is sent to the other ranks."""
+    kind = type(error).__name__ if isinstance(error, AiockptError) else ""
+    text = str(error) if kind else f"{type(error).__name__}: {error}"
+    return RemoteError(rank, kind, text)
+
+
+def to_exception(failure: RemoteError, operation: str, cause: BaseException | None = None) -> AiockptError:
+    """Return the error that a rank raises; ``cause`` is the error itself, on the rank where it happened."""
+    default = LoadError if operation.startswith("the load") else SaveError
+    kind = getattr(errors, failure.kind, default) if failure.kind else default
+    if not (isinstance(kind, type) and issubclass(kind, AiockptError)):
+        kind = default
+    names_rank = kind is CoordinationError or failure.message.startswith("rank ")
+    error = kind(failure.message if names_rank else f"rank {failure.rank}: {failure.message}")
+    error.__cause__ = cause
+    return error

@@ -1,4 +1,4 @@
-"""A link between two ranks: a gloo group of its own, so that what happens to it happens to no other."""
+"""A link between two ranks: a gloo group of its own, so that its failure affects no other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from torch.distributed import ProcessGroupGloo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch._C._distributed_c10d import Store
     from torch.distributed import Work
 
@@ -21,7 +19,7 @@ _Gloo: Any = ProcessGroupGloo  # its type stubs lack most of it
 _LENGTH = struct.Struct("<Q")
 _SHORTEST_WAIT_S = 0.01  # gloo takes 0 for "no limit"
 TRANSFER_S = 60.0
-"""How long bytes may take whose sender and receiver are both there."""
+"""Limit for a transfer once both sides take part in it."""
 
 
 class LinkTimeoutError(Exception):
@@ -29,11 +27,11 @@ class LinkTimeoutError(Exception):
 
 
 class LinkBrokenError(Exception):
-    """The other side has closed the link or is gone."""
+    """The other side has closed the link or is dead."""
 
 
 def make_device() -> Any:
-    """Make what gloo listens and connects with, on the interface that the user chose as for any gloo group."""
+    """Return the device that gloo listens and connects with, on the interface that the user chose for gloo groups."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return _Gloo.create_device(interface=interface)
@@ -41,46 +39,26 @@ def make_device() -> Any:
 
 
 class Sending(NamedTuple):
-    """A message on its way.
+    """A message on its way."""
 
-    Attributes:
-        works: one for the length, one for the bytes.
-    """
+    length: Work
+    body: Work
 
-    works: Sequence[Work]
-
-    def wait(self, taken_s: float) -> None:
-        """Wait until the other side has it.
-
-        Args:
-            taken_s: how long the other side may take to begin with it.
-
-        Raises:
-            LinkTimeoutError: it has not taken it.
-            LinkBrokenError: it is gone.
-        """
-        length, body = self.works
-        _wait(length, taken_s)
-        _wait(body, TRANSFER_S)
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the other side has the message; raise LinkTimeoutError if it does not begin to take it in time."""
+        _wait(self.length, timeout_s)
+        _wait(self.body, TRANSFER_S)
 
 
 class Link:
-    """Messages to and from one other rank, in order.
+    """Messages to and from one other rank, in order. All methods raise LinkBrokenError if the other side is dead.
 
     A timeout in gloo closes every connection of its group, and so does a group's end. With a group of two for each
     link, rank 0 can give up on one rank and still talk to the others.
-
-    Args:
-        store: where the two find each other; used for this link alone.
-        side: 0 or 1, the other side has the other.
-        device: from `make_device`.
-        timeout_s: how long the other side may take to make the link too.
-
-    Raises:
-        LinkBrokenError: the link could not be made.
     """
 
     def __init__(self, store: Store, side: int, device: Any, *, timeout_s: float) -> None:
+        """Connect, together with the other side: side 0 and side 1, with a store that is used for this link alone."""
         options = _Gloo._Options()
         options._devices = [device]
         options._timeout = timedelta(seconds=timeout_s)
@@ -91,50 +69,38 @@ class Link:
             raise LinkBrokenError(str(exc)) from exc
         self._peer = 1 - side
         self._header = torch.empty(_LENGTH.size, dtype=torch.uint8)
-        self._expected: Work | None = None
+        self._receiving: Work | None = None
 
-    def _receive(self, buffer: torch.Tensor) -> Work:
+    def start_send(self, message: bytes) -> Sending:
+        """Begin to send; `Sending.wait` completes it."""
+        length = torch.frombuffer(bytearray(_LENGTH.pack(len(message))), dtype=torch.uint8)
+        body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        try:
+            return Sending(*(self._group.send([data], self._peer, 0) for data in (length, body)))
+        except RuntimeError as exc:
+            raise LinkBrokenError(str(exc)) from exc
+
+    def start_receive(self) -> None:
+        """Begin to receive, so that the other side's send sees this side; `receive` completes it."""
+        if self._receiving is None:
+            self._receiving = self._receive_into(self._header)
+
+    def receive(self, timeout_s: float) -> bytes:
+        """Return the next message; raise LinkTimeoutError if the other side does not begin to send in time."""
+        work = self._receiving or self._receive_into(self._header)
+        self._receiving = None
+        _wait(work, timeout_s)
+        (length,) = _LENGTH.unpack(bytes(self._header.numpy()))
+        body = torch.empty(length, dtype=torch.uint8)
+        _wait(self._receive_into(body), TRANSFER_S)
+        return body.numpy().tobytes()
+
+    def _receive_into(self, buffer: torch.Tensor) -> Work:
         try:
             work: Work = self._group.recv([buffer], self._peer, 0)
         except RuntimeError as exc:
             raise LinkBrokenError(str(exc)) from exc
         return work
-
-    def post(self, message: bytes) -> Sending:
-        """Begin to send; `Sending.wait` ends it.
-
-        Raises:
-            LinkBrokenError: the other side is gone.
-        """
-        length = torch.frombuffer(bytearray(_LENGTH.pack(len(message))), dtype=torch.uint8)
-        body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        try:
-            return Sending([self._group.send([part], self._peer, 0) for part in (length, body)])
-        except RuntimeError as exc:
-            raise LinkBrokenError(str(exc)) from exc
-
-    def expect(self) -> None:
-        """Be ready for a message, so that the other side sees that this one is there. `take` gives it."""
-        if self._expected is None:
-            self._expected = self._receive(self._header)
-
-    def take(self, timeout_s: float) -> bytes:
-        """Receive a message.
-
-        Args:
-            timeout_s: how long the other side may take to begin with it.
-
-        Raises:
-            LinkTimeoutError: no message came.
-            LinkBrokenError: the other side is gone.
-        """
-        work = self._expected or self._receive(self._header)
-        self._expected = None
-        _wait(work, timeout_s)
-        (length,) = _LENGTH.unpack(bytes(self._header.numpy()))
-        body = torch.empty(length, dtype=torch.uint8)
-        _wait(self._receive(body), TRANSFER_S)
-        return body.numpy().tobytes()
 
 
 def _wait(work: Work, timeout_s: float) -> None:
@@ -143,7 +109,7 @@ def _wait(work: Work, timeout_s: float) -> None:
     try:
         work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as exc:
-        # Gloo tells the two apart in its text alone; the clock is surer. It counts whole milliseconds.
+        # Gloo tells a timeout from a broken connection in its text alone; the clock is surer. It counts whole ms.
         if time.monotonic() - begun >= timeout_s - 0.001:
             raise LinkTimeoutError(str(exc)) from exc
         raise LinkBrokenError(str(exc)) from exc

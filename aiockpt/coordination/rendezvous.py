@@ -1,4 +1,4 @@
-"""Where ranks find each other: the store of the caller's group, and names that are the same on every rank."""
+"""How ranks find each other: the store of the caller's process group, under keys that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -24,49 +24,15 @@ if TYPE_CHECKING:
 _SHORTEST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.1
 
-_made: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+_coordinator_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
 
-
-def appears(store: Store, key: str, timeout_s: float) -> bool:
-    """Wait until a key is in the store; say whether it came in time.
-
-    It looks again and again, since a blocking wait holds the store against whoever shares it.
-    """
-    deadline = time.monotonic() + timeout_s
-    for pause_s in pauses():
-        if store.check([key]):
-            return True
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause_s)
-    return False
-
-
-def put(store: Store, key: str, content: bytes) -> None:
-    """Put bytes into the store."""
-    store.set(key, content)  # type: ignore[arg-type]  # it takes bytes, whatever its type stub says
-
-
-def pauses() -> Iterator[float]:
-    """Give how long to wait between two looks: short at first."""
-    pause_s = _SHORTEST_POLL_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+StoreKey = Literal["connect", "accept", "missed", "reply", "left"]  # see `protocol`
 
 
 class RankAddress:
-    """What a process group tells of this rank and of the way to the others, read without a word to them.
+    """This rank in a process group, and the way to the others. Made without communication.
 
-    Args:
-        group: the caller's.
-
-    Attributes:
-        rank: the number of this rank in the group.
-        world_size: how many ranks the group has.
-
-    Raises:
-        CoordinationError: this process is no member of the group, or the group has no store.
+    Raises CoordinationError if this process is no member of the group, or if the group has no store.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -80,37 +46,70 @@ class RankAddress:
         self._global_ranks = dist.get_process_group_ranks(group)
         self._store = _store_of(group)
         # Every rank makes its coordinators over a group in the same order, so the count is the same everywhere.
-        self._number = next(_made.setdefault(group, itertools.count()))
+        self._number = next(_coordinator_numbers.setdefault(group, itertools.count()))
 
-    def named(self, rank: int) -> str:
-        """Name a rank for people: its number in the group, and in the whole job where that differs."""
+    def rank_name(self, rank: int) -> str:
+        """Return a rank's name for messages: its number in the group, and in the whole job if that differs."""
         overall = self._global_ranks[rank]
         return f"rank {rank}" if overall == rank else f"rank {rank} of the process group (global rank {overall})"
 
-    def introduced(self) -> str:
-        """Name this rank, with its host and process."""
-        return f"{self.named(self.rank)} on host {socket.gethostname()}, process {os.getpid()},"
+    def own_name(self) -> str:
+        """Return this rank's name with its host and process."""
+        return f"{self.rank_name(self.rank)} on host {socket.gethostname()}, process {os.getpid()},"
 
-    def meeting(self, lane: str) -> Rendezvous:
-        """Make a lane's way to the other ranks. Call it in the lane's own thread."""
-        return Rendezvous(PrefixStore(f"{self._number}/{lane}", _separate(self._store)))
+    def rendezvous(self, lane: str) -> Rendezvous:
+        """Open a lane's keys in the store. To be called in the lane's own thread."""
+        return Rendezvous(PrefixStore(f"{self._number}/{lane}", _separate_client(self._store)))
 
 
 class Rendezvous:
-    """One lane's part of the store, and the links that are made through it.
+    """One lane's keys in the store, and the links made through it; for the lane's thread alone.
 
-    Args:
-        store: used by this lane's thread alone.
+    Each key belongs to a rank and to a generation of its link. If the store fails, the methods raise RuntimeError.
     """
 
     def __init__(self, store: Store) -> None:
-        self.store = store
+        self._store = store
         self._device = make_device()
 
+    def has(self, key: StoreKey, rank: int, generation: int) -> bool:
+        """Return whether a key is set."""
+        return self._store.check([f"{key}/{rank}/{generation}"])
+
+    def wait_for(self, key: StoreKey, rank: int, generation: int, timeout_s: float) -> bool:
+        """Wait until a key is set; return whether it was in time.
+
+        It polls, since a blocking wait in the store blocks everyone who shares the connection.
+        """
+        deadline = time.monotonic() + timeout_s
+        for interval_s in poll_intervals():
+            if self.has(key, rank, generation):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(interval_s)
+        return False
+
+    def get(self, key: StoreKey, rank: int, generation: int) -> bytes:
+        """Return the value of a key that is set."""
+        return self._store.get(f"{key}/{rank}/{generation}")
+
+    def put(self, key: StoreKey, rank: int, generation: int, value: bytes) -> None:
+        """Set a key."""
+        self._store.set(f"{key}/{rank}/{generation}", value)  # type: ignore[arg-type]  # bytes, whatever its stub says
+
     def link(self, rank: int, generation: int, *, side: int, timeout_s: float) -> Link:
-        """Make the link between rank 0 and another one; both call it."""
-        store = PrefixStore(f"link/{rank}/{generation}", self.store)
+        """Connect rank 0 and another rank; both call it."""
+        store = PrefixStore(f"link/{rank}/{generation}", self._store)
         return Link(store, side, self._device, timeout_s=timeout_s)
+
+
+def poll_intervals() -> Iterator[float]:
+    """Yield the seconds to sleep between polls: short at first."""
+    interval_s = _SHORTEST_POLL_S
+    while True:
+        yield interval_s
+        interval_s = min(2 * interval_s, _LONGEST_POLL_S)
 
 
 def _store_of(group: dist.ProcessGroup) -> Store:
@@ -123,11 +122,11 @@ def _store_of(group: dist.ProcessGroup) -> Store:
     return PrefixStore(f"aiockpt/{_world.pg_names[group]}", store)
 
 
-def _separate(store: Store) -> Store:
-    """Give a client of the same store whose waits don't hold up the caller's own use of it.
+def _separate_client(store: Store) -> Store:
+    """Return a client of the same store whose waits don't block the caller's own use of it.
 
-    A TCP store has one connection, on which a wait keeps everyone else waiting: the caller's ``new_group`` on one
-    rank and a round on another could wait for each other.
+    A TCP store has one connection, on which a wait blocks all other requests: the caller's ``new_group`` on one rank
+    and a round on another could wait for each other.
     """
     clone = getattr(store, "clone", None)  # since torch 2.8
     if clone is not None:

@@ -198,7 +198,7 @@ def save_by_ranks(folder: Path, announce: Announce, coordination_timeout: float 
 
 
 def _save_as_rank(rank: int, meeting: Path, folder: Path, announce: Announce, coordination_timeout: float) -> None:
-    failing.expect_no_word()
+    failing.expect_no_reason()
     store = dist.FileStore(str(meeting / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     with checkpointer(process_group=dist.group.WORLD, coordination_timeout=coordination_timeout) as ckpt:

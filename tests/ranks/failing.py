@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 import aiockpt
-from aiockpt.coordination import follower, leader
+from aiockpt.coordination import protocol
 from aiockpt.core.threads import Workers
 from aiockpt.storage.base import Storage, Transaction
 from aiockpt.storage.local.storage import LocalStorage
@@ -124,9 +124,9 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def expect_no_word() -> None:
-    """Wait less, in this process, for what a rank says that broke its link; who dies says nothing."""
-    leader.WORD_S = follower.WORD_S = 0.2
+def expect_no_reason() -> None:
+    """Wait less, in this process, for the reason why a link was closed; a rank that dies gives none."""
+    protocol.REASON_S = 0.2
 
 
 # --- what is wrong at one rank ---------------------------------------------------------------------
@@ -514,7 +514,7 @@ async def survive(
     rank: int, size: int, folder: Path, moment: str, dying: int, before: bool, options: dict[str, Any]
 ) -> tuple[Ended, float]:
     """Save while a rank dies; give how that ended, and how long after the call."""
-    expect_no_word()
+    expect_no_reason()
     loop = asyncio.get_running_loop()
     async with aiockpt.AsyncCheckpointer(**SMALL) as ckpt:
         if before:

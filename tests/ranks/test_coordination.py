@@ -20,7 +20,7 @@ import torch.distributed as dist
 from aiockpt.coordination.base import Lane
 from aiockpt.coordination.coordinator import ProcessGroupCoordinator
 from aiockpt.errors import CoordinationError, WriteError
-from tests.ranks.failing import die, expect_no_word
+from tests.ranks.failing import die, expect_no_reason
 from tests.ranks.world import RankFailure, World
 
 LONG_S = 60.0
@@ -194,7 +194,7 @@ def test_ranks_that_are_at_different_things_are_told(world4: World) -> None:
 
 
 async def dies(rank: int, world_size: int, victim: int, when: str) -> Any:
-    expect_no_word()
+    expect_no_reason()
     seen = []
     async with coordinator() as ranks:
         if when == "between":

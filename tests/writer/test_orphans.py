@@ -122,7 +122,7 @@ def server() -> None:
 
 def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> Any:
     """Save; the ranks in ``dead`` are killed when they have staged, or half way, with their writers or without."""
-    failing.expect_no_word()
+    failing.expect_no_reason()
     dies = rank in dead
     room = 1 << 17 if dies and moment == "before" else 1 << 24
     writer = aiockpt.ProcessWriter(agreement_timeout=2.5)
