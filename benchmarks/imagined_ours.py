@@ -15,10 +15,15 @@ from aiockpt.coordination.outcome import Arrived
 from aiockpt.format.index import ItemRange
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.planning.collective.cache import GlobalPlanCache, Written, files_of
-from aiockpt.planning.collective.inventory import RankInventory, ShardForm
-from aiockpt.planning.collective.local import ItemPlaces
-from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary
+from aiockpt.planning.collective.cache import GlobalPlanCache, files_of
+from aiockpt.planning.collective.messages import (
+    ItemPlaces,
+    PlanRequest,
+    RankAssignment,
+    RankInventory,
+    ShardForm,
+    Written,
+)
 from aiockpt.planning.collective.plan import plan_globally
 from aiockpt.writing.collective_commit import world_manifest
 from benchmarks.clock import Clock
@@ -127,7 +132,7 @@ class Coordinator:
         times_s = {"captured": 0.001, "data_written": 1.0}
         clock("manifest", world_manifest, {}, times_s, book, files, world.ranks)
         sizes = {name: facts.nbytes for name, facts in files.items()}
-        self._told(clock, Summary.for_ranks(world.ranks, sizes, book))
+        self._told(clock, book.summaries(sizes))
 
     def _heard(self, clock: Clock, values: Iterable[Any]) -> list[Any]:
         """Take what all ranks bring, rank 0 its own without a message."""

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt.core.strides import span
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -63,7 +65,7 @@ def reach_bytes(tensor: torch.Tensor) -> int:
         return 0
     end = tensor.storage_offset() + numel
     if not tensor.is_contiguous():
-        end += 1 - numel + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        end += span(tensor.shape, tensor.stride()) - numel
     return -(-end // _PACKED[tensor.dtype]) if tensor.dtype in _PACKED else int(end) * tensor.itemsize
 
 

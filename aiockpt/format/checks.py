@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
+from aiockpt.format.boxes import cover_error
 from aiockpt.format.index import ChunkEntry, ObjectEntry, TensorEntry
 
 if TYPE_CHECKING:
@@ -28,9 +30,6 @@ _CORNERS_PER_CHUNK = 64
 _LEAST_CORNERS = 1 << 18
 _LEAST_GAPS = 1 << 20
 _GAPS_PER_NAME = 64
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 
 
 @dataclass(slots=True)
@@ -116,7 +115,7 @@ def _check_tensor(path: str, name: str, entry: TensorEntry, room: int) -> int:
         raise CorruptCheckpointError(f"{path}: {name} can't have the shape {shape}; its metadata is damaged")
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
         return 0
-    wrong, corners = _wrong_cover(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks], room)
+    wrong, corners = cover_error(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks], room)
     if wrong:
         raise CorruptCheckpointError(f"{path}: the chunks of {name} {wrong} {shape}; its metadata is damaged")
     return corners
@@ -143,70 +142,6 @@ def _item_fits(item: TensorItem, length: int) -> bool:
     if min(item.payload_offset, item.nbytes) < 0 or item.payload_offset + item.nbytes > length:
         return False
     return view_fits(item.storage_offset, item.shape, item.stride, item.dtype.itemsize, item.nbytes)
-
-
-def view_fits(offset: int, shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, nbytes: int) -> bool:
-    """Tell whether a strided view, in elements of ``itemsize`` bytes, lies in ``nbytes`` bytes."""
-    if len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
-        return False
-    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    return 0 in shape or (last + 1) * itemsize <= nbytes
-
-
-def _wrong_cover(shape: tuple[int, ...], boxes: Sequence[Box], room: int) -> tuple[str, int]:
-    """Say what is wrong if not every element of a shape is in exactly one of the boxes; count the corners."""
-    for offsets, sizes in boxes:
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return "have another number of dimensions than", 0
-        if any(o < 0 or n < 0 or o + n > total for o, n, total in zip(offsets, sizes, shape, strict=True)):
-            return "lie outside", 0
-    boxes = [box for box in boxes if 0 not in box[1]]
-    stored, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
-    if stored != whole:
-        return "overlap in" if stored > whole else "are not all of", 0
-    split = [dim for dim, total in enumerate(shape) if any(sizes[dim] != total for _, sizes in boxes)]
-    if len(split) < 2:
-        cuts = [(offsets[split[0]], sizes[split[0]]) for offsets, sizes in boxes] if split else []
-        return _wrong_cuts(cuts), 0
-    corners = len(split) * (len(boxes) << len(split))
-    if corners > room:
-        return "are cut in too many ways to be those of", 0
-    return "" if _cancel(_corners(shape, boxes, split)) else "overlap in", corners
-
-
-def _wrong_cuts(cuts: list[tuple[int, int]]) -> str:
-    end = 0
-    for begin, size in sorted(cuts):
-        if begin != end:
-            return "overlap in"
-        end = begin + size
-    return ""
-
-
-def _corners(shape: tuple[int, ...], boxes: Sequence[Box], split: list[int]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Give the corners of all boxes, and of the whole, with signs.
-
-    How often each element is covered is the sum over the corners below it, each counted +1 or -1 by how many of
-    its coordinates are ends. So the boxes cover what the whole covers if, and only if, their corners are its own.
-    """
-    begins = np.array([[offsets[d] for d in split] for offsets, _ in boxes] + [[0] * len(split)], np.int64)
-    sizes = np.array([[sizes[d] for d in split] for _, sizes in boxes] + [[shape[d] for d in split]], np.int64)
-    ends = begins + sizes
-    choices = list(product((False, True), repeat=len(split)))
-    columns = [np.concatenate([(ends if choice[n] else begins)[:, n] for choice in choices]) for n in range(len(split))]
-    signs = np.ones(len(begins), np.int64)
-    signs[-1] = -1
-    return columns, np.concatenate([-signs if sum(choice) % 2 else signs for choice in choices])
-
-
-def _cancel(corners: tuple[list[np.ndarray], np.ndarray]) -> bool:
-    """Tell whether the signs at every point add up to nothing."""
-    columns, signs = corners
-    point = np.zeros(len(signs), np.int64)
-    for column in columns:
-        _, rank = np.unique(column, return_inverse=True)
-        _, point = np.unique(point * (int(rank.max()) + 1) + rank, return_inverse=True)
-    return not np.bincount(point, weights=signs).any()
 
 
 def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:

@@ -5,77 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-import numpy as np
-
-from aiockpt.errors import CorruptCheckpointError
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 T = TypeVar("T")
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a chunk."""
 _MAX_GAP_BYTES = 64 << 10  # read and thrown away, where that spares a read
-_LEAST_COMPARISONS = 1 << 24
-_COMPARISONS_PER_CHUNK = 8192
-
-
-def overlapping(chunks: Sequence[Box], *, bounded: bool = False) -> list[tuple[int, int]]:
-    """Find chunks of a tensor that hold elements which an earlier chunk holds as well.
-
-    Args:
-        chunks: offsets and sizes of each.
-        bounded: give up rather than compare chunks of which very many lie beside each other in every dimension.
-
-    Returns:
-        The numbers of such chunks, each with that of one that it overlaps.
-
-    Raises:
-        CorruptCheckpointError: it was given up.
-    """
-    first: dict[Box, int] = {}
-    found: list[tuple[int, int]] = []
-    for number, chunk in enumerate(chunks):
-        if 0 not in chunk[1] and (one := first.setdefault(chunk, number)) != number:
-            found.append((number, one))
-    dims = len(next(iter(first))[0]) if first else 0
-    # What has another number of dimensions is refused elsewhere.
-    numbers = [number for (offsets, sizes), number in first.items() if len(offsets) == len(sizes) == dims]
-    numbers = [number for number in numbers if 0 not in chunks[number][1]]
-    if dims and len(numbers) > 1:
-        found += _swept([chunks[number] for number in numbers], numbers, bounded=bounded)
-    return sorted(found)
-
-
-def _swept(chunks: Sequence[Box], numbers: Sequence[int], *, bounded: bool) -> list[tuple[int, int]]:
-    """Compare each chunk with those that begin before it ends, along the dimension where these are the fewest."""
-    begins = [np.array(column, np.int64) for column in zip(*(offsets for offsets, _ in chunks), strict=True)]
-    counts = [np.array(column, np.int64) for column in zip(*(sizes for _, sizes in chunks), strict=True)]
-    ends = list(map(np.add, begins, counts))
-    orders = [np.argsort(at, kind="stable") for at in begins]
-    reaches = [np.searchsorted(a[order], z[order]) for a, z, order in zip(begins, ends, orders, strict=True)]
-    along = min(range(len(begins)), key=lambda dim: int(reaches[dim].sum()))
-    order, reach = orders[along], reaches[along]
-    comparisons = (int(reach.sum()) - len(chunks) * (len(chunks) + 1) // 2) * len(begins)
-    if bounded and comparisons > _LEAST_COMPARISONS + _COMPARISONS_PER_CHUNK * len(chunks):
-        raise CorruptCheckpointError(
-            f"its {len(chunks)} chunks lie beside each other in so many ways that it would take too long to find out "
-            "whether they overlap; its metadata is damaged, or was made to harm"
-        )
-    others = [(begins[dim][order], ends[dim][order]) for dim in range(len(begins)) if dim != along]
-    told = np.zeros(len(chunks), bool)
-    found: list[tuple[int, int]] = []
-    for at in np.flatnonzero(reach > np.arange(1, len(chunks) + 1)).tolist():
-        beside = slice(at + 1, int(reach[at]))
-        meet = ~told[beside]
-        for begin, end in others:
-            meet &= (begin[beside] < end[at]) & (end[beside] > begin[at])
-        for other in (np.flatnonzero(meet) + beside.start).tolist():
-            one, two = sorted((numbers[order[at]], numbers[order[other]]))
-            found.append((two, one))
-            told[other] = True
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from aiockpt.format.item.torchzip import tensor_framing
 from aiockpt.format.manifest.columnar_index import Form
 from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_index
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.planning.buckets import assign_buckets, bucket_count
-from aiockpt.planning.layout import FileImage, align_up, lay_out
-from aiockpt.planning.plans import Layout, SaveForm, SavePlan, StateSummary
+from aiockpt.planning.layout import FileImage, align_up, assign_buckets, bucket_count, lay_out
+from aiockpt.planning.planner import Layout, SaveForm, SavePlan, StateSummary
 from aiockpt.planning.specs import describe, unstorable
 
 if TYPE_CHECKING:

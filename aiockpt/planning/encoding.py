@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiockpt.core.strides import row_strides
 from aiockpt.format.dcp.metadata_opcodes import MetadataDraft
-from aiockpt.format.transforms.item_transforms import TransformedDraft, row_strides
+from aiockpt.format.transforms.item_transforms import TransformedDraft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

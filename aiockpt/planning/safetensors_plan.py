@@ -25,9 +25,8 @@ from aiockpt.format.safetensors.writer import (
     has_name,
     shard_name,
 )
-from aiockpt.planning.buckets import split_in_order
-from aiockpt.planning.layout import pack
-from aiockpt.planning.plans import Layout, SaveForm, SavePlan, StateSummary
+from aiockpt.planning.layout import pack, split_in_order
+from aiockpt.planning.planner import Layout, SaveForm, SavePlan, StateSummary
 from aiockpt.planning.specs import TensorSpec, describe_contiguous
 
 if TYPE_CHECKING:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-from operator import mul
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.format.checks import MAX_DIMS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _KEYS: Any = getattr(torch._C, "_dispatch_keys", None)
 _KEY: Any = getattr(torch._C, "DispatchKey", None)
@@ -100,17 +95,4 @@ def describe_contiguous(tensor: torch.Tensor) -> TensorSpec | None:
     conj, neg = _lazy(tensor)
     if tensor.is_contiguous() and not (conj or neg):
         return TensorSpec(shape, tensor.dtype, stride, stride, True, tensor.device)
-    saved = tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1] if shape else ()
-    return TensorSpec(shape, tensor.dtype, stride, saved, False, tensor.device, conj, neg)
-
-
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether strides reach every element of a storage once, in some order of the dimensions."""
-    if 0 in shape:
-        return True
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if step != expected:
-            return False
-        expected *= size
-    return True
+    return TensorSpec(shape, tensor.dtype, stride, row_strides(shape), False, tensor.device, conj, neg)

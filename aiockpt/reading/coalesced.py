@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from isal.isal_zlib import crc32
 
-from aiockpt.planning.planner import is_dense
+from aiockpt.core.strides import is_dense
 from aiockpt.reading.read_plan import TensorRead, seen_as
 from aiockpt.reading.targets import check_memory
 from aiockpt.staging.pool import copy_small

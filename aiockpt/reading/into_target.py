@@ -18,8 +18,7 @@ from aiockpt.format.index import TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES, array_of
 from aiockpt.format.keys import hint, matching
 from aiockpt.planning.dtensor import is_distributed
-from aiockpt.planning.flatten import StructureError, flatten, replace_leaves
-from aiockpt.planning.subtrees import Subtrees
+from aiockpt.planning.flatten import StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.apply_live import Filled
 from aiockpt.reading.overlaps import Region, find_twins
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load, reads_of

@@ -18,10 +18,16 @@ from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import is_of_another_save, is_pickled
-from aiockpt.format.manifest.manifest_reader import decode_manifest
+from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.format.safetensors.file_set import decode_shard_index, merge_shards
-from aiockpt.format.safetensors.header import HEADER_PROBE_BYTES, decode_header, header_end, with_shared_names
+from aiockpt.format.safetensors.reader import (
+    HEADER_PROBE_BYTES,
+    decode_header,
+    decode_shard_index,
+    header_end,
+    merge_shards,
+    with_shared_names,
+)
 from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
 from aiockpt.planning.flatten import StructureError, flatten
 from aiockpt.reading.decoded import DecodedSource

@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from aiockpt.core.strides import row_strides
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.index import ChunkEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.format.transforms.frames import MOST_RATIO
-from aiockpt.format.transforms.item_transforms import row_strides
-from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR
+from aiockpt.format.transforms.zstd import MOST_RATIO, ZSTD_DESCRIPTOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

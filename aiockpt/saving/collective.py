@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, TornSnapshotError
-from aiockpt.planning.collective.cache import Written
 from aiockpt.planning.collective.local import inventory_of, places_of
-from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary, Written
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.saving.collective_leader import CollectiveResources, GlobalSave
 from aiockpt.saving.result import world_result
@@ -30,10 +29,10 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.collective.inventory import RankInventory
     from aiockpt.planning.collective.local import LocalProposal
+    from aiockpt.planning.collective.messages import RankInventory
     from aiockpt.planning.dcp_plan import DcpForm
-    from aiockpt.planning.plans import SavePlan
+    from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import SaveError
-from aiockpt.planning.collective.cache import GlobalPlanCache, Written, cache_of
-from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary
+from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary, Written
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.planning.plans import SaveForm
+    from aiockpt.planning.planner import SaveForm
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.hooks import Hook
     from aiockpt.staging.base import Stager

@@ -10,8 +10,7 @@ from aiockpt.saving.strategy import SaveStrategy, Transferred
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.planning.planner import Planner
-    from aiockpt.planning.plans import SavePlan
+    from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.planning.layout import FileImage
-    from aiockpt.planning.planner import Planner
-    from aiockpt.planning.plans import SavePlan
+    from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.collective_leader import CollectiveResources
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.hooks import Hook

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.collective.messages import Summary
-    from aiockpt.planning.plans import SavePlan
+    from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.job import SaveJob
 
 

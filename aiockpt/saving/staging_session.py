@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiockpt.planning.layout import Piece
-    from aiockpt.planning.plans import Layout
+    from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.staging.base import Pending, Stager
     from aiockpt.staging.pool import Chunk, ChunkPool, Lease

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.plans import SavePlan
+    from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.handle import SaveResult
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.commit import CommitDocuments

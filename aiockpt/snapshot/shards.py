@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiockpt.errors import SaveError
-from aiockpt.planning.coverage import overlapping
+from aiockpt.format.boxes import overlapping
 from aiockpt.planning.dtensor import (
     LocalPart,
     ShardingError,

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiockpt.planning.layout import Piece
-    from aiockpt.planning.planner import Layout, TensorSpec
+    from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot
+    from aiockpt.planning.specs import TensorSpec
     from aiockpt.staging.pool import Chunk
 
 

@@ -10,8 +10,9 @@ from aiockpt.staging.base import LayoutMismatchError, check, check_memory, copy_
 
 if TYPE_CHECKING:
     from aiockpt.planning.layout import Piece
-    from aiockpt.planning.planner import Layout, TensorSpec
+    from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot
+    from aiockpt.planning.specs import TensorSpec
     from aiockpt.staging.pool import Chunk
 
 PACK_BYTES = 256 << 10

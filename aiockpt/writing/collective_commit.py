@@ -14,8 +14,7 @@ from aiockpt._version import __version__
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.planning.collective.cache import GlobalPlanCache, Written, cache_of_written, files_of
-from aiockpt.planning.collective.messages import Summary
+from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written, files_of
 from aiockpt.writing.commit import write_documents
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.planning.collective.messages import Summary, Written
     from aiockpt.storage.base import Transaction
 
 
@@ -90,7 +90,7 @@ async def publish_together(
     await write_documents(transaction, {MANIFEST_NAME: manifest, METADATA_NAME: document})
     await transaction.commit()
     sizes = {name: each.nbytes for name, each in files.items()}
-    return book, Summary.for_ranks(len(results), sizes, book)
+    return book, book.summaries(sizes)
 
 
 async def _look_for(transaction: Transaction, results: Sequence[Written]) -> None:

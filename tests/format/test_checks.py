@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
-from aiockpt.format.checks import check_index, view_fits
+from aiockpt.format.checks import check_index
 from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 
 FILES = {"a": 1000, "b": 10**15}

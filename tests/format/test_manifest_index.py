@@ -20,7 +20,7 @@ from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.manifest.columnar_index import Form, IndexedEntries
 from aiockpt.format.manifest.index_writer import ItemRanges, encode_index, finish_index
 from aiockpt.format.manifest.manifest import Manifest, encode_manifest
-from aiockpt.format.manifest.manifest_reader import decode_manifest
+from aiockpt.format.manifest.reader import decode_manifest
 from tests.states import training_state
 
 

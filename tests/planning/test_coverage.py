@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiockpt
+from aiockpt.format.boxes import Box, overlapping
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, TensorEntry
-from aiockpt.planning.coverage import Box, Extent, cut_segments, group_segments, overlapping, part_overlaps
+from aiockpt.planning.coverage import Extent, cut_segments, group_segments, part_overlaps
 from aiockpt.reading.verify.expected import Inventory
 from aiockpt.reading.verify.report import Findings
 
@@ -69,7 +70,7 @@ def test_very_many_chunks_beside_each_other_are_not_compared_for_hours() -> None
 
 
 def test_verify_tells_of_chunks_that_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.planning.coverage._LEAST_COMPARISONS", -1 << 20)
+    monkeypatch.setattr("aiockpt.format.boxes._LEAST_COMPARISONS", -1 << 20)
     chunks = [
         ChunkEntry(offsets, sizes, ItemRange("f", 64 * number, 64), None)
         for number, (offsets, sizes) in enumerate(side_by_side(3))

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from aiockpt.format.item.framing import Framing
 from aiockpt.format.item.torchzip import tensor_framing
-from aiockpt.planning.buckets import MIN_BUCKET_BYTES, assign_buckets, bucket_count, split_in_order
 from aiockpt.planning.flatten import NameMemo, StructureError, flatten, unflatten
-from aiockpt.planning.layout import Sealer, align_up, lay_out, pack
+from aiockpt.planning.layout import (
+    MIN_BUCKET_BYTES,
+    Sealer,
+    align_up,
+    assign_buckets,
+    bucket_count,
+    lay_out,
+    pack,
+    split_in_order,
+)
 from aiockpt.planning.ranges import boxes
 from aiockpt.planning.specs import describe, describe_contiguous
 

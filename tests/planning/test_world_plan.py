@@ -16,9 +16,8 @@ from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.manifest.manifest import FileFacts
-from aiockpt.planning.collective.cache import GlobalPlanCache, Written, files_of
-from aiockpt.planning.collective.inventory import RankInventory, ShardForm
-from aiockpt.planning.collective.local import ItemPlaces
+from aiockpt.planning.collective.cache import GlobalPlanCache, files_of
+from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, ShardForm, Written
 from aiockpt.planning.collective.plan import GlobalPlan, plan_globally
 
 Part = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

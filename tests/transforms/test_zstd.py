@@ -9,8 +9,7 @@ import tracemalloc
 import pytest
 import zstandard
 
-from aiockpt.format.transforms.frames import MOST_RATIO, FrameError
-from aiockpt.format.transforms.zstd import Zstd
+from aiockpt.format.transforms.zstd import MOST_RATIO, FrameError, Zstd
 
 RAW = {
     "nothing": b"",

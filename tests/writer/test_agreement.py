@@ -13,8 +13,7 @@ import pytest
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, WriteError
-from aiockpt.planning.collective.cache import Written
-from aiockpt.planning.collective.inventory import RankInventory
+from aiockpt.planning.collective.messages import RankInventory, Written
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.writing.collective_commit import WorldFacts
 from aiockpt.writing.process.messages import Begin

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from isal.isal_zlib import crc32
 
-from aiockpt.format.checks import MAX_DIMS, view_fits
+from aiockpt.core.strides import view_fits
+from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.index import TensorItem
 from aiockpt.format.item.framing import CRC
 from aiockpt.format.item.ziparchive import FramingError, Record, data_offset, read_directory

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from aiockpt.core.strides import span
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 
@@ -42,9 +43,8 @@ class Form(NamedTuple):
         """Tell whether the tensor lies within its payload, and that within the item."""
         if len(self.shape) != len(self.stride) or self.payload_offset + self.nbytes > self.item_bytes:
             return False
-        last = 0 if 0 in self.shape else sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True)) + 1
         size = self.dtype.itemsize
-        return self.nbytes == math.prod(self.shape) * size and last * size <= self.nbytes
+        return self.nbytes == math.prod(self.shape) * size and span(self.shape, self.stride) * size <= self.nbytes
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)

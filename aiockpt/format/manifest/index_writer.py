@@ -1,4 +1,4 @@
-"""Writing the index in the manifest; see `aiockpt.format.manifest.manifest_index` for what it is."""
+"""Writing the index in the manifest; see `aiockpt.format.manifest.reader` for what it is."""
 
 from __future__ import annotations
 

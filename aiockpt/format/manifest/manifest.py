@@ -77,7 +77,7 @@ def encode_manifest(manifest: Manifest, index: str | None = None, transformed: s
 
     Args:
         manifest: what to write, but for its index.
-        index: the text of the index, see `aiockpt.format.manifest.manifest_index`; None to leave it out.
+        index: the text of the index, see `aiockpt.format.manifest.reader`; None to leave it out.
         transformed: the text of that section, see `aiockpt.format.transforms.item_transforms`; None to leave it out.
     """
     document = {

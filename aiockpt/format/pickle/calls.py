@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from aiockpt.format.checks import MAX_DIMS, view_fits
+from aiockpt.core.strides import view_fits
+from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.pickle.fast_pickle import DTYPES
 from aiockpt.format.pickle.machine import PickleError
 

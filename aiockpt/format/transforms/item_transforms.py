@@ -54,16 +54,6 @@ class TransformedDraft:
         return encode_transformed(files)
 
 
-def row_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Give the strides of a tensor that is stored row by row, in elements."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def encode_transformed(files: Mapping[str, Sequence[ItemFacts]]) -> str:
     """Give the section as JSON text."""
     return "{" + ",".join(f"\n    {json.dumps(name)}: {_rows(rows)}" for name, rows in files.items()) + "\n  }"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,36 +15,16 @@ from aiockpt.format.dcp.metadata_opcodes import MetadataHead, metadata_tail
 from aiockpt.format.dcp.metadata_rows import CutEntry, PlaceTable
 from aiockpt.format.dcp.metadata_writer import encode_metadata
 from aiockpt.format.index import Entry, ItemRange, ObjectEntry
+from aiockpt.format.names import METADATA_NAME
+from aiockpt.planning.collective.messages import ItemPlaces, Summary, Written
 from aiockpt.planning.collective.plan import plan_globally
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.collective.inventory import RankInventory
-    from aiockpt.planning.collective.local import ItemPlaces
+    from aiockpt.planning.collective.messages import RankInventory
     from aiockpt.planning.collective.plan import GlobalPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """What a rank has written of its share.
-
-    Attributes:
-        files: its files.
-        items: how many tensor items are in them.
-        objects: for each leaf that is an object of the share, where it is.
-        places: where the tensor items are; None where rank 0 knows it from an earlier save.
-        holdings: what the rank has, where it has decided alone to write all of that.
-        token: the plan of all ranks that it was written by.
-    """
-
-    files: dict[str, FileFacts]
-    items: int
-    objects: dict[int, ItemRange]
-    places: ItemPlaces | None = field(repr=False)
-    holdings: RankInventory | None = field(repr=False, default=None)
-    token: int = 0
 
 
 class _Yielding(pickle.Pickler):
@@ -127,6 +107,12 @@ class GlobalPlanCache:
             self._document = self._document[: self._head_bytes]
         self._document += tail
         return self._document
+
+    def summaries(self, files: dict[str, int]) -> list[Summary]:
+        """Return the summary for each rank; ``files`` are the sizes in bytes, which only rank 0 gets."""
+        item_bytes = sum(nbytes for name, nbytes in files.items() if name != METADATA_NAME)
+        brief = Summary(None, item_bytes, self.tensor_bytes, self.tensors, self.objects)
+        return [replace(brief, files=files), *[brief] * (len(self.ranks) - 1)]
 
     def _encode(self) -> MetadataHead:
         nowhere = ObjectEntry(ItemRange("", 0, 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiockpt.planning.collective.inventory import RankInventory, ShardForm
+from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, ShardForm
 from aiockpt.planning.dcp_plan import DcpForm, DcpPlan, Share, framing_of
 from aiockpt.planning.planner import may_serve, survey_of
 
@@ -14,26 +14,8 @@ if TYPE_CHECKING:
 
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.dcp_plan import DcpLayout
-    from aiockpt.planning.plans import StateSummary
+    from aiockpt.planning.planner import StateSummary
     from aiockpt.planning.snapshot import Snapshot
-
-
-class ItemPlaces(NamedTuple):
-    """Where the items of one rank's share are, one row for each.
-
-    Attributes:
-        files: the names of the rank's files.
-        leaves: the leaf of each item.
-        file_of: the position of its file in ``files``.
-        offsets: where it starts there, in bytes.
-        lengths: its length in bytes.
-    """
-
-    files: list[str]
-    leaves: list[int]
-    file_of: list[int]
-    offsets: list[int]
-    lengths: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,18 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.boxes import overlapping
 from aiockpt.format.index import InlineEntry, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.names import HIDDEN, METADATA_NAME
-from aiockpt.planning.coverage import Extent, overlapping, part_overlaps
+from aiockpt.planning.coverage import Extent, part_overlaps
 from aiockpt.reading.verify.stored import KeyRef, StoredFile, StoredItem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from aiockpt.format.boxes import Box
     from aiockpt.format.index import Entry, Index
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.coverage import Box
     from aiockpt.reading.verify.report import Findings
 
 

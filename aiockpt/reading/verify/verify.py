@@ -16,7 +16,7 @@ from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.manifest.manifest import is_of_another_save
-from aiockpt.format.manifest.manifest_reader import decode_manifest
+from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.reading.decoded import DecodedSource

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.encoding import ImageCoding
-    from aiockpt.planning.plans import Layout
+    from aiockpt.planning.planner import Layout
     from aiockpt.storage.base import Identity, Status, Storage
     from aiockpt.writing.process.connection import Link
     from aiockpt.writing.process.supervisor import WriterHost

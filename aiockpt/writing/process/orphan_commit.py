@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.collective.cache import Written
+    from aiockpt.planning.collective.messages import Written
     from aiockpt.storage.base import Storage, Transaction
     from aiockpt.writing.process.messages import Begin
 

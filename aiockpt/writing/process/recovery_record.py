@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aiockpt.planning.collective.cache import Written
+    from aiockpt.planning.collective.messages import Written
     from aiockpt.writing.collective_commit import WorldFacts
 
 _DIGEST_BYTES = 32

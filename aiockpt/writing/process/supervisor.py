@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from aiockpt.options import ProcessWriter
-    from aiockpt.planning.plans import Layout
+    from aiockpt.planning.planner import Layout
 
 
 class SharedFile(Protocol):

@@ -1,31 +1,148 @@
-"""The index in the manifest: what a checkpoint holds and where, as columns of JSON.
-
-It says what `.metadata` and the framing of the items say together, so that a reader needs neither of them, and
-without an object for each tensor: 100,000 tensors are a few arrays, checked all at once.
-
-The columns ``names``, ``parent``, ``form``, ``file``, ``offset`` and ``crc32`` have a row for each leaf, in the order
-of the state dict. ``form`` is a position in ``forms``, which lists the distinct (dtype, shape, stride, bytes of the
-item, offset of the payload in it, bytes of the payload); or -1 for an object, whose length is in ``objects``. The path
-of a leaf is ``parents[parent]`` and what is left of its name after the parent's; the leaves of the parents listed
-in ``sequences`` are at positions of a list. Offsets and lengths are in bytes; the CRC-32 is the payload's.
-"""
+"""Reading the manifest, `.aiockpt.json`, believing nothing."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from isal.isal_zlib import crc32
 
-from aiockpt.format.checks import MAX_DIMS
+from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.checks import MAX_DIMS, check_paths
+from aiockpt.format.dict_keys import FACTORIES, decode_key
 from aiockpt.format.index import Index
+from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
 from aiockpt.format.manifest.columnar_index import Form, IndexedEntries, IndexedPaths
 from aiockpt.format.manifest.index_writer import head_of
+from aiockpt.format.manifest.manifest import FORMAT_VERSION, SEAL, FileFacts, JsonValue, Manifest, read_user_metadata
+from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.format.transforms.item_transforms import decode_transformed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from numpy.typing import NDArray
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        CorruptCheckpointError: it is damaged, was edited, or is of a later format than this program knows.
+    """
+    try:
+        body, _, seal = data.rpartition(SEAL.encode())
+        document = json.loads(data.decode())
+        if int(seal[:8], 16) != crc32(body):
+            raise ValueError("its text does not match its CRC")
+        if document["format_version"] > FORMAT_VERSION:
+            raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
+        document["containers"] = containers(document["containers"])
+        document["metadata"] = read_user_metadata(mapping(document["metadata"]))
+        index = decode_index(document) if "index" in document else None
+        check_paths({} if index is None else index.paths, document["containers"])
+        if index is not None:
+            check_arrays(index.entries, index.paths, document["containers"])
+        return Manifest(
+            writer=text(document["writer"]),
+            created=text(document["created"]),
+            metadata=mapping(document["metadata"]),
+            files=file_facts(document["files"]),
+            totals=mapping(document["totals"]),
+            times_s=mapping(document["times_s"]),
+            containers=document["containers"],
+            index=index,
+            transformed=decode_transformed(document["transformed"]) if "transformed" in document else {},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as exc:
+        raise CorruptCheckpointError(
+            f"{MANIFEST_NAME} is damaged or was edited ({exc}); restore it, or remove it to read the "
+            "checkpoint as a plain DCP one"
+        ) from exc
+
+
+# --- sections other than the index ------------------------------------------------------------------
+
+
+_MAX_FILE_BYTES = 1 << 62
+_CONTAINER_TYPES = ("dict", "OrderedDict", "Counter", "defaultdict", "list", "tuple", ARRAY_RECORD)
+
+
+def file_facts(files: Any) -> dict[str, FileFacts]:
+    """Read the sizes and CRCs of the files."""
+    return {name: FileFacts(_count(facts["bytes"]), _crc(facts["crc32"])) for name, facts in mapping(files).items()}
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Make sure that something is a mapping."""
+    if type(value) is not dict:
+        raise TypeError(f"a {type(value).__name__} stands where a mapping belongs")
+    return value
+
+
+def text(value: Any) -> str:
+    """Make sure that something is a text."""
+    if type(value) is not str:
+        raise TypeError(f"a {type(value).__name__} stands where a text belongs")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_FILE_BYTES:
+        raise ValueError("something else stands where a number of bytes belongs")
+    return value
+
+
+def _crc(value: Any) -> int:
+    crc = int(text(value)[:9], 16)
+    if not 0 <= crc < 1 << 32:
+        raise ValueError("something else stands where a CRC belongs")
+    return crc
+
+
+def containers(records: Any) -> list[dict[str, JsonValue]]:
+    """Read what is said of the containers of the state dict."""
+    if type(records) is not list:
+        raise TypeError(f"a {type(records).__name__} stands where the containers belong")
+    return [_container(mapping(record)) for record in records]
+
+
+def _container(record: dict[str, Any]) -> dict[str, JsonValue]:
+    path, kind = record["path"], record["type"]
+    if type(path) is not list or not set(map(type, path)) <= {str, int} or min(_positions(path), default=0) < 0:
+        raise TypeError("a container has something else for its path")
+    if kind not in _CONTAINER_TYPES:
+        raise ValueError("a container is of a type that is not known")
+    read: dict[str, JsonValue] = {"path": path, "type": kind, "at": _count(record["at"])}
+    integers = record.get("int_keys")
+    if integers is not None:
+        # A mapping, so that a key is found in it as fast in a long one.
+        read["int_keys"] = integers if integers is True else dict.fromkeys(map(text, integers))
+    if "factory" in record:
+        if text(record["factory"]) not in FACTORIES:
+            raise ValueError("a defaultdict makes its values with something that is not known")
+        read["factory"] = record["factory"]
+    if "keys" in record:
+        read["keys"] = {each: _key(each, key) for each, key in mapping(record["keys"]).items()}
+    if "module_metadata" in record:
+        read["module_metadata"] = {name: mapping(facts) for name, facts in mapping(record["module_metadata"]).items()}
+    return read
+
+
+def _key(name: str, value: Any) -> JsonValue:
+    if str(decode_key(value)) != name:
+        raise ValueError("a container has a key that is not the one of its name")
+    return value  # type: ignore[no-any-return]
+
+
+def _positions(path: list[Any]) -> list[int]:
+    return [part for part in path if type(part) is int]
+
+
+# --- the index --------------------------------------------------------------------------------------
+
 
 _MAX_BYTES = 1 << 60
 _DTYPES = {

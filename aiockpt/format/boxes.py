@@ -1,0 +1,137 @@
+"""Boxes, the hyper-rectangles of a tensor: which of them overlap, and whether together they cover it."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aiockpt.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+_LEAST_COMPARISONS = 1 << 24
+_COMPARISONS_PER_CHUNK = 8192
+
+
+def leaves_shape(box: Box, shape: Sequence[int]) -> bool:
+    """Return whether a box, which has as many dimensions as the shape, lies partly outside of it."""
+    return any(at < 0 or n < 0 or at + n > total for at, n, total in zip(*box, shape, strict=True))
+
+
+def overlapping(chunks: Sequence[Box], *, bounded: bool = False) -> list[tuple[int, int]]:
+    """Find chunks of a tensor that hold elements which an earlier chunk holds as well.
+
+    Args:
+        chunks: offsets and sizes of each.
+        bounded: give up rather than compare chunks of which very many lie beside each other in every dimension.
+
+    Returns:
+        The numbers of such chunks, each with that of one that it overlaps.
+
+    Raises:
+        CorruptCheckpointError: it was given up.
+    """
+    first: dict[Box, int] = {}
+    found: list[tuple[int, int]] = []
+    for number, chunk in enumerate(chunks):
+        if 0 not in chunk[1] and (one := first.setdefault(chunk, number)) != number:
+            found.append((number, one))
+    dims = len(next(iter(first))[0]) if first else 0
+    # What has another number of dimensions is refused elsewhere.
+    numbers = [number for (offsets, sizes), number in first.items() if len(offsets) == len(sizes) == dims]
+    numbers = [number for number in numbers if 0 not in chunks[number][1]]
+    if dims and len(numbers) > 1:
+        found += _swept([chunks[number] for number in numbers], numbers, bounded=bounded)
+    return sorted(found)
+
+
+def _swept(chunks: Sequence[Box], numbers: Sequence[int], *, bounded: bool) -> list[tuple[int, int]]:
+    """Compare each chunk with those that begin before it ends, along the dimension where these are the fewest."""
+    begins = [np.array(column, np.int64) for column in zip(*(offsets for offsets, _ in chunks), strict=True)]
+    counts = [np.array(column, np.int64) for column in zip(*(sizes for _, sizes in chunks), strict=True)]
+    ends = list(map(np.add, begins, counts))
+    orders = [np.argsort(at, kind="stable") for at in begins]
+    reaches = [np.searchsorted(a[order], z[order]) for a, z, order in zip(begins, ends, orders, strict=True)]
+    along = min(range(len(begins)), key=lambda dim: int(reaches[dim].sum()))
+    order, reach = orders[along], reaches[along]
+    comparisons = (int(reach.sum()) - len(chunks) * (len(chunks) + 1) // 2) * len(begins)
+    if bounded and comparisons > _LEAST_COMPARISONS + _COMPARISONS_PER_CHUNK * len(chunks):
+        raise CorruptCheckpointError(
+            f"its {len(chunks)} chunks lie beside each other in so many ways that it would take too long to find out "
+            "whether they overlap; its metadata is damaged, or was made to harm"
+        )
+    others = [(begins[dim][order], ends[dim][order]) for dim in range(len(begins)) if dim != along]
+    told = np.zeros(len(chunks), bool)
+    found: list[tuple[int, int]] = []
+    for at in np.flatnonzero(reach > np.arange(1, len(chunks) + 1)).tolist():
+        beside = slice(at + 1, int(reach[at]))
+        meet = ~told[beside]
+        for begin, end in others:
+            meet &= (begin[beside] < end[at]) & (end[beside] > begin[at])
+        for other in (np.flatnonzero(meet) + beside.start).tolist():
+            one, two = sorted((numbers[order[at]], numbers[order[other]]))
+            found.append((two, one))
+            told[other] = True
+    return found
+
+
+def cover_error(shape: tuple[int, ...], boxes: Sequence[Box], room: int) -> tuple[str, int]:
+    """Say what is wrong if not every element of a shape is in exactly one of the boxes; count the corners."""
+    for offsets, sizes in boxes:
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            return "have another number of dimensions than", 0
+        if leaves_shape((offsets, sizes), shape):
+            return "lie outside", 0
+    boxes = [box for box in boxes if 0 not in box[1]]
+    stored, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
+    if stored != whole:
+        return "overlap in" if stored > whole else "are not all of", 0
+    split = [dim for dim, total in enumerate(shape) if any(sizes[dim] != total for _, sizes in boxes)]
+    if len(split) < 2:
+        cuts = [(offsets[split[0]], sizes[split[0]]) for offsets, sizes in boxes] if split else []
+        return _wrong_cuts(cuts), 0
+    corners = len(split) * (len(boxes) << len(split))
+    if corners > room:
+        return "are cut in too many ways to be those of", 0
+    return "" if _cancel(_corners(shape, boxes, split)) else "overlap in", corners
+
+
+def _wrong_cuts(cuts: list[tuple[int, int]]) -> str:
+    end = 0
+    for begin, size in sorted(cuts):
+        if begin != end:
+            return "overlap in"
+        end = begin + size
+    return ""
+
+
+def _corners(shape: tuple[int, ...], boxes: Sequence[Box], split: list[int]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Give the corners of all boxes, and of the whole, with signs.
+
+    How often each element is covered is the sum over the corners below it, each counted +1 or -1 by how many of
+    its coordinates are ends. So the boxes cover what the whole covers if, and only if, their corners are its own.
+    """
+    begins = np.array([[offsets[d] for d in split] for offsets, _ in boxes] + [[0] * len(split)], np.int64)
+    sizes = np.array([[sizes[d] for d in split] for _, sizes in boxes] + [[shape[d] for d in split]], np.int64)
+    ends = begins + sizes
+    choices = list(product((False, True), repeat=len(split)))
+    columns = [np.concatenate([(ends if choice[n] else begins)[:, n] for choice in choices]) for n in range(len(split))]
+    signs = np.ones(len(begins), np.int64)
+    signs[-1] = -1
+    return columns, np.concatenate([-signs if sum(choice) % 2 else signs for choice in choices])
+
+
+def _cancel(corners: tuple[list[np.ndarray], np.ndarray]) -> bool:
+    """Tell whether the signs at every point add up to nothing."""
+    columns, signs = corners
+    point = np.zeros(len(signs), np.int64)
+    for column in columns:
+        _, rank = np.unique(column, return_inverse=True)
+        _, point = np.unique(point * (int(rank.max()) + 1) + rank, return_inverse=True)
+    return not np.bincount(point, weights=signs).any()
