@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aiockpt.format.pickle.fast_pickle import DTYPES, Function, PickleError, Record, read_pickle
-from aiockpt.format.pickle.machine import Machine
+from aiockpt.format.dtypes import DTYPES
+from aiockpt.format.pickle.fast_pickle import read_pickle
+from aiockpt.format.pickle.machine import Function, Machine, PickleError, Record
 from aiockpt.format.pickle.opcodes import HANDLERS, OPCODES
 
 KINDS = {

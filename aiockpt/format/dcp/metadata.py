@@ -16,9 +16,11 @@ import torch
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS, check_paths
+from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry
 from aiockpt.format.names import DCP_MODULE, METADATA_NAME
-from aiockpt.format.pickle.fast_pickle import DTYPES, Function, Record, read_pickle
+from aiockpt.format.pickle.fast_pickle import read_pickle
+from aiockpt.format.pickle.machine import Function, Record
 
 _SHARDED_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
 _PLANNER_MODULE = "torch.distributed.checkpoint.planner"

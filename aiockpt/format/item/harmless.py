@@ -1,8 +1,7 @@
-"""Values that need no permission: the pickles of plain data, read without Python's unpickler or torch's.
+"""Unpickling plain data without Python's unpickler or torch's: such objects need no permission to be loaded.
 
-NumPy arrays and scalars, paths, decimals, deques, counters, namespaces and the like are made here, by rules that
-look at every argument; nothing that a pickle names is imported. `aiockpt.format.pickle.guard` has counted before what
-that costs.
+NumPy arrays and scalars, paths, decimals, deques, counters, namespaces and the like are built by rules that check every
+argument; no global that a pickle names is imported. `aiockpt.format.pickle.guard` has bounded the cost before.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from aiockpt.format.pickle.fast_pickle import DTYPES
+from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.pickle.guard import check_object_pickle
-from aiockpt.format.pickle.machine import Handler, Machine, PickleError, pop_mark
-from aiockpt.format.pickle.opcodes import OPCODES
+from aiockpt.format.pickle.machine import Handler, Machine, PickleError
+from aiockpt.format.pickle.opcodes import dict_handlers, handler_table, list_handlers, push_new, tuple_handlers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,17 +41,12 @@ _scalar: Any = np.float64(0).__reduce__()[0]
 
 _BUILTINS = "bool int float complex str bytes bytearray list tuple dict set frozenset range slice"
 _COLLECTIONS = ("deque", "defaultdict", "OrderedDict", "Counter")
+_PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
 _GLOBALS: dict[str, Any] = {
     **{f"builtins.{name}": getattr(builtins, name) for name in _BUILTINS.split()},
-    **{
-        f"collections.{name}": getattr(collections, name) for name in ["deque", "defaultdict", "OrderedDict", "Counter"]
-    },
+    **{f"collections.{name}": getattr(collections, name) for name in _COLLECTIONS},
     **{f"datetime.{name}": getattr(datetime, name) for name in ["date", "datetime", "time", "timedelta", "timezone"]},
-    **{
-        f"{module}.{name}": getattr(pathlib, name)
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
-    },
+    **{f"{module}.{name}": getattr(pathlib, name) for module in ("pathlib", "pathlib._local") for name in _PATHS},
     **{f"numpy.{core}.multiarray._reconstruct": _reconstruct for core in ("core", "_core")},
     **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
@@ -69,30 +63,25 @@ _GLOBALS: dict[str, Any] = {
 }
 _TORCH_ONLY = frozenset(name for name in _GLOBALS if name.startswith("torch."))
 HARMLESS_NAMES = frozenset(_GLOBALS) - _TORCH_ONLY
-"""The full names of what is made here."""
+"""The full names of the globals that are built here."""
 
 
 class UnknownMemberError(Exception):
-    """A pickle names a member of an allowed Enum class, which has none of that name now."""
+    """A pickle names a member that an allowed Enum class no longer has."""
 
 
 class _Unbuilt:
-    """Stands for a dtype or an array until its state is known.
-
-    Attributes:
-        text: the name of a dtype; None for an array.
-        at: where it is in the memo, if it is there.
-    """
+    """A dtype or an array whose state is still to come."""
 
     __slots__ = ("at", "text")
 
     def __init__(self, text: str | None, at: int) -> None:
-        self.text = text
-        self.at = at
+        self.text = text  # the name of a dtype; None for an array
+        self.at = at  # its index in the memo, if it is there
 
 
 class _Builder(Machine):
-    """Makes the values of a pickle that the guard has let pass."""
+    """Builds the value of a pickle that the guard has accepted."""
 
     def __init__(self, data: bytes, allowed: Mapping[str, Any]) -> None:
         super().__init__(data, self._find, None, _HANDLERS)
@@ -111,15 +100,11 @@ class _Builder(Machine):
 
 
 def build_harmless(data: bytes, allowed: Mapping[str, Any]) -> Any:
-    """Make the value of a pickle without tensors.
-
-    Args:
-        data: the pickle.
-        allowed: by their full names, classes and functions that it may use as well: as Python's unpickler would.
+    """Unpickle an object without tensors; ``allowed`` maps full names to classes and functions used as pickle would.
 
     Raises:
         PickleError: it holds anything else, or would cost more than its bytes can justify.
-        UnknownMemberError: saying which member of an Enum class is no more.
+        UnknownMemberError: an Enum class no longer has a member.
     """
     if not check_object_pickle(data, {}, HARMLESS_NAMES | allowed.keys()):
         raise PickleError("it names something else than plain data")
@@ -140,13 +125,13 @@ def build_harmless(data: bytes, allowed: Mapping[str, Any]) -> Any:
 # --- calls ------------------------------------------------------------------------------------------
 
 
-def _path(_m: _Builder, kind: Any, *parts: Any) -> Any:
-    if not all(type(part) is str for part in parts):
+def _path(_m: _Builder, kind: Any, *names: Any) -> Any:
+    if not all(type(name) is str for name in names):
         raise PickleError("a path of something else than texts")
     foreign = pathlib.WindowsPath if sys.platform != "win32" else pathlib.PosixPath
-    if kind is foreign:  # it can be named here, but not used
+    if kind is foreign:  # a path of another system can't be instantiated here
         kind = pathlib.PureWindowsPath if sys.platform != "win32" else pathlib.PurePosixPath
-    return kind(*parts)
+    return kind(*names)
 
 
 def _decimal(_m: _Builder, kind: Any, text: Any) -> Any:
@@ -186,12 +171,12 @@ def _default(_m: _Builder, kind: Any, factory: Any = None) -> Any:
 
 
 def is_no_member(kind: enum.EnumMeta, name: str) -> bool:
-    """Whether a name of an Enum class is that of something else, as of a method."""
+    """Return whether an Enum class has an attribute of this name that is no member, such as a method."""
     return name not in kind.__members__ and any(name in vars(base) for base in kind.__mro__)
 
 
 def _member(m: _Builder, _function: Any, kind: Any, name: Any) -> Any:
-    """Find a member of an Enum class, the one thing that getattr is called for."""
+    """Find a member of an Enum class, the only use of getattr that is allowed."""
     if id(kind) not in m.allowed or not isinstance(kind, enum.EnumMeta) or type(name) is not str:
         raise PickleError("an attribute of something else than an allowed Enum class")
     if is_no_member(kind, name):
@@ -203,10 +188,7 @@ def _member(m: _Builder, _function: Any, kind: Any, name: Any) -> Any:
 
 _RULES: dict[Any, Callable[..., Any]] = {
     getattr: _member,
-    **dict.fromkeys(
-        (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath),
-        _path,
-    ),
+    **{getattr(pathlib, name): _path for name in _PATHS},
     decimal.Decimal: _decimal,
     argparse.Namespace: _empty,
     types.SimpleNamespace: _empty,
@@ -254,11 +236,11 @@ def _result(m: _Builder, function: Any, args: tuple[Any, ...]) -> Any:
 def _build(m: _Builder, at: int) -> int:
     state, target = m.stack.pop(), m.stack[-1]
     if type(target) is _Unbuilt:
-        made = _array_of(*state) if target.text is None else _dtype_of(target.text, state)
+        built = _array_of(*state) if target.text is None else _dtype_of(target.text, state)
         m.unbuilt -= 1
         if target.at < len(m.memo) and m.memo[target.at] is target:
-            m.memo[target.at] = made
-        m.stack[-1] = made
+            m.memo[target.at] = built
+        m.stack[-1] = built
     elif type(target) in (argparse.Namespace, types.SimpleNamespace):
         if type(state) is not dict or not set(map(type, state)) <= {str}:
             raise PickleError("a namespace of something else than names")
@@ -269,7 +251,7 @@ def _build(m: _Builder, at: int) -> int:
             raise PickleError("a BytesIO of something else than bytes and a position")
         target.write(data)
         target.seek(position)
-    elif id(type(target)) in m.allowed and not isinstance(target, enum.Enum):  # members are the whole process's
+    elif id(type(target)) in m.allowed and not isinstance(target, enum.Enum):  # all of the process shares members
         _set_state(target, state)
     else:
         raise PickleError("a state for what has none")
@@ -277,7 +259,7 @@ def _build(m: _Builder, at: int) -> int:
 
 
 def _set_state(target: Any, state: Any) -> None:
-    """As Python's unpickler does."""
+    """Set the state as Python's unpickler does."""
     set_state = getattr(target, "__setstate__", None)
     if set_state is not None:
         set_state(state)
@@ -290,7 +272,7 @@ def _set_state(target: Any, state: Any) -> None:
 
 
 def _dtype_of(text: str, state: Any) -> np.dtype[Any]:
-    """Make a dtype of its name and the state that NumPy pickles: (version, order, subarray, names, fields, ...)."""
+    """Return a dtype from its name and the state that NumPy pickles: (version, order, subarray, names, fields, ...)."""
     _, order, subarray, names, fields, itemsize, _, _, *rest = state
     if order not in ("<", ">", "|", "="):
         raise PickleError("a dtype of an unknown byte order")
@@ -340,7 +322,7 @@ def _shape(shape: Any) -> Any:
 
 
 def _array_of(_version: Any, shape: Any, dtype: Any, is_fortran: Any, data: Any) -> np.ndarray[Any, Any]:
-    """Make an array of the state that NumPy pickles."""
+    """Return an array from the state that NumPy pickles."""
     shape, dtype = _shape(shape), _real(dtype)
     order: Any = "F" if is_fortran else "C"
     count = math.prod(shape)
@@ -361,63 +343,18 @@ def _array_of(_version: Any, shape: Any, dtype: Any, is_fortran: Any, data: Any)
 # --- opcodes ----------------------------------------------------------------------------------------
 
 
-def _push(make: Callable[[], Any]) -> Handler:
-    def push(m: _Builder, at: int) -> int:
-        m.stack.append(make())
-        return at
-
-    return push
-
-
-def _tuple(m: _Builder, at: int) -> int:
-    items = pop_mark(m)  # after which the stack is another
-    m.stack.append(tuple(items))
-    return at
-
-
-def _tuple_n(count: int) -> Handler:
-    def push(m: _Builder, at: int) -> int:
-        if len(m.stack) < count:
-            raise PickleError(f"a tuple of too few values at byte {at - 1}")
-        m.stack[-count:] = [tuple(m.stack[-count:])]
-        return at
-
-    return push
-
-
 def _extend(m: _Builder, values: list[Any]) -> None:
     if type(m.stack[-1]) not in (list, collections.deque) and id(type(m.stack[-1])) not in m.allowed:
         raise PickleError("something is added to what is no list")
     m.stack[-1].extend(values)
 
 
-def _append(m: _Builder, at: int) -> int:
-    _extend(m, [m.stack.pop()])
-    return at
-
-
-def _appends(m: _Builder, at: int) -> int:
-    _extend(m, pop_mark(m))
-    return at
-
-
-def _set(m: _Builder, items: list[Any]) -> None:
+def _update(m: _Builder, items: list[Any]) -> None:
     target = m.stack[-1]
     if not (type(target) in _DICTS or id(type(target)) in m.allowed) or len(items) % 2:
         raise PickleError("keys and values for what is no dict")
     for number in range(0, len(items), 2):
         target[items[number]] = items[number + 1]
-
-
-def _setitem(m: _Builder, at: int) -> int:
-    value, key = m.stack.pop(), m.stack.pop()
-    _set(m, [key, value])
-    return at
-
-
-def _setitems(m: _Builder, at: int) -> int:
-    _set(m, pop_mark(m))
-    return at
 
 
 def _get(width: int) -> Handler:
@@ -437,26 +374,18 @@ def _refused(m: _Builder, at: int) -> int:
 
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CALLABLE = frozenset(id(value) for value in _GLOBALS.values() if not isinstance(value, torch.dtype)) - {id(np.ndarray)}
-_SAME = "\x80.(N\x88\x89KMJ\x8aGXqrc"
 _OWN: dict[str, Handler] = {
-    "]": _push(list),
-    "}": _push(dict),
-    "\x8f": _push(set),
-    ")": _push(tuple),
-    "t": _tuple,
-    "\x85": _tuple_n(1),
-    "\x86": _tuple_n(2),
-    "\x87": _tuple_n(3),
-    "a": _append,
-    "e": _appends,
-    "s": _setitem,
-    "u": _setitems,
+    "]": push_new(list),
+    "}": push_new(dict),
+    "\x8f": push_new(set),
+    ")": push_new(tuple),
+    **tuple_handlers(tuple),
+    **list_handlers(_extend),
+    **dict_handlers(_update),
     "h": _get(1),
     "j": _get(4),
     "R": _call,
     "\x81": _new,
     "b": _build,
 }
-_HANDLERS: list[Handler] = [
-    _OWN.get(chr(code)) or (OPCODES[chr(code)] if chr(code) in _SAME else _refused) for code in range(256)
-]
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrc", refuse=_refused)

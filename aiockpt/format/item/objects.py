@@ -393,7 +393,7 @@ def _may_have(name: str, member: str = "") -> bool:
 def _suffices(needs: Needs) -> bool:
     """Whether it is enough to allow the names: what they stand for here makes what the pickle makes of it."""
     return (
-        needs.is_whole
+        needs.is_complete
         and not (needs.fills and needs.has_storages)
         and all(isinstance(_lookup(name) or object, type) for name in needs.made & set(needs.names))
         and _can_be_listed(needs.names)

@@ -11,10 +11,12 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
+from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.index import TensorItem
 from aiockpt.format.item.framing import CRC
 from aiockpt.format.item.ziparchive import FramingError, Record, data_offset, read_directory
-from aiockpt.format.pickle.fast_pickle import DTYPES, Function, PickleError, read_pickle
+from aiockpt.format.pickle.fast_pickle import read_pickle
+from aiockpt.format.pickle.machine import Function, PickleError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

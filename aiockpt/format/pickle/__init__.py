@@ -1,1 +1,1 @@
-"""Pickles read without executing them, by a machine with bounded time and memory."""
+"""Pickle machines that read pickles without executing them, in bounded time and memory."""

@@ -1,4 +1,4 @@
-"""What calls cost that pickles of ``torch.save`` make, and what they give: see `aiockpt.format.pickle.guard`."""
+"""Cost and abstract result of each call that ``torch.save`` pickles make, for `aiockpt.format.pickle.guard`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
-from aiockpt.format.pickle.fast_pickle import DTYPES
+from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.pickle.machine import PickleError
 
 _MAX_TEXT = 640  # a number of more digits takes time to read
@@ -19,44 +19,31 @@ _ELEMENT_BYTES = 8
 _ENTRY_BYTES = 64  # of a set or a dict
 _LATIN = ("latin1", "latin-1")
 _ENDLESS = 1 << 62
-_PER_BYTE = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}
+_ELEMENTS_PER_BYTE = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}
 
 
 @dataclass(slots=True, eq=False)
 class AbstractValue:
-    """Stands for a value that the pickle makes; plain numbers, texts and None stand for themselves.
-
-    Attributes:
-        kind: what it is.
-        size: what a copy of it takes, in elements or bytes.
-        hashes: the steps to hash it, or for a container all that is in it.
-        rivals: for a container, how many pairs of the values in it have one hash.
-        crowd: how many values in it have which hash, of those whose hash can be chosen.
-        hashed: its hash, as far as equal ones show; of everything whose hash is not known here it is the same.
-        depth: how deep tuples are in it.
-        items: the elements of a tuple.
-        name: the full name of a global; of a storage that of its type.
-        width: the bytes of an element of a storage.
-    """
+    """A value that the pickle would make. Plain numbers, texts and None represent themselves."""
 
     kind: str
-    size: int = 0
-    hashes: int = 1
-    depth: int = 0
-    items: list[Any] | None = None
-    name: str = ""
-    width: int = 1
-    rivals: int = 0
-    hashed: int = 0
-    crowd: dict[int, int] | None = None
+    size: int = 0  # of a copy, in elements or bytes
+    hashes: int = 1  # steps to hash it, or all that is in a container
+    depth: int = 0  # of nested tuples
+    items: list[Any] | None = None  # of a tuple
+    name: str = ""  # full name of a global, or of a storage's type
+    width: int = 1  # bytes of an element of a storage
+    collisions: int = 0  # pairs of values in a container with one hash
+    hashed: int = 0  # its hash; the same for all values whose hash is not known here
+    hash_counts: dict[int, int] | None = None  # values in a container by hash, of those whose hash can be chosen
 
     @classmethod
     def of_tuple(cls, items: list[Any]) -> AbstractValue:
-        """Make a tuple."""
+        """Return a tuple of the items."""
         value = cls("tuple", items=items, depth=1)
         for item in items:
             value.add(item)
-        # As a tuple's hash, it depends on those of the items alone, and is as easily made to be another's.
+        # Like a tuple's hash, it depends on the hashes of the items alone, and is as easy to make collide.
         value.hashed = hash(tuple([item.hashed if isinstance(item, AbstractValue) else hash(item) for item in items]))
         return value
 
@@ -66,59 +53,56 @@ class AbstractValue:
         self.hashes = min(self.hashes + hash_cost(item), _ENDLESS)
         self.depth = max(self.depth, depth_of(item) + (self.kind == "tuple"))
         if self.kind != "tuple":
-            self.rivals += self.rivals_of(item)
+            self.collisions += self._add_hash(item)
 
-    def rivals_of(self, key: Any) -> int:
-        """Tell how many values in a container have the hash of one more, which then counts as well."""
+    def _add_hash(self, key: Any) -> int:
+        """Count one more value, and return how many have its hash already."""
         if not isinstance(key, AbstractValue) or key.kind == "time":
             return 0  # hashes of texts and times can't be foreseen, and few numbers have one hash
-        if self.crowd is None:
-            self.crowd = {}
-        before = self.crowd.get(key.hashed, 0)
-        self.crowd[key.hashed] = before + 1
+        if self.hash_counts is None:
+            self.hash_counts = {}
+        before = self.hash_counts.get(key.hashed, 0)
+        self.hash_counts[key.hashed] = before + 1
         return before
 
 
 class Guard(Protocol):
-    """Counts what calls cost."""
+    """Accumulates the cost of calls, and raises `PickleError` when it exceeds the budget."""
 
     def charge(self, steps: int) -> None:
-        """Count what something costs."""
+        """Charge time."""
 
     def charge_bytes(self, nbytes: int) -> None:
-        """Count memory that something takes."""
+        """Charge memory."""
 
     def charge_key(self, key: Any) -> None:
-        """Count what it costs to look up a key."""
+        """Charge the lookup of a key."""
 
     def invoke(self, function: Any, args: list[Any]) -> Any:
-        """Give what a call would give, and count what it costs."""
-
-
-Rule = "Callable[[Guard, str, list[Any]], Any]"
+        """Return the abstract result of a call, and charge its cost."""
 
 
 def hash_cost(value: Any) -> int:
-    """Give how many steps it takes to hash a value."""
+    """Return the steps to hash a value."""
     if type(value) is int and abs(value) >= _MAX_KEY:
         return _LARGE_KEY_COST
     return value.hashes if isinstance(value, AbstractValue) else 1
 
 
 def depth_of(value: Any) -> int:
-    """Give how deep tuples are in a value."""
+    """Return the depth of nested tuples in a value."""
     return value.depth if isinstance(value, AbstractValue) else 0
 
 
 def weight(value: Any) -> int:
-    """Give how many steps it takes to copy a value."""
+    """Return the steps to copy a value."""
     if isinstance(value, AbstractValue):
         return min(value.size, _ENDLESS) + 1
     return len(value) + 1 if type(value) is str else 1
 
 
 def _plain(g: Guard, name: str, args: list[Any]) -> AbstractValue:
-    """Take a few numbers and short texts, or what was made of them."""
+    """Accept a few numbers and short texts, or values made of them."""
     if len(args) > 16 or any(weight(arg) > _MAX_TEXT for arg in args):
         raise PickleError(f"it calls {name} with more than a few short values")
     if name == "builtins.str" and any(isinstance(arg, AbstractValue) for arg in args):
@@ -136,7 +120,7 @@ def _copy(kind: str, *, hashed: bool = False) -> Any:
                 g.charge_bytes(arg.size * (each + (_ENTRY_BYTES if hashed else _ELEMENT_BYTES)))
                 if hashed:
                     g.charge_key(arg)
-                    g.charge(arg.rivals)
+                    g.charge(arg.collisions)
                 made.size += arg.size
                 made.hashed = arg.hashed
                 made.hashes = min(made.hashes + arg.hashes, _ENDLESS)
@@ -172,7 +156,7 @@ def _range(g: Guard, name: str, args: list[Any]) -> AbstractValue:
 
 
 def _texts(g: Guard, name: str, args: list[Any]) -> AbstractValue:
-    """Take texts, as paths and decimals do."""
+    """Accept texts, as paths and decimals do."""
     if any(type(arg) is not str for arg in args):
         raise PickleError(f"it calls {name} with something else than texts")
     g.charge(sum(map(weight, args)))
@@ -181,6 +165,17 @@ def _texts(g: Guard, name: str, args: list[Any]) -> AbstractValue:
 
 _PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
 _NUMPY = ("core.multiarray._reconstruct", "_core.multiarray._reconstruct", "core.multiarray.scalar")
+_TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
+_OTHER_TENSORS = (
+    "_rebuild_parameter",
+    "_rebuild_parameter_with_state",
+    "_rebuild_sparse_tensor",
+    "_rebuild_meta_tensor_no_storage",
+    "_rebuild_wrapper_subclass",
+    "_rebuild_device_tensor_from_numpy",
+    "_rebuild_device_tensor_from_cpu_tensor",
+    "_rebuild_nested_tensor",
+)
 _TIMES = ("datetime.date", "datetime.datetime", "datetime.time")
 
 
@@ -194,9 +189,9 @@ def _anything(kind: str) -> Any:
 
 
 def call_user(g: Guard, name: str, args: list[Any]) -> AbstractValue:
-    """Take any arguments, for what the user allowed."""
+    """Accept any arguments, for globals that the user allowed."""
     if name.startswith("numpy."):
-        # An array is made empty and filled from bytes afterwards; numbers are lengths of what is not filled yet.
+        # An array is made empty and filled from bytes afterwards: numbers are lengths that are not backed by bytes yet.
         numbers = [n for arg in args for n in ((arg.items or ()) if isinstance(arg, AbstractValue) else (arg,))]
         g.charge(math.prod(abs(n) for n in numbers if type(n) is int))
     return _anything("object")(g, name, args)  # type: ignore[no-any-return]
@@ -216,16 +211,13 @@ def _tensor(g: Guard, name: str, args: list[Any]) -> AbstractValue:
     shape, stride = _numbers(args[2]), _numbers(args[3])
     width = storage.width
     if name.endswith("_v3"):
-        dtype = (
-            DTYPES.get(args[6].name.removeprefix("torch."))
-            if len(args) > 6 and isinstance(args[6], AbstractValue)
-            else None
-        )
+        known = len(args) > 6 and isinstance(args[6], AbstractValue)
+        dtype = DTYPES.get(args[6].name.removeprefix("torch.")) if known else None
         width = dtype.itemsize if dtype is not None else _ENDLESS
     is_quantized = name.endswith("_rebuild_qtensor")
-    room = storage.size * (_PER_BYTE.get(storage.name, 1) if is_quantized else 1)
-    filled = is_quantized and math.prod(shape) * width > room
-    if filled or not view_fits(offset, shape, stride, width, room):
+    room = storage.size * (_ELEMENTS_PER_BYTE.get(storage.name, 1) if is_quantized else 1)
+    is_overfull = is_quantized and math.prod(shape) * width > room
+    if is_overfull or not view_fits(offset, shape, stride, width, room):
         raise PickleError(f"it makes a tensor of {shape} that reaches beyond its {storage.size} bytes")
     return AbstractValue("tensor")
 
@@ -264,17 +256,7 @@ CALLS: dict[str, Any] = {
     "torch.Size": _copy("object"),
     "torch.device": _plain,
     "torch.serialization._get_layout": _plain,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_qtensor": _tensor,
-    "torch._utils._rebuild_parameter": _anything("tensor"),
-    "torch._utils._rebuild_parameter_with_state": _anything("tensor"),
-    "torch._utils._rebuild_sparse_tensor": _anything("tensor"),
-    "torch._utils._rebuild_meta_tensor_no_storage": _anything("tensor"),
-    "torch._utils._rebuild_wrapper_subclass": _anything("tensor"),
-    "torch._utils._rebuild_device_tensor_from_numpy": _anything("tensor"),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _anything("tensor"),
-    "torch._utils._rebuild_nested_tensor": _anything("tensor"),
+    **{f"torch._utils.{name}": _tensor for name in _TENSORS},
+    **{f"torch._utils.{name}": _anything("tensor") for name in _OTHER_TENSORS},
     "torch._tensor._rebuild_from_type_v2": _from_type,
 }

@@ -1,7 +1,7 @@
-"""Reading pickles at speed: `pickle_machine`, and short cuts through what metadata holds thousands of times.
+"""A pickle machine with fast paths for the opcode sequences that metadata holds thousands of times.
 
-A short cut takes many opcodes in one step, and leaves the machine as they would have left it. The one
-difference: the dict that a record got its state from can't be had again from the memo.
+A fast path runs many opcodes in one step and leaves the machine in the same state. One difference: the dict that a
+record got its state from can't be pushed again from the memo.
 """
 
 from __future__ import annotations
@@ -9,33 +9,22 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from aiockpt.format.pickle.machine import (
     ONCE,
     Function,
     Handler,
     Machine,
-    PickleError,
     Record,
-    build,
-    is_record_kind,
-    memoize,
     pop_mark,
 )
-from aiockpt.format.pickle.opcodes import HANDLERS, set_items
+from aiockpt.format.pickle.opcodes import HANDLERS, build, is_record_kind, memoize, set_items
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DTYPES", "Function", "PickleError", "Record", "read_pickle"]
-
-DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-"""Every dtype, by the name that pickles know it by in the module ``torch``."""
-
 _REF = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4})"
-# A function, called with one tuple of a few numbers: torch.Size.
+# A function called with one tuple of a few numbers: torch.Size.
 _CALL = _REF + rb"(?:\)|" + _INT + rb"{1,3}[\x85-\x87]\x94|\(" + _INT + rb"{4,64}t\x94)\x85\x94R\x94"
 _ATOM = rb"(N|" + _INT + rb"|" + _CALL + rb"|" + _REF + rb")"
 # A new object and the beginning of its state.
@@ -58,7 +47,7 @@ _LONG_BINPUT = ord("r")
 
 
 class _Operands(dict[bytes, Any]):
-    """What opcodes push that refer to the memo, hold a number or make a call; none of it ever changes."""
+    """Caches the values that memo references, numbers and calls push; none of them ever changes."""
 
     def __init__(self, machine: _FastMachine) -> None:
         super().__init__({b"N": None})
@@ -84,17 +73,16 @@ class _FastMachine(Machine):
     ) -> None:
         super().__init__(data, find_global, persistent_load, _FAST)
         self.at = 0
-        # By opcodes: what they push, and what calls and runs remember.
         self.operands = _Operands(self)
-        self.calls: dict[bytes, list[Any]] = {}
-        self.runs: dict[bytes, tuple[Any, list[Any]]] = {}
+        self.calls: dict[bytes, list[Any]] = {}  # by opcodes: what they add to the memo
+        self.runs: dict[bytes, tuple[Any, list[Any]]] = {}  # by opcodes: the record, and what they add to the memo
         self.run_lengths: list[int] = []
-        # Records that may become runs: the stack of their state, where they begin, what was remembered before.
+        # Records that may become runs: the stack of their state, their position, the length of the memo before.
         self.begun: list[tuple[list[Any], int, int]] = []
         self.templates: dict[tuple[bytes, ...], tuple[Any, tuple[str, ...]]] = {}
 
     def call(self, opcodes: bytes) -> Any:
-        """Make a call of `_CALL`, found behind ``at``, for the first time; give what it pushes."""
+        """Run a `_CALL`, found behind ``at``, for the first time; return what it pushes."""
         before, at = len(self.memo), self.data.index(opcodes, self.at)
         end = at + len(opcodes)
         while at < end:
@@ -104,7 +92,7 @@ class _FastMachine(Machine):
         return self.stack.pop()
 
     def template(self, opcodes: tuple[bytes, ...]) -> tuple[Any, tuple[str, ...]] | None:
-        """Look up the class of `_FLAT` and its fields for the first time; None if it is not of a class."""
+        """Look up the class and the field names of a `_FLAT` for the first time; None if it is no class of records."""
         kind, *names = [self.operands[each] for each in opcodes if each is not None]
         if not is_record_kind(kind) or not set(map(type, names)) <= {str} or len(set(names)) != len(names):
             return None
@@ -113,7 +101,7 @@ class _FastMachine(Machine):
 
 
 def _push_referred(m: _FastMachine, value: Any, at: int, end: int) -> int:
-    """Push a value from the memo, or what becomes of it."""
+    """Push a value from the memo, or the record or call result that the next opcodes make of it."""
     kind = type(value)
     if kind is type and issubclass(value, Record):
         return _push_record(m, value, at, end)
@@ -155,7 +143,7 @@ def _push_record(m: _FastMachine, kind: Any, at: int, end: int) -> int:
 
 
 def _push_flats(m: _FastMachine, at: int) -> int:
-    """Push records whose fields are numbers, remembered values or calls, as many as follow each other."""
+    """Push consecutive records whose fields are numbers, memo references or calls."""
     data, memo, operands, calls, templates = m.data, m.memo, m.operands, m.calls, m.templates
     while match := _match_flat(data, at):
         kind, name1, field1, name2, field2, name3, field3 = match.groups()
@@ -202,10 +190,10 @@ def _long_binput(m: _FastMachine, at: int) -> int:
 
 def _setitems(m: _FastMachine, at: int) -> int:
     items = pop_mark(m)
-    set_items(m.stack[-1], items)
+    set_items(m, items)
     if not m.begun or m.begun[-1][0] is not items or m.data[at] != _BUILD:
         return at
-    # Everything since the mark happened above it: the same opcodes would push an equal record again.
+    # Everything since the mark happened above it, so the same opcodes would push an equal record again.
     _, begin, before = m.begun.pop()
     at = build(m, at + 1)
     length = at - begin
@@ -244,15 +232,9 @@ _FAST: list[Handler] = [
 def read_pickle(
     data: bytes, find_global: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Read a pickle of plain data and records, in time and memory proportional to its length.
-
-    Args:
-        data: the pickle.
-        find_global: gives what a module and a name mean: a subclass of `Record`, a `Function`, or a plain value.
-        persistent_load: gives what a reference to something outside the pickle means.
+    """Read a pickle of plain data and records, in time and memory proportional to its length; see `Machine`.
 
     Raises:
         PickleError: it is damaged, or does something that plain data and records never need.
-        Exception: what ``find_global``, ``persistent_load`` and functions raise.
     """
     return _FastMachine(bytes(data), find_global, persistent_load).run()

@@ -1,21 +1,21 @@
-"""What a pickle of ``torch.save`` would do, found out without doing it.
+"""Abstract interpretation of ``torch.save`` pickles: finds out what loading one would cost, without loading it.
 
 ``torch.load(weights_only=True)`` runs no foreign code, but it calls what it allows with any arguments: a list of a
 range of a trillion numbers, a tensor over more memory than was stored, a set of tuples that take years to hash.
-Here the pickle runs with stand-ins for its values, which know how much a copy of them costs.
+Here the pickle runs with abstract values, which know how much a copy of them costs.
 """
 
 from __future__ import annotations
 
 import _compat_pickle
 import importlib
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.format.dtypes import QUANTIZED_STORAGE_DTYPES, STORAGE_DTYPES
 from aiockpt.format.pickle.calls import CALLS, AbstractValue, call_user, depth_of, hash_cost, weight
-from aiockpt.format.pickle.fast_pickle import DTYPES
-from aiockpt.format.pickle.machine import Handler, Machine, PickleError, pop_mark, read_line
-from aiockpt.format.pickle.opcodes import OPCODES
+from aiockpt.format.pickle.machine import Handler, Machine, PickleError, read_line
+from aiockpt.format.pickle.opcodes import dict_handlers, handler_table, list_handlers, push_new, tuple_handlers
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -24,91 +24,60 @@ _STEPS_PER_BYTE = 64
 _LEAST_STEPS = 100_000
 _LEAST_BYTES = 64 << 20
 _DEEPEST = 500
-_STORAGE_DTYPES = {
-    "Double": "float64",
-    "Float": "float32",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Short": "int16",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "bool",
-    "ComplexDouble": "complex128",
-    "ComplexFloat": "complex64",
-    "QInt8": "qint8",
-    "QUInt8": "quint8",
-    "QInt32": "qint32",
-    "QUInt4x2": "quint4x2",
-    "QUInt2x4": "quint2x4",
+_STORAGE_BYTES = {  # of an element, by storage class
+    f"torch.{name}": dtype.itemsize for name, dtype in (STORAGE_DTYPES | QUANTIZED_STORAGE_DTYPES).items()
 }
-_STORAGES = {f"torch.{name}Storage": DTYPES[dtype].itemsize for name, dtype in _STORAGE_DTYPES.items()}
-_STORAGES["torch.storage.UntypedStorage"] = 1
+_STORAGE_BYTES["torch.storage.UntypedStorage"] = 1
 
 
 @cache
 def torch_names() -> frozenset[str]:
-    """Return the full names of what torch's restricted unpickler calls by itself."""
+    """Return the full names of the globals that torch's restricted unpickler allows by default."""
     names = getattr(importlib.import_module("torch._weights_only_unpickler"), "_get_allowed_globals", dict)
     return frozenset(names())
 
 
 class Needs(NamedTuple):
-    """What a pickle needs to be allowed.
+    """The globals that a pickle needs to be allowed, and how it uses them."""
 
-    Attributes:
-        names: the full names of classes and functions, in order.
-        made: those of ``names`` whose results are given a state: they have to be classes.
-        lookups: what ``builtins.getattr``, where it is allowed, is called for: full names ("" of values) and names.
-        has_storages: it holds tensors.
-        fills: it adds elements to objects of the classes.
-        is_whole: it was followed to its end.
-    """
-
-    names: tuple[str, ...]
-    made: frozenset[str]
-    lookups: frozenset[tuple[str, Any]]
-    has_storages: bool
-    fills: bool
-    is_whole: bool
+    names: tuple[str, ...]  # full names of classes and functions, in order
+    made: frozenset[str]  # those of `names` whose results get a state: they have to be classes
+    lookups: frozenset[tuple[str, Any]]  # arguments of allowed `getattr` calls: full name ("" of a value), attribute
+    has_storages: bool  # it holds tensors
+    fills: bool  # it adds elements to objects of the classes
+    is_complete: bool  # it was interpreted to its end
 
 
 def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
-    """Find out what a pickle names that is neither allowed nor known; it is not run. Args as `check_object_pickle`."""
+    """Return the globals of a pickle that are neither allowed nor known; args as in `check_object_pickle`."""
     collector = _Collector(data, records, allowed)
     try:
         collector.run()
-        whole = True
+        is_complete = True
     except (PickleError, _RefusedByTorch):
-        whole = False
+        is_complete = False
     storages = bool(collector.storages)
     made, lookups = frozenset(collector.made), frozenset(collector.lookups)
-    return Needs(tuple(collector.names), made, lookups, storages, collector.fills, whole)
+    return Needs(tuple(collector.names), made, lookups, storages, collector.fills, is_complete)
 
 
 class ForeignNameError(PickleError):
-    """A pickle calls something of torch that is on nobody's list; ``args`` holds its full name."""
+    """A pickle calls a function of torch that is on no allow-list; ``args`` holds its full name."""
 
 
 class _RefusedByTorch(Exception):
-    """From here on torch would not go on either, and says why better."""
+    """torch.load will reject this opcode itself, with a better message."""
 
 
 def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> bool:
-    """Check that a pickle can be loaded at a cost that its length and its storages justify.
+    """Check that the cost of loading a pickle is justified by its length and its storages.
 
-    Args:
-        data: the pickle.
-        records: the length in bytes of each storage, by key.
-        allowed: the full names of what it may call besides torch's own list.
-
-    Returns:
-        Whether it was followed to its end; if not, torch refuses it as well.
+    ``records`` maps the key of each storage to its bytes; ``allowed`` holds the full names that the pickle may call
+    besides torch's own list. Returns whether the pickle was interpreted to its end; if not, torch refuses it as well.
 
     Raises:
-        ForeignNameError: it calls something that nobody has allowed.
-        PickleError: saying what it would do.
+        ForeignNameError: it calls a function of torch that is on no allow-list.
+        PickleError: it would cost too much, or does what ``torch.save`` never writes.
     """
     guard = _Guard(data, records, allowed)
     try:
@@ -128,19 +97,16 @@ class _Guard(Machine):
         self.storages: dict[str, AbstractValue] = {}
 
     def charge(self, steps: int) -> None:
-        """Count what something costs."""
         self._steps_left -= steps
         if self._steps_left < 0:
             raise PickleError("it would make far more than its bytes can stand for")
 
     def charge_bytes(self, nbytes: int) -> None:
-        """Count memory that something takes."""
         self._bytes_left -= nbytes
         if self._bytes_left < 0:
             raise PickleError("it would take far more memory than its bytes can stand for")
 
     def charge_key(self, key: Any) -> None:
-        """Count what it costs to look up a key."""
         self.charge(hash_cost(key))
         if depth_of(key) > _DEEPEST:
             raise PickleError("it has a key of tuples in tuples, too deep to be hashed")
@@ -153,14 +119,14 @@ class _Guard(Machine):
         return AbstractValue("global", name=full)
 
     def miss(self, name: str) -> None:
-        """Take note of a name that is neither allowed nor known."""
+        """Handle a global that is neither allowed nor known."""
         raise _RefusedByTorch
 
     def note(self, target: AbstractValue, *, filled: bool) -> None:
-        """Take note of an object that is given a state, or elements."""
+        """Handle an object that gets a state or, if ``filled``, elements."""
 
     def invoke(self, function: Any, args: list[Any]) -> Any:
-        """Give what a call would give, and count what it costs."""
+        """Return the abstract result of a call, and charge its cost."""
         if not isinstance(function, AbstractValue) or function.kind != "global":
             raise PickleError("it calls what is no function")
         rule = CALLS.get(function.name)
@@ -173,15 +139,15 @@ class _Guard(Machine):
         return rule(self, function.name, args)
 
     def miss_call(self, name: str) -> None:
-        """Take note of a function of torch that is neither allowed nor known."""
+        """Handle a call of a function of torch that is neither allowed nor known."""
         raise ForeignNameError(name)
 
     def storage(self, pid: Any) -> AbstractValue:
-        """Give the storage that a persistent id stands for."""
+        """Return the storage of a persistent id."""
         if not isinstance(pid, AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
             raise PickleError("it refers to something other than a storage")
         _, kind, key, _, numel = pid.items
-        width = _STORAGES.get(kind.name) if isinstance(kind, AbstractValue) else None
+        width = _STORAGE_BYTES.get(kind.name) if isinstance(kind, AbstractValue) else None
         if width is None or type(key) is not str or type(numel) is not int or numel < 0:
             raise PickleError("it refers to a storage without a type, a key or a length")
         if numel * width > self._records.get(key, -1):
@@ -195,7 +161,7 @@ class _Guard(Machine):
 
 
 class _Collector(_Guard):
-    """Goes on where the guard stops, and keeps what it stopped at."""
+    """Continues past globals that the guard stops at, and collects them."""
 
     def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
         super().__init__(data, records, allowed)
@@ -244,36 +210,6 @@ def _short_bytes(g: _Guard, at: int) -> int:
     return at + 1 + g.data[at]
 
 
-def _empty(kind: str) -> Handler:
-    def push(g: _Guard, at: int) -> int:
-        g.stack.append(AbstractValue(kind))
-        return at
-
-    return push
-
-
-def _tuple(g: _Guard, at: int) -> int:
-    items = pop_mark(g)
-    g.stack.append(AbstractValue.of_tuple(items))
-    return at
-
-
-def _no_items(g: _Guard, at: int) -> int:
-    g.stack.append(AbstractValue.of_tuple([]))
-    return at
-
-
-def _tuple_n(count: int) -> Handler:
-    def push(g: _Guard, at: int) -> int:
-        items = g.stack[-count:]
-        if len(items) < count:
-            raise PickleError(f"a tuple of too few values at byte {at - 1}")
-        g.stack[-count:] = [AbstractValue.of_tuple(items)]
-        return at
-
-    return push
-
-
 _LIKE = {"list": ("list", "deque"), "dict": ("dict", "defaultdict")}
 
 
@@ -287,19 +223,9 @@ def _target(g: _Guard, kind: str) -> AbstractValue:
     target = g.stack[-1]
     if not isinstance(target, AbstractValue) or target.kind not in (*_LIKE[kind], "object"):
         raise _RefusedByTorch
-    if target.kind != kind:  # beside tensors torch fills lists and dicts alone
+    if target.kind != kind:  # in a pickle with tensors torch fills lists and dicts alone
         g.note(target, filled=True)
     return target
-
-
-def _append(g: _Guard, at: int) -> int:
-    _extend(g, [g.stack.pop()])
-    return at
-
-
-def _appends(g: _Guard, at: int) -> int:
-    _extend(g, pop_mark(g))
-    return at
 
 
 def _set_items(g: _Guard, items: list[Any]) -> None:
@@ -308,20 +234,9 @@ def _set_items(g: _Guard, items: list[Any]) -> None:
         raise PickleError("it has a key without a value")
     for key in items[::2]:
         g.charge_key(key)
-        rivals = target.rivals
+        collisions = target.collisions
         target.add(key)
-        g.charge(target.rivals - rivals)
-
-
-def _setitem(g: _Guard, at: int) -> int:
-    value, key = g.stack.pop(), g.stack.pop()
-    _set_items(g, [key, value])
-    return at
-
-
-def _setitems(g: _Guard, at: int) -> int:
-    _set_items(g, pop_mark(g))
-    return at
+        g.charge(target.collisions - collisions)
 
 
 def _args(value: Any) -> list[Any]:
@@ -343,9 +258,9 @@ def _build(g: _Guard, at: int) -> int:
     if not isinstance(target, AbstractValue) or target.kind not in ("dict", "object"):
         raise PickleError("it gives a state to something that has none")
     g.note(target, filled=False)
-    g.charge(
-        weight(state) + sum(weight(part) for part in (state.items or ())[:2]) if isinstance(state, AbstractValue) else 1
-    )
+    # A state of two items is a pair of dicts: attributes and slots.
+    cost = weight(state) + sum(map(weight, (state.items or ())[:2])) if isinstance(state, AbstractValue) else 1
+    g.charge(cost)
     return at
 
 
@@ -354,27 +269,19 @@ def _persistent(g: _Guard, at: int) -> int:
     return at
 
 
-_SAME = "\x80.(N\x88\x89KMJ\x8aGXqrhj"
 _OWN: dict[str, Handler] = {
     "c": _global,
     "U": _short_bytes,
-    "]": _empty("list"),
-    "}": _empty("dict"),
-    "\x8f": _empty("set"),
-    ")": _no_items,
-    "t": _tuple,
-    "\x85": _tuple_n(1),
-    "\x86": _tuple_n(2),
-    "\x87": _tuple_n(3),
-    "a": _append,
-    "e": _appends,
-    "s": _setitem,
-    "u": _setitems,
+    "]": push_new(partial(AbstractValue, "list")),
+    "}": push_new(partial(AbstractValue, "dict")),
+    "\x8f": push_new(partial(AbstractValue, "set")),
+    ")": push_new(lambda: AbstractValue.of_tuple([])),
+    **tuple_handlers(AbstractValue.of_tuple),
+    **list_handlers(_extend),
+    **dict_handlers(_set_items),
     "R": _reduce,
     "\x81": _reduce,
     "b": _build,
     "Q": _persistent,
 }
-_HANDLERS: list[Handler] = [
-    _OWN.get(chr(code)) or (OPCODES[chr(code)] if chr(code) in _SAME else _unsupported) for code in range(256)
-]
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrhj", refuse=_unsupported)
