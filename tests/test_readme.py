@@ -1,4 +1,4 @@
-"""The first code blocks of the README, run as they stand."""
+"""The python examples of the README and of the documentation, run as they stand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import ast
 import asyncio
 import inspect
 import re
+import signal
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,25 @@ import torch
 
 import aiockpt
 from tests.states import assert_same
+from tests.transforms.encryption import ChaCha20
 
 README = Path(__file__).parents[1] / "README.md"
+DOCS = Path(aiockpt.__file__).parent / "docs"
+FILES = [README, *sorted(DOCS.glob("*.md"))]
+ELSEWHERE = "# train.py\n"  # run by tests/ranks/test_readme.py
+
+
+def examples(file: Path) -> list[str]:
+    """Return the python blocks of a file."""
+    return re.findall(r"^```python\n(.*?)^```", file.read_text(), re.DOTALL | re.MULTILINE)
+
+
+EXAMPLES = [
+    pytest.param(example, id=f"{file.stem}-{number}")
+    for file in FILES
+    for number, example in enumerate(examples(file), 1)
+    if not example.startswith(ELSEWHERE)
+]
 
 
 def block(title: str) -> str:
@@ -25,18 +46,109 @@ def block(title: str) -> str:
     return found[1]
 
 
-def run(title: str, names: dict[str, Any], without: str = "") -> None:
+def run(source: str, names: dict[str, Any]) -> None:
     """Run a block, in which `await` may stand at the top, as in a notebook."""
-    lines = [line for line in block(title).splitlines() if not (without and without in line)]
-    code = compile("\n".join(lines), title, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if not torch.cuda.is_available():
+        source = "".join(line for line in source.splitlines(keepends=True) if '="cuda"' not in line)
+    code = compile(source, "example", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     result = eval(code, names)
     if inspect.iscoroutine(result):
         names["runner"].run(result)
 
 
+# --- each by itself -----------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """Has the names that examples read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(8, 256)
+        self.norm = torch.nn.BatchNorm1d(256)
+        self.q = torch.nn.Parameter(torch.randn(256, 256))
+        self.k = torch.nn.Parameter(torch.randn(256, 256))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.embed(batch)) @ self.q @ self.k
+
+
+def trained() -> dict[str, Any]:
+    """Make what examples call `model`, `optim`, `sched` and `state`."""
+    model = Model()
+    optim = torch.optim.AdamW(model.parameters())
+    sched = torch.optim.lr_scheduler.StepLR(optim, 30)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optim.step()
+    optim.zero_grad()
+    sched.step()
+    state = {"model": model, "optim": optim, "sched": sched, "step": 100}
+    return {**state, "optimizer": optim, "state": state, "step": 200}
+
+
+@contextmanager
+def restored_signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = trained() | {
+        "aiockpt": aiockpt,
+        "torch": torch,
+        "ckpt": aiockpt.AsyncCheckpointer(),
+        "batches": [torch.randn(4, 8) for _ in range(3)],
+        "MyEncryption": ChaCha20,
+        "key": bytes(range(32)),
+    }
+    if re.search(r"""\b(?:load|open|verify|clean)\("runs/a""", example) and "save(" not in example:
+        Path("runs").mkdir()
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save(names["state"], "runs/a/step-100")
+    given = names["ckpt"]
+    if "dcp.save(" in example:  # which takes tensors, not what has them
+        names["state"] = {"model": names["model"].state_dict()}
+    with asyncio.Runner() as runner, restored_signals():
+        names["runner"] = runner
+        try:
+            run(example, names)
+        finally:
+            used = [value for value in names.values() if isinstance(value, aiockpt.AsyncCheckpointer)]
+            for each in {given, *used}:
+                runner.run(each.aclose())
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_links_lead_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text()):
+        assert (file.parent / target).is_file(), target
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 250
+
+
+def test_each_option_has_its_row() -> None:
+    text = (DOCS / "options.md").read_text()
+    rows = {name for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
+    for call in (aiockpt.AsyncCheckpointer, aiockpt.AsyncCheckpointer.save, aiockpt.AsyncCheckpointer.load):
+        for name, parameter in inspect.signature(call).parameters.items():
+            assert name in rows or parameter.kind is not inspect.Parameter.KEYWORD_ONLY, f"{call.__name__}: {name}"
+
+
+# --- the quick start as a whole -----------------------------------------------------------------------
+
+
 def training(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    layers = OrderedDict(linear=torch.nn.Linear(8, 8), norm=torch.nn.BatchNorm1d(8))
+    model = torch.nn.Sequential(layers)
     optim = torch.optim.AdamW(model.parameters())
     sched = torch.optim.lr_scheduler.StepLR(optim, 30)
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(number)) for number in range(104)]
@@ -47,10 +159,10 @@ def test_training_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner:
         names = training(seed=1) | {"runner": runner}
-        run("In an async loop", names)
+        run(block("In an async loop"), names)
         assert sorted(path.name for path in Path("runs/a").iterdir()) == ["step-0", "step-100"]
         resumed = training(seed=2) | {"runner": runner, "ckpt": aiockpt.AsyncCheckpointer()}
-        run("Resuming", resumed, without="" if torch.cuda.is_available() else "cuda")
+        run(block("Resuming"), resumed)
         assert resumed["start"] == 101
         assert len(resumed["optim"].state_dict()["state"]) == 4
         assert_same(resumed["everything"]["optim"], resumed["optim"].state_dict())
@@ -68,7 +180,7 @@ def test_plain_loops_and_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner:
         names = training(seed=1) | {"runner": runner}
-        run("In a plain loop", names)
+        run(block("In a plain loop"), names)
         assert sorted(path.name for path in Path("runs/a").iterdir()) == ["step-100", "step-200"]
-        run("In a notebook", names)
+        run(block("In a notebook"), names)
         runner.run(names["ckpt"].aclose())

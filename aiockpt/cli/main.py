@@ -85,3 +85,19 @@ def demo(
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from None
     raise typer.Exit(code)
+
+
+@app.command()
+def docs(
+    topic: Annotated[str | None, typer.Argument(help="The page to show. By default, the list of pages.")] = None,
+) -> None:
+    """Show the documentation: a list of topics, or one page."""
+    from aiockpt.cli.docs import show_topic, show_topics
+
+    if topic is None:
+        show_topics()
+        return
+    try:
+        show_topic(topic)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc), param_hint="TOPIC") from None

@@ -1,4 +1,4 @@
-"""The program for many ranks that the README shows."""
+"""The program for many ranks that the documentation shows."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import aiockpt
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(aiockpt.__file__).parent / "docs/ranks.md"
 
 
 def test_the_program_runs_under_torchrun(tmp_path: Path) -> None:
-    (program,) = re.findall(r"```python\n# train\.py\n(.*?)```", README.read_text(), re.DOTALL)
+    (program,) = re.findall(r"```python\n# train\.py\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(program)
-    (command,) = re.findall(r"```\ntorchrun (.*?) train\.py runs/fsdp\n```", README.read_text())
+    (command,) = re.findall(r"```\ntorchrun (.*?) train\.py runs/fsdp\n```", PAGE.read_text())
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command.split(), "train.py", "runs/fsdp"],
         cwd=tmp_path,

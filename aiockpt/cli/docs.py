@@ -1,0 +1,46 @@
+"""``aiockpt docs``: the documentation that ships with the package, in the terminal."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+_FOLDER = files("aiockpt") / "docs"
+_SUFFIX = ".md"
+
+
+def topics() -> dict[str, str]:
+    """Return each topic with its summary: the first paragraph after the title, which is one line."""
+    names = sorted(page.name.removesuffix(_SUFFIX) for page in _FOLDER.iterdir() if page.name.endswith(_SUFFIX))
+    return {name: _text_of(name).split("\n\n", 2)[1] for name in names}
+
+
+def show_topics() -> None:
+    """Print the list of topics."""
+    listed = topics()
+    width = max(map(len, listed))
+    print("aiockpt docs TOPIC shows one of these pages:\n")
+    for name, summary in listed.items():
+        print(f"{name:{width}}  {summary}")
+
+
+def show_topic(topic: str) -> None:
+    """Print a page: rendered on a terminal, as its Markdown source elsewhere.
+
+    Raises:
+        ValueError: there is no such topic; the message names those there are.
+    """
+    known = topics()
+    if topic not in known:
+        raise ValueError(f"there is no topic {topic!r}; the topics are {', '.join(known)}")
+    console = Console()
+    if console.is_terminal:
+        console.print(Markdown(_text_of(topic)))
+    else:
+        print(_text_of(topic), end="")
+
+
+def _text_of(topic: str) -> str:
+    return (_FOLDER / f"{topic}{_SUFFIX}").read_text(encoding="utf-8")

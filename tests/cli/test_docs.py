@@ -1,0 +1,42 @@
+from importlib.resources import files
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import aiockpt.cli.docs
+from aiockpt.cli.docs import topics
+from aiockpt.cli.main import app
+
+PAGES = {page.name.removesuffix(".md"): page.read_text() for page in (files("aiockpt") / "docs").iterdir()}
+
+
+def test_without_a_topic_each_is_listed_with_one_line():
+    result = CliRunner().invoke(app, ["docs"])
+    assert result.exit_code == 0
+    for topic, text in PAGES.items():
+        title, summary, _ = text.split("\n\n", 2)
+        assert title.startswith("# ")
+        assert "\n" not in summary
+        assert any(line.split(maxsplit=1) == [topic, summary] for line in result.output.splitlines()), topic
+
+
+@pytest.mark.parametrize("topic", sorted(PAGES))
+def test_piped_a_page_is_its_source(topic):
+    result = CliRunner().invoke(app, ["docs", topic])
+    assert (result.exit_code, result.output) == (0, PAGES[topic])
+
+
+def test_on_a_terminal_a_page_is_rendered(monkeypatch, capsys):
+    monkeypatch.setattr(aiockpt.cli.docs, "Console", lambda: Console(force_terminal=True, width=100))
+    aiockpt.cli.docs.show_topic("threat-model")
+    output = capsys.readouterr().out
+    assert "\x1b[" in output
+    assert "Threat model" in output
+    assert "# Threat model" not in output
+
+
+def test_unknown_topic_names_those_there_are():
+    result = CliRunner().invoke(app, ["docs", "nonsense"], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert all(topic in result.output for topic in topics())
