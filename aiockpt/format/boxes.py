@@ -25,17 +25,9 @@ def leaves_shape(box: Box, shape: Sequence[int]) -> bool:
 
 
 def overlapping(chunks: Sequence[Box], *, bounded: bool = False) -> list[tuple[int, int]]:
-    """Find chunks of a tensor that hold elements which an earlier chunk holds as well.
+    """Return the numbers of the chunks that overlap an earlier one, each with the number of one it overlaps.
 
-    Args:
-        chunks: offsets and sizes of each.
-        bounded: give up rather than compare chunks of which very many lie beside each other in every dimension.
-
-    Returns:
-        The numbers of such chunks, each with that of one that it overlaps.
-
-    Raises:
-        CorruptCheckpointError: it was given up.
+    If ``bounded``, chunks of which very many are neighbours in every dimension raise `CorruptCheckpointError` instead.
     """
     first: dict[Box, int] = {}
     found: list[tuple[int, int]] = []
@@ -82,7 +74,7 @@ def _swept(chunks: Sequence[Box], numbers: Sequence[int], *, bounded: bool) -> l
 
 
 def cover_error(shape: tuple[int, ...], boxes: Sequence[Box], room: int) -> tuple[str, int]:
-    """Say what is wrong if not every element of a shape is in exactly one of the boxes; count the corners."""
+    """Return the error, if not every element of a shape is in exactly one of the boxes, and the corners compared."""
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return "have another number of dimensions than", 0
@@ -112,7 +104,7 @@ def _wrong_cuts(cuts: list[tuple[int, int]]) -> str:
 
 
 def _corners(shape: tuple[int, ...], boxes: Sequence[Box], split: list[int]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Give the corners of all boxes, and of the whole, with signs.
+    """Return the corners of all boxes, and of the whole, with signs.
 
     How often each element is covered is the sum over the corners below it, each counted +1 or -1 by how many of
     its coordinates are ends. So the boxes cover what the whole covers if, and only if, their corners are its own.
@@ -128,7 +120,7 @@ def _corners(shape: tuple[int, ...], boxes: Sequence[Box], split: list[int]) -> 
 
 
 def _cancel(corners: tuple[list[np.ndarray], np.ndarray]) -> bool:
-    """Tell whether the signs at every point add up to nothing."""
+    """Return whether the signs at every point add up to zero."""
     columns, signs = corners
     point = np.zeros(len(signs), np.int64)
     for column in columns:

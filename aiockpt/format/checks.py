@@ -1,6 +1,6 @@
-"""Whether what an index says can be true: every item in its file, every tensor whole, nothing claimed twice.
+"""Checks of an index that may be damaged or hostile: every item in its file, every tensor whole, no byte claimed twice.
 
-What passes takes no more memory to load than its files have bytes, however the index came about.
+What passes takes no more memory to load than its files have bytes, whatever format the index was read from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _GAPS_PER_NAME = 64
 
 @dataclass(slots=True)
 class _Claims:
-    """The items that lie in one file: where each begins and ends, whose it is, and whether others may see it too."""
+    """The items of one file: begin, end, and owner with whether other items may have the same bytes."""
 
     begins: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
@@ -44,14 +44,9 @@ class _Claims:
 def check_index(path: str, index: Index, files: Mapping[str, int]) -> None:
     """Check an index against the sizes of the files it refers to.
 
-    Args:
-        path: the checkpoint, for messages.
-        index: what it is said to hold.
-        files: the bytes of each file, by name.
-
     Raises:
-        CorruptCheckpointError: naming the key, and the file where there is one.
-        UnsafeCheckpointError: a file outside the checkpoint.
+        CorruptCheckpointError: naming the key, and the file if there is one.
+        UnsafeCheckpointError: a file is outside of the checkpoint.
     """
     claims: defaultdict[str, _Claims] = defaultdict(_Claims)
     room = _LEAST_CORNERS
@@ -99,17 +94,7 @@ def _claim(
 
 
 def _check_tensor(path: str, name: str, entry: TensorEntry, room: int) -> int:
-    """Check that the shape is possible, and that the chunks are all of it.
-
-    Args:
-        path: the checkpoint, for messages.
-        name: the key.
-        entry: the tensor.
-        room: how many corners of chunks may be looked at.
-
-    Returns:
-        How many were.
-    """
+    """Check that the shape is possible and covered by the chunks; return the corners compared, at most ``room``."""
     shape, chunks = entry.shape, entry.chunks
     if len(shape) > MAX_DIMS or math.prod([n or 1 for n in shape]) * entry.dtype.itemsize >= _LIMIT:
         raise CorruptCheckpointError(f"{path}: {name} can't have the shape {shape}; its metadata is damaged")
@@ -138,14 +123,14 @@ def _check_chunk(path: str, name: str, entry: TensorEntry, chunk: ChunkEntry) ->
 
 
 def _item_fits(item: TensorItem, length: int) -> bool:
-    """Tell whether the payload lies in the item, and the tensor in the payload."""
+    """Return whether the payload lies within the item, and the tensor within the payload."""
     if min(item.payload_offset, item.nbytes) < 0 or item.payload_offset + item.nbytes > length:
         return False
     return view_fits(item.storage_offset, item.shape, item.stride, item.dtype.itemsize, item.nbytes)
 
 
 def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:
-    """Check that items of a file are apart, but for those that are one and the same for several keys."""
+    """Check that the items of a file are disjoint, except items that are the same tensor under several keys."""
     begins, ends = np.array(claimed.begins, np.int64), np.array(claimed.ends, np.int64)
     order = np.lexsort((ends, begins))
     begins, ends = begins[order], ends[order]
@@ -172,10 +157,10 @@ def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:
 
 
 def check_paths(paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Check that lists are not much longer than what is said to be in them.
+    """Check that lists are not much longer than the number of their recorded elements.
 
     Raises:
-        ValueError: the gaps between list positions would take memory that nothing in the index justifies.
+        ValueError: gaps between list positions would take memory out of proportion to the index.
     """
     lengths: dict[str, int] = {}
     nodes: dict[str, int] = {}

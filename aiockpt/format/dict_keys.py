@@ -1,4 +1,4 @@
-"""Keys of dicts that are no texts, as JSON: numbers, bools, None, and tuples of these and of texts.
+"""Dict keys other than text, as JSON: numbers, bools, None, and tuples of these and of texts.
 
 Names and paths of leaves hold the text of a key, as DCP does; the record of the container holds the key itself.
 """
@@ -27,7 +27,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def is_key(key: Any, depth: int = 0) -> bool:
-    """Whether a key can be stored."""
+    """Return whether a key can be stored."""
     kind = type(key)
     if kind is tuple:
         return depth < _DEEPEST and all(is_key(part, depth + 1) for part in key)
@@ -44,11 +44,7 @@ def encode_key(key: Any) -> JsonValue:
 
 
 def decode_key(value: Any) -> Any:
-    """Return the key of its JSON form, believing nothing.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the key of a JSON form, without trusting it; raise ValueError if it is no key."""
     key = _decoded(value)
     if not is_key(key):
         raise ValueError("a key of a container is of a kind that no key has")
@@ -64,10 +60,6 @@ def _decoded(value: Any, depth: int = 0) -> Any:
 
 
 def check_hashes(keys: Iterable[Any]) -> None:
-    """Refuse keys of which many have one hash: a dict of them would take the square of their count in time.
-
-    Raises:
-        ValueError: they were chosen so.
-    """
+    """Raise ValueError if many keys have one hash: building a dict of them would take quadratic time."""
     if any(count > _MOST_ALIKE for count in Counter(map(hash, keys)).values()):
         raise ValueError("the keys of a container all have one hash")

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever format it is in: its tensors and objects, and where their bytes are."""
+"""The contents of a checkpoint in any format: its tensors and objects, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -17,61 +17,35 @@ Format = Literal["aiockpt", "dcp", "torch", "safetensors"]
 
 
 class ItemRange(NamedTuple):
-    """Where an item's bytes are.
+    """The bytes of an item."""
 
-    Attributes:
-        file: a path relative to the checkpoint.
-        offset: where in the file, in bytes.
-        length: how many bytes.
-        transforms: what was done to them before they were stored, as descriptors, the last first.
-    """
-
-    file: str
-    offset: int
-    length: int
-    transforms: tuple[str, ...] = ()
+    file: str  # a path relative to the checkpoint
+    offset: int  # in the file, in bytes
+    length: int  # in bytes
+    transforms: tuple[str, ...] = ()  # descriptors of what was applied before storing, the last first
 
 
 class TensorItem(NamedTuple):
-    """Where a tensor's bytes stand in its item, and how to see them as the tensor.
-
-    Attributes:
-        dtype: the dtype of the tensor.
-        shape: its sizes.
-        stride: its strides, in elements.
-        storage_offset: where the tensor starts in the payload, in elements.
-        payload_offset: where the payload starts in the item, in bytes.
-        nbytes: the length of the payload, in bytes.
-        crc: the payload's CRC-32, or None where the writer left CRCs out.
-        conj: the values are stored conjugated.
-        neg: the values are stored negated.
-    """
+    """The bytes of a tensor in its item, and how to view them as the tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage_offset: int
-    payload_offset: int
-    nbytes: int
-    crc: int | None
-    conj: bool = False
-    neg: bool = False
+    stride: tuple[int, ...]  # in elements
+    storage_offset: int  # of the tensor in the payload, in elements
+    payload_offset: int  # in the item, in bytes
+    nbytes: int  # of the payload
+    crc: int | None  # CRC-32 of the payload; None if the writer left CRCs out
+    conj: bool = False  # the values are stored conjugated
+    neg: bool = False  # the values are stored negated
 
 
 class ChunkEntry(NamedTuple):
-    """One stored piece of a tensor.
+    """One stored piece of a tensor."""
 
-    Attributes:
-        offsets: where it begins in the whole tensor.
-        sizes: its sizes.
-        place: its item.
-        item: what stands in the item, where the index of the checkpoint says so; None: the item itself tells.
-    """
-
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...]  # where it begins in the whole tensor
     sizes: tuple[int, ...]
     place: ItemRange
-    item: TensorItem | None = None
+    item: TensorItem | None = None  # None: not in the index, the item must be parsed
 
 
 class TensorEntry(NamedTuple):
@@ -83,7 +57,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -95,7 +69,7 @@ class ObjectEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InlineEntry:
-    """An object that is part of the index itself."""
+    """An object that is stored in the index itself."""
 
     value: Any
 
@@ -105,22 +79,13 @@ Entry = TensorEntry | ObjectEntry | InlineEntry
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a checkpoint holds.
+    """The contents of a checkpoint."""
 
-    Attributes:
-        entries: by fully qualified name, in the order of the state dict.
-        paths: for each name, where it belongs in the state dict.
-        containers: records of the containers that paths can't express; see `aiockpt.planning.flatten`.
-        metadata: the user's own facts.
-        format: the format that the checkpoint is in.
-        wrapped: the one key of the state dict that stands for the whole of what was saved, which was no dict.
-        is_transformed: some items have `ItemRange.transforms`, and can't be read as they are stored.
-    """
-
-    entries: Mapping[str, Entry]
-    paths: Mapping[str, ObjPath]
+    entries: Mapping[str, Entry]  # in the order of the state dict
+    paths: Mapping[str, ObjPath]  # of each name in the state dict
+    # records of the containers that paths can't express; see `aiockpt.planning.flatten`
     containers: Sequence[Mapping[str, Any]] = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the user's own
     format: Format = "dcp"
-    wrapped: str | None = None
-    is_transformed: bool = False
+    wrapped: str | None = None  # the key that stands for the whole of what was saved, which was no dict
+    is_transformed: bool = False  # some items have `ItemRange.transforms`, and can't be read as they are stored

@@ -1,4 +1,4 @@
-"""Which keys of a checkpoint are meant: names, names of containers, and glob patterns; and which may have been."""
+"""Key selection: names, names of containers, and glob patterns; and hints for keys that are missing."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ _ALIKE = 0.7
 
 
 def check_patterns(keys: object) -> tuple[str, ...] | None:
-    """Copy what a caller gave as keys.
-
-    Raises:
-        TypeError: it is neither None, nor text, nor texts.
-    """
+    """Return the keys passed by a caller as a tuple; raise TypeError for anything but None, text, or texts."""
     if keys is None:
         return None
     if isinstance(keys, str):
@@ -60,17 +56,10 @@ def check_patterns(keys: object) -> tuple[str, ...] | None:
 
 
 def matching(names: Collection[str], patterns: Iterable[str]) -> tuple[set[str], tuple[str, ...]]:
-    """Find the names that are meant.
+    """Return the names that patterns select, and the patterns that select none.
 
-    A pattern is a name; or the name of a container, which means everything in it; or a glob pattern with ``*``,
+    A pattern is a name; or the name of a container, which selects everything in it; or a glob pattern with ``*``,
     ``?`` and ``[...]``, which match dots as well.
-
-    Args:
-        names: all names there are.
-        patterns: what is wanted.
-
-    Returns:
-        The names, and the patterns that match none.
     """
     found: set[str] = set()
     unmatched: list[str] = []
@@ -90,19 +79,16 @@ def matching(names: Collection[str], patterns: Iterable[str]) -> tuple[set[str],
 
 
 def hint(missing: Sequence[str], names: Iterable[str], asked: Container[str] = (), *, fills: bool = False) -> str:
-    """Return sentences on what is there that looks like what is missing.
+    """Return sentences, after a space, on stored names that look like the missing ones; '' if none does.
 
-    The first missing keys are looked at, and for each of them the names beside it, sorted from their beginnings and
-    sorted from their ends: a slip at one place leaves either what is before it or what is behind it.
+    The first missing keys are compared with their neighbours among the names sorted from their beginnings and among
+    those sorted from their ends: a slip at one place leaves either what is before it or what is behind it.
 
     Args:
-        missing: what is not there: names, and names of containers.
+        missing: names, and names of containers, that are not there.
         names: all names there are.
-        asked: those that are not meant by others, for they were asked for by themselves.
-        fills: say how to load into a target all the same.
-
-    Returns:
-        The sentences, after a space; nothing if nothing looks alike.
+        asked: names that were asked for themselves, and so are not suggested for others.
+        fills: add how to load into a target all the same.
     """
     missing = [key.removesuffix(".*") for key in missing[:_COMPARED] if len(key) < _LETTERS]
     candidates = [name for name in names if name not in asked and len(name) < _LETTERS]
@@ -123,20 +109,14 @@ def hint(missing: Sequence[str], names: Iterable[str], asked: Container[str] = (
 
 
 class _Change(NamedTuple):
-    """A level, or several, that the stored names have and the others lack; or the other way round.
+    """Levels of the path that the stored names have and the missing ones lack, or the other way round."""
 
-    Attributes:
-        at: how many levels are before it.
-        levels: which it is.
-        is_stored: whether the stored names have it.
-    """
-
-    at: int
+    at: int  # how many levels are before them
     levels: tuple[str, ...]
-    is_stored: bool
+    is_stored: bool  # the stored names have them
 
     def applied(self, key: str) -> str | None:
-        """Return what a key is called with the change; None where there is nothing to change."""
+        """Return a key after the change; None if it does not apply."""
         parts = key.split(".")
         behind = self.at if self.is_stored else self.at + len(self.levels)
         if behind >= len(parts) or not (self.is_stored or tuple(parts[self.at : behind]) == self.levels):
@@ -166,7 +146,7 @@ class _Change(NamedTuple):
 
 
 def _cut(names: Sequence[str], depth: int) -> set[str]:
-    """Return the containers of so many levels that are around names."""
+    """Return the containers of ``depth`` levels around names."""
     within = re.compile(r"[^.]*" + r"\.[^.]*" * (depth - 1) + r"(?=\.)")
     return {found[0] for found in map(within.match, names) if found}
 
@@ -179,7 +159,7 @@ def _beside(ordered: Sequence[str], key: str) -> Sequence[str]:
 def _common_change(
     beside: Mapping[str, Sequence[str]], missing: Sequence[str], known: Container[str]
 ) -> _Change | None:
-    """Return the change that makes stored names of most missing keys, if there is one."""
+    """Return the change that turns most missing keys into stored names, if there is one."""
     found = Counter(change for key, names in beside.items() for change in _changes(key, names, known))
     best: tuple[int, _Change] | None = None
     for change, _ in found.most_common(_HINTED):
@@ -191,7 +171,7 @@ def _common_change(
 
 
 def _changes(key: str, names: Iterable[str], known: Container[str]) -> set[_Change]:
-    """Return the changes that make stored names of a key."""
+    """Return the changes that turn a key into a stored name."""
     parts = tuple(key.split("."))
     if len(parts) > _DEPTH:
         return set()
@@ -212,14 +192,7 @@ def _changes(key: str, names: Iterable[str], known: Container[str]) -> set[_Chan
 def containers_within(
     containers: Sequence[dict[str, object]], names: Sequence[str], paths: Sequence[ObjPath], kept: Collection[str]
 ) -> list[dict[str, object]]:
-    """Give the container records that still mean something when only some leaves are kept.
-
-    Args:
-        containers: the records of the whole state dict.
-        names: the names of all its leaves, in order.
-        paths: their paths.
-        kept: the names that are kept.
-    """
+    """Return the container records that remain meaningful if only the ``kept`` leaves are."""
     before = [0]
     around: set[tuple[object, ...]] = set()  # containers of what is kept
     cut: set[tuple[object, ...]] = set()  # containers of what is left out

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint are called."""
+"""File names of the checkpoint formats."""
 
 DCP_MODULE = "torch.distributed.checkpoint.metadata"
 """Where torch defines what `.metadata` holds."""

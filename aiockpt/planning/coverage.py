@@ -1,4 +1,4 @@
-"""Arithmetic of what covers what: chunks of tensors, items of files, and how to read files from end to end."""
+"""Reading a file from end to end: extents that belong together, and the segments to read them in."""
 
 from __future__ import annotations
 
@@ -15,43 +15,25 @@ _MAX_GAP_BYTES = 64 << 10  # read and thrown away, where that spares a read
 
 @dataclass(frozen=True, slots=True)
 class Extent(Generic[T]):
-    """Bytes ``start`` to ``stop`` of a file that belong together.
-
-    Attributes:
-        start: the first byte.
-        stop: the byte behind the last.
-        owner: what they are.
-        streamed: they may be read piece by piece; else all of them must be in memory at once.
-    """
+    """Bytes ``start`` to ``stop`` (exclusive) of a file that belong together."""
 
     start: int
     stop: int
-    owner: T
-    streamed: bool
+    owner: T  # what the bytes are
+    streamed: bool  # they may be read piece by piece; else all of them must be in memory at once
 
 
 @dataclass(frozen=True, slots=True)
 class Segment(Generic[T]):
-    """Bytes ``start`` to ``stop`` of a file, to be read in one go.
-
-    Attributes:
-        start: the first byte.
-        stop: the byte behind the last.
-        extents: those that lie within, or the streamed one of which this is a piece.
-    """
+    """Bytes ``start`` to ``stop`` (exclusive) of a file, to be read in one go."""
 
     start: int
     stop: int
-    extents: Sequence[Extent[T]]
+    extents: Sequence[Extent[T]]  # those that lie within, or the streamed one of which this is a piece
 
 
 def part_overlaps(extents: Sequence[Extent[T]]) -> tuple[list[Extent[T]], list[tuple[Extent[T], Extent[T]]]]:
-    """Separate the extents that share bytes with one before them.
-
-    Returns:
-        Those that follow each other without overlap, in the order of the file, and the others, each with the one
-        that it overlaps.
-    """
+    """Return the extents that follow each other without overlap, and each other one with the one it overlaps."""
     clear: list[Extent[T]] = []
     others: list[tuple[Extent[T], Extent[T]]] = []
     for extent in sorted(extents, key=lambda extent: (extent.start, extent.stop)):
@@ -65,13 +47,10 @@ def part_overlaps(extents: Sequence[Extent[T]]) -> tuple[list[Extent[T]], list[t
 def cut_segments(
     extents: Sequence[Extent[T]], nbytes: int | None, *, step_bytes: int, range_bytes: int
 ) -> Iterator[Segment[T]]:
-    """Cut a file for reading.
+    """Cut a file into segments to read: all of its ``nbytes``, or only the extents if that is None.
 
-    Args:
-        extents: what to read, in order and without overlaps.
-        nbytes: read the whole file, which has so many bytes; None: only the extents.
-        step_bytes: the most bytes of a segment whose extents must be in memory, unless one alone has more.
-        range_bytes: the most bytes of any other segment.
+    Extents come in order and without overlaps. A segment whose extents must be in memory has at most ``step_bytes``,
+    unless one extent alone is larger; any other has at most ``range_bytes``.
     """
     begin = end = 0
     held: list[Extent[T]] = []
@@ -101,7 +80,7 @@ def _pieces(start: int, stop: int, extents: Sequence[Extent[T]], most: int) -> I
 
 
 def group_segments(segments: Iterator[Segment[T]], range_bytes: int) -> Iterator[list[Segment[T]]]:
-    """Put segments that follow each other together, up to ``range_bytes`` bytes."""
+    """Group consecutive segments, up to ``range_bytes`` bytes."""
     group: list[Segment[T]] = []
     room = range_bytes
     for segment in segments:

@@ -31,40 +31,31 @@ if TYPE_CHECKING:
 
 
 class Share(NamedTuple):
-    """What one of several ranks writes.
+    """The leaves that one of several ranks writes."""
 
-    Attributes:
-        prefix: what the names of its files begin with.
-        leaves: the leaves that it writes.
-    """
-
-    prefix: str
+    prefix: str  # of the names of its files
     leaves: Sequence[int]
 
 
 def prefix_of(rank: int) -> str:
-    """Give what the names of a rank's files begin with, as DCP calls them."""
+    """Return the prefix of the names of a rank's files, as DCP calls them."""
     return f"__{rank}_"
 
 
 @dataclass
 class DcpLayout(Layout):
-    """The layout of a checkpoint in DCP's format, or of one rank's share of it; the first file begins with the objects.
+    """The layout of a checkpoint in DCP's format, or of one rank's share; the first file begins with the objects."""
 
-    Attributes:
-        objects: for each leaf that is written as an object, the number of its file.
-    """
-
-    objects: Mapping[int, int]
+    objects: Mapping[int, int]  # for each leaf that is written as an object, the number of its file
 
     @cached_property
     def metadata_head(self) -> MetadataHead:
-        """The beginning of `.metadata`."""
+        """Head of `.metadata`, the same for every save."""
         return self._head(placed=True)
 
     @cached_property
     def bare_head(self) -> MetadataHead:
-        """The beginning of `.metadata` for items whose places are not those of the images."""
+        """Head of `.metadata` for transformed items, whose offsets are not those of the images."""
         return self._head(placed=False)
 
     def _head(self, *, placed: bool) -> MetadataHead:
@@ -89,7 +80,7 @@ class DcpLayout(Layout):
 
     @cached_property
     def index_head(self) -> str | None:
-        """The beginning of the manifest's index."""
+        """Head of the manifest's index, the same for every save."""
         survey = self.survey
         forms: list[Form] = []
         numbers: dict[int, int] = {}  # by the identity of the framing, of which there is one for each form
@@ -110,7 +101,7 @@ class DcpLayout(Layout):
 
     @cached_property
     def slot_leaves(self) -> Sequence[int]:
-        """The leaf of each slot, file by file."""
+        """Leaf of each slot, file by file."""
         return [slot.leaf for image in self.images for slot in image.slots]
 
 
@@ -126,7 +117,7 @@ class DcpPlan(SavePlan):
         return {METADATA_NAME: finish_metadata(self.layout.metadata_head, self.objects)}
 
     def index(self) -> IndexDraft | None:
-        """Encode the index for the manifest, but for the CRCs."""
+        """Return a draft of the manifest's index, without CRCs."""
         layout = self.layout
         if layout.index_head is None:
             return None
@@ -138,11 +129,8 @@ class DcpPlan(SavePlan):
 class DcpForm(SaveForm):
     """The format of ``torch.distributed.checkpoint``.
 
-    Args:
-        max_buckets: the most files to write, for the items of each hint and for the others; None: a file for each
-            item.
-        separation_hints: beginnings of names; what is called so goes to files of its own, which are called by the
-            hint.
+    Writes at most ``max_buckets`` files for the items of each hint and for the others; None: a file for each item.
+    Items whose names begin with one of ``separation_hints`` go to files of their own, which are named after the hint.
     """
 
     def __init__(self, max_buckets: int | None, separation_hints: Sequence[str] = ()) -> None:
@@ -155,13 +143,7 @@ class DcpForm(SaveForm):
         return describe(tensor)
 
     def lay_out(self, survey: StateSummary, capture: Snapshot, share: Share | None = None) -> DcpPlan:
-        """Spread the tensors over a few files of about one size.
-
-        Args:
-            survey: what there is.
-            capture: the tensors and objects.
-            share: what of it to write; None for all.
-        """
+        """Distribute the tensors of a share (None: all) over a few files of about one size."""
         if share is None:
             share = Share(prefix_of(0), [leaf for leaf in range(len(survey.specs)) if leaf not in survey.tied])
             alone = True
@@ -195,7 +177,7 @@ class DcpForm(SaveForm):
 
     @staticmethod
     def _lay_out_singly(survey: StateSummary, share: Share, blobs: Mapping[int, bytes]) -> DcpPlan:
-        """Give each item a file of its own; objects first."""
+        """Lay out a file for each item; objects first."""
         names = survey.structure.names
         images = [lay_out(f"{share.prefix}{n}.distcp", len(blob), []) for n, blob in enumerate(blobs.values())]
         for leaf in share.leaves:
@@ -205,7 +187,7 @@ class DcpForm(SaveForm):
         return _with_objects(DcpLayout(survey, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
 
     def _separated(self, survey: StateSummary, leaves: Sequence[int]) -> dict[str, list[int]]:
-        """Sort the tensors by the hint that their names begin with; those of none come first."""
+        """Group the tensors by the hint that their names begin with; those without one come first."""
         groups: dict[str, list[int]] = {"": []}
         for leaf in leaves:
             if survey.specs[leaf] is not None:
@@ -215,7 +197,7 @@ class DcpForm(SaveForm):
         return groups
 
     def fill(self, layout: Layout, capture: Snapshot) -> DcpPlan | None:
-        """Put the objects into the room that the layout has for them."""
+        """Put the objects into the room that a layout has for them; None if they don't fit."""
         if not isinstance(layout, DcpLayout):
             return None
         blobs = _encode_objects(capture, list(layout.objects))
@@ -227,11 +209,7 @@ class DcpForm(SaveForm):
 
 
 def framing_of(name: str, spec: TensorSpec | None) -> Framing:
-    """Give the framing of a tensor's item.
-
-    Raises:
-        SaveError: it has a dtype that can't be stored.
-    """
+    """Return the framing of a tensor's item; raise `SaveError` for a tensor that can't be stored."""
     if spec is None:
         raise TypeError(f"{name} is no tensor")
     wrong = unstorable(spec.dtype, len(spec.shape))

@@ -33,14 +33,9 @@ _Run = tuple[int, int]
 
 
 class LocalPart(NamedTuple):
-    """A part of a distributed tensor that this rank has.
+    """A part of a distributed tensor that this rank has."""
 
-    Attributes:
-        tensor: its values; a view, not a copy.
-        shard: where it belongs.
-    """
-
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # a view, not a copy
     shard: Shard
 
 
@@ -49,7 +44,7 @@ class ShardingError(ValueError):
 
 
 def any_distributed(values: Sequence[object]) -> bool:
-    """Tell in a short time whether one of very many values is one rank's part of a tensor."""
+    """Return whether one of very many values is one rank's part of a tensor; fast."""
     kinds = set(map(type, values))
     if any(_kind(kind) is not None for kind in kinds):
         return True
@@ -59,12 +54,12 @@ def any_distributed(values: Sequence[object]) -> bool:
 
 
 def is_distributed(value: object) -> bool:
-    """Tell whether a value is one rank's part of a tensor."""
+    """Return whether a value is one rank's part of a tensor."""
     return _kind_of(value) is not None
 
 
 def whole_shape(value: Any) -> tuple[int, ...] | None:
-    """Return the sizes of the whole of a distributed tensor; None if this rank has no part that says it."""
+    """Return the sizes of the whole of a distributed tensor; None if this rank has no part that records it."""
     kind = _kind_of(value)
     if kind == "CheckpointableTensor":
         return tuple(value.global_shape)
@@ -74,14 +69,14 @@ def whole_shape(value: Any) -> tuple[int, ...] | None:
 
 
 def whole_dtype(value: Any) -> torch.dtype:
-    """Give the dtype of a distributed tensor, on a rank that has no part of it as well."""
+    """Return the dtype of a distributed tensor, also on a rank that has no part of it."""
     sharded = _kind(type(value)) == "ShardedTensor"  # which warns when it is asked for it like other tensors
     dtype: torch.dtype = value.metadata().tensor_properties.dtype if sharded else value.dtype
     return dtype
 
 
 def replica_of(value: Any) -> tuple[int, int]:
-    """Tell which of how many copies of its part of a tensor this rank has; the same part has as many on each rank."""
+    """Return which replica of its part this rank has, and of how many; every rank of a part has as many."""
     index, count = 0, 1
     if _kind_of(value) == "DTensor":
         coordinate = value.device_mesh.get_coordinate()
@@ -93,24 +88,19 @@ def replica_of(value: Any) -> tuple[int, int]:
 
 
 def counted(value: Any, parts: Iterable[LocalPart]) -> list[torch.Tensor]:
-    """Give the tensors whose version counters tell of a change of these parts: a DTensor has one of its own."""
+    """Return the tensors whose version counters record changes of these parts: a DTensor has one of its own."""
     own = [value] if _kind(type(value)) == "DTensor" else []
     return own + [part.tensor for part in parts]
 
 
 def local_parts(name: str, value: Any) -> list[LocalPart]:
-    """Give the parts of a distributed tensor that this rank has. Does not block, but for a pending collective.
+    """Return the parts of a distributed tensor that this rank has. Waits only for a pending collective.
 
-    Args:
-        name: its key, for messages.
-        value: for which `is_distributed` is True.
-
-    Returns:
-        The parts; none if this rank is not in the tensor's mesh, or its part is empty. More than one where
-        it has pieces that don't lie side by side.
+    There are none if this rank is not in the tensor's mesh or its part is empty, and several if its pieces are not
+    adjacent.
 
     Raises:
-        ShardingError: it holds partial sums, or is sharded in a way that is not known.
+        ShardingError: the tensor holds partial sums, or is sharded in an unknown way.
     """
     kind = _kind_of(value)
     if kind == "DTensor":
@@ -131,7 +121,7 @@ def local_parts(name: str, value: Any) -> list[LocalPart]:
 
 
 def _kind(kind: type) -> str | None:
-    """Tell which distributed tensor a class is, or derives from; None: it is another class."""
+    """Return which distributed tensor a class is, or derives from; None for any other class."""
     if kind not in _KINDS:
         names = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch.distributed")]
         found = next((name for name in names if name in ("DTensor", "ShardedTensor")), None)
@@ -144,7 +134,7 @@ def _kind(kind: type) -> str | None:
 
 
 def _has_fields(kind: type) -> bool:
-    """Return if a class of other values has fields that say which part of a tensor one is, as Megatron's does."""
+    """Return whether a class of other values has fields that identify a part of a tensor, as Megatron's does."""
     return not issubclass(kind, torch.Tensor) and "global_shape" in getattr(kind, "__dataclass_fields__", ())
 
 
@@ -158,7 +148,7 @@ def _kind_of(value: Any) -> str | None:
 
 
 def _is_described(value: torch.Tensor) -> bool:
-    """Return if a tensor has attributes that say which part of a whole it is; one without the others counts."""
+    """Return whether a tensor has attributes that identify a part of a whole; one of them is enough."""
     return any(hasattr(value, mark) for mark in _MARKS)
 
 
@@ -169,7 +159,7 @@ _Parts = tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]
 
 
 def _described_parts(name: str, value: Any) -> _Parts:
-    """Read the attributes of a CheckpointableTensor; its parts are views."""
+    """Return the parts that a CheckpointableTensor's attributes describe, as views."""
     try:
         if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise TypeError("its class does not hold its values as they are")
@@ -193,7 +183,7 @@ def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
 
 
 def _within(shape: Sequence[int], offsets: tuple[int, ...], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return offsets that are within a shape together with what begins there."""
+    """Return the offsets of a region; raise ValueError if it is not within a shape."""
     if not all(at >= 0 and n >= 0 and at + n <= total for at, n, total in zip(offsets, sizes, shape, strict=True)):
         raise ValueError(f"{tuple(sizes)} at {offsets} reaches out of {tuple(shape)}")
     return offsets
@@ -205,7 +195,7 @@ def _region(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: Sequence[int]
 
 
 def _asked_parts(name: str, value: Any) -> _Parts:
-    """Ask a tensor that implements DCP's protocol for its parts."""
+    """Return the parts that a tensor lists through DCP's protocol."""
     shape: tuple[int, ...] = ()
     parts = []
     for item in _write_items(name, value):
@@ -237,31 +227,19 @@ def _write_items(name: str, value: Any) -> list[Any]:
 
 
 class _Cut(NamedTuple):
-    """How one dimension of a mesh cuts a tensor.
+    """How one dimension of a mesh cuts a tensor."""
 
-    Attributes:
-        dim: the dimension of the tensor.
-        split: of how many pieces of it each rank has a part; 1 for a plain ``Shard``.
-        pieces: in how many parts they are cut.
-        number: which one this rank has.
-    """
-
-    dim: int
-    split: int
-    pieces: int
-    number: int
+    dim: int  # of the tensor
+    split: int  # how many pieces of it each rank has a part of; 1 for a plain ``Shard``
+    pieces: int  # how many parts they are cut into
+    number: int  # of this rank's part
 
 
 class _Piece(NamedTuple):
-    """A hyper-rectangle of a tensor that this rank has.
+    """A hyper-rectangle of a tensor that this rank has."""
 
-    Attributes:
-        region: where it is in the local tensor; None: it is all of it.
-        offsets: where it begins in the whole.
-    """
-
-    region: tuple[slice, ...] | None
-    offsets: tuple[int, ...]
+    region: tuple[slice, ...] | None  # in the local tensor; None: all of it
+    offsets: tuple[int, ...]  # in the whole
 
 
 def _dtensor_parts(name: str, value: Any) -> list[LocalPart]:
@@ -288,11 +266,7 @@ def _dtensor_parts(name: str, value: Any) -> list[LocalPart]:
 
 
 def _cuts(name: str, value: Any) -> tuple[_Cut, ...] | None:
-    """Read the placements of a DTensor; None: this rank is not in its mesh.
-
-    Raises:
-        ShardingError: see `local_parts`.
-    """
+    """Return the cuts that a DTensor's placements make; None if this rank is not in its mesh."""
     mesh = value.device_mesh
     place = mesh.get_coordinate()
     sizes = mesh.shape
@@ -319,7 +293,7 @@ def _cuts(name: str, value: Any) -> tuple[_Cut, ...] | None:
 
 @lru_cache(maxsize=65_536)
 def _pieces(shape: tuple[int, ...], cuts: tuple[_Cut, ...], local: tuple[int, ...]) -> tuple[_Piece, ...] | None:
-    """Give the pieces of a tensor that make up a local tensor; None if it can't be of this shape."""
+    """Return the pieces of a tensor that make up a local tensor; None if it can't be of this shape."""
     along = _runs(shape, cuts)
     if _run_sizes(along) != local:
         # FSDP2 cuts what tensor parallelism has left, which for uneven sizes is not what the placements say.
@@ -336,7 +310,7 @@ def _pieces(shape: tuple[int, ...], cuts: tuple[_Cut, ...], local: tuple[int, ..
 
 
 def _runs(shape: Sequence[int], cuts: Iterable[_Cut]) -> list[list[_Run]]:
-    """Give for each dimension the positions that are left by cutting, in the order in which they are kept."""
+    """Return for each dimension the positions left after cutting, in stored order."""
     along: list[list[_Run]] = [[(0, size)] for size in shape]
     for dim, split, pieces, number in cuts:
         parts = [_cut(_cut(along[dim], split, i), pieces, number) for i in range(split)]
@@ -345,7 +319,7 @@ def _runs(shape: Sequence[int], cuts: Iterable[_Cut]) -> list[list[_Run]]:
 
 
 def _cut(runs: Sequence[_Run], pieces: int, number: int) -> list[_Run]:
-    """Give one of the pieces into which `torch.chunk` cuts."""
+    """Return one of the pieces that `torch.chunk` cuts."""
     total = sum(count for _, count in runs)
     most = -(-total // pieces)
     begin, end = number * most, (number + 1) * most
@@ -360,7 +334,7 @@ def _cut(runs: Sequence[_Run], pieces: int, number: int) -> list[_Run]:
 
 
 def _joined(runs: Iterable[_Run]) -> list[_Run]:
-    """Make one of runs that follow each other; there is always one, be it empty."""
+    """Merge adjacent runs; return at least one, which may be empty."""
     found: list[_Run] = []
     for start, count in runs:
         if found and sum(found[-1]) == start:
@@ -375,6 +349,6 @@ def _run_sizes(along: Sequence[Sequence[_Run]]) -> tuple[int, ...]:
 
 
 def _local_slices(runs: Sequence[_Run]) -> list[slice]:
-    """Give where the positions of each run are kept."""
+    """Return where the positions of each run are in the local tensor."""
     ends = itertools.accumulate(count for _, count in runs)
     return [slice(end - count, end) for (_, count), end in zip(runs, ends, strict=True)]

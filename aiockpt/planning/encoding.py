@@ -1,4 +1,4 @@
-"""What becomes of the items of file images when they are stored otherwise than as they are."""
+"""Encoding plans: which items of a file image are compressed or transformed, and how."""
 
 from __future__ import annotations
 
@@ -18,53 +18,35 @@ if TYPE_CHECKING:
 
 
 class ItemCoding(NamedTuple):
-    """An item of an image, and how it is compressed.
+    """An item of an image, and how it is compressed."""
 
-    Attributes:
-        name: its key, for messages.
-        offset: where it is in the image, in bytes.
-        length: its bytes.
-        compression: how; None: not at all.
-    """
-
-    name: str
-    offset: int
-    length: int
-    compression: Zstd | None
+    name: str  # key, for messages
+    offset: int  # in the image, in bytes
+    length: int  # in bytes
+    compression: Zstd | None  # None: not compressed
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCoding:
-    """What becomes of an image.
+    """How the items of an image are encoded."""
 
-    Attributes:
-        items: its items, by offset; what is between them is not stored.
-        transforms: what is applied to each, in order, after its compression.
-    """
-
-    items: Sequence[ItemCoding] = field(repr=False)
-    transforms: Sequence[Transform] = ()
+    items: Sequence[ItemCoding] = field(repr=False)  # by offset; the bytes between them are not stored
+    transforms: Sequence[Transform] = ()  # applied to each item, in order, after its compression
 
 
 class _Item(NamedTuple):
-    """An item of an image: the leaf, its place, and where its payload begins in it."""
+    """An item of an image."""
 
     leaf: int
     offset: int
     length: int
-    payload_offset: int
+    payload_offset: int  # where the payload begins in the item
 
 
 def codings_of(
     plan: DcpPlan, compression: Sequence[Zstd | None] | None, transforms: Sequence[Transform]
 ) -> list[ImageCoding]:
-    """Say what becomes of each image of a plan.
-
-    Args:
-        plan: the plan.
-        compression: for each leaf how it is compressed; None: none is.
-        transforms: what is applied to all of them besides.
-    """
+    """Return the encoding of each image: each leaf's compression (None: none at all), then all ``transforms``."""
     names = plan.layout.structure.names
 
     def coding(item: _Item) -> ItemCoding:
@@ -75,7 +57,7 @@ def codings_of(
 
 
 def draft_of(plan: DcpPlan) -> TransformedDraft:
-    """Describe the items of a plan, which are stored otherwise than in its images."""
+    """Describe the items of a plan whose stored bytes are not those of its images."""
     layout = plan.layout
     tied: dict[int, list[int]] = {}
     for leaf, first in layout.survey.tied.items():
@@ -88,7 +70,7 @@ def draft_of(plan: DcpPlan) -> TransformedDraft:
 
 
 def _items(plan: DcpPlan) -> list[list[_Item]]:
-    """Give the items of each image, by offset."""
+    """Return the items of each image, by offset."""
     found: list[list[_Item]] = [[] for _ in plan.layout.images]
     for (leaf, number), (_, place) in zip(plan.layout.objects.items(), plan.objects, strict=True):
         found[number].append(_Item(leaf, place.offset, place.length, 0))
@@ -103,7 +85,7 @@ def _key(plan: DcpPlan, leaf: int) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _stride(plan: DcpPlan, leaf: int) -> tuple[int, ...] | None:
-    """Give the strides of a tensor that is not stored row by row."""
+    """Return the strides of a tensor; None if it is stored row by row."""
     spec = plan.layout.specs[leaf]
     if spec is None or tuple(spec.saved_stride) == row_strides(spec.shape):
         return None

@@ -1,9 +1,8 @@
 """State dicts as flat lists of leaves, and back again without loss.
 
-Leaves get the names and paths that torch's DCP gives them: keys joined by dots, every key as text, list
-positions as numbers. Unlike DCP, tuples that hold tensors are taken apart as well, and what DCP's paths
-can't express (key types, tuples, ordered dicts, empty containers, which tensors were arrays) is kept in container
-records.
+Leaves get the names and paths that torch's DCP gives them: keys joined by dots, every key as text, list positions
+as numbers. Unlike DCP, tuples that hold tensors are flattened too. Container records keep what DCP's paths can't
+express: key types, tuples, ordered dicts, empty containers, and which tensors were arrays.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _Known = tuple[list[str], list[str], "list[ObjPath]"]
 
 
 class NameMemo:
-    """For the path of each large dict of tensors its keys, and the names and paths that they give.
+    """The keys, names and paths of large dicts of tensors, by the path of the dict.
 
     Those of the last two state dicts are kept, so that keys which change with every save do not pile up.
     """
@@ -54,37 +53,27 @@ class NameMemo:
         return len(self._last.keys() | self._before.keys())
 
     def find(self, path: ObjPath) -> _Known | None:
-        """Return what is known of a dict."""
+        """Return the keys, names and paths of a dict, if known."""
         return self._last.get(path) or self._before.get(path)
 
     def keep(self, used: dict[ObjPath, _Known]) -> None:
-        """Keep what a state dict used; what neither it nor the one before it used is forgotten."""
+        """Keep what a state dict used; drop what neither it nor the one before it used."""
         self._before, self._last = self._last, used
 
 
 @dataclass(slots=True)
 class FlatState:
-    """A state dict taken apart.
+    """A flattened state dict; `flatten` explains the options."""
 
-    Attributes:
-        names: the fully qualified name of each leaf.
-        paths: the path of each leaf.
-        leaves: the leaves themselves, in the order of the state dict.
-        containers: JSON-able records of the containers that names and paths can't express.
-        whole: see `flatten`.
-        apart: see `flatten`.
-        memo: see `flatten`.
-        used: what of the memo is to be kept.
-    """
-
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # fully qualified
     paths: list[ObjPath] = field(default_factory=list)
-    leaves: list[Any] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)  # in the order of the state dict
+    # JSON-able records of the containers that names and paths can't express
     containers: list[dict[str, JsonValue]] = field(default_factory=list)
     whole: Container[str] = ()
     apart: Container[str] = ()
     memo: NameMemo = field(default_factory=NameMemo)
-    used: dict[ObjPath, _Known] = field(default_factory=dict)
+    used: dict[ObjPath, _Known] = field(default_factory=dict)  # entries to keep in the memo
 
 
 def flatten(
@@ -94,17 +83,16 @@ def flatten(
     apart: Container[str] = (),
     memo: NameMemo | None = None,
 ) -> FlatState:
-    """Take a state dict apart.
+    """Flatten a state dict, without changing it.
 
     Args:
-        state_dict: what to take apart; it is not changed.
-        whole: names of sequences that stay one leaf, for DCP keeps tuples of tensors so.
-        apart: names of sequences that are taken apart, though there is neither a tensor nor a dict in them.
-        memo: names and paths of the large dicts of tensors that were seen before; is added to.
+        state_dict: what to flatten.
+        whole: names of sequences that stay one leaf, because DCP stores tuples of tensors so.
+        apart: names of sequences to flatten although they hold neither a tensor nor a dict.
+        memo: names and paths of large dicts of tensors from earlier calls; is added to.
 
     Raises:
-        StructureError: a key that can't be stored (see `aiockpt.format.dict_keys`), two leaves with one name, or a
-            container that holds itself.
+        StructureError: a key that can't be stored, two leaves with one name, or a container that holds itself.
     """
     if not isinstance(state_dict, Mapping):
         raise StructureError(
@@ -179,7 +167,7 @@ def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[An
 
 
 def _kind_of(mapping: Mapping[Any, Any]) -> str:
-    """Return the name of a dict's type, as far as it is kept; nothing for plain dicts, and for what becomes one."""
+    """Return the name of a dict's type, as far as it is kept; '' for a plain dict or a type restored as one."""
     if isinstance(mapping, OrderedDict):
         return "OrderedDict"
     if type(mapping) is Counter:
@@ -190,7 +178,7 @@ def _kind_of(mapping: Mapping[Any, Any]) -> str:
 
 
 def _key_record(name: str, mapping: Mapping[Any, Any], kinds: set[type]) -> dict[str, JsonValue]:
-    """Return what a record says of the keys of a dict that are no texts."""
+    """Return the record of a dict's keys that are not text."""
     for key in mapping:
         if not is_key(key):
             raise StructureError(
@@ -215,7 +203,7 @@ def _shown(key: Any) -> str:
 
 
 def _names_of(flat: FlatState, path: ObjPath, dot: str, keys: list[str]) -> tuple[list[str], list[ObjPath]]:
-    """Return names and paths of the leaves of a dict; those of a large one are kept for the next time."""
+    """Return names and paths of the leaves of a dict; those of a large one are kept for the next save."""
     known = flat.memo.find(path)
     if known is None or known[0] != keys:
         known = keys, [dot + key for key in keys], [(*path, key) for key in keys]
@@ -235,7 +223,7 @@ def _walk_sequence(flat: FlatState, path: ObjPath, name: str, values: list[Any] 
 
 
 def _has_parts(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Tell whether a sequence is taken apart: it holds a tensor or a dict. Else it is one leaf."""
+    """Return whether a sequence is flattened because it holds a tensor or a dict; otherwise it is one leaf."""
     for value in values:
         kind = type(value)
         if isinstance(value, torch.Tensor | Mapping):
@@ -246,7 +234,7 @@ def _has_parts(values: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _module_metadata(mapping: Mapping[Any, Any]) -> JsonValue:
-    """Give the versions that ``nn.Module.state_dict`` attaches, which ``load_state_dict`` looks at."""
+    """Return the versions that ``nn.Module.state_dict`` attaches and ``load_state_dict`` checks."""
     versions = getattr(mapping, "_metadata", None)
     if not isinstance(versions, Mapping):
         return None
@@ -261,7 +249,7 @@ def _module_metadata(mapping: Mapping[Any, Any]) -> JsonValue:
 
 
 def unflatten(paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Iterable[Mapping[str, Any]] = ()) -> Any:
-    """Put a state dict together again; without container records, as DCP does.
+    """Rebuild a state dict; without container records, as DCP does.
 
     Raises:
         StructureError: two paths contradict each other.
@@ -281,7 +269,7 @@ def unflatten(paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Itera
 
 
 def _container_of(root: dict[str, Any], path: ObjPath) -> Any:
-    """Make the containers along ``path`` as far as they are missing; give the last."""
+    """Return the innermost container of ``path``; create those that are missing."""
     at: Any = root
     for part, following in pairwise(path):
         child = _get(at, part)
@@ -319,7 +307,7 @@ def _set(container: Any, part: str | int, value: Any) -> None:
 
 
 def _finish(root: dict[str, Any], records: list[Mapping[str, Any]]) -> Any:
-    """Make of each recorded container, and array, the type that it had, the deepest first."""
+    """Convert each recorded container, and array, to its recorded type, the deepest first."""
     for record in sorted(records, key=lambda record: -len(record["path"])):
         path = record["path"]
         if not path:
@@ -355,7 +343,7 @@ def _typed(container: Any, record: Mapping[str, Any]) -> Any:
 
 
 def _with_keys(container: dict[str, Any], record: Mapping[str, Any]) -> dict[Any, Any]:
-    """Put the keys themselves in the place of their texts."""
+    """Replace the texts of keys by the keys."""
     numbers, others = record.get("int_keys", ()), record.get("keys", {})
     every = numbers is True
     integers = () if every else frozenset(numbers)
@@ -371,18 +359,10 @@ def _with_keys(container: dict[str, Any], record: Mapping[str, Any]) -> dict[Any
 
 
 def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath = (), *, check: bool = False) -> Any:
-    """Put values in their places of a state dict.
+    """Put values, by the paths that `flatten` returns, into a state dict; return it, or the tuple that replaces it.
 
-    Dicts and lists are changed in place; a tuple is made anew, and put in its place.
-
-    Args:
-        container: the state dict, or a part of it.
-        values: what to put at which path, as `flatten` gives them.
-        path: where ``container`` is.
-        check: change nothing, only look whether it could be done.
-
-    Returns:
-        ``container``, or the tuple that takes its place.
+    Dicts and lists are changed in place; a tuple is rebuilt and replaced in its parent. With ``check`` nothing is
+    changed.
 
     Raises:
         StructureError: a value is in a mapping that can't be changed.
@@ -416,10 +396,6 @@ class Subtrees:
 
     Names are joined by dots, whatever the path: a safetensors file has the key ``model.w`` where a state dict has
     ``{"model": {"w": ...}}``, and both are below ``model``.
-
-    Args:
-        paths: for each leaf, in the order of the state dict, where it belongs.
-        containers: records of the containers that paths can't express; see `aiockpt.planning.flatten`.
     """
 
     def __init__(self, paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, Any]]) -> None:
@@ -457,14 +433,7 @@ class Subtrees:
         return sorted((self._names[at] for span in _spans(self._names, name) for at in span), key=self._order.get)  # type: ignore[arg-type]
 
     def build(self, name: str, values: Mapping[str, Any]) -> Any:
-        """Put together what is stored below a name.
-
-        Args:
-            name: that of a container, or of a leaf.
-            values: leaves at or below it, by their names.
-
-        Returns:
-            The container, of the type that was recorded, or the leaf; an empty dict if there is nothing.
+        """Rebuild what is stored at or below a name: a container of the recorded type, a leaf, or else an empty dict.
 
         Raises:
             StructureError: the paths contradict each other.
@@ -489,7 +458,7 @@ class Subtrees:
 
 
 def _spans(names: Sequence[str], name: str) -> tuple[range, range]:
-    """Return where in sorted names those are that equal a name, and those below it."""
+    """Return the ranges of sorted names that equal a name, and that are below it."""
     at = bisect_left(names, name)
     # No character lies between the dot and the slash.
     return range(at, bisect_left(names, name + "\0", at)), range(
@@ -502,7 +471,7 @@ def _joined(path: Iterable[str | int]) -> str:
 
 
 def _beyond(path: Sequence[str | int], name: str) -> ObjPath:
-    """Return what of a path lies below the container of a name."""
+    """Return the rest of a path below the container of a name."""
     if not name:
         return tuple(path)
     length = -1

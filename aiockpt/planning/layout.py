@@ -23,16 +23,12 @@ MIN_BUCKET_BYTES = 8 << 20
 
 
 def bucket_count(total_bytes: int, most: int) -> int:
-    """Choose how many files to write: one for each writing thread, fewer for small states."""
+    """Return how many files to write: one for each writing thread, fewer for small states."""
     return max(1, min(most, total_bytes // MIN_BUCKET_BYTES))
 
 
 def assign_buckets(sizes: list[int], count: int) -> list[list[int]]:
-    """Spread items over ``count`` buckets by size, the largest first into the least full.
-
-    Returns:
-        The positions of the items in each bucket, in their original order.
-    """
+    """Distribute items over ``count`` buckets, the largest first into the least full; return their positions."""
     if count == 1:
         return [list(range(len(sizes)))]
     heap = [(0, number) for number in range(count)]
@@ -47,15 +43,7 @@ def assign_buckets(sizes: list[int], count: int) -> list[list[int]]:
 
 
 def split_in_order(sizes: Mapping[int, int], most_bytes: int | None) -> list[list[int]]:
-    """Fill one file after the other, each with items of ``most_bytes`` in all, or one that is larger alone.
-
-    Args:
-        sizes: the bytes of each item.
-        most_bytes: None for one file.
-
-    Returns:
-        The items of each file; at least one file.
-    """
+    """Fill one file after the other with up to ``most_bytes`` (None: no limit) of items, or one larger item alone."""
     files: list[list[int]] = [[]]
     filled = 0
     for item, size in sizes.items():
@@ -85,7 +73,7 @@ def align_up(value: int, unit: int) -> int:
 
 
 class Slot(NamedTuple):
-    """One tensor item in a file image: which leaf, where it starts, and what stands around its payload."""
+    """A tensor item in a file image, with its framing: the constant bytes around the payload."""
 
     leaf: int
     offset: int
@@ -105,23 +93,16 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """The plan of one file: ``head_bytes`` for what it begins with, then tensor items.
-
-    Attributes:
-        name: the file's name.
-        head_bytes: room at the beginning, for the objects or the header; zeros follow what is given for it.
-        slots: the tensor items, by offset.
-        nbytes: the size of the file.
-    """
+    """The plan of one file: ``head_bytes`` for objects or a header, then tensor items."""
 
     name: str
-    head_bytes: int
-    slots: Sequence[Slot]
+    head_bytes: int  # padded with zeros
+    slots: Sequence[Slot]  # by offset
     nbytes: int
-    ends: Sequence[int] = field(repr=False, default=())
+    ends: Sequence[int] = field(repr=False, default=())  # of each slot's item
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Give the pieces of payload within the bytes ``start`` to ``stop`` of the file."""
+        """Return the pieces of payload within the bytes ``start`` to ``stop`` of the file."""
         found: list[Piece] = []
         for i in range(bisect_right(self.ends, start), len(self.slots)):
             leaf, offset, _, begin, end = self.slots[i]
@@ -135,13 +116,7 @@ class FileImage:
 
 
 def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> FileImage:
-    """Lay items out one after the other.
-
-    Args:
-        name: the file's name.
-        head_bytes: room to leave at the beginning.
-        items: leaf and framing of each item.
-    """
+    """Lay out items, given as leaf and framing, one after the other behind ``head_bytes``, with aligned payloads."""
     slots: list[Slot] = []
     position = head_bytes
     for leaf, framing in items:
@@ -157,7 +132,7 @@ def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) ->
 
 
 def pack(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> FileImage:
-    """Lay items out without any gaps; for the arguments see `lay_out`."""
+    """Lay out items without gaps; for the arguments see `lay_out`."""
     slots: list[Slot] = []
     position = head_bytes
     for leaf, framing in items:
@@ -169,18 +144,10 @@ def pack(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> Fi
 
 
 class Sealer:
-    """Completes the chunks of one file image, in order, once their payload is there.
+    """Completes the chunks of one file image, in order, once their payload is staged.
 
-    It fills in heads, gaps and framing, and computes the CRC-32 of every payload, which goes into its item,
-    and of the whole file. It touches staged memory only, never the tensors.
-
-    Args:
-        image: the file.
-        head: what the file begins with, at most ``image.head_bytes``.
-
-    Attributes:
-        crcs: the CRC-32 of the payload of each slot that is complete.
-        file_crc: the CRC-32 of the file so far.
+    Fills in head, gaps and framing; computes the CRC-32 of every payload, which goes into its item, and of the file.
+    Touches staged memory only, never the tensors.
     """
 
     def __init__(self, image: FileImage, head: bytes) -> None:
@@ -193,10 +160,7 @@ class Sealer:
         self.file_crc = 0
 
     def seal(self, chunk: memoryview, start: int, stop: int) -> None:
-        """Complete the bytes ``start`` to ``stop`` of the file, which stand at the beginning of ``chunk``.
-
-        Behind them come zeros, up to a whole block.
-        """
+        """Complete bytes ``start`` to ``stop`` of the file, which begin ``chunk``; zero the rest of its last block."""
         self._done = 0  # how much of the chunk the file's CRC covers
         filled = self._fill_head(chunk, start, stop)
         slots, ends = self._image.slots, self._image.ends
@@ -268,7 +232,7 @@ class Sealer:
 
 
 def _seal_whole(chunk: memoryview, start: int, slot: Slot, crcs: list[int]) -> int:
-    """Complete a small item that lies within a chunk, and note its CRC; give the place of its end."""
+    """Complete a small item that lies within a chunk, and append its CRC; return the offset of its end."""
     _, offset, framing, begin, end = slot
     end -= start
     after = end + len(framing.suffix)

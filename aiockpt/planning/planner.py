@@ -25,36 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class StateSummary:
-    """What a state dict is made of, before anything has a place.
-
-    Attributes:
-        structure: names and paths of the leaves.
-        specs: for each leaf what was assumed of it; None for objects.
-        late_objects: leaves that are tensors but stored as objects.
-        tied: leaves that are the same memory as an earlier leaf, with that leaf; stored once.
-        addresses: how many distinct addresses the tensors had.
-    """
+    """The tensors and objects of a state dict, before they have places in files."""
 
     structure: Structure
-    specs: Sequence[TensorSpec | None]
-    late_objects: frozenset[int]
-    tied: Mapping[int, int]
-    addresses: int
+    specs: Sequence[TensorSpec | None]  # the assumed form of each leaf; None for objects
+    late_objects: frozenset[int]  # leaves that are tensors but stored as objects
+    tied: Mapping[int, int]  # leaves with the memory of an earlier leaf, and that leaf; stored once
+    addresses: int  # number of distinct addresses of the tensors
 
     @cached_property
     def object_leaves(self) -> list[int]:
-        """The leaves that are stored as objects."""
+        """Leaves that are stored as objects."""
         return sorted(self.structure.objects | self.late_objects)
 
 
 @dataclass
 class Layout:
-    """Where everything goes that does not change from save to save.
-
-    Attributes:
-        survey: what there is.
-        images: the files.
-    """
+    """The part of a plan that does not change from save to save: what goes where."""
 
     survey: StateSummary
     images: Sequence[FileImage]
@@ -66,36 +53,32 @@ class Layout:
 
     @property
     def specs(self) -> Sequence[TensorSpec | None]:
-        """For each leaf what was assumed of it; None for objects."""
+        """Assumed form of each leaf; None for objects."""
         return self.survey.specs
 
     @cached_property
     def never_staged(self) -> list[int]:
-        """The leaves that no piece is copied of, so that staging does not check them."""
+        """Leaves without a staged piece, which staging therefore does not check."""
         empty = (slot.leaf for image in self.images for slot in image.slots if slot.framing.nbytes == 0)
         return [*self.survey.tied, *empty, *self.survey.late_objects]
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files."""
+        """Bytes of all files."""
         return sum(image.nbytes for image in self.images)
 
     @cached_property
     def tensor_bytes(self) -> int:
-        """The bytes of all tensors, each stored one counted once."""
+        """Bytes of all tensors, each stored one counted once."""
         return sum(slot.framing.nbytes for image in self.images for slot in image.slots)
 
 
 @dataclass(frozen=True)
 class SavePlan(ABC):
-    """A layout together with what differs from save to save.
-
-    Attributes:
-        layout: where everything goes.
-        heads: the bytes at the beginning of each file, at most ``head_bytes`` of its image.
-    """
+    """A layout together with what differs from save to save."""
 
     layout: Layout
+    # the bytes at the beginning of each file, at most ``head_bytes`` of its image
     heads: Sequence[bytes] = field(repr=False)
 
     @property
@@ -105,44 +88,32 @@ class SavePlan(ABC):
 
     @abstractmethod
     def documents(self) -> dict[str, bytes]:
-        """Encode the files beside the images and the manifest. Takes long the first time for many tensors."""
+        """Encode the files beside the images and the manifest. The first call takes long for many tensors."""
 
     def index(self) -> IndexDraft | None:
-        """Encode the index for the manifest, but for the CRCs; None for a format that has its own."""
+        """Return a draft of the manifest's index, without CRCs; None for a format that has an index of its own."""
         return None
 
 
 class SaveForm(ABC):
-    """A format to save in: what it makes of tensors, and where it puts them."""
+    """A checkpoint format: how tensors are stored, and where."""
 
     name: str
 
     def admit(self, capture: Snapshot) -> None:
-        """Refuse what the format can't hold, and drop what it does not keep.
-
-        Raises:
-            SaveError: naming the key.
-        """
+        """Drop what the format does not keep; raise `SaveError`, naming the key, for what it can't hold."""
 
     @abstractmethod
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
-        """Describe how a tensor is stored, or give None if it is stored as an object."""
+        """Return how a tensor is stored; None if it is stored as an object."""
 
     @abstractmethod
     def lay_out(self, survey: StateSummary, capture: Snapshot) -> SavePlan:
-        """Make a plan with a new layout.
-
-        Raises:
-            SaveError: something can't be stored in this format; the message names the key.
-        """
+        """Return a plan with a new layout; raise `SaveError`, naming the key, for what can't be stored."""
 
     @abstractmethod
     def fill(self, layout: Layout, capture: Snapshot) -> SavePlan | None:
-        """Make a plan with a layout that was made by a form of this name; None if it is not for this form.
-
-        Raises:
-            SaveError: something can't be stored in this format; the message names the key.
-        """
+        """Return a plan with a layout of an earlier save in this form; None if this save does not fit it."""
 
 
 # --- planning and reusing layouts -------------------------------------------------------------------
@@ -153,30 +124,18 @@ CHECKED_AHEAD = 20_000
 
 
 class Planner:
-    """Makes plans and keeps the last layout of each format, which serves again while the structure stays the same.
-
-    Args:
-        default: the format of saves that name none.
-    """
+    """Plans saves; caches the last layout of each format for saves of the same structure."""
 
     def __init__(self, default: SaveForm) -> None:
         self._default = default
         self._layouts: dict[str, Layout] = {}
 
     def forget(self) -> None:
-        """Drop the kept layouts: one turned out not to fit."""
+        """Drop the cached layouts, because one turned out not to fit."""
         self._layouts.clear()
 
     def plan(self, capture: Snapshot, form: SaveForm | None = None) -> SavePlan:
-        """Plan a save. Pure but for the kept layouts; takes a while for many tensors.
-
-        Args:
-            capture: what to save.
-            form: the format to save in; None for the default.
-
-        Raises:
-            SaveError: an object can't be serialised, or something can't be stored in this format.
-        """
+        """Plan a save in a format (None: the default). Takes a while for many tensors."""
         form = self._default if form is None else form
         layout = self._layouts.get(form.name)
         if layout is not None and may_serve(layout, capture, form):
@@ -189,7 +148,7 @@ class Planner:
 
 
 def survey_of(capture: Snapshot, form: SaveForm) -> StateSummary:
-    """Look at what a capture is made of. Takes a while for many tensors."""
+    """Summarise a snapshot. Takes a while for many tensors."""
     tensors = capture.tensors
     specs = [None if tensor is None else form.describe(tensor) for tensor in tensors]
     late = frozenset(leaf for leaf, tensor in enumerate(tensors) if tensor is not None and specs[leaf] is None)
@@ -198,13 +157,9 @@ def survey_of(capture: Snapshot, form: SaveForm) -> StateSummary:
 
 
 def may_serve(layout: Layout, capture: Snapshot, form: SaveForm, *, every: bool = False) -> bool:
-    """Tell whether a kept layout may serve; staging then checks each tensor against its spec.
+    """Return whether a cached layout fits a snapshot; staging later checks each tensor against its spec.
 
-    Args:
-        layout: the layout.
-        capture: what is to be saved.
-        form: the format to save in.
-        every: compare every tensor now, however many there are.
+    Beyond `CHECKED_AHEAD` tensors only those that are never staged are compared here, unless ``every`` is set.
     """
     mine, theirs = layout.structure, capture.structure
     if mine.objects != theirs.objects or mine.names != theirs.names or mine.paths != theirs.paths:
@@ -226,7 +181,7 @@ def may_serve(layout: Layout, capture: Snapshot, form: SaveForm, *, every: bool 
 
 
 def _addresses(capture: Snapshot) -> list[int]:
-    """Give the address of each leaf; zero for objects and for tensors that have none."""
+    """Return the address of each leaf; zero for objects and for tensors that have none."""
     try:
         return [0 if tensor is None else tensor.data_ptr() for tensor in capture.tensors]
     except RuntimeError:  # sparse tensors have no address
@@ -248,7 +203,7 @@ def _find_tied(specs: Sequence[TensorSpec | None], addresses: Sequence[int]) -> 
 
 
 def stored_bytes(state_dict: Mapping[Any, Any]) -> tuple[int, set[torch.device]]:
-    """Estimate, from above, the bytes that a state dict takes when stored; and give the devices it is on."""
+    """Return an upper estimate of a state dict's stored bytes, and the devices that its tensors are on."""
     leaves = (tensor_of(leaf) if type(leaf) in ARRAY_TYPES else leaf for leaf in flatten(state_dict).leaves)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     plain = [tensor for tensor in tensors if tensor.layout is torch.strided]

@@ -1,4 +1,4 @@
-"""Arithmetic of element ranges: boxes, runs, and where chunks and wanted parts of a tensor meet."""
+"""Arithmetic of element ranges: boxes, runs, and overlaps of stored chunks with wanted parts of a tensor."""
 
 from __future__ import annotations
 
@@ -13,15 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A hyper-rectangle of a tensor that is contiguous in row-major order.
+    """A hyper-rectangle of a tensor that is contiguous in row-major order."""
 
-    Attributes:
-        index: what to index the tensor with to get it.
-        count: how many elements it has.
-    """
-
-    index: tuple[int | slice, ...]
-    count: int
+    index: tuple[int | slice, ...]  # to index the tensor with
+    count: int  # of elements
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
@@ -59,28 +54,14 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Where a stored chunk and a wanted part of a tensor meet.
+    """The overlap of a stored chunk and a wanted part of a tensor."""
 
-    Attributes:
-        chunk: for each dimension, what to take of the chunk.
-        target: for each dimension, which positions of the wanted part that fills.
-    """
-
-    chunk: tuple[Selection, ...]
-    target: tuple[slice, ...]
+    chunk: tuple[Selection, ...]  # per dimension the positions to take from the chunk
+    target: tuple[slice, ...]  # per dimension the positions of the wanted part that they fill
 
 
 def overlap(offsets: Sequence[int], sizes: Sequence[int], wanted: Sequence[Selection]) -> Overlap | None:
-    """Find what a chunk has of a wanted part of its tensor.
-
-    Args:
-        offsets: where the chunk begins in the tensor.
-        sizes: the sizes of the chunk.
-        wanted: for each dimension, the wanted positions in the tensor.
-
-    Returns:
-        None when they have nothing in common.
-    """
+    """Return the overlap of a chunk and the ``wanted`` positions of each dimension of its tensor; None if empty."""
     chunk: list[Selection] = []
     target: list[slice] = []
     for offset, size, want in zip(offsets, sizes, wanted, strict=True):
@@ -96,31 +77,20 @@ def overlap(offsets: Sequence[int], sizes: Sequence[int], wanted: Sequence[Selec
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A strided view as a stream: its elements in the order in which they are stored, without those between.
+    """A strided view as a stream: its elements in stored order, without those between.
 
     Dimensions along which all positions are one element (stride 0) are not part of the stream.
-
-    Attributes:
-        order: the dimensions of the view that the stream runs over, the outermost first.
-        shape: the sizes of those dimensions.
-        outer: sizes and strides of the dimensions that are not within a run.
-        run: how many elements lie side by side.
-        offset: where the first element is.
-        count: how many elements there are.
     """
 
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
-    outer: tuple[tuple[int, int], ...]
-    run: int
-    offset: int
-    count: int
+    order: tuple[int, ...]  # dimensions of the view that the stream runs over, the outermost first
+    shape: tuple[int, ...]  # sizes of those dimensions
+    outer: tuple[tuple[int, int], ...]  # sizes and strides of the dimensions that are not within a run
+    run: int  # number of neighbouring elements
+    offset: int  # of the first element
+    count: int  # of elements
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Give where the elements ``start`` to ``stop`` of the stream are stored: first element and count of each run.
-
-        Runs that touch are one.
-        """
+        """Return offset and count of each stored run of the elements ``start`` to ``stop``; adjacent runs merge."""
         found: list[tuple[int, int]] = []
         sizes = [size for size, _ in self.outer]
         number, skip = divmod(start, self.run)
@@ -146,7 +116,7 @@ class Packed:
 
 
 def _digits(number: int, sizes: Sequence[int]) -> Iterator[int]:
-    """Write a number in the mixed base of ``sizes``."""
+    """Yield the digits of a number in the mixed base of ``sizes``."""
     weight = math.prod(sizes)
     for size in sizes:
         weight //= size
@@ -155,7 +125,7 @@ def _digits(number: int, sizes: Sequence[int]) -> Iterator[int]:
 
 
 def pack(shape: Sequence[int], stride: Sequence[int], offset: int) -> Packed:
-    """See a strided view, none of whose sizes is zero, as a stream in stored order."""
+    """Return a strided view, none of whose sizes is zero, as a stream in stored order."""
     dims = [dim for dim, size in enumerate(shape) if size > 1 and stride[dim] != 0]
     dims.sort(key=lambda dim: (-stride[dim], dim))
     run = 1
@@ -169,21 +139,15 @@ def pack(shape: Sequence[int], stride: Sequence[int], offset: int) -> Packed:
 
 
 class Selected(NamedTuple):
-    """What an index means for a tensor of a certain shape.
+    """The meaning of an index for a tensor of a certain shape."""
 
-    Attributes:
-        selections: what is selected along each dimension.
-        shape: the shape of the result, without the dimensions that integers have taken away.
-        taken: those dimensions.
-    """
-
-    selections: tuple[Selection, ...]
-    shape: tuple[int, ...]
-    taken: tuple[int, ...]
+    selections: tuple[Selection, ...]  # along each dimension
+    shape: tuple[int, ...]  # of the result, without the dimensions that integers remove
+    taken: tuple[int, ...]  # the removed dimensions
 
 
 def select(shape: Sequence[int], index: object) -> Selected:
-    """Translate an index as tensors take it: slices with positive steps, integers, an Ellipsis, or a tuple of these.
+    """Translate a tensor index: slices with positive steps, integers, an Ellipsis, or a tuple of these.
 
     Raises:
         IndexError: it is outside of the shape, or has too many parts.

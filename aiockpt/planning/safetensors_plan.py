@@ -43,21 +43,15 @@ _FRAMEWORK = {"format": "pt"}
 
 @dataclass
 class SafetensorsLayout(Layout):
-    """The layout of safetensors files.
+    """The layout of safetensors files."""
 
-    Attributes:
-        shard_bytes: the limit that the tensors were spread by; None for a single file.
-        described: for each file what its header says of its tensors.
-        aliases: for each file the names that are tied to one of its tensors, with that one's name.
-    """
-
-    shard_bytes: int | None
-    described: Sequence[str]
-    aliases: Sequence[Mapping[str, str]]
+    shard_bytes: int | None  # limit of the tensors in a file; None for a single file
+    described: Sequence[str]  # for each file the description of its tensors in the header
+    aliases: Sequence[Mapping[str, str]]  # for each file the names tied to one of its tensors, with that one's name
 
     @cached_property
     def documents(self) -> dict[str, bytes]:
-        """The index of a set of files."""
+        """Index of a set of files."""
         if len(self.images) == 1:
             return {}
         names = self.structure.names
@@ -82,16 +76,9 @@ class SafetensorsPlan(SavePlan):
 
 
 class SafetensorsForm(SaveForm):
-    """The safetensors format.
+    """The safetensors format: a single file, or a directory with files of ``shard_bytes`` (None: `SHARD_BYTES`).
 
-    Args:
-        metadata: the user's own facts; what is not text is written as JSON.
-        single_file: whether the checkpoint is one file rather than a directory.
-        shard_bytes: how many bytes of tensors to put into one file of a directory; None for `SHARD_BYTES`.
-
-    Raises:
-        ValueError: ``shard_bytes`` is no positive number, or given for a single file.
-        SaveError: the metadata can't be stored in this format.
+    The user's ``metadata`` goes into the headers; values other than text are written as JSON.
     """
 
     name = "safetensors"
@@ -112,11 +99,7 @@ class SafetensorsForm(SaveForm):
             _check_text(f"metadata[{key!r}]", key + value)
 
     def admit(self, capture: Snapshot) -> None:
-        """Refuse what the format can't hold; drop the containers, of which it keeps dotted names alone.
-
-        Raises:
-            SaveError: naming the key.
-        """
+        """Refuse what the format can't hold; drop the containers, of which it keeps only dotted names."""
         names = capture.structure.names
         if capture.structure.objects:
             name = names[min(capture.structure.objects)]
@@ -174,7 +157,7 @@ class SafetensorsForm(SaveForm):
         return SafetensorsPlan(SafetensorsLayout(survey, images, self._shard_bytes, described, aliases), heads)
 
     def fill(self, layout: Layout, capture: Snapshot) -> SafetensorsPlan | None:
-        """Put headers with this save's facts into the room that the layout has for them."""
+        """Put this save's metadata into the headers of a layout; None if they don't fit."""
         if not isinstance(layout, SafetensorsLayout) or layout.shard_bytes != self._shard_bytes:
             return None
         rooms = [image.head_bytes for image in layout.images]
@@ -219,5 +202,4 @@ def _check_text(what: str, text: str) -> None:
 
 @lru_cache(maxsize=16_384)
 def _framing(nbytes: int) -> Framing:
-    """Give the framing of bare bytes."""
     return Framing(b"", b"", (), nbytes)

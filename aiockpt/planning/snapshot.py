@@ -1,4 +1,4 @@
-"""What a plan is made from: a state dict at the moment of `save()`."""
+"""A state dict at the moment of `save()`, from which plans are made."""
 
 from __future__ import annotations
 
@@ -17,75 +17,53 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """Where a part of a tensor belongs in the whole.
+    """The position of a part in a whole tensor."""
 
-    Attributes:
-        shape: the sizes of the whole tensor.
-        offsets: where the part begins in it.
-    """
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # where the part begins in it
 
 
 @dataclass(slots=True)
 class Structure:
-    """The names and kinds of a state dict's leaves, in order; equal structures may share a layout.
+    """The names and kinds of a state dict's leaves, in order; equal structures may share a layout."""
 
-    Attributes:
-        names: the fully qualified name of each leaf. A tensor of which this rank has several parts is several leaves.
-        paths: the path of each leaf.
-        objects: the leaves that are no tensors.
-        shards: the leaves that are parts of tensors which several ranks have together.
-    """
-
-    names: list[str]
+    names: list[str]  # fully qualified; a tensor of which this rank has several parts is several leaves
     paths: list[ObjPath]
-    objects: frozenset[int]
-    shards: dict[int, Shard] = field(default_factory=dict)
+    objects: frozenset[int]  # leaves that are no tensors
+    shards: dict[int, Shard] = field(default_factory=dict)  # leaves that are parts of distributed tensors
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """A state dict at the moment of `save()`.
-
-    Attributes:
-        structure: names, paths and kinds of the leaves.
-        containers: records of the containers that paths can't express.
-        tensors: for each leaf its tensor, detached; None for objects.
-        versions: for each leaf its version counter; None where changes can't be seen or don't matter.
-        wholes: for leaves that are parts of DTensors that tensor, which has a counter of its own, and its version.
-        values: objects that can't change, to be pickled later.
-        blobs: objects that could change, pickled.
-        foreign: of these, those that are not plain data: the class, and what `foreign_names` gives.
-        eager: for each tensor copied at the call its place in the arena of its device: offset and bytes.
-        arenas: for each device the bytes of the tensors copied at the call, dtype uint8.
-        events: for each accelerator the moment in the caller's stream at which the tensors are ready.
-        behind: makes a stream current that comes behind one of these events; for reading in another thread.
-        token: is let go of when the tensors are.
-    """
+    """A state dict at the moment of `save()`; one row for each leaf."""
 
     structure: Structure
-    containers: list[dict[str, JsonValue]]
-    tensors: list[torch.Tensor | None]
-    versions: list[int | None]
+    containers: list[dict[str, JsonValue]]  # records of the containers that paths can't express
+    tensors: list[torch.Tensor | None]  # detached; None for objects
+    versions: list[int | None]  # version counters; None if changes can't be seen or don't matter
+    # leaf, its DTensor, which has a version counter of its own, and that version
     wholes: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
-    values: dict[int, Any] = field(default_factory=dict)
-    blobs: dict[int, bytes] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)  # immutable objects, pickled later
+    blobs: dict[int, bytes] = field(default_factory=dict)  # mutable objects, pickled at the call
+    # the blobs that are not plain data: class, and result of `foreign_names`
     foreign: dict[int, tuple[str, dict[str, bool]]] = field(default_factory=dict)
+    # tensors copied at the call: offset and bytes in the arena of their device
     eager: dict[int, tuple[int, int]] = field(default_factory=dict)
+    # per device the bytes of the tensors copied at the call, dtype uint8
     arenas: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    # per accelerator the point in the caller's stream at which the tensors are ready
     events: dict[torch.device, torch.Event] = field(default_factory=dict)
+    # makes a stream current that waits for such an event, for reading in another thread
     behind: Callable[[torch.device, torch.Event], AbstractContextManager[object]] | None = None
-    token: object = None
+    token: object = None  # released together with the tensors
 
     def readable(self, device: torch.device) -> AbstractContextManager[object]:
-        """Let this thread read tensors of a device, once they are ready."""
+        """Return a context in which this thread may read tensors of a device, once they are ready."""
         event = self.events.get(device)
         return nullcontext() if event is None or self.behind is None else self.behind(device, event)
 
     def changed(self) -> list[str]:
-        """Give the names of the tensors that were changed in place since the capture; none when it is released."""
+        """Return the names of the tensors changed in place since the snapshot; none once it is released."""
         # Each is read once: another thread may release them meanwhile.
         tensors, versions, wholes, names = self.tensors, self.versions, self.wholes, self.structure.names
         if not len(tensors) == len(versions) == len(names):
@@ -98,7 +76,7 @@ class Snapshot:
         ]
 
     def overlook(self, allowed: Callable[[torch.Tensor], bool]) -> None:
-        """No longer tell of changes of some tensors, and of the DTensors that they are parts of."""
+        """Stop reporting changes of the tensors that ``allowed`` selects, and of the DTensors they are parts of."""
         tensors, versions, wholes = self.tensors, self.versions, self.wholes  # see `changed`
         leaves = {leaf for leaf, tensor in enumerate(tensors) if tensor is not None and allowed(tensor)}
         if len(tensors) == len(versions):
@@ -107,7 +85,7 @@ class Snapshot:
         wholes[:] = [each for each in wholes if each[0] not in leaves]
 
     def release(self) -> None:
-        """Let go of the tensors and objects."""
+        """Release the tensors and objects."""
         self.token = None
         self.values = {}
         self.blobs = {}

@@ -1,4 +1,4 @@
-"""What a plan assumes of a tensor, and how it is stored."""
+"""Tensor specs: the form of a tensor that a plan assumes, and the strides that it is stored with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _QUANTIZED = frozenset(
 
 
 def unstorable(dtype: torch.dtype, dims: int) -> str | None:
-    """Return what is wrong with a strided tensor of this form, which could be stored but not loaded; None: nothing."""
+    """Return why a strided tensor of this form could be stored but not loaded; None if it could."""
     if dims > MAX_DIMS:
         return f"has {dims} dimensions, and torch can't copy one of more than {MAX_DIMS}; reshape it"
     if dtype in _QUANTIZED:
@@ -29,30 +29,19 @@ def unstorable(dtype: torch.dtype, dims: int) -> str | None:
 
 
 class TensorSpec(NamedTuple):
-    """What a plan assumes of a tensor; staging checks it.
-
-    Attributes:
-        shape: its sizes.
-        dtype: its dtype.
-        stride: its strides in elements.
-        saved_stride: the strides that it is stored with; they leave no gaps.
-        is_raw: its memory is, byte for byte, what is stored.
-        device: where it is.
-        is_conj: its values are lazily conjugated.
-        is_neg: its values are lazily negated.
-    """
+    """The form of a tensor that a plan assumes; staging checks it."""
 
     shape: torch.Size
     dtype: torch.dtype
-    stride: tuple[int, ...]
-    saved_stride: tuple[int, ...]
-    is_raw: bool
+    stride: tuple[int, ...]  # in elements
+    saved_stride: tuple[int, ...]  # as stored, without gaps
+    is_raw: bool  # its memory is, byte for byte, what is stored
     device: torch.device
-    is_conj: bool = False
-    is_neg: bool = False
+    is_conj: bool = False  # lazily conjugated
+    is_neg: bool = False  # lazily negated
 
     def describes(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor still is what was planned for."""
+        """Return whether a tensor still has this form."""
         return (
             tensor.shape == self.shape
             and tensor.dtype is self.dtype
@@ -63,10 +52,10 @@ class TensorSpec(NamedTuple):
 
 
 def _lazy(tensor: torch.Tensor) -> tuple[bool, bool]:
-    """Tell whether values are lazily conjugated, and negated.
+    """Return whether values are lazily conjugated, and negated.
 
-    `is_conj` and `is_neg` let go of the interpreter, which then takes milliseconds to come back beside threads that
-    want it; the keys of a tensor can be read without that.
+    `is_conj` and `is_neg` release the GIL, and taking it back costs milliseconds while other threads want it; the
+    dispatch keys of a tensor are read without that.
     """
     if _KEYS is None or _CONJUGATE is None or _NEGATIVE is None:
         return tensor.is_conj(), tensor.is_neg()
@@ -75,7 +64,7 @@ def _lazy(tensor: torch.Tensor) -> tuple[bool, bool]:
 
 
 def describe(tensor: torch.Tensor) -> TensorSpec | None:
-    """Describe a tensor, or give None if it is not plain: sparse, quantized, or of another layout."""
+    """Return the spec of a tensor; None if it is not plain: sparse, quantized, or of another layout."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     shape, dtype, stride, device = tensor.shape, tensor.dtype, tensor.stride(), tensor.device
@@ -88,7 +77,7 @@ def describe(tensor: torch.Tensor) -> TensorSpec | None:
 
 
 def describe_contiguous(tensor: torch.Tensor) -> TensorSpec | None:
-    """Describe a tensor that is stored row by row, whatever its strides; None as `describe`."""
+    """Return the spec of a tensor that is stored row by row, whatever its strides; None as for `describe`."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     shape, stride = tensor.shape, tensor.stride()

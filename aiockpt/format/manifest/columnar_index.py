@@ -1,4 +1,4 @@
-"""Entries as columns: an index of many tensors, without an object for each until it is asked for."""
+"""Entries as columns: the index of many tensors, which makes an object for a tensor only on access."""
 
 from __future__ import annotations
 
@@ -21,26 +21,17 @@ if TYPE_CHECKING:
 
 
 class Form(NamedTuple):
-    """What tensor items that differ in their payload alone have in common.
-
-    Attributes:
-        dtype: the dtype of the tensor.
-        shape: its sizes.
-        stride: the strides that it is stored with, in elements.
-        item_bytes: the length of the item.
-        payload_offset: where the payload starts in the item, in bytes.
-        nbytes: the length of the payload.
-    """
+    """The form of a tensor item: what items that differ only in their payload have in common."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    item_bytes: int
-    payload_offset: int
-    nbytes: int
+    stride: tuple[int, ...]  # as stored, in elements
+    item_bytes: int  # length of the item
+    payload_offset: int  # in the item, in bytes
+    nbytes: int  # length of the payload
 
     def fits(self) -> bool:
-        """Tell whether the tensor lies within its payload, and that within the item."""
+        """Return whether the tensor lies within its payload, and the payload within the item."""
         if len(self.shape) != len(self.stride) or self.payload_offset + self.nbytes > self.item_bytes:
             return False
         size = self.dtype.itemsize
@@ -49,31 +40,17 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
 class IndexedEntries(Mapping[str, Entry]):
-    """The entries of an index by name, made on access; and the columns that they are made from.
+    """The entries of an index by name, made on access from columns; a row is the position of a name in ``names``."""
 
-    A row is the position of a name in ``names``.
-
-    Attributes:
-        names: the name of each leaf, in the order of the state dict.
-        numbers: the row of each name.
-        files: the names of the files.
-        forms: the distinct forms of tensor items.
-        form_of: for each row its position in ``forms``; -1 for objects.
-        file_of: for each row its position in ``files``.
-        offset_of: for each row where its item starts in the file, in bytes.
-        length_of: for each row the length of its item, in bytes.
-        crc_of: for each row the CRC-32 of its payload; of no meaning for objects.
-    """
-
-    names: Sequence[str]
-    numbers: Mapping[str, int]
+    names: Sequence[str]  # in the order of the state dict
+    numbers: Mapping[str, int]  # row of each name
     files: Sequence[str]
-    forms: Sequence[Form]
-    form_of: NDArray[np.int64]
-    file_of: NDArray[np.int64]
-    offset_of: NDArray[np.int64]
-    length_of: NDArray[np.int64]
-    crc_of: NDArray[np.int64]
+    forms: Sequence[Form]  # the distinct ones
+    form_of: NDArray[np.int64]  # positions in ``forms``; -1 for objects
+    file_of: NDArray[np.int64]  # positions in ``files``
+    offset_of: NDArray[np.int64]  # of the item in the file, in bytes
+    length_of: NDArray[np.int64]  # of the item, in bytes
+    crc_of: NDArray[np.int64]  # CRC-32 of the payload; undefined for objects
 
     def __repr__(self) -> str:
         return f"<IndexedEntries of {len(self.names)} leaves in {len(self.files)} files>"
@@ -98,7 +75,7 @@ class IndexedEntries(Mapping[str, Entry]):
         return TensorEntry(dtype, shape, (ChunkEntry((0,) * len(shape), shape, place, item),))
 
     def items(self) -> ItemsView[str, Entry]:
-        """Give all entries with their names, several times as fast as one by one."""
+        """Return all entries with their names, several times as fast as one by one."""
         return dict(zip(self.names, self._all(), strict=True)).items()
 
     def _all(self) -> Iterator[Entry]:
@@ -115,17 +92,7 @@ class IndexedEntries(Mapping[str, Entry]):
             yield TensorEntry(dtype, shape, (ChunkEntry(starts[number], shape, place, item),))
 
     def check(self, files: Mapping[str, int], path: str) -> None:
-        """Check that every item lies within its file, and that none lies partly on another.
-
-        Tied tensors have one item.
-
-        Args:
-            files: the size in bytes of each file.
-            path: where the checkpoint is, for messages.
-
-        Raises:
-            CorruptCheckpointError: naming key, file and offset.
-        """
+        """Check that every item lies within its file, and overlaps no other; tied tensors have one item."""
         sizes = np.array([files.get(file, -1) for file in self.files], dtype=np.int64)[self.file_of]
         beyond = np.flatnonzero(self.offset_of + self.length_of > sizes)
         if len(beyond):
@@ -159,13 +126,9 @@ class IndexedEntries(Mapping[str, Entry]):
 class IndexedPaths(Mapping[str, ObjPath]):
     """The path in the state dict of each name, made on access.
 
-    Args:
-        names: the name of each leaf, in the order of the state dict.
-        numbers: the row of each name.
-        parents: the distinct paths of the containers that hold leaves.
-        heads: for each parent what the names of its leaves start with.
-        parent_of: for each row its parent.
-        sequences: the parents whose leaves are at positions of a list.
+    ``parents`` are the distinct paths of the containers that hold leaves, ``heads`` the common beginnings of their
+    leaves' names, ``parent_of`` has the parent of each row, and the leaves of the parents in ``sequences`` are elements
+    of a list.
     """
 
     __slots__ = ("_heads", "_names", "_numbers", "_parent_of", "_parents", "_sequences")

@@ -1,4 +1,4 @@
-"""Writing the index in the manifest; see `aiockpt.format.manifest.reader` for what it is."""
+"""Encoding of the index in the manifest; `aiockpt.format.manifest.reader` documents its columns."""
 
 from __future__ import annotations
 
@@ -18,43 +18,25 @@ _STEP = 8192
 
 
 class ItemRanges(NamedTuple):
-    """Where the items are, leaf by leaf.
+    """The places of the items, leaf by leaf."""
 
-    Attributes:
-        form_of: positions in the list of forms; -1 for objects.
-        file_of: positions in the list of files.
-        offset_of: offsets in the files, in bytes; zero for objects.
-    """
-
-    form_of: list[int]
-    file_of: list[int]
-    offset_of: list[int]
+    form_of: list[int]  # positions in the list of forms; -1 for objects
+    file_of: list[int]  # positions in the list of files
+    offset_of: list[int]  # in the file, in bytes; zero for objects
 
 
 @dataclass(frozen=True, slots=True)
 class IndexDraft:
-    """The index of a manifest but for the CRCs.
+    """The index of a manifest without the CRCs."""
 
-    Attributes:
-        head: what is the same for every save with one layout.
-        leaves: how many leaves there are.
-        slot_leaves: the leaf of each slot, file by file.
-        tied: leaves that are stored as another one, with that.
-        objects: leaf, offset and length of each object, in bytes.
-    """
-
-    head: str = field(repr=False)
-    leaves: int
-    slot_leaves: Sequence[int] = field(repr=False)
-    tied: Mapping[int, int] = field(repr=False)
-    objects: Sequence[tuple[int, int, int]] = field(repr=False)
+    head: str = field(repr=False)  # the same for every save with one layout
+    leaves: int  # how many there are
+    slot_leaves: Sequence[int] = field(repr=False)  # leaf of each slot, file by file
+    tied: Mapping[int, int] = field(repr=False)  # leaves that are stored as another one, and that one
+    objects: Sequence[tuple[int, int, int]] = field(repr=False)  # leaf, offset and length of each, in bytes
 
     def finish(self, crcs: Sequence[Sequence[int]]) -> str:
-        """Complete it.
-
-        Args:
-            crcs: for each file the CRC-32 of each slot's payload.
-        """
+        """Return the JSON text, with the CRC-32 of each slot's payload, file by file."""
         column = [0] * self.leaves
         for leaf, crc in zip(self.slot_leaves, chain.from_iterable(crcs), strict=True):
             column[leaf] = crc
@@ -66,17 +48,9 @@ class IndexDraft:
 def encode_index(
     names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[Form], places: ItemRanges
 ) -> str | None:
-    """Encode the part of an index that is the same for every save with one layout.
+    """Return the beginning of the JSON text, which is the same for every save with one layout.
 
-    Args:
-        names: the name of each leaf.
-        paths: the path of each leaf.
-        files: the names of the files.
-        forms: the distinct forms of items.
-        places: where the item of each leaf is.
-
-    Returns:
-        The beginning of the JSON text; None if a path can't be told from its name.
+    Returns None if a path can't be reconstructed from its name.
     """
     parents: dict[ObjPath, int] = {}
     parent_of = [parents.setdefault(path[:-1], len(parents)) for path in paths]
@@ -101,13 +75,7 @@ def encode_index(
 
 
 def finish_index(head: str, crcs: Sequence[int], objects: Sequence[tuple[int, int, int]]) -> str:
-    """Complete an index with what differs from save to save.
-
-    Args:
-        head: what `encode_index` gave.
-        crcs: the CRC-32 of each leaf's payload; anything for objects.
-        objects: leaf, offset and length of each object, in bytes.
-    """
+    """Append the CRC-32 of each leaf's payload (anything for objects), and leaf, offset and length of each object."""
     return f'{{{head},\n    "crc32": {_column(crcs)},\n    "objects": {_column(objects)}\n  }}'
 
 
@@ -117,5 +85,5 @@ def _column(values: Sequence[Any]) -> str:
 
 
 def head_of(parent: Sequence[str | int]) -> str:
-    """Give what the names begin with of the leaves with this parent."""
+    """Return the beginning of the names of the leaves with this parent."""
     return "".join(f"{part}." for part in parent)

@@ -1,8 +1,8 @@
-"""The manifest, `.aiockpt.json`: what `.metadata` has no room for, in plain text.
+"""The manifest, `.aiockpt.json`: everything that `.metadata` has no room for, in plain text.
 
-It holds the user's own facts, sizes and CRCs of the files, totals and times, the containers that DCP's
-metadata can't tell apart, and an index of the items, so that opening a checkpoint needs no unpickling. A checkpoint
-without it is a plain DCP checkpoint and loads all the same.
+It holds the user's metadata, sizes and CRCs of the files, totals and times, the containers that DCP's metadata
+can't express, and an index of the items, so that opening a checkpoint needs no unpickling. A checkpoint without it is
+a plain DCP checkpoint and loads all the same.
 """
 
 from __future__ import annotations
@@ -47,38 +47,24 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a manifest.
+    """The contents of a manifest."""
 
-    Attributes:
-        writer: name and version of the program that wrote the checkpoint.
-        created: when, in ISO 8601 and UTC.
-        metadata: the user's own facts.
-        files: every file of the checkpoint but the manifest itself.
-        totals: counts and bytes.
-        times_s: durations in seconds.
-        containers: those containers of the state dict that `.metadata` can't describe.
-        index: what the checkpoint holds, as far as it was read from the manifest.
-        transformed: the items that are stored otherwise than as they are, by file and offset.
-    """
-
-    writer: str
-    created: str
-    metadata: dict[str, JsonValue] = field(default_factory=dict)
-    files: Mapping[str, FileFacts] = field(default_factory=dict)
-    totals: Mapping[str, int] = field(default_factory=dict)
-    times_s: Mapping[str, float] = field(default_factory=dict)
-    containers: list[dict[str, JsonValue]] = field(default_factory=list)
-    index: Index | None = None
+    writer: str  # name and version of the program
+    created: str  # ISO 8601, UTC
+    metadata: dict[str, JsonValue] = field(default_factory=dict)  # the user's own
+    files: Mapping[str, FileFacts] = field(default_factory=dict)  # every file of the checkpoint except the manifest
+    totals: Mapping[str, int] = field(default_factory=dict)  # counts and bytes
+    times_s: Mapping[str, float] = field(default_factory=dict)  # durations in seconds
+    containers: list[dict[str, JsonValue]] = field(default_factory=list)  # those that `.metadata` can't describe
+    index: Index | None = None  # as far as it was read from the manifest
+    # the transformed items, by file and offset
     transformed: Mapping[tuple[str, int], ItemFacts] = field(default_factory=dict)
 
 
 def encode_manifest(manifest: Manifest, index: str | None = None, transformed: str | None = None) -> bytes:
-    """Write a manifest as JSON text that ends with its own CRC-32.
+    """Encode a manifest as JSON text that ends with its own CRC-32.
 
-    Args:
-        manifest: what to write, but for its index.
-        index: the text of the index, see `aiockpt.format.manifest.reader`; None to leave it out.
-        transformed: the text of that section, see `aiockpt.format.transforms.item_transforms`; None to leave it out.
+    ``index`` and ``transformed`` are the JSON texts of these sections; None leaves them out.
     """
     document = {
         "format": "aiockpt",
@@ -115,15 +101,15 @@ def files_listed(data: bytes) -> frozenset[str] | None:
 
 
 def is_pickled(metadata: bytes) -> bool:
-    """Return whether `.metadata`, of which this is the beginning, was pickled: aiockpt's begins otherwise."""
+    """Return whether `.metadata`, of which this is the beginning, was pickled: aiockpt's begins differently."""
     return metadata[:1] == b"\x80" and metadata[2:3] in _PICKLED
 
 
 def is_of_another_save(manifest: Manifest, metadata: bytes) -> bool:
     """Return whether a manifest was left by a checkpoint that another program has replaced in place.
 
-    It records another `.metadata` than this one, which is pickled, and names its save in a `StorageMeta`, as torch's
-    writers do and aiockpt's does not. One of aiockpt's that was damaged, or edited, does neither.
+    It records a `.metadata` other than this one, which is pickled and names its save in a `StorageMeta`, as torch's
+    writers do and aiockpt's does not. A damaged or edited `.metadata` of aiockpt's does neither.
     """
     if not (is_pickled(metadata) and b"save_id" in metadata):
         return False
@@ -132,13 +118,10 @@ def is_of_another_save(manifest: Manifest, metadata: bytes) -> bool:
 
 
 def check_user_metadata(metadata: object) -> dict[str, JsonValue]:
-    """Copy the user's facts as JSON, refusing what it can't hold.
+    """Return a copy of the user's metadata as JSON values; raise TypeError, naming the key, for any other value.
 
     Scalars of NumPy and of torch become numbers, paths become texts. JSON has no number for nan, inf and -inf: they
-    become ``{"$float": "nan"}``, which `read_user_metadata` makes floats of again.
-
-    Raises:
-        TypeError: naming the key that is not JSON-able.
+    become ``{"$float": "nan"}``, which `read_user_metadata` turns back into floats.
     """
     if not isinstance(metadata, dict):
         raise TypeError(f"metadata must be a dict of JSON-able values, not {type(metadata).__name__}")
@@ -149,7 +132,7 @@ def check_user_metadata(metadata: object) -> dict[str, JsonValue]:
 
 
 def read_user_metadata(value: Any) -> Any:
-    """Return the user's facts as they were given, of what `check_user_metadata` made of them."""
+    """Return the user's metadata as it was passed, from the result of `check_user_metadata`."""
     if type(value) is list:
         return [read_user_metadata(part) for part in value]
     if type(value) is not dict:
@@ -197,7 +180,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _number_of(value: Any, where: str) -> Any:
-    """Return the one value of a scalar of torch or NumPy. Blocks until a tensor on an accelerator is computed."""
+    """Return the value of a scalar of torch or NumPy. Blocks until a tensor on an accelerator is computed."""
     if value.ndim:
         raise TypeError(
             f"metadata[{where!r}] is a {type(value).__name__} of {value.ndim} dimensions; metadata takes single "

@@ -1,4 +1,14 @@
-"""Reading the manifest, `.aiockpt.json`, believing nothing."""
+"""Reading of the manifest, `.aiockpt.json`, without trusting it.
+
+The index in the manifest duplicates `.metadata` and the framing of the items as columns of JSON, so that a reader
+needs neither, and no object per tensor: 100,000 tensors are a few arrays, checked all at once.
+
+The columns ``names``, ``parent``, ``form``, ``file``, ``offset`` and ``crc32`` have a row for each leaf, in the order
+of the state dict. ``form`` is a position in ``forms``, which lists the distinct (dtype, shape, stride, bytes of the
+item, offset of the payload in it, bytes of the payload); or -1 for an object, whose length is in ``objects``. The path
+of a leaf is ``parents[parent]`` and the rest of its name after the parent's; the leaves of the parents listed
+in ``sequences`` are elements of a list. Offsets and lengths are in bytes; the CRC-32 is the payload's.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Read a manifest.
+    """Decode a manifest.
 
     Raises:
-        CorruptCheckpointError: it is damaged, was edited, or is of a later format than this program knows.
+        CorruptCheckpointError: it is damaged, was edited, or needs a later version of this program.
     """
     try:
         body, _, seal = data.rpartition(SEAL.encode())
@@ -71,19 +81,19 @@ _CONTAINER_TYPES = ("dict", "OrderedDict", "Counter", "defaultdict", "list", "tu
 
 
 def file_facts(files: Any) -> dict[str, FileFacts]:
-    """Read the sizes and CRCs of the files."""
+    """Return the sizes and CRCs of the files."""
     return {name: FileFacts(_count(facts["bytes"]), _crc(facts["crc32"])) for name, facts in mapping(files).items()}
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Make sure that something is a mapping."""
+    """Return a value that must be a mapping."""
     if type(value) is not dict:
         raise TypeError(f"a {type(value).__name__} stands where a mapping belongs")
     return value
 
 
 def text(value: Any) -> str:
-    """Make sure that something is a text."""
+    """Return a value that must be text."""
     if type(value) is not str:
         raise TypeError(f"a {type(value).__name__} stands where a text belongs")
     return value
@@ -103,7 +113,7 @@ def _crc(value: Any) -> int:
 
 
 def containers(records: Any) -> list[dict[str, JsonValue]]:
-    """Read what is said of the containers of the state dict."""
+    """Return the container records of the state dict."""
     if type(records) is not list:
         raise TypeError(f"a {type(records).__name__} stands where the containers belong")
     return [_container(mapping(record)) for record in records]
@@ -153,15 +163,7 @@ _DTYPES = {
 
 
 def decode_index(document: Mapping[str, Any]) -> Index:
-    """Read the index of a manifest, believing nothing.
-
-    Args:
-        document: the whole manifest, as JSON objects.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is damaged; see
-            `aiockpt.format.manifest.manifest.decode_manifest`, which makes them one of ours.
-    """
+    """Return the index; `decode_manifest` translates the ValueError, KeyError or TypeError of a damaged one."""
     raw = document["index"]
     names, files = _texts(raw, "names"), _texts(raw, "files")
     numbers = dict(zip(names, range(len(names)), strict=True))

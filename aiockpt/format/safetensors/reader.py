@@ -1,9 +1,10 @@
-"""Safetensors files: what their headers say.
+"""Reading of safetensors: headers of files, and the index of a set of them.
 
 A file is the header's length as 8 bytes, the header as JSON, and the bytes of the tensors without gaps. The
 header gives for each tensor its dtype, its shape, and the first and last byte counted from the header's end.
 
-Source of the layout: the README of https://github.com/huggingface/safetensors, and the checks of its Rust code.
+Sources of the layout: the README of https://github.com/huggingface/safetensors and the checks of its Rust code; for
+sets of files ``save_pretrained`` of https://github.com/huggingface/transformers.
 """
 
 from __future__ import annotations
@@ -67,28 +68,19 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class HeaderError(ValueError):
-    """What is wrong with a header, in the words of a sentence about it."""
+    """The damage of a header, as the predicate of a sentence about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What tensors of one dtype and shape have in common, wherever they are."""
+    """The entry of tensors of one dtype and shape, whatever their offsets."""
 
     offsets: tuple[int, ...]
     item: TensorItem
 
 
 def header_end(name: str, head: bytes, file_bytes: int) -> int:
-    """Tell where the header ends and the tensors begin.
-
-    Args:
-        name: the file, for messages.
-        head: the first 8 bytes of the file, or more.
-        file_bytes: the length of the whole file.
-
-    Raises:
-        CorruptCheckpointError: the file is too short to be a safetensors file.
-    """
+    """Return the offset of the first tensor in a file that starts with ``head``, at least 8 bytes."""
     if file_bytes < _LENGTH.size or len(head) < _LENGTH.size:
         raise CorruptCheckpointError(
             f"{name} has {min(file_bytes, len(head))} bytes, too few for a safetensors file: it was truncated"
@@ -109,16 +101,10 @@ def header_end(name: str, head: bytes, file_bytes: int) -> int:
 
 
 def decode_header(name: str, data: bytes, file_bytes: int) -> Index:
-    """Read the header of a safetensors file.
+    """Return the index of a file's tensors, in the header's order, and of ``__metadata__`` as text.
 
-    Args:
-        name: the file, which the places of the tensors will name.
-        data: the beginning of the file, at least up to `header_end`.
-        file_bytes: the length of the whole file.
-
-    Returns:
-        The tensors in the header's order, and the texts of ``__metadata__`` as they are; for names that share
-        a tensor see `with_shared_names`.
+    ``data`` is the beginning of the file, at least up to `header_end`. `with_shared_names` adds the names that share a
+    tensor.
 
     Raises:
         CorruptCheckpointError: the header is damaged, or does not fit the file.
@@ -243,16 +229,12 @@ def _check_cover(names: list[str], begins: list[int], ends: list[int], room: int
 
 
 def shared_names(index: Index) -> dict[str, str]:
-    """Find the names that the metadata gives to tensors that are stored under another name.
+    """Return the names that the metadata gives to tensors stored under another name, with that name.
 
-    Safetensors stores no tensor twice. ``safetensors.torch.save_model`` keeps one name of a tied tensor, and
-    notes each of the others in ``__metadata__``, as ``{other name: kept name}``, among the user's own facts.
-    A note is told from a fact by this: its value is the name of a tensor, its key is not, and its key is one
-    word. A fact that happens to be so is taken for a name: to miss a tensor would be worse than to have one
-    more.
-
-    Returns:
-        For each such name the name of its tensor.
+    Safetensors stores no tensor twice. ``safetensors.torch.save_model`` keeps one name of a tied tensor, and records
+    each of the others in ``__metadata__``, as ``{other name: kept name}``, among the user's own entries. An entry
+    counts as such a record if its value is the name of a tensor, its key is not, and its key is one word. A user's
+    entry that looks the same is taken for a name: to miss a tensor would be worse than to have one more.
     """
     return {
         key: kept
@@ -262,10 +244,10 @@ def shared_names(index: Index) -> dict[str, str]:
 
 
 def with_shared_names(index: Index) -> Index:
-    """Add the names that `shared_names` finds, each with the place of the tensor that it shares.
+    """Add the names that `shared_names` finds, each with the entry of the tensor that it shares.
 
-    They follow the stored names. Those that may be facts as well stay in the metadata, too: a key without a dot,
-    such as in ``{"main_tensor": "model.embed.weight"}``, beside a kept name with dots that does not end in it.
+    They follow the stored names. Those that may be the user's own entries also stay in the metadata: a key without a
+    dot, as in ``{"main_tensor": "model.embed.weight"}``, beside a kept name with dots that does not end in it.
     """
     shared = shared_names(index)
     return replace(
@@ -285,28 +267,19 @@ def _may_be_a_fact(key: str, kept: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """The contents of a ``*.safetensors.index.json``.
+    """The contents of a ``*.safetensors.index.json``."""
 
-    Attributes:
-        weight_map: for each tensor the file that holds it, relative to the index.
-        metadata: facts about all of it, such as ``total_size``.
-    """
-
-    weight_map: Mapping[str, str]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    weight_map: Mapping[str, str]  # the file of each tensor, relative to the index
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # of the whole set, such as ``total_size``
 
     @property
     def files(self) -> Sequence[str]:
-        """The files of the set, each once, in the order of the map."""
+        """Files of the set, each once, in the order of the map."""
         return tuple(dict.fromkeys(self.weight_map.values()))
 
 
 def decode_shard_index(name: str, data: bytes) -> ShardIndex:
-    """Read the index of a set of safetensors files.
-
-    Args:
-        name: the index file, for messages.
-        data: all of its bytes.
+    """Decode the index of a set of safetensors files.
 
     Raises:
         CorruptCheckpointError: it is not such an index.
@@ -331,25 +304,17 @@ def decode_shard_index(name: str, data: bytes) -> ShardIndex:
 
 
 def _leads_out(file: str) -> bool:
-    """Tell whether a path may lead out of a directory, here or on a system with drives and backslashes."""
+    """Return whether a path may lead out of a directory, here or on a system with drives and backslashes."""
     parts = file.split("/")
     return not {"", ".", ".."}.isdisjoint(parts) or not {"\\", ":", "\0"}.isdisjoint(file) or not file.isprintable()
 
 
 def merge_shards(name: str, shards: ShardIndex, headers: Mapping[str, Index]) -> Index:
-    """Make one index of a set of files.
+    """Return one index of a set of files, from the index of each file.
 
-    The map decides what belongs to the set: a tensor of a file that the map does not give to that file is left
-    out, for it may be left from another save. A name that the file has only as a shared one is found as well.
-    The facts of the map go before those of the files.
-
-    Args:
-        name: the index file, for messages.
-        shards: what it says.
-        headers: what `decode_header` gave for each of its files.
-
-    Raises:
-        CorruptCheckpointError: naming a tensor and the file that should hold it and does not.
+    The map decides what belongs to the set: a tensor that it does not assign to the file that holds it is left out,
+    because it may be left from another save. A name that a file has only as a shared one is found as well. The map's
+    metadata takes precedence over that of the files.
     """
     metadata: dict[str, Any] = {}
     shared: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Writing safetensors: the headers of files, and the index of a set of them.
+"""Writing of safetensors: the headers of files, and the index of a set of them.
 
 A file is the header's length as 8 bytes, the header as JSON padded with spaces, and the bytes of the tensors without
 gaps. They are sorted by the alignment of their dtypes, the largest first, so that each one is aligned.
@@ -66,21 +66,19 @@ class Stored(NamedTuple):
 
 
 def has_name(dtype: torch.dtype, dim: int) -> bool:
-    """Tell whether the format has a name for tensors of this dtype and number of dimensions."""
+    """Return whether the format has a name for tensors of this dtype and number of dimensions."""
     return dtype in _DTYPES and (dim > 0 or _DTYPES[dtype][1] != _PAIRED)
 
 
 def file_order(tensor: Stored) -> tuple[int, str]:
-    """Give the key to sort the tensors of a file by."""
+    """Return the sort key of a tensor within its file."""
     return -_DTYPES[tensor.dtype][0], tensor.name
 
 
 def describe_tensors(tensors: Iterable[Stored], ends: Iterable[int]) -> str:
-    """Encode what the header says of the tensors of a file, without the braces around it.
+    """Encode the tensors of a file, in order, for its header, without the braces around them.
 
-    Args:
-        tensors: the tensors in the order of the file.
-        ends: where each ends, in bytes after the header; it begins where the one before ends.
+    ``ends`` are in bytes after the header; each tensor begins where the one before ends.
     """
     parts = []
     begin = 0
@@ -96,12 +94,9 @@ def describe_tensors(tensors: Iterable[Stored], ends: Iterable[int]) -> str:
 
 
 def encode_header(metadata: Mapping[str, str], tensors: str, nbytes: int = 0) -> bytes:
-    """Encode the beginning of a file, up to the first tensor.
+    """Encode the beginning of a file, up to the first tensor, in at least ``nbytes`` bytes.
 
-    Args:
-        metadata: text for the reader's own use.
-        tensors: what `describe_tensors` gave.
-        nbytes: the least length, in bytes; a multiple of `ALIGNMENT`.
+    ``tensors`` is the result of `describe_tensors`; ``nbytes`` is a multiple of `ALIGNMENT`.
     """
     facts = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
     text = f'{{"{METADATA_KEY}":{facts}{"," if tensors else ""}{tensors}}}'.encode()
@@ -110,17 +105,12 @@ def encode_header(metadata: Mapping[str, str], tensors: str, nbytes: int = 0) ->
 
 
 def shard_name(number: int, count: int) -> str:
-    """Give the name of a file: the only one, or one of a set, counted from 0."""
+    """Return the name of a file: the only one, or one of a set, counted from 0."""
     return SINGLE_NAME if count == 1 else f"model-{number + 1:05d}-of-{count:05d}{SUFFIX}"
 
 
 def encode_shard_index(shards: Mapping[str, Sequence[str]], tensor_bytes: int) -> bytes:
-    """Encode the index of a set of files.
-
-    Args:
-        shards: the names of the tensors in each file.
-        tensor_bytes: the bytes of all tensors.
-    """
+    """Encode the index of a set of files, from the names of the tensors in each."""
     weight_map = {name: file for file, names in shards.items() for name in names}
     document = {"metadata": {"total_size": tensor_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,4 +1,4 @@
-"""What a transform of stored items is: bytes in, other bytes out, and the way back."""
+"""The interface of transforms of stored items, which users may implement."""
 
 from __future__ import annotations
 
@@ -12,62 +12,66 @@ _DESCRIPTOR = re.compile(r"[^/\s\0]{1,200}/[^/\s\0]{1,50}")
 
 
 class Encoder(Protocol):
-    """Turns the bytes of one item into those that are stored."""
+    """Encodes the bytes of one item into those that are stored."""
 
     def update(self, data: memoryview) -> bytes | memoryview:
-        """Take the next bytes of the item, which may not be kept; give what can be stored by now."""
+        """Consume the next bytes of the item; return the output that is available by now.
+
+        Args:
+            data: valid only during the call; copy what must be kept.
+        """
 
     def finish(self) -> bytes | memoryview:
-        """Give the rest."""
+        """Return the rest of the output."""
 
 
 class Decoder(Protocol):
-    """Turns the stored bytes of one item into what they were made of.
+    """Decodes the stored bytes of one item into the bytes of the item.
 
-    Raises whatever it likes when they can't have been made by its transform, or with another key.
+    May raise any exception if the stored bytes were not made by its transform, or were made with another key.
     """
 
     def update(self, data: memoryview, most: int) -> bytes | memoryview:
-        """Take the next stored bytes, which may not be kept; give what they were made of, as far as it is known.
+        """Consume the next stored bytes; return the output that is available by now.
 
         Args:
-            data: the bytes, in pieces of any length.
-            most: how many bytes can be taken; more of them are an error, and best raised before they are made.
+            data: pieces of any length, valid only during the call.
+            most: the most bytes that may be returned. More are an error, best raised before they are produced.
         """
 
     def finish(self, most: int) -> bytes | memoryview:
-        """Give the rest; refuse what ends too early."""
+        """Return the rest of the output, at most ``most`` bytes; raise if the stored bytes end too early."""
 
 
 @runtime_checkable
 class Transform(Protocol):
-    """A way to store items other than as they are: compressed, encrypted, or what you like.
+    """Encodes items before they are stored: compression, encryption, or anything else.
 
-    Given as ``transforms=`` to a checkpointer, it is applied to every tensor and object, each by itself. Several
-    threads use it at once, each with encoders and decoders of its own. It should be picklable. What describes the
-    checkpoint is not transformed: names, shapes, dtypes, sizes, and the facts given as ``metadata`` can be read.
+    Passed as ``transforms=`` to a checkpointer, it is applied to every tensor and object, each by itself. Several
+    threads use it at once, each with encoders and decoders of its own. It should be picklable. The description of the
+    checkpoint is not transformed: names, shapes, dtypes, sizes, and the user's ``metadata`` stay readable.
 
     Attributes:
-        descriptor: its name and version, "name/version", which is stored in the checkpoint, and finds it when loading.
+        descriptor: name and version, "name/version"; stored in the checkpoint, it identifies the transform on load.
     """
 
     @property
     def descriptor(self) -> str:
-        """Its name and version."""
+        """Name and version, "name/version"."""
 
     def encoder(self) -> Encoder:
-        """Begin to store an item."""
+        """Return a new encoder for one item."""
 
     def decoder(self) -> Decoder:
-        """Begin to read an item."""
+        """Return a new decoder for one item."""
 
 
 def check_transforms(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
-    """Copy what a caller gave as transforms.
+    """Return the transforms passed by a caller as a tuple.
 
     Raises:
-        TypeError: one of them is none.
-        ValueError: a descriptor that can't be stored, or of which there are two.
+        TypeError: one of them is no transform.
+        ValueError: a descriptor is malformed or duplicate.
     """
     checked = tuple(transforms)
     seen: set[str] = set()

@@ -1,8 +1,8 @@
-"""Items that are stored otherwise than as they are: what the manifest says of them.
+"""Section "transformed" of the manifest: the items whose stored bytes were compressed or transformed.
 
-In its section "transformed" each file has a row for each such item: where it is stored, in how many bytes, the
-CRC-32 of these, the bytes of the item itself, where in it a tensor's bytes begin (zero for objects), and, unless
-they are stored row by row, the tensor's strides. What was done to an item says `.metadata`.
+Each file has a row for each such item: its offset and length as stored, the CRC-32 of the stored bytes, the length of
+the item itself, the offset of a tensor's payload in it (zero for objects), and, unless the tensor is stored row by
+row, its strides. `.metadata` records which transforms were applied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STEP = 8192  # so that no C function holds the interpreter for long
 
 
 class ItemFacts(NamedTuple):
-    """What the manifest says of a transformed item; see the module."""
+    """A row of the section; see the module."""
 
     offset: int
     length: int
@@ -34,18 +34,14 @@ class ItemFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransformedDraft:
-    """What describes transformed items, but for what they come to.
-
-    Attributes:
-        metadata: the draft of `.metadata`.
-        forms: for each file and each of its items where a tensor's bytes begin, and its strides; see `ItemFacts`.
-    """
+    """The description of transformed items, without their stored sizes and CRCs."""
 
     metadata: MetadataDraft
+    # for each item of each file its payload offset and strides; see `ItemFacts`
     forms: Sequence[Sequence[tuple[int, tuple[int, ...] | None]]] = field(repr=False)
 
     def section(self, encoded: Sequence[Sequence[EncodedItem]]) -> str:
-        """Give the section of the manifest for what the items of each file have come to."""
+        """Return the section, with the stored size and CRC of each file's items."""
         files: dict[str, list[ItemFacts]] = {}
         for name, forms, items in zip(self.metadata.files, self.forms, encoded, strict=True):
             files[name] = [
@@ -55,7 +51,7 @@ class TransformedDraft:
 
 
 def encode_transformed(files: Mapping[str, Sequence[ItemFacts]]) -> str:
-    """Give the section as JSON text."""
+    """Encode the section as JSON text."""
     return "{" + ",".join(f"\n    {json.dumps(name)}: {_rows(rows)}" for name, rows in files.items()) + "\n  }"
 
 
@@ -66,11 +62,7 @@ def _rows(rows: Sequence[ItemFacts]) -> str:
 
 
 def decode_transformed(section: Any) -> dict[tuple[str, int], ItemFacts]:
-    """Read the section, believing nothing; give the items by file and offset.
-
-    Raises:
-        ValueError, TypeError: it is damaged; `decode_manifest` makes them one of ours.
-    """
+    """Return the items by file and offset; `decode_manifest` translates the errors of a damaged section."""
     if type(section) is not dict:
         raise TypeError("the section of transformed items is no mapping")
     return {(name, item.offset): item for name, rows in section.items() for item in map(_facts, rows)}

@@ -1,4 +1,4 @@
-"""Which items are compressed, and how: what `save(compress=)` takes."""
+"""Compression rules: the values of `save(compress=)`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def compression_of(value: Any) -> Zstd | None:
-    """Check one choice of a compression.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the compression that one value stands for; raise ValueError if it is none."""
     if value is None or isinstance(value, Zstd):
         return value
     if isinstance(value, str) and value == "zstd":
@@ -34,18 +30,15 @@ def compression_of(value: Any) -> Zstd | None:
 def choose_compression(
     rule: CompressRule, names: Sequence[str], tensors: Sequence[torch.Tensor | None]
 ) -> list[Zstd | None] | None:
-    """Decide for each leaf how it is compressed; None if none is.
+    """Return the compression of each leaf; None if no leaf is compressed.
 
-    Args:
-        rule: one choice for all; or choices by patterns of names, the first that means a name counting; or a function
-            of name and tensor, which is asked for tensors alone, so that objects are not compressed.
-        names: the names of the leaves.
-        tensors: the leaves that are tensors; None for objects.
+    A rule is one value for all; or values by patterns of names, where the first match counts; or a function of name and
+    tensor, which is called for tensors only, so that objects are not compressed.
 
     Raises:
-        ValueError: a choice is none.
-        TypeError: a pattern is none.
-        SaveError: the function has failed.
+        ValueError: a value is no compression.
+        TypeError: a pattern is no text.
+        SaveError: the function failed.
         AiockptError: the library is missing.
     """
     if isinstance(rule, Mapping):

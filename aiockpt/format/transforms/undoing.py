@@ -1,4 +1,4 @@
-"""Undoing transforms: stored bytes come in pieces, those of the item go out in pieces."""
+"""Decoding of transformed items, piece by piece."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLACK_BYTES = 1 << 20
 
 
 class TransformFailedError(Exception):
-    """A transform can't undo what it was given; the message says why, the cause is what it raised."""
+    """A transform can't decode its input; the message says why, the cause is the exception it raised."""
 
     def __init__(self, descriptor: str, reason: str) -> None:
         super().__init__(f"{descriptor} says: {reason}")
@@ -24,7 +24,7 @@ class TransformFailedError(Exception):
 
 
 def find_transforms(descriptors: Sequence[str], given: Mapping[str, Transform]) -> list[Transform | Zstd] | str:
-    """Find what undoes an item's transforms, in that order; if one is not known, give its descriptor."""
+    """Return the transforms that decode an item, in that order; or the first descriptor that is unknown."""
     found: list[Transform | Zstd] = []
     for descriptor in descriptors:
         transform = given.get(descriptor)
@@ -40,16 +40,10 @@ def find_transforms(descriptors: Sequence[str], given: Mapping[str, Transform]) 
 def undone(
     transforms: Sequence[Transform | Zstd], pieces: Iterable[memoryview], stored_bytes: int, most: int
 ) -> Iterator[memoryview]:
-    """Undo transforms.
-
-    Args:
-        transforms: those of the item, the last that was applied first.
-        pieces: the stored bytes.
-        stored_bytes: how many these are.
-        most: the most bytes that the item can have.
+    """Decode the stored bytes of an item with its transforms, the last applied first; yield at most ``most`` bytes.
 
     Raises:
-        TransformFailedError: they can't be undone, or there would be more bytes.
+        TransformFailedError: they can't be decoded, or decode to more bytes.
     """
     for number, transform in enumerate(transforms, 1):
         # What comes between two transforms is not much longer than what they begin and end with.
@@ -91,7 +85,7 @@ def _less(left: int, part: memoryview, descriptor: str, most: int) -> int:
 
 @contextlib.contextmanager
 def _failures_of(descriptor: str) -> Iterator[None]:
-    """Name the transform that fails."""
+    """Translate exceptions of a transform."""
     try:
         yield
     except Warning:  # an error only because the program makes errors of warnings

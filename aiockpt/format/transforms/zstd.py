@@ -1,6 +1,6 @@
-"""Compression with zstd, as torch's `ZStandard` extension of DCP does it: one frame for each item.
+"""Compression with zstd, compatible with torch's `ZStandard` extension of DCP: one frame for each item.
 
-The frames carry the size and a checksum of what they stand for, which torch's do not.
+The frames carry the size and a checksum of their content, which torch's do not.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ class FrameError(ValueError):
 
 
 class FrameWalker:
-    """Goes along a frame as its bytes come by, and cuts them where blocks end.
+    """Splits a zstd frame at block boundaries as its bytes arrive; this detects truncation and bounds the output.
 
-    Attributes:
-        over: whether the frame has ended.
+    Source: RFC 8878, sections 3.1.1 and 3.1.1.2.
     """
 
     def __init__(self) -> None:
@@ -52,10 +51,10 @@ class FrameWalker:
         self._has_checksum = False
 
     def cut(self, data: memoryview, blocks: int) -> Iterator[memoryview]:
-        """Give the bytes again, in parts that end at most so many blocks each.
+        """Yield the bytes again, in parts that end at most ``blocks`` blocks each.
 
         Raises:
-            FrameError: something else than a frame begins, or something stands behind the frame.
+            FrameError: something other than a frame begins, or bytes follow the frame.
         """
         begin = at = ended = 0
         while at < len(data):
@@ -71,7 +70,7 @@ class FrameWalker:
             yield data[begin:at]
 
     def _step(self, data: memoryview) -> int:
-        """Take some of the bytes; tell how many."""
+        """Consume some of the bytes; return how many."""
         if self._left:
             taken = min(self._left, len(data))
             self._left -= taken
@@ -87,7 +86,7 @@ class FrameWalker:
         return taken
 
     def _header_bytes(self, data: bytes) -> int:
-        """Tell how long the frame's header is, as far as that is known."""
+        """Return the length of the frame's header, as far as it is known."""
         head = self._head + data
         if head[:4] != MAGIC[: len(head)]:
             raise FrameError("they are no zstd frame")
@@ -116,7 +115,7 @@ class FrameWalker:
             self._end_block()
 
     def _end_block(self) -> None:
-        """Go on behind the last block: to the checksum, and behind that to the end."""
+        """Go on after the last block: to the checksum, and then to the end."""
         if self._has_checksum:
             self._has_checksum = False
             self._left = _CHECKSUM_BYTES
@@ -145,11 +144,7 @@ def _library() -> Any:
 
 
 def require_zstd() -> None:
-    """Make sure that compression is possible.
-
-    Raises:
-        AiockptError: a package is missing; the message says which.
-    """
+    """Raise `AiockptError`, naming the missing package, if zstd is not available."""
     _library()
 
 
@@ -169,19 +164,19 @@ class Zstd:
 
     @property
     def descriptor(self) -> str:
-        """What torch calls it."""
+        """Name and version that torch uses."""
         return ZSTD_DESCRIPTOR
 
     def encoder(self, nbytes: int = -1) -> ZstdEncoder:
-        """Begin to compress an item of so many bytes; -1 where that is not known."""
+        """Return an encoder of an item of so many bytes; -1 if that is not known."""
         return ZstdEncoder(self.level, nbytes)
 
     def decoder(self) -> ZstdDecoder:
-        """Begin to decompress an item, of whatever level."""
+        """Return a decoder of an item, for any level."""
         return ZstdDecoder()
 
     def compressed_bytes(self, data: memoryview) -> int:
-        """Tell what some bytes come to. Lets other threads run."""
+        """Return the compressed size of some bytes. Releases the GIL."""
         return len(_library().ZstdCompressor(level=self.level).compress(data))
 
 
@@ -204,7 +199,7 @@ class ZstdEncoder:
 
 
 class ZstdDecoder:
-    """Decompresses one item, a few blocks at a time, so that few bytes can't fill the memory."""
+    """Decompresses one item, a few blocks at a time, so that a small input can't fill the memory."""
 
     def __init__(self) -> None:
         zstandard = _library()
@@ -213,11 +208,7 @@ class ZstdDecoder:
         self._walker = FrameWalker()
 
     def parts(self, data: memoryview) -> Iterator[bytes]:
-        """Take the next stored bytes; give what they stand for, a few MiB at a time.
-
-        Raises:
-            FrameError: they are damaged.
-        """
+        """Consume the next stored bytes; yield their content, a few MiB at a time."""
         for part in self._walker.cut(data, _STEP_BLOCKS):
             try:
                 made = self._frame.decompress(part)
@@ -237,7 +228,7 @@ class ZstdDecoder:
         return b"".join(made)
 
     def finish(self, most: int) -> bytes:
-        """Make sure that the frame is whole."""
+        """Raise `FrameError` unless the frame is complete."""
         if not self._walker.over:
             raise FrameError("the zstd frame is cut short")
         return b""

@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a plan of all ranks: who has what, where it is written, and the encoded index of that."""
+"""The global plan that rank 0 keeps between saves, with the encoded metadata of it."""
 
 from __future__ import annotations
 
@@ -28,25 +28,14 @@ if TYPE_CHECKING:
 
 
 class _Yielding(pickle.Pickler):
-    """Lets go of the interpreter now and then, which the plain one holds from beginning to end."""
+    """A pickler that releases the GIL now and then; the plain one holds it from beginning to end."""
 
     def persistent_id(self, _obj: Any) -> None:
-        """Treat nothing otherwise; that this is Python is what counts."""
+        """Pickle everything as usual; being a Python call, it lets other threads run."""
 
 
 class GlobalPlanCache:
-    """A plan of all ranks, and what was made from it.
-
-    Args:
-        token: its number.
-        ranks: what each rank has.
-        plan: who writes what.
-
-    Attributes:
-        tensors: how many tensors there are.
-        objects: how many objects there are.
-        tensor_bytes: the bytes of all tensors, each stored one counted once.
-    """
+    """A global plan, and what was computed from it."""
 
     def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan) -> None:
         self.token = token
@@ -65,11 +54,11 @@ class GlobalPlanCache:
 
     @property
     def knows_places(self) -> bool:
-        """Whether it is known where the items of all ranks are."""
+        """Whether the places of all ranks' items are known."""
         return self._places is not None
 
     def pickled(self) -> bytes:
-        """Pickle it, but for what can be encoded again. Takes long after a change, for many items."""
+        """Pickle it, without what can be encoded again. Takes long after a change, for many items."""
         knows = self.knows_places
         if self._pickled is None or self._pickled[0] != knows:
             data = io.BytesIO()
@@ -81,20 +70,16 @@ class GlobalPlanCache:
         return {**vars(self), "_document": None, "_pickled": None}
 
     def check(self, results: Sequence[Written]) -> None:
-        """Check that every planned item was written once, and note where. Takes long the first time for many items.
-
-        Raises:
-            SaveError: naming the rank, and what is missing.
-        """
+        """Check that every planned item was written once; keep the places. The first call takes long."""
         for rank, (written, share) in enumerate(zip(results, self.plan.shares, strict=True)):
             _check_rank(rank, share, self._object_leaves[rank], written)
         if self._places is None:
             self._places = [written.places for written in results if written.places is not None]
 
     def documents(self, results: Sequence[Written]) -> bytes | bytearray:
-        """Encode `.metadata`, for results that were checked. Takes long the first time for many items.
+        """Encode `.metadata` of checked results. The first call takes long for many items.
 
-        What it gives is good until the next call: of very many items it is large, and only its end changes.
+        The result is valid until the next call: it can be large, and only its end changes.
         """
         if self._document is None:
             head = self._encode()
@@ -127,20 +112,12 @@ class GlobalPlanCache:
 
 
 def cache_of(token: int, ranks: Sequence[RankInventory]) -> GlobalPlanCache:
-    """Plan for all ranks.
-
-    Raises:
-        SaveError: they contradict each other.
-    """
+    """Plan for all ranks; raise `SaveError` if they contradict each other."""
     return GlobalPlanCache(token, ranks, plan_globally(ranks))
 
 
 def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
-    """Make a plan of what all ranks have written already, each what it has; of what several have, one copy counts.
-
-    Raises:
-        SaveError: they contradict each other.
-    """
+    """Plan from what all ranks have already written; if several wrote the same part, one copy counts."""
     silent = next((rank for rank, written in enumerate(results) if written.holdings is None), None)
     if silent is not None:
         raise SaveError(f"rank {silent} has not said what it has written; nothing was published")
@@ -150,7 +127,7 @@ def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
 
 
 def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
-    """Put the places of all ranks into one table, with a row for every leaf."""
+    """Return one table of the places of all ranks, with a row for every leaf."""
     begins = np.cumsum([0, *leaves])
     table = PlaceTable([], begins[:-1], *(np.zeros(begins[-1], kind) for kind in (np.int32, np.int64, np.int64)))
     for begin, each in zip(begins, places, strict=False):
@@ -163,7 +140,7 @@ def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
 
 
 def _payload_bytes(held: RankInventory, share: Sequence[int]) -> int:
-    """Count the bytes of the tensors of a share."""
+    """Return the bytes of the tensors of a share."""
     sizes = [form.payload_bytes for form in held.forms] + [0]  # for objects, whose form is -1
     return sum(sizes[held.form_of[leaf]] for leaf in share)
 
@@ -187,11 +164,7 @@ def _check_rank(rank: int, share: Sequence[int], objects: set[int], written: Wri
 
 
 def files_of(results: Sequence[Written]) -> Mapping[str, FileFacts]:
-    """Give the files of all ranks.
-
-    Raises:
-        SaveError: two ranks have written files of one name.
-    """
+    """Return the files of all ranks; raise `SaveError` if two of them have one name."""
     files: dict[str, FileFacts] = {}
     for rank, written in enumerate(results):
         twice = files.keys() & written.files.keys()

@@ -1,4 +1,4 @@
-"""One rank's side of planning together: what it has, what it was told to write, and the layout kept for that."""
+"""One rank's side of collective planning: its inventory, and the cached layout of its assignment."""
 
 from __future__ import annotations
 
@@ -20,21 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LocalProposal:
-    """What a rank brings to the planning of one save.
+    """A rank's proposal for one save."""
 
-    Attributes:
-        token: the plan of all ranks that the kept layout belongs to, and may serve again; None if there is none.
-        plan: this rank's plan by that layout.
-        survey: what there is, where there is no such layout.
-    """
-
-    token: int | None
-    plan: DcpPlan | None = field(repr=False)
-    survey: StateSummary | None = field(repr=False)
+    token: int | None  # of the global plan that the cached layout belongs to; None: no layout to reuse
+    plan: DcpPlan | None = field(repr=False)  # this rank's plan with that layout
+    survey: StateSummary | None = field(repr=False)  # if there is no such layout
 
 
 class _Kept(NamedTuple):
-    """The layout of a share, the plan of all ranks that it belongs to, and what else that was made from."""
+    """Cached layout of this rank's assignment, with the global plan's token and the containers it was made from."""
 
     token: int
     layout: DcpLayout
@@ -42,27 +36,14 @@ class _Kept(NamedTuple):
 
 
 class LocalPlanner:
-    """Plans one rank's share; keeps the last layout of each form.
-
-    Args:
-        prefix: what the names of the rank's files begin with.
-    """
+    """Plans one rank's share; caches the last layout of each format. ``prefix`` begins the names of its files."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._kept: dict[str, _Kept] = {}
 
     def offer(self, capture: Snapshot, form: DcpForm, *, again: bool = False) -> LocalProposal:
-        """Look whether the kept layout may serve again; else look at what there is. Takes a while for many tensors.
-
-        Args:
-            capture: what to save.
-            form: how.
-            again: whether the kept layout may be used.
-
-        Raises:
-            SaveError: an object can't be serialised.
-        """
+        """Propose the cached layout if it fits and ``again`` is set, else a summary. Takes a while for many tensors."""
         kept = self._kept.get(form.name)
         if again and kept is not None and kept.containers == capture.containers:
             serves = may_serve(kept.layout, capture, form, every=True)
@@ -74,22 +55,14 @@ class LocalPlanner:
     def take(
         self, capture: Snapshot, form: DcpForm, survey: StateSummary, token: int, leaves: Sequence[int]
     ) -> DcpPlan:
-        """Lay out the share that this rank was given.
-
-        Raises:
-            SaveError: an object can't be serialised.
-        """
+        """Lay out the leaves assigned to this rank."""
         plan = form.lay_out(survey, capture, Share(self._prefix, leaves))
         self._kept[form.name] = _Kept(token, plan.layout, capture.containers)
         return plan
 
 
 def inventory_of(survey: StateSummary, capture: Snapshot) -> RankInventory:
-    """Say what a rank has.
-
-    Raises:
-        SaveError: a tensor has a dtype that can't be stored.
-    """
+    """Return a rank's inventory; raise `SaveError` for a dtype that can't be stored."""
     structure = survey.structure
     forms: dict[ShardForm, int] = {}
     form_of: list[int] = []
@@ -111,7 +84,7 @@ def inventory_of(survey: StateSummary, capture: Snapshot) -> RankInventory:
 
 
 def places_of(layout: DcpLayout) -> ItemPlaces:
-    """Say where the tensors of a layout are."""
+    """Return where the tensors of a layout are."""
     rows = [
         (slot.leaf, number, slot.offset, slot.framing.length)
         for number, image in enumerate(layout.images)

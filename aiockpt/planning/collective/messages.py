@@ -25,47 +25,30 @@ _PROTOCOL = 5
 
 
 class ShardForm(NamedTuple):
-    """What parts of tensors that differ in their place alone have in common.
-
-    Attributes:
-        dtype: the dtype of the tensor.
-        shape: the sizes of the whole tensor.
-        sizes: the sizes of the part.
-        nbytes: the bytes that it takes in a file.
-    """
+    """The form of parts of tensors, whatever their offsets."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    nbytes: int
+    shape: tuple[int, ...]  # of the whole tensor
+    sizes: tuple[int, ...]  # of the part
+    nbytes: int  # of its item in a file
 
     @property
     def payload_bytes(self) -> int:
-        """The bytes of the part itself."""
+        """Bytes of the part itself."""
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class RankInventory:
-    """What one rank has, leaf by leaf; small enough to travel.
-
-    Attributes:
-        names: the name of each leaf.
-        paths: the path of each leaf in the state dict.
-        forms: the distinct forms of the parts.
-        form_of: for each leaf its position in ``forms``; -1 for objects.
-        offsets: for each leaf where the part begins in the whole tensor; nothing for objects.
-        tied: the leaves that are the same memory as an earlier one, with that one.
-        containers: records of the containers that paths can't express.
-    """
+    """A rank's leaves, sent to rank 0 for global planning."""
 
     names: list[str]
-    paths: list[ObjPath]
-    forms: list[ShardForm]
-    form_of: list[int]
-    offsets: list[tuple[int, ...]]
-    tied: dict[int, int] = field(default_factory=dict)
-    containers: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[ObjPath]  # in the state dict
+    forms: list[ShardForm]  # the distinct ones
+    form_of: list[int]  # for each leaf its position in ``forms``; -1 for objects
+    offsets: list[tuple[int, ...]]  # for each leaf where the part begins in the whole; () for objects
+    tied: dict[int, int] = field(default_factory=dict)  # leaves with the memory of an earlier leaf, and that leaf
+    containers: list[dict[str, Any]] = field(default_factory=list)  # records of the containers that paths can't express
 
     def __reduce__(self) -> tuple[Any, ...]:
         kinds: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -89,7 +72,7 @@ def _unpacked(
 
 @functools.lru_cache(maxsize=8)
 def _named(data: bytes) -> tuple[list[str], list[ObjPath]]:
-    """Read names and paths. Ranks that have the same share one list of them, which nobody changes."""
+    """Unpickle names and paths; ranks that have the same share one list, which nobody changes."""
     names, paths = pickle.loads(data)
     return names, paths
 
@@ -99,95 +82,54 @@ def _named(data: bytes) -> tuple[list[str], list[ObjPath]]:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What a rank brings to the first round.
+    """A rank's message in the first round."""
 
-    Attributes:
-        overwrite: as the caller said.
-        decentralized: whether it decides alone what it writes.
-        form: the name of the form to save in.
-        token: the plan of all ranks that the rank's kept layout belongs to, if that may serve.
-        holdings: what the rank has, where it does not, and rank 0 is to decide.
-    """
-
-    overwrite: bool
-    decentralized: bool
-    form: str
-    token: int | None
+    overwrite: bool  # as passed by the caller
+    decentralized: bool  # the rank decides alone what it writes
+    form: str  # name of the format
+    token: int | None  # of the global plan that the rank's reusable layout belongs to; None: there is none
     holdings: RankInventory | None = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """What rank 0 replies.
+    """Rank 0's reply."""
 
-    Attributes:
-        ticket: for taking part in the transaction; None: come again, with all that you have.
-        token: the plan of all ranks.
-        leaves: what to write; None: the same as last time, or what the rank decides.
-        tell_places: say where the items are.
-        secret: what the writer processes of the ranks know each other by.
-    """
-
-    ticket: str | None
-    token: int
-    leaves: list[int] | None = field(repr=False)
-    tell_places: bool
-    secret: bytes = field(repr=False, default=b"")
+    ticket: str | None  # to join the transaction; None: send a full inventory in another round
+    token: int  # of the global plan
+    leaves: list[int] | None = field(repr=False)  # to write; None: the same as last time, or what the rank decides
+    tell_places: bool  # report where the items are
+    secret: bytes = field(repr=False, default=b"")  # shared by the writer processes of the ranks
 
 
 class ItemPlaces(NamedTuple):
-    """Where the items of one rank's share are, one row for each.
+    """The places of the items of one rank's share, one row for each."""
 
-    Attributes:
-        files: the names of the rank's files.
-        leaves: the leaf of each item.
-        file_of: the position of its file in ``files``.
-        offsets: where it starts there, in bytes.
-        lengths: its length in bytes.
-    """
-
-    files: list[str]
+    files: list[str]  # names of the rank's files
     leaves: list[int]
-    file_of: list[int]
-    offsets: list[int]
-    lengths: list[int]
+    file_of: list[int]  # positions in ``files``
+    offsets: list[int]  # in the file, in bytes
+    lengths: list[int]  # in bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank has written of its share.
-
-    Attributes:
-        files: its files.
-        items: how many tensor items are in them.
-        objects: for each leaf that is an object of the share, where it is.
-        places: where the tensor items are; None where rank 0 knows it from an earlier save.
-        holdings: what the rank has, where it has decided alone to write all of that.
-        token: the plan of all ranks that it was written by.
-    """
+    """A rank's report of its written share."""
 
     files: dict[str, FileFacts]
-    items: int
-    objects: dict[int, ItemRange]
-    places: ItemPlaces | None = field(repr=False)
+    items: int  # number of tensor items
+    objects: dict[int, ItemRange]  # by leaf
+    places: ItemPlaces | None = field(repr=False)  # of tensor items; None if rank 0 knows them from an earlier save
     holdings: RankInventory | None = field(repr=False, default=None)
-    token: int = 0
+    token: int = 0  # of the global plan
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What rank 0 tells all ranks of the checkpoint.
+    """Rank 0's summary of the checkpoint for all ranks."""
 
-    Attributes:
-        files: the size in bytes of each file; None for other ranks than 0, of which there may be thousands.
-        file_bytes: the bytes of all files with items.
-        tensor_bytes: the bytes of the tensors in them.
-        tensors: how many tensors there are.
-        objects: how many objects there are.
-    """
-
-    files: dict[str, int] | None
-    file_bytes: int
-    tensor_bytes: int
+    files: dict[str, int] | None  # sizes in bytes; None for ranks other than 0, of which there may be thousands
+    file_bytes: int  # of all files with items
+    tensor_bytes: int  # of the tensors in them
     tensors: int
     objects: int

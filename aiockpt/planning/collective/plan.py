@@ -1,7 +1,8 @@
-"""Who writes what: from what each rank has to a plan for all of them. Pure.
+"""Global plan: assigns every part of a tensor and every object to one writing rank, balanced by bytes.
 
-Every part of a tensor, and every object, is written by exactly one rank. What several ranks have is spread so that
-all write about as many bytes.
+In most programs very many tensors are sharded alike, and very many ranks have parts of the same tensors. So ranks
+with the same names are grouped, and a tensor's sharding pattern is the column of its kinds over these ranks: it is
+found and checked once for all tensors with the same columns.
 """
 
 from __future__ import annotations
@@ -35,44 +36,28 @@ _Kind = tuple["ShardForm | None", tuple[int, ...]]
 
 
 class ShardingPattern(NamedTuple):
-    """Which ranks have what of a tensor, or have an object.
+    """The ranks that have each part of a tensor, or an object; a holder is (rank, position in `NamePattern.leaves`)."""
 
-    A holder is given as a rank, and which of the name's leaves it is there; see `NamePattern`.
-
-    Attributes:
-        form: a form of its parts; None for an object.
-        cut: its parts, none for an object.
-        nbytes: the bytes that each part takes in a file.
-        holders: for each part who has it; for an object all that have it.
-        first: the first who has it.
-        alone: for each part the rank that has it, if none has several; else None.
-    """
-
-    form: ShardForm | None
-    cut: Cut
-    nbytes: tuple[int, ...]
-    holders: tuple[tuple[RankLeaf, ...], ...]
-    first: RankLeaf
-    alone: tuple[int, ...] | None
+    form: ShardForm | None  # of one of its parts; None for an object
+    cut: Cut  # its parts; () for an object
+    nbytes: tuple[int, ...]  # of each part in a file
+    holders: tuple[tuple[RankLeaf, ...], ...]  # of each part; for an object all its holders
+    first: RankLeaf  # the first holder
+    alone: tuple[int, ...] | None  # the rank of each part if each has only one holder, else None
 
 
 class NamePattern(NamedTuple):
-    """A name as it was found on some ranks.
-
-    Attributes:
-        spread: who has it.
-        leaves: the leaves that it is; one for all ranks that have the same names.
-    """
+    """A name and its sharding pattern."""
 
     spread: ShardingPattern
-    leaves: tuple[int, ...]
+    leaves: tuple[int, ...]  # its leaf in each group of ranks with the same names
 
 
 def find(ranks: Sequence[RankInventory]) -> dict[str, NamePattern]:
-    """Find out who has what, by name and in the order in which the ranks have them.
+    """Return the pattern of each name, in the order of the ranks' leaves.
 
     Raises:
-        SaveError: the ranks contradict each other, or have not all of a tensor together; it names the key.
+        SaveError: the ranks contradict each other, or lack parts of a tensor; the message names the key.
     """
     crews = _rank_groups(ranks)
     kinds: dict[_Kind, int] = {}
@@ -94,7 +79,7 @@ def find(ranks: Sequence[RankInventory]) -> dict[str, NamePattern]:
 
 
 def _rank_groups(ranks: Sequence[RankInventory]) -> list[list[int]]:
-    """Put the ranks together that have the same names."""
+    """Group the ranks that have the same names."""
     crews: list[list[int]] = []
     alike: dict[tuple[int, str, str], list[list[int]]] = {}
     for rank, held in enumerate(ranks):
@@ -208,13 +193,7 @@ _Writers = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class GlobalShard(NamedTuple):
-    """A part of a tensor, and who writes it.
-
-    Attributes:
-        offsets: where it begins in the tensor.
-        sizes: its sizes.
-        writer: rank and leaf whose item holds it.
-    """
+    """A part of a tensor, and the rank and leaf that writes it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -222,21 +201,13 @@ class GlobalShard(NamedTuple):
 
 
 class GlobalTensor(NamedTuple):
-    """A tensor of the checkpoint, as the ranks write it together; one row for each part.
-
-    Attributes:
-        dtype: the dtype of the tensor.
-        shape: its sizes.
-        cut: offsets and sizes of the parts; the same object for tensors that are cut alike.
-        ranks: who writes each.
-        leaves: the leaf there.
-    """
+    """A tensor of the checkpoint, with one row for each part."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    cut: Cut
-    ranks: tuple[int, ...]
-    leaves: tuple[int, ...]
+    cut: Cut  # the parts; one object for all tensors that are cut alike
+    ranks: tuple[int, ...]  # the writer of each part
+    leaves: tuple[int, ...]  # the leaf there
 
     @property
     def parts(self) -> list[GlobalShard]:
@@ -247,28 +218,20 @@ class GlobalTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """The plan of a save by several ranks.
-
-    Attributes:
-        tensors: what is stored of each tensor.
-        objects: for each object the rank and leaf that is stored.
-        paths: for each name, in the order of the state dict, its path there.
-        containers: records of the containers that paths can't express.
-        shares: for each rank the leaves that it writes.
-    """
+    """The plan of a save by several ranks."""
 
     tensors: Mapping[str, GlobalTensor]
-    objects: Mapping[str, RankLeaf]
-    paths: Mapping[str, ObjPath]
-    containers: list[dict[str, Any]]
-    shares: list[list[int]]
+    objects: Mapping[str, RankLeaf]  # rank and leaf that is stored
+    paths: Mapping[str, ObjPath]  # of each name, in the order of the state dict
+    containers: list[dict[str, Any]]  # records of the containers that paths can't express
+    shares: list[list[int]]  # for each rank the leaves that it writes
 
 
 def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
-    """Decide who writes what.
+    """Assign every part and object to a rank.
 
     Raises:
-        SaveError: the ranks contradict each other, or have not all of a tensor together; it names the key.
+        SaveError: the ranks contradict each other, or lack parts of a tensor; the message names the key.
     """
     with gc_pause():
         found = find(ranks)
@@ -323,7 +286,7 @@ def _on(name: str, found: Mapping[str, NamePattern]) -> str:
 
 
 def _first_leaf(found: NamePattern) -> int:
-    """Give the leaf on the first rank that has a name."""
+    """Return the leaf on the first rank that has a name."""
     return found.leaves[found.spread.first[1]]
 
 
@@ -340,7 +303,7 @@ def _shares(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, R
 
 
 def _aliases(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]) -> dict[str, str]:
-    """Find the names whose memory is, on every rank that has them, that of one other name."""
+    """Return the names that are tied, on every rank that has them, to one other name."""
     aliases: dict[str, str] = {}
     for name in dict.fromkeys(held.names[leaf] for held in ranks for leaf in held.tied):
         spread, leaves = found[name]
@@ -363,14 +326,14 @@ def _first_of(held: RankInventory, leaf: int, offsets: tuple[int, ...]) -> str |
 
 
 def _writers_of(cut: Cut, known: Cut, writers: _Writers) -> _Writers:
-    """Give the writers of parts that another tensor has as well."""
+    """Return the writers of parts that another tensor has as well."""
     by_offsets = {part[0]: holder for part, *holder in zip(known, *writers, strict=True)}
     holders = [by_offsets[offsets] for offsets, _ in cut]
     return tuple(rank for rank, _ in holders), tuple(leaf for _, leaf in holders)
 
 
 def _choose_writers(count: int, found: Mapping[str, NamePattern], aliases: Mapping[str, str]) -> dict[str, _Writers]:
-    """Choose one of the holders of each part: the largest first, the rank with the least to write so far."""
+    """Choose one holder of each part: the largest part first, the rank with the least to write so far."""
     chosen: dict[str, list[RankLeaf]] = {}
     writers: dict[str, _Writers] = {}
     loads = [0] * count
@@ -410,7 +373,7 @@ def _share_out(
     loads: list[int],
     chosen: dict[str, list[RankLeaf]],
 ) -> None:
-    """Choose among those who have the same: each time the one with the least to write so far."""
+    """Choose among several holders of a part the one with the least to write so far."""
     shared.sort(key=lambda item: -item[0])
     # Parts that the same ranks have are chosen from one heap; its loads may be out of date, for they only grow.
     heaps: dict[tuple[RankLeaf, ...], list[tuple[int, RankLeaf]]] = {}
@@ -428,7 +391,7 @@ def _share_out(
 
 
 def _containers(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]) -> list[dict[str, Any]]:
-    """Put the records of all ranks together, placed by the order of all names."""
+    """Merge the records of all ranks, placed by the order of all names."""
     numbers = {name: number for number, name in enumerate(found)}
     merged: dict[ObjPath, dict[str, Any]] = {}
     numbered: set[ObjPath] = set()
@@ -448,7 +411,7 @@ def _containers(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]
 
 
 def _int_keys(ranks: Sequence[RankInventory], path: ObjPath) -> bool | list[str]:
-    """Tell which keys of a dict are numbers: True for all, or those that are."""
+    """Return which keys of a dict are numbers: True for all, or those that are."""
     depth = len(path)
     integers: dict[str, None] = {}
     every = True
