@@ -1,6 +1,6 @@
 """Adapters for ``torch.distributed.checkpoint``: its readers, writers and planners, on aiockpt's engine.
 
-They are imported by name, for ``torch.distributed.checkpoint`` takes a second to import::
+``import aiockpt`` does not load them, because importing ``torch.distributed.checkpoint`` takes a second::
 
     import torch.distributed.checkpoint as dcp
     from aiockpt.dcp import FileSystemReader, FileSystemWriter

@@ -1,8 +1,9 @@
-"""`BroadcastingTorchSaveReader`: one rank reads a ``torch.save`` file, and gives the others what they need of it."""
+"""`BroadcastingTorchSaveReader`: one rank reads a ``torch.save`` file and broadcasts it to the others."""
 
 from __future__ import annotations
 
 import io
+import math
 import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,48 +13,35 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
-from aiockpt.dcp.broadcast_pieces import RegionPlace, box_origin, box_sizes, pieces, region
+from aiockpt.dcp.adapter import PlanFollower, borrowed, finished
 from aiockpt.dcp.convert.torch_source import map_torch_file
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.keys import hint
 from aiockpt.options import LoadOptions, check_options
 from aiockpt.planning.ranges import boxes
 from aiockpt.reading.targets import check_memory
-from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+    from torch.futures import Future
 
+    from aiockpt.dcp.adapter import Path
     from aiockpt.dcp.convert.torch_source import MappedState
+    from aiockpt.planning.ranges import Box
 
-    Path = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer:
-    """What the coordinator tells the others about the file.
-
-    Attributes:
-        tensors: dtype and shape of each tensor that somebody wants.
-        objects: each object that somebody wants, as ``torch.save`` writes it.
-        error: why nothing can be read.
-    """
-
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    error: AiockptError | None = None
+_PIECE_BYTES = 32 << 20
+"""How much of a tensor is broadcast at a time."""
 
 
-class BroadcastingTorchSaveReader(StorageReader):
+class BroadcastingTorchSaveReader(PlanFollower):
     """Reads a ``torch.save`` file on one rank, and broadcasts it tensor by tensor, for ``dcp.load``.
 
-    Takes the place of torch's class of this name. Objects are loaded as well as tensors, nothing in the file is
-    executed, and no rank holds more than 32 MiB beside its own tensors::
+    Replaces torch's class of this name. Objects are loaded as well as tensors, nothing in the file is executed, and no
+    rank holds more than 32 MiB in addition to its own tensors::
 
         dcp.load(
             state_dict,
@@ -62,13 +50,13 @@ class BroadcastingTorchSaveReader(StorageReader):
             checkpoint_id="model.pt",
         )
 
-    What goes wrong on the coordinator is raised by every rank. Without a process group the file is just read.
+    An error on the coordinator is raised by every rank. Without a process group the file is simply read.
 
     Args:
-        checkpoint_id: the file; ``dcp.load`` gives it too.
-        coordinator_rank: the rank that reads; that of ``dcp.load``, which is 0.
+        checkpoint_id: the file; ``dcp.load`` passes it too.
+        coordinator_rank: the rank that reads. It must be the coordinator of ``dcp.load``, which is rank 0.
         verify: check the CRCs of the file, which takes reading it once more.
-        safe_globals: classes and functions that the file's pickle may use, besides those torch allows.
+        safe_globals: classes and functions that the file's pickle may use, in addition to those that torch allows.
         trust: unpickle without restriction, which runs whatever code the file asks for.
     """
 
@@ -93,22 +81,22 @@ class BroadcastingTorchSaveReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a file."""
+        """Return whether this is a file."""
         return os.path.isfile(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin with another load, of the file ``checkpoint_id``."""
+        """Prepare for another load, of the file ``checkpoint_id``."""
         self.checkpoint_id = checkpoint_id
 
     def read_metadata(self) -> Metadata:
-        """Give metadata that says nothing: `aiockpt.dcp.DynamicMetaLoadPlanner` makes it from the state dict."""
+        """Return empty metadata: `aiockpt.dcp.DynamicMetaLoadPlanner` builds its own from the state dict."""
         return Metadata(state_dict_metadata={})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Look whether the right rank coordinates.
+        """Check that the right rank coordinates.
 
         Raises:
-            LoadError: it does not, or there is no file to read.
+            LoadError: it does not, or no file was named.
         """
         self.is_coordinator = is_coordinator
         rank = dist.get_rank() if _is_distributed() else self.coordinator_rank
@@ -120,14 +108,6 @@ class BroadcastingTorchSaveReader(StorageReader):
         if self.checkpoint_id is None:
             raise LoadError("there is no file to read; pass checkpoint_id, here or to dcp.load")
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave this rank's plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans of all ranks as they are."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read and broadcast. Blocks; every rank must call it.
 
@@ -135,8 +115,9 @@ class BroadcastingTorchSaveReader(StorageReader):
             A future that is done.
 
         Raises:
-            MissingKeysError: the file lacks a key of some rank.
-            ShapeMismatchError: the planner's tensor is not of the shape that it asked for, or the file's is too small.
+            MissingKeysError: the file lacks a key that a rank wants.
+            ShapeMismatchError: the planner's tensor does not have the shape that its plan asks for, or the file's
+                tensor is too small.
             CorruptCheckpointError: the file is damaged.
             UnsafeCheckpointError: it needs something that was not allowed.
         """
@@ -144,31 +125,29 @@ class BroadcastingTorchSaveReader(StorageReader):
         for item in plan.items:
             wanted.setdefault(item.storage_index.fqn, []).append(item)
         names = _wanted_by_all(list(wanted))
-        leaves, offer = self._offer(names, planner) if self.is_coordinator else ({}, _Offer())
-        offer = _broadcast_object(offer, self.coordinator_rank)
-        if offer.error is not None:
-            raise offer.error
+        leaves, contents = self._describe(names, planner) if self.is_coordinator else ({}, _FileContents())
+        contents = _broadcast_object(contents, self.coordinator_rank)
+        if contents.error is not None:
+            raise contents.error
         failed: Exception | None = None
         for name in names:
-            places: list[RegionPlace] = []
+            regions: list[_WantedRegion] = []
             try:
-                places = _places(wanted.get(name, ()), offer, name, planner)
-            except Exception as exc:  # the others go on, and so does this rank until they are done
+                regions = _wanted_regions(wanted.get(name, ()), contents, name, planner)
+            except Exception as exc:  # the other ranks continue, so this one joins their broadcasts to the end
                 failed = failed or exc
-            if name in offer.tensors:
-                self._spread(name, offer, leaves.get(name), places)
-            for place in places:
-                planner.commit_tensor(place.item, place.target)
+            if name in contents.tensors:
+                self._broadcast_tensor(name, contents, leaves.get(name), regions)
+            for region in regions:
+                planner.commit_tensor(region.item, region.target)
         if failed is not None:
             raise failed
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return finished(None)
 
     # --- on the coordinator -----------------------------------------------------------------------
 
-    def _offer(self, names: Sequence[str], planner: LoadPlanner) -> tuple[dict[str, Any], _Offer]:
-        """Open the file, and describe what is wanted of it."""
+    def _describe(self, names: Sequence[str], planner: LoadPlanner) -> tuple[dict[str, Any], _FileContents]:
+        """Open the file, and describe what is wanted from it."""
         try:
             value = self._open().value
             if not isinstance(value, dict):
@@ -182,37 +161,38 @@ class BroadcastingTorchSaveReader(StorageReader):
                     f"{self.checkpoint_id} lacks {', '.join(missing[:10])}.{hint(missing, leaves)}", missing
                 )
             tensors = {n: leaves[n] for n in names if isinstance(leaves[n], torch.Tensor)}
-            offer = _Offer(
+            contents = _FileContents(
                 {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
                 {name: _saved(leaves[name]) for name in names if name not in tensors},
             )
         except AiockptError as exc:
-            return {}, _Offer(error=exc)
-        except Exception as exc:  # whatever it is, the other ranks are waiting to be told
+            return {}, _FileContents(error=exc)
+        except Exception as exc:  # whatever it is, the other ranks are waiting for this broadcast
             error = LoadError(f"reading {self.checkpoint_id} failed: {type(exc).__name__}: {exc}")
             error.__cause__ = exc
-            return {}, _Offer(error=error)
-        return tensors, offer
+            return {}, _FileContents(error=error)
+        return tensors, contents
 
     def _open(self) -> MappedState:
-        with SyncCheckpointer(process_group=None) as checkpointer:
-            storage, path = checkpointer._located(os.fspath(self.checkpoint_id or ""), None)
-            call = checkpointer._engine.call(
-                lambda tools: map_torch_file(storage, path, self._options, tools), f"open {path}"
-            )
+        with borrowed(None) as checkpointer:
+            engine = EngineAccess(checkpointer)
+            storage, path = engine.locate(os.fspath(self.checkpoint_id or ""))
+            call = engine.call(lambda tools: map_torch_file(storage, path, self._options, tools), f"open {path}")
             return call.result()
 
     # --- on every rank ----------------------------------------------------------------------------
 
-    def _spread(self, name: str, offer: _Offer, tensor: torch.Tensor | None, places: Sequence[RegionPlace]) -> None:
-        """Broadcast a tensor piece by piece, and take from it what is wanted here."""
-        dtype, shape = offer.tensors[name]
+    def _broadcast_tensor(
+        self, name: str, contents: _FileContents, tensor: torch.Tensor | None, regions: Sequence[_WantedRegion]
+    ) -> None:
+        """Broadcast a tensor piece by piece, and copy this rank's regions out of each piece."""
+        dtype, shape = contents.tensors[name]
         device = _device()
-        for start, stop in pieces(shape, dtype):
+        for start, stop in _pieces(shape, dtype):
             piece = torch.empty(stop - start, dtype=dtype, device=device)
             parts = boxes(shape, start, stop)
             views = [
-                v.view(box_sizes(box, shape))
+                v.view(_box_sizes(box, shape))
                 for box, v in zip(parts, torch.split(piece, [b.count for b in parts]), strict=True)
             ]
             if tensor is not None:
@@ -221,8 +201,98 @@ class BroadcastingTorchSaveReader(StorageReader):
             if _is_distributed():
                 dist.broadcast(piece.view(torch.uint8), src=self.coordinator_rank)
             for box, view in zip(parts, views, strict=True):
-                for place in places:
-                    place.take(box_origin(box, shape), view)
+                for region in regions:
+                    region.fill_from(_box_origin(box, shape), view)
+
+
+@dataclass(frozen=True, slots=True)
+class _FileContents:
+    """The coordinator's description of the file: all wanted objects, and the tensors that it will broadcast."""
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)  # as torch.save writes them
+    error: AiockptError | None = None  # the file can't be read
+
+
+@dataclass(frozen=True, slots=True)
+class _WantedRegion:
+    """A region of a tensor that this rank wants."""
+
+    item: ReadItem
+    starts: tuple[int, ...]  # in the whole tensor
+    lengths: tuple[int, ...]
+    target: torch.Tensor
+
+    def fill_from(self, origin: tuple[int, ...], values: torch.Tensor) -> None:
+        """Copy the overlap with ``values``, a block that begins at ``origin`` of the whole tensor."""
+        ours: list[slice] = []
+        theirs: list[slice] = []
+        for begin, count, at, size in zip(self.starts, self.lengths, origin, values.shape, strict=True):
+            first, last = max(begin, at), min(begin + count, at + size)
+            if first >= last:
+                return
+            ours.append(slice(first - begin, last - begin))
+            theirs.append(slice(first - at, last - at))
+        with torch.no_grad():
+            (self.target[tuple(ours)] if ours else self.target).copy_(values[tuple(theirs)] if theirs else values)
+
+
+def _wanted_regions(
+    items: Sequence[ReadItem], contents: _FileContents, name: str, planner: LoadPlanner
+) -> list[_WantedRegion]:
+    """Return the regions of a tensor that the plan asks for; hand an object to the planner at once."""
+    if name in contents.objects:
+        for item in items:
+            if item.type != LoadItemType.BYTE_IO:
+                raise ShapeMismatchError(f"{name} is an object in the file but a tensor in the state dict")
+            planner.load_bytes(item, io.BytesIO(contents.objects[name]))
+        return []
+    regions = []
+    for item in items:
+        starts, lengths = _bounds(item, contents.tensors[name][1])
+        target = planner.resolve_tensor(item).detach()
+        if tuple(target.size()) != lengths:
+            raise ShapeMismatchError(
+                f"{name}: the planner gave a tensor of the shape {tuple(target.size())} for a part of {lengths}"
+            )
+        check_memory(name, target)
+        regions.append(_WantedRegion(item, starts, lengths, target))
+    return regions
+
+
+def _bounds(item: ReadItem, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where an item's region begins in the whole tensor, and its sizes."""
+    if item.type == LoadItemType.BYTE_IO:
+        raise ShapeMismatchError(f"{item.storage_index.fqn} is a tensor in the file but an object in the state dict")
+    begin = item.storage_index.offset or (0,) * len(item.storage_offsets)
+    starts = tuple(o + at for o, at in zip(begin, item.storage_offsets, strict=True))
+    lengths = tuple(item.lengths)
+    if len(starts) != len(shape) or any(s + n > size for s, n, size in zip(starts, lengths, shape, strict=True)):
+        raise ShapeMismatchError(
+            f"{item.storage_index.fqn} has the shape {shape} in the file, which has no {lengths} at {starts}"
+        )
+    return starts, lengths
+
+
+def _pieces(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Yield ranges of a tensor's elements that are broadcast together; they end at ends of rows where possible."""
+    count = math.prod(shape)
+    most = max(1, _PIECE_BYTES // dtype.itemsize)
+    row = math.prod(shape[1:])
+    step = most - most % row if 0 < row <= most else most
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
+
+
+def _box_origin(box: Box, shape: tuple[int, ...]) -> tuple[int, ...]:
+    begun = tuple(part.start if isinstance(part, slice) else part for part in box.index)
+    return begun + (0,) * (len(shape) - len(begun))
+
+
+def _box_sizes(box: Box, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes of a box along all dimensions of its tensor."""
+    taken = tuple(part.stop - part.start if isinstance(part, slice) else 1 for part in box.index)
+    return taken + shape[len(taken) :]
 
 
 def _is_distributed() -> bool:
@@ -230,7 +300,7 @@ def _is_distributed() -> bool:
 
 
 def _device() -> torch.device:
-    """Give the device whose tensors the default group broadcasts."""
+    """Return the device whose tensors the default group broadcasts."""
     if not _is_distributed() or "gloo" in str(dist.get_backend()) or "cpu:" in str(dist.get_backend()):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
@@ -240,7 +310,7 @@ def _device() -> torch.device:
 
 
 def _wanted_by_all(names: list[str]) -> list[str]:
-    """Give the keys that some rank wants, in the same order on every rank."""
+    """Return the keys that any rank wants, in the same order on every rank."""
     if not _is_distributed():
         return names
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -248,7 +318,7 @@ def _wanted_by_all(names: list[str]) -> list[str]:
     return list(dict.fromkeys(name for each in gathered for name in each))
 
 
-def _broadcast_object(value: _Offer, source: int) -> _Offer:
+def _broadcast_object(value: _FileContents, source: int) -> _FileContents:
     if not _is_distributed():
         return value
     box = [value]
@@ -260,28 +330,3 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _places(items: Sequence[ReadItem], offer: _Offer, name: str, planner: LoadPlanner) -> list[RegionPlace]:
-    """Ask the planner for its tensors; give it an object at once.
-
-    Raises:
-        ShapeMismatchError: what it gives does not fit what it asked for.
-    """
-    if name in offer.objects:
-        for item in items:
-            if item.type != LoadItemType.BYTE_IO:
-                raise ShapeMismatchError(f"{name} is an object in the file but a tensor in the state dict")
-            planner.load_bytes(item, io.BytesIO(offer.objects[name]))
-        return []
-    places = []
-    for item in items:
-        starts, lengths = region(item, offer.tensors[name][1])
-        target = planner.resolve_tensor(item).detach()
-        if tuple(target.size()) != lengths:
-            raise ShapeMismatchError(
-                f"{name}: the planner gave a tensor of the shape {tuple(target.size())} for a part of {lengths}"
-            )
-        check_memory(name, target)
-        places.append(RegionPlace(item, starts, lengths, target))
-    return places

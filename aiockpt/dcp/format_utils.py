@@ -15,17 +15,17 @@ from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
 from aiockpt.dcp.convert.to_dcp import write_checkpoint
 from aiockpt.dcp.convert.to_torch import write_torch_file
 from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError
 from aiockpt.options import LoadOptions, check_options
 from aiockpt.storage.local.storage import absolute
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Sequence
 
-    from aiockpt.reading.executor import LoadTools
-
-    Path = str | os.PathLike[str]
+    from aiockpt.core.futures import Call
+    from aiockpt.dcp.adapter import AnyCheckpointer, Path
 
 __all__ = [
     "BroadcastingTorchSaveReader",
@@ -52,30 +52,30 @@ def dcp_to_torch_save(
 ) -> None:
     """Convert a checkpoint to a file that ``torch.load`` reads. Blocks.
 
-    The file appears at once, complete and durable; when the conversion fails, what was there before stays. It
-    holds what ``load()`` of the checkpoint gives, tied tensors stored once. At most some 100 MB of tensors are
+    The file appears atomically, complete and durable; if the conversion fails, whatever was there before stays. It
+    holds what ``load()`` of the checkpoint returns, with tied tensors stored once. At most some 100 MB of tensors are
     in memory at a time; objects are read as a whole.
 
     Args:
-        dcp_checkpoint_dir: a checkpoint of ``torch.distributed.checkpoint``, of any number of ranks, or any that we
-            load.
+        dcp_checkpoint_dir: a checkpoint of ``torch.distributed.checkpoint``, of any number of ranks, or of any other
+            format that we load.
         torch_save_path: the file to write.
-        overwrite: replace a file of torch.save or safetensors that is there; of a link, the link.
-        verify: check the CRC of everything that is read, where it carries one.
-        safe_globals: classes and functions that pickled objects may use, besides those torch allows.
+        overwrite: replace an existing file of torch.save or safetensors; if it is a link, the link is replaced.
+        verify: check the CRC of everything that is read, if it has one.
+        safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
         CorruptCheckpointError: it is unfinished, truncated or changed.
         UnsafeCheckpointError: an object needs something that was not allowed.
-        CheckpointExistsError: the file exists, and ``overwrite`` is False; or it is a directory, or another file.
+        CheckpointExistsError: the file exists and ``overwrite`` is False, or it is a directory or a file of another
+            kind.
         WriteError, CommitError: the file can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
     with SyncCheckpointer(process_group=None) as checkpointer:
-        convert = _to_torch(checkpointer, dcp_checkpoint_dir, torch_save_path, options, overwrite=overwrite)
-        checkpointer._engine.call(convert, f"convert {dcp_checkpoint_dir}").result()
+        _start_to_torch(checkpointer, dcp_checkpoint_dir, torch_save_path, options, overwrite=overwrite).result()
 
 
 async def dcp_to_torch_save_async(
@@ -87,11 +87,10 @@ async def dcp_to_torch_save_async(
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
 ) -> None:
-    """Do as `dcp_to_torch_save`, in other threads. Cancelling it removes what was written."""
+    """Do the same as `dcp_to_torch_save`, in other threads. Cancelling it removes what was written."""
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
     async with AsyncCheckpointer(process_group=None) as checkpointer:
-        convert = _to_torch(checkpointer, dcp_checkpoint_dir, torch_save_path, options, overwrite=overwrite)
-        await checkpointer._engine.call(convert, f"convert {dcp_checkpoint_dir}").wait()
+        await _start_to_torch(checkpointer, dcp_checkpoint_dir, torch_save_path, options, overwrite=overwrite).wait()
 
 
 def torch_save_to_dcp(
@@ -106,31 +105,30 @@ def torch_save_to_dcp(
 ) -> None:
     """Convert a ``torch.save`` file to a checkpoint that ``dcp.load`` reads. Blocks.
 
-    The checkpoint appears at once, complete and durable; when the conversion fails, what was there before stays. A
-    directory that is there may hold other files, even the one that is converted: they stay. Tensors are read
-    through a mapping of the file and written through ``staging_bytes`` of memory.
+    The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
+    The directory may hold other files, even the one that is converted: they stay. Tensors are read through a mapping
+    of the file and written through ``staging_bytes`` of memory.
 
     Args:
         torch_save_path: a file with a state dict.
         dcp_checkpoint_dir: the checkpoint's directory.
-        overwrite: replace a checkpoint that is there, if nothing else is in its directory.
+        overwrite: replace an existing checkpoint, if nothing else is in its directory.
         verify: check the CRCs of the file, which takes reading it once more.
-        safe_globals: classes and functions that pickled objects may use, besides those torch allows.
+        safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
-        staging_bytes: the memory to write through, in bytes.
+        staging_bytes: staging memory, in bytes.
 
     Raises:
         CheckpointNotFoundError: there is no file.
         CorruptCheckpointError: it is damaged.
         UnsafeCheckpointError: it needs something that was not allowed.
         LoadError: it can't be read, or holds no state dict.
-        CheckpointExistsError: a checkpoint is there that may not be replaced.
+        CheckpointExistsError: there is a checkpoint that may not be replaced.
         SaveError: the checkpoint can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
     with SyncCheckpointer(process_group=None, staging_bytes=staging_bytes) as checkpointer:
-        convert = _to_dcp(checkpointer, torch_save_path, dcp_checkpoint_dir, options, overwrite=overwrite)
-        checkpointer._engine.call(convert, f"convert {torch_save_path}").result()
+        _start_to_dcp(checkpointer, torch_save_path, dcp_checkpoint_dir, options, overwrite=overwrite).result()
 
 
 async def torch_save_to_dcp_async(
@@ -143,11 +141,10 @@ async def torch_save_to_dcp_async(
     trust: bool = False,
     staging_bytes: int = _STAGING_BYTES,
 ) -> None:
-    """Do as `torch_save_to_dcp`, in other threads. Cancelling it removes what was written."""
+    """Do the same as `torch_save_to_dcp`, in other threads. Cancelling it removes what was written."""
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
     async with AsyncCheckpointer(process_group=None, staging_bytes=staging_bytes) as checkpointer:
-        convert = _to_dcp(checkpointer, torch_save_path, dcp_checkpoint_dir, options, overwrite=overwrite)
-        await checkpointer._engine.call(convert, f"convert {torch_save_path}").wait()
+        await _start_to_dcp(checkpointer, torch_save_path, dcp_checkpoint_dir, options, overwrite=overwrite).wait()
 
 
 def _options(*, verify: bool, safe_globals: Sequence[Any], trust: bool) -> LoadOptions:
@@ -156,36 +153,32 @@ def _options(*, verify: bool, safe_globals: Sequence[Any], trust: bool) -> LoadO
     return options
 
 
-def _to_torch(
-    checkpointer: SyncCheckpointer | AsyncCheckpointer,
-    path: Path,
-    target: Path,
-    options: LoadOptions,
-    *,
-    overwrite: bool,
-) -> Callable[[LoadTools], Coroutine[Any, Any, None]]:
-    storage, where = checkpointer._located(path, None)
+def _start_to_torch(
+    checkpointer: AnyCheckpointer, path: Path, target: Path, options: LoadOptions, *, overwrite: bool
+) -> Call[None]:
+    engine = EngineAccess(checkpointer)
+    storage, where = engine.locate(path)
     file = absolute(target)
-    return lambda tools: write_torch_file(storage, where, file, options, tools, overwrite=overwrite)
+    return engine.call(
+        lambda tools: write_torch_file(storage, where, file, options, tools, overwrite=overwrite), f"convert {path}"
+    )
 
 
-def _to_dcp(
-    checkpointer: SyncCheckpointer | AsyncCheckpointer,
-    path: Path,
-    target: Path,
-    options: LoadOptions,
-    *,
-    overwrite: bool,
-) -> Callable[[LoadTools], Coroutine[Any, Any, None]]:
+def _start_to_dcp(
+    checkpointer: AnyCheckpointer, path: Path, target: Path, options: LoadOptions, *, overwrite: bool
+) -> Call[None]:
     source, directory = os.fspath(path), os.fspath(target)
-    return lambda tools: write_checkpoint(checkpointer, source, directory, options, tools, overwrite=overwrite)
+    return EngineAccess(checkpointer).call(
+        lambda tools: write_checkpoint(checkpointer, source, directory, options, tools, overwrite=overwrite),
+        f"convert {path}",
+    )
 
 
 _MODES: dict[str, Callable[..., None]] = {"torch_to_dcp": torch_save_to_dcp, "dcp_to_torch": dcp_to_torch_save}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Convert from the command line; give the exit status."""
+    """Convert from the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m aiockpt.dcp.format_utils", description="Convert between checkpoints and torch.save files."
     )

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as ``torch.distributed.checkpoint`` describes it, and as we do."""
+"""Translates an index to the metadata of ``torch.distributed.checkpoint``, and its items back."""
 
 from __future__ import annotations
 
@@ -29,65 +29,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredItem:
-    """What stands in one item of a checkpoint.
+    """An item of a checkpoint."""
 
-    Attributes:
-        info: where torch's metadata says that it is.
-        presented: what a transformed item is seen as.
-        dtype: the dtype of a tensor's item; None for an object.
-        chunk: the piece of a tensor that it holds; None for an object.
-        inline: the object itself, where it is a part of the index.
-    """
-
-    info: _StorageInfo
-    dtype: torch.dtype | None = None
-    chunk: ChunkEntry | None = None
-    inline: InlineEntry | None = None
-    presented: VirtualFile | None = None
+    info: _StorageInfo  # its location in torch's metadata
+    dtype: torch.dtype | None = None  # None: an object
+    chunk: ChunkEntry | None = None  # the chunk of a tensor that it holds; None: an object
+    inline: InlineEntry | None = None  # the object itself, if it is stored in the index
+    virtual: VirtualFile | None = None  # the file through which a transformed item is read
 
     @property
-    def place(self) -> ItemRange:
-        """Where the item is, for who reads it."""
-        if self.presented is not None:
-            return ItemRange(self.presented.name, 0, self.presented.most)
+    def range(self) -> ItemRange:
+        """The bytes to read: of a transformed item, its virtual file."""
+        if self.virtual is not None:
+            return ItemRange(self.virtual.name, 0, self.virtual.most)
         return ItemRange(self.info.relative_path, self.info.offset, self.info.length)
 
 
 class DescribedCheckpoint:
-    """A checkpoint's metadata as torch has it, beside what we know of each item.
-
-    Attributes:
-        metadata: for torch's planners.
-
-    Args:
-        index: what it holds.
-        transformed: the items that are stored otherwise than as they are, by the files that they are seen as.
-    """
+    """A checkpoint's metadata in torch's form (``metadata``), with the `StoredItem` of each location in it."""
 
     def __init__(self, index: Index, transformed: Mapping[str, VirtualFile] | None = None) -> None:
         self._items: dict[int, StoredItem] = {}
         described: dict[str, Any] = {}
-        places: dict[MetadataIndex, _StorageInfo] = {}
+        locations: dict[MetadataIndex, _StorageInfo] = {}
         for name, entry in index.entries.items():
             described[name] = _describe(entry)
             for key, item in _items(name, entry, transformed or {}):
-                places[key] = item.info
+                locations[key] = item.info
                 self._items[id(item.info)] = item
-        self.metadata = Metadata(described, planner_data=dict(index.paths.items()), storage_data=places)
+        self.metadata = Metadata(described, planner_data=dict(index.paths.items()), storage_data=locations)
         if hasattr(self.metadata, "version"):  # since torch 2.8
             self.metadata.version = DCP_VERSION
 
     def find(self, info: _StorageInfo) -> StoredItem | None:
-        """Look up an item of this metadata."""
+        """Return the item of a location that is an object of this metadata, unchanged; None for any other."""
         item = self._items.get(id(info))
         return item if item is not None and item.info is info and _is_unchanged(item) else None
 
 
 def _is_unchanged(item: StoredItem) -> bool:
-    if item.presented is not None:
+    if item.virtual is not None:
         info = item.info
-        return item.presented.place[:3] == (info.relative_path, info.offset, info.length)
-    return item.chunk is None or item.chunk.place == item.place
+        return item.virtual.place[:3] == (info.relative_path, info.offset, info.length)
+    return item.chunk is None or item.chunk.place == item.range
 
 
 def _describe(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -117,38 +101,27 @@ def _item_at(
     dtype: torch.dtype | None = None,
     chunk: ChunkEntry | None = None,
 ) -> StoredItem:
-    presented = transformed.get(place.file)
-    if presented is None:
+    virtual = transformed.get(place.file)
+    if virtual is None:
         return StoredItem(_StorageInfo(*place[:3]), dtype, chunk)
-    stored = presented.place
+    stored = virtual.place
     info = _StorageInfo(*stored[:3], transform_descriptors=list(stored.transforms))
-    return StoredItem(info, dtype, chunk, presented=presented)
+    return StoredItem(info, dtype, chunk, virtual=virtual)
 
 
 def stored_item(
     metadata: Metadata, described: DescribedCheckpoint | None, path: str, index: MetadataIndex
 ) -> StoredItem:
-    """Look up what a read item asks for.
-
-    Args:
-        metadata: what the plan was made from, by whatever reader.
-        described: what was read of the checkpoint here.
-        path: the checkpoint, for messages.
-        index: which item.
-
-    Raises:
-        MissingKeysError: there is no such item.
-        CorruptCheckpointError: it is stored in a way that is not known here.
-    """
+    """Return the item that a plan asks for; ``described`` is what this process read of the checkpoint."""
     info = (metadata.storage_data or {}).get(index)
     if info is None:
         raise MissingKeysError(f"{path} has no item {index}: the plan was made for another checkpoint", (index.fqn,))
     known = described.find(info) if described is not None else None
-    return known if known is not None else _item_of_another(metadata, path, index, info)
+    return known if known is not None else _item_in_foreign_metadata(metadata, path, index, info)
 
 
-def _item_of_another(metadata: Metadata, path: str, index: MetadataIndex, info: _StorageInfo) -> StoredItem:
-    """Look up an item in metadata that was not made here."""
+def _item_in_foreign_metadata(metadata: Metadata, path: str, index: MetadataIndex, info: _StorageInfo) -> StoredItem:
+    """Return an item of metadata that another reader has read."""
     if getattr(info, "transform_descriptors", None):
         raise CorruptCheckpointError(
             f"{path}: {index.fqn} is stored with the transforms {info.transform_descriptors}, which are not known here"

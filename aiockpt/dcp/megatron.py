@@ -1,7 +1,7 @@
-"""`FileSystemWriterAsync`: what Megatron-Core's ``torch_dist`` checkpoints are written with.
+"""`FileSystemWriterAsync`: writes Megatron-Core's ``torch_dist`` checkpoints.
 
-Megatron plans a save in the training process, then lets a process of its own write (forked for each save, or kept), and
-in the end gathers what all ranks have written. It asks its writer for a function to run there. To use this one::
+Megatron plans a save in the training process, writes in another process (forked for each save, or persistent), and
+finally gathers the results of all ranks. It asks its writer for a function to run in that process. To use this one::
 
     import megatron.core.dist_checkpointing.strategies.torch as strategies
     from aiockpt.dcp.megatron import FileSystemWriterAsync
@@ -27,12 +27,11 @@ from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
 from aiockpt.dcp import shared_commit
-from aiockpt.dcp.items import resolved, results_of
-from aiockpt.dcp.writer import FileSystemWriter
+from aiockpt.dcp.adapter import borrowed
+from aiockpt.dcp.writer import FileSystemWriter, resolved, results_of, write_items
 from aiockpt.errors import AiockptError, SaveError, WriteError
 from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.staging.runtime import has_events, ready_event
-from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,46 +40,35 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
-Values = list[tuple[str, torch.Tensor | bytes]]
-"""Name and value of each item: a tensor, or the bytes of an object."""
+    from aiockpt.dcp.writer import ItemLocation, ItemValues
 
 
 @dataclass(frozen=True, slots=True)
-class PartOptions:
-    """How a rank's part is written, in whatever process.
+class RankWriteOptions:
+    """How the items of one rank are written. Sent to the process that writes them."""
 
-    Attributes:
-        path: the final path of the checkpoint.
-        prefix: what the names of the rank's files begin with.
-        files: how many files to write at most, besides those of the hint.
-        hint: tensors whose names begin so go to files of their own.
-        sync: make them durable.
-        staging_bytes: the most memory to write through.
-        direct_io: write past the page cache.
-    """
-
-    path: str
-    prefix: str
-    files: int
-    hint: str | None
-    sync: bool
-    staging_bytes: int | None
-    direct_io: bool
+    path: str  # of the checkpoint, in the end
+    prefix: str  # of the names of the rank's files
+    files: int  # at most, besides those of the hint
+    hint: str | None  # tensors whose names begin with it go to files of their own
+    sync: bool  # fsync the files
+    staging_bytes: int | None  # at most
+    direct_io: bool  # write past the page cache
 
 
 class FileSystemWriterAsync(FileSystemWriter):
-    """Writes what Megatron-Core plans, in the process that Megatron chooses; takes the place of its class of this name.
+    """Writes what Megatron-Core plans, in the process that Megatron chooses; replaces its class of this name.
 
-    A writer is made for each save, and used in this order: `prepare_local_plan`; `prepare_global_plan` or
+    Create one writer for each save, and call its methods in this order: `prepare_local_plan`; `prepare_global_plan` or
     `prepare_decentralized_global_plan` unless plans are reused; `prepare_write_data`; the functions of
     `get_save_function_and_args`, in any process of this machine; `retrieve_write_results`; on the coordinator `finish`.
-    The checkpoint appears in `finish`, at once. The directory may be there already, with other files.
+    The checkpoint appears atomically, in `finish`. The directory may exist already and hold other files.
 
     Args:
         path: the checkpoint's directory.
         args: as for `aiockpt.dcp.FileSystemWriter`.
-        separation_hint: tensors whose names begin so go to files of their own, which are called by it.
-        use_msc: must be False: this writer writes to file systems.
+        separation_hint: tensors whose names begin with it go to files of their own, whose names contain it.
+        use_msc: must be False: this writer writes to file systems only.
         kwargs: as for `aiockpt.dcp.FileSystemWriter`.
     """
 
@@ -103,22 +91,22 @@ class FileSystemWriterAsync(FileSystemWriter):
         self.separation_hint = separation_hint
         self._is_coordinator = False
         self._items: list[WriteItem] | None = None
-        self._values: Values = []
-        self._options: PartOptions | None = None
+        self._values: ItemValues = []
+        self._options: RankWriteOptions | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take what is known of the ranks; see `aiockpt.dcp.FileSystemWriter.set_up_storage_writer`."""
+        """Store this rank's role in the save; see `aiockpt.dcp.FileSystemWriter.set_up_storage_writer`."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
 
     # --- planning ---------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Look whether the path may be written to, and make the hidden directory that all ranks write to.
+        """Check that the path may be written to, and create the hidden directory that all ranks write to.
 
         Raises:
-            CheckpointExistsError: a checkpoint is there, and ``overwrite`` is False; or a file is.
-            WriteError: the directory can't be made.
+            CheckpointExistsError: the path is a file, or holds a checkpoint and ``overwrite`` is False.
+            WriteError: the directory can't be created.
         """
         plan = super().prepare_local_plan(plan)
         hidden = shared_commit.ensure(self._path(), fsync=self.sync_files)
@@ -128,25 +116,25 @@ class FileSystemWriterAsync(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give each rank the beginning of its files' names."""
+        """Assign each rank the prefix of its file names."""
         return [replace(plan, storage_data=_StoragePrefix(f"__{number}_")) for number, plan in enumerate(plans)]
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Do as `prepare_global_plan` for this rank, without the others."""
+        """Do the same as `prepare_global_plan`, for this rank alone and without communication."""
         return replace(local_plan, storage_data=_StoragePrefix(f"__{_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Take hold of this rank's items. Nothing is copied yet.
+        """Resolve this rank's items. Copies nothing.
 
         Raises:
-            SaveError: the planner gives something of another kind than it said.
+            SaveError: the planner returns a value of another type than its plan says.
         """
-        note = os.path.join(shared_commit.find(self._path(), None), _note_name(plan.storage_data.prefix))
-        with contextlib.suppress(FileNotFoundError):  # of an earlier save whose results nobody has fetched
-            os.unlink(note)
+        hidden = shared_commit.find(self._path(), None)
+        with contextlib.suppress(FileNotFoundError):  # left by an earlier save whose results were never retrieved
+            os.unlink(os.path.join(hidden, _results_name(plan.storage_data.prefix)))
         self._items = list(plan.items)
         self._values = [(item.index.fqn, resolved(item, planner)) for item in self._items]
-        self._options = PartOptions(
+        self._options = RankWriteOptions(
             path=self._path(),
             prefix=plan.storage_data.prefix,
             files=self._file_count(),
@@ -162,13 +150,15 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     # --- writing ----------------------------------------------------------------------------------
 
-    def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Callable[..., Values] | None, list[Any]]:
-        """Give what writes this rank's items.
+    def get_save_function_and_args(
+        self,
+    ) -> tuple[Callable[..., None] | None, Callable[..., ItemValues] | None, list[Any]]:
+        """Return the functions that write this rank's items.
 
         Returns:
-            a function that writes; one that copies the tensors to host memory, whose result takes the place of the
-            second argument; and the arguments of the first. Each can be sent to another process. None, None and
-            an empty list if there is nothing to write.
+            A function that writes; a function that copies the tensors to host memory, whose result replaces the second
+            argument; and the arguments of the first function. Each can be pickled and sent to another process. None,
+            None and an empty list if there is nothing to write.
         """
         if not self._values or self._options is None:
             return None, None, []
@@ -176,17 +166,17 @@ class FileSystemWriterAsync(FileSystemWriter):
         return partial(self.write_preloaded_data, self._options), preload, [_rank(), self._values, os.getpid()]
 
     @staticmethod
-    def preload_tensors(values: Values, non_blocking: bool = True, *, pid: int | None = None) -> Values:
-        """Copy to host memory what could change, or is not there. Blocks.
+    def preload_tensors(values: ItemValues, non_blocking: bool = True, *, pid: int | None = None) -> ItemValues:
+        """Copy tensors that could change, or that are not in host memory, to host memory. Blocks.
 
         Args:
             values: name and value of each item.
             non_blocking: let the copies from accelerators overlap.
-            pid: the process that prepared the save; in another one, tensors in host memory are shared with it and are
-                copied too, while a fork has copies of its own already.
+            pid: the process that prepared the save. In another process, tensors in host memory are shared with it and
+                are copied too; a forked process has its own copies already.
         """
         shared = pid is not None and pid != os.getpid()
-        staged: Values = []
+        staged: ItemValues = []
         moved: set[torch.device] = set()
         for name, value in values:
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
@@ -200,37 +190,39 @@ class FileSystemWriterAsync(FileSystemWriter):
         return staged
 
     @staticmethod
-    def write_preloaded_data(options: PartOptions, rank: int, values: Values, pid: int) -> None:
-        """Write a rank's items, and note beside them where each is, or what went wrong. Blocks; does not raise that.
+    def write_preloaded_data(options: RankWriteOptions, rank: int, values: ItemValues, pid: int) -> None:
+        """Write a rank's items, and a results file with their locations, or the error, beside them. Blocks.
+
+        An error of writing is not raised here, but by `retrieve_write_results`.
 
         Args:
-            options: how.
-            rank: whose they are.
-            values: name and value of each, as `preload_tensors` gives them.
+            options: how to write.
+            rank: whose items these are.
+            values: name and value of each, as `preload_tensors` returns them.
             pid: the process that prepared the save.
         """
         if pid != os.getpid():
-            torch.set_num_threads(1)  # those that a parent has started are not there in its fork
+            torch.set_num_threads(1)  # the intra-op threads of the parent do not exist in its fork
         hidden = shared_commit.find(options.path, None)
         try:
-            note: dict[str, Any] = {"places": _write(options, hidden, values)}
-        except Exception as exc:  # told to who waits for the results
-            note = {"error": f"{type(exc).__name__}: {exc}"}
-        _write_note(os.path.join(hidden, _note_name(options.prefix)), note)
+            results: dict[str, Any] = {"places": _write(options, hidden, values)}
+        except Exception as exc:  # raised where the results are retrieved
+            results = {"error": f"{type(exc).__name__}: {exc}"}
+        _write_results(os.path.join(hidden, _results_name(options.prefix)), results)
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
-        """Give where this rank's items are, once the function that writes has returned, in whatever process.
+        """Return the locations of this rank's items, once the function that writes them has returned.
 
         Returns:
-            a result for each item; or, as ``torch.distributed`` passes them between ranks, the error.
+            A result for each item; or the error, in the form in which ``torch.distributed`` sends it between ranks.
         """
         try:
             if self._items is None or self._options is None:
                 raise SaveError("there are no results before prepare_write_data")
             if not self._items:
                 return []
-            path = os.path.join(shared_commit.find(self._path(), None), _note_name(self._options.prefix))
-            return results_of(self._items, _read_note(path, len(self._items)))
+            path = os.path.join(shared_commit.find(self._path(), None), _results_name(self._options.prefix))
+            return results_of(self._items, _read_results(path, len(self._items)))
         except AiockptError as exc:
             wrapped: WRAPPED_EXCEPTION = _wrap_exception(exc)
             return wrapped
@@ -240,58 +232,39 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _note_name(prefix: str) -> str:
+def _results_name(prefix: str) -> str:
     return f".{prefix}results.json"
 
 
-def _write(options: PartOptions, hidden: str, values: Values) -> Sequence[tuple[str, int, int]]:
-    for name in os.listdir(hidden):  # what an earlier save of this rank has left there
-        if name == _note_name(options.prefix) or (options.prefix in name and name.endswith(".distcp")):
+def _write(options: RankWriteOptions, hidden: str, values: ItemValues) -> Sequence[ItemLocation]:
+    for name in os.listdir(hidden):  # left by an earlier attempt of this rank
+        if name == _results_name(options.prefix) or (options.prefix in name and name.endswith(".distcp")):
             os.unlink(os.path.join(hidden, name))
-    with SyncCheckpointer(
-        process_group=None,
-        fsync=options.sync,
-        io_threads=options.files,
-        staging_bytes=options.staging_bytes,
-        direct_io=options.direct_io,
-    ) as checkpointer:
-        job = checkpointer.submit_items(
-            values,
-            hidden,
-            LocalPlanner(options.prefix),
-            files=options.files,
-            separation_hint=(options.hint,) if options.hint else (),
-        )
-        try:
-            job.handle.written.result()
-        except BaseException:
-            job.handle.cancel().result()
-            raise
-        return [job.places[number][:3] for number in range(len(values))]
+    hint = (options.hint,) if options.hint else ()
+    settings = {"staging_bytes": options.staging_bytes, "direct_io": options.direct_io}
+    with borrowed(None, fsync=options.sync, io_threads=options.files, **settings) as checkpointer:
+        planner = LocalPlanner(options.prefix)
+        return write_items(checkpointer, values, hidden, planner, files=options.files, separation_hint=hint)
 
 
-def _write_note(path: str, note: dict[str, Any]) -> None:
-    """Write a note for the process that waits for it, at once."""
+def _write_results(path: str, results: dict[str, Any]) -> None:
+    """Write a results file atomically."""
     fresh = f"{path}.new"
     with open(fresh, "w") as file:
-        json.dump(note, file)
+        json.dump(results, file)
     os.replace(fresh, path)
 
 
-def _read_note(path: str, count: int) -> list[tuple[str, int, int]]:
-    """Read a note, and remove it.
-
-    Raises:
-        WriteError: it says that writing failed, or is not there because the process that was to write it has died.
-    """
+def _read_results(path: str, count: int) -> list[ItemLocation]:
+    """Read and remove a results file; raise WriteError if it holds an error, or the writing process left none."""
     try:
         with open(path) as file:
-            note = json.load(file)
+            results = json.load(file)
         os.unlink(path)
-        if "places" in note:
-            places = [(str(name), int(offset), int(length)) for name, offset, length in note["places"]]
-            if len(places) == count:
-                return places
+        if "places" in results:
+            locations = [(str(name), int(offset), int(length)) for name, offset, length in results["places"]]
+            if len(locations) == count:
+                return locations
     except (OSError, ValueError, TypeError) as exc:
         raise WriteError(f"what was to be written has left no results at {path} ({exc}): did its process die?") from exc
-    raise WriteError(f"writing failed: {note.get('error', 'some items have no place')}")
+    raise WriteError(f"writing failed: {results.get('error', 'some items have no place')}")

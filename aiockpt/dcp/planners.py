@@ -1,4 +1,4 @@
-"""Load planners: for state dicts that are empty, and for files that have no metadata."""
+"""Load planners for empty state dicts, and for files without metadata."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
     """Plans from the state dict alone, without metadata; for `aiockpt.dcp.BroadcastingTorchSaveReader`.
 
-    Takes the place of torch's class of this name. Objects are loaded as well as tensors.
+    Replaces torch's class of this name. Objects are loaded as well as tensors.
     """
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Take the state dict, and describe what its file must hold: each tensor whole, as its one chunk."""
+        """Build the metadata that the file must match: each tensor whole, as a single chunk."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         described: dict[str, Any] = {}
         for name, value in self.state_dict.items():
@@ -47,14 +47,14 @@ def _described(tensor: torch.Tensor) -> TensorStorageMetadata:
 
 
 class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
-    """Fills an empty dict with what the checkpoint holds: new tensors in host memory, and objects.
+    """Fills an empty dict with the contents of the checkpoint: new tensors in host memory, and objects.
 
-    Takes the place of torch's private class of this name, for what works on the dict that it is given, as
-    ``_load_state_dict`` of ``torch.distributed.checkpoint.state_dict_loader`` does; ``dcp.load`` works on a copy.
+    Replaces torch's private class of this name, for callers that fill the dict that they are given, such as
+    ``_load_state_dict`` of ``torch.distributed.checkpoint.state_dict_loader``; ``dcp.load`` fills a copy.
 
     Args:
-        keys: load these alone: names of tensors and objects, and of containers, which mean all that is in them. None:
-            everything.
+        keys: load only these: names of tensors, of objects, and of containers, which are loaded with all that they
+            contain. None: everything.
         args: see `torch.distributed.checkpoint.DefaultLoadPlanner`.
         kwargs: see there.
     """
@@ -66,7 +66,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Make the tensors.
+        """Create the tensors.
 
         Raises:
             LoadError: ``state_dict`` is not empty, or there is no metadata, or its structure is damaged.
@@ -91,11 +91,11 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         except StructureError as exc:
             raise LoadError(f"the checkpoint's names can't be put together to a state dict: {exc}") from exc
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        if self.keys is not None and self.flatten_state_dict:  # positions of lists that are left out hold None
+        if self.keys is not None and self.flatten_state_dict:  # list positions that were left out hold None
             self.state_dict = {name: self.state_dict[name] for name in names}
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read what was made."""
+        """Plan to read everything that was created."""
         if self.metadata is None:
             raise LoadError("a plan can't be made before set_up_planner")
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
@@ -108,7 +108,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
 
 _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner
-"""The name that torch has for it."""
+"""Torch's name of it."""
 
 
 def _empty(described: Any) -> Any:

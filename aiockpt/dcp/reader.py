@@ -1,4 +1,4 @@
-"""`FileSystemReader`: what ``dcp.load`` reads checkpoints with."""
+"""`FileSystemReader`: reads checkpoints for ``dcp.load``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
+from aiockpt.dcp.adapter import PlanFollower, borrowed, finished, text_of
 from aiockpt.dcp.index import DescribedCheckpoint, stored_item
-from aiockpt.dcp.plan_reading import PlanReading
+from aiockpt.dcp.plan_execution import PlanExecution
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointNotFoundError, LoadError
 from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.metadata import decode_metadata
@@ -22,44 +22,43 @@ from aiockpt.format.names import METADATA_NAME
 from aiockpt.options import LoadOptions, check_options
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.open import check_place, presented, read_document, read_index
-from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+    from torch.futures import Future
 
     from aiockpt.checkpointer import AsyncCheckpointer
+    from aiockpt.dcp.adapter import Path
     from aiockpt.format.index import Index
     from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.virtual_files import VirtualFile
     from aiockpt.storage.base import Source, Storage
+    from aiockpt.sync_checkpointer import SyncCheckpointer
 
-    Path = str | os.PathLike[str]
 
+class FileSystemReader(PlanFollower):
+    """Reads checkpoints for ``dcp.load``: those of ``torch.distributed.checkpoint``, and all formats that we load.
 
-class FileSystemReader(StorageReader):
-    """Reads checkpoints for ``dcp.load``: those of ``torch.distributed.checkpoint``, ours, and all that we load.
-
-    It takes the place of torch's class of this name. Nothing in a checkpoint is executed; tensors are read by
-    several threads straight to where the planner wants them, only the bytes that it asks for; and the CRC of each item
-    that is read as a whole is checked::
+    Replaces torch's class of this name. Nothing in a checkpoint is executed. Several threads read only the bytes that
+    the planner asks for, directly into its tensors, and check the CRC of each item that is read as a whole::
 
         dcp.load(state_dict, storage_reader=FileSystemReader("runs/a/step-100"))
 
-    Every method blocks. Threads run during `read_metadata` and `read_data` only, so there is nothing to close.
+    Every method blocks. Threads run only during `read_metadata` and `read_data`, so there is nothing to close.
 
     Args:
         path: the checkpoint's directory.
-        _extension_registry: must be None. What torch's ZStandard extension has compressed is read without it; other
-            transforms are those of the checkpointer.
+        _extension_registry: must be None. Files that torch's ZStandard extension has compressed are read without it;
+            other transforms are taken from the checkpointer.
         verify: check the CRC of every stored item that is read as a whole.
-        safe_globals: classes and functions that pickled objects may use, besides those torch allows.
+        safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
-        io_threads: half as many threads as read; see `aiockpt.SyncCheckpointer`. None: 4.
-        direct_io: read past the page cache what is not in it.
-        checkpointer: whose threads to use, instead of own ones that start and end with each call.
-        storage: where the checkpoint is kept; None for the checkpointer's own, which is the file system.
+        io_threads: half the number of reading threads; see `aiockpt.SyncCheckpointer`. None: 4.
+        direct_io: read past the page cache, except what is in it already.
+        checkpointer: use this checkpointer's threads, instead of a new one for each call.
+        storage: the storage of the checkpoint; None: the checkpointer's own, which is the file system.
     """
 
     def __init__(
@@ -98,16 +97,16 @@ class FileSystemReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint is."""
+        """The path of the checkpoint."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this can be the path of a checkpoint on a file system."""
+        """Return whether this can be the path of a checkpoint on a file system."""
         return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin with another load, of the checkpoint at ``checkpoint_id`` if one is given."""
+        """Prepare for another load, of the checkpoint at ``checkpoint_id`` if given."""
         self.storage_data = {}
         self._metadata = self._described = None
         if checkpoint_id:
@@ -115,10 +114,10 @@ class FileSystemReader(StorageReader):
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *_args: Any, **kwargs: Any) -> Metadata:
-        """Read what the checkpoint holds, without unpickling anything that it names.
+        """Read the checkpoint's metadata. Nothing that it names is imported or called.
 
         Args:
-            kwargs: ``rank``: the rank whose own metadata is wanted, where each has saved alone; None for that of all.
+            kwargs: ``rank``: read this rank's own metadata, if each rank has saved alone; None: that of all ranks.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint, or no such metadata.
@@ -133,79 +132,64 @@ class FileSystemReader(StorageReader):
             options = self._options
             return read_index(source, path, safe_globals=options.safe_globals, trust=options.trust)[0]
 
-        with self._lent() as checkpointer, self._opened(checkpointer) as (source, path):
+        with borrowed(self._checkpointer, **self._settings) as checkpointer:
+            engine = EngineAccess(checkpointer)
+            with self._opened(engine) as (source, path):
 
-            async def run(tools: LoadTools) -> Index:
-                return await tools.workers.run(read, source, path)
+                async def run(tools: LoadTools) -> Index:
+                    return await tools.workers.run(read, source, path)
 
-            index = checkpointer._engine.call(run, f"metadata of {path}").result()
-            self._transformed = source.items
+                index = engine.call(run, f"metadata of {path}").result()
+                self._transformed = source.items
         self._described = DescribedCheckpoint(index, self._transformed)
         metadata = self._described.metadata
         metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
-        """Take the metadata that plans are going to refer to.
+        """Store the metadata that the plans will refer to.
 
         Args:
-            metadata: what `read_metadata` gave, maybe on another rank.
-            is_coordinator: whether this rank makes the plans.
+            metadata: the result of `read_metadata`, maybe of another rank.
+            is_coordinator: whether this rank makes the global plan.
 
         Raises:
-            LoadError: it does not say where anything is.
+            LoadError: it has no locations of items.
         """
         if metadata.storage_data is None:
             raise LoadError(f"the metadata given for {self.path} does not say where its items are (storage_data)")
         self._metadata = metadata
         self.storage_data = metadata.storage_data
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave this rank's plan as it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans of all ranks as they are."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for to where its planner wants it. Blocks; the planner is called by this thread.
+        """Read what a plan asks for into the planner's tensors. Blocks; the planner is called only in this thread.
 
         Returns:
             A future that is done.
 
         Raises:
-            CorruptCheckpointError: bytes are missing or are not those that were written. Tensors may have been filled
-                by then: the error's ``placed`` and ``partly_placed`` name them.
-            ShapeMismatchError: the planner gave a tensor of another shape than its plan says.
+            CorruptCheckpointError: bytes are missing or have changed since they were written. Tensors may have been
+                filled by then: the error's ``placed`` and ``partly_placed`` name them.
+            ShapeMismatchError: the planner returned a tensor of another shape than its plan says.
             UnsafeCheckpointError: an object needs something that was not allowed.
             MissingKeysError: the plan is for another checkpoint.
         """
         if self._metadata is None:
             raise LoadError("read_data needs set_up_storage_reader before it, which dcp.load calls")
-        with self._lent() as checkpointer, self._opened(checkpointer) as (source, path):
-            source.know(self._transformed)
-            items = [(i, stored_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items]
-            PlanReading(checkpointer._engine, source, path, self._options, planner).run(items)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        with borrowed(self._checkpointer, **self._settings) as checkpointer:
+            engine = EngineAccess(checkpointer)
+            with self._opened(engine) as (source, path):
+                source.know(self._transformed)
+                items = [(i, stored_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items]
+                PlanExecution(engine, source, path, self._options, planner).run(items)
+        return finished(None)
 
     @contextmanager
-    def _lent(self) -> Iterator[SyncCheckpointer | AsyncCheckpointer]:
-        """Give the checkpointer that reads: the caller's, or one for now."""
-        if self._checkpointer is not None:
-            yield self._checkpointer
-            return
-        with SyncCheckpointer(process_group=None, **self._settings) as checkpointer:
-            yield checkpointer
-
-    @contextmanager
-    def _opened(self, checkpointer: SyncCheckpointer | AsyncCheckpointer) -> Iterator[tuple[DecodedSource, str]]:
-        """Open the checkpoint's files."""
-        storage, path = checkpointer._located(self.path, self._storage)
-        call = checkpointer._engine.call(lambda tools: storage.open(path, workers=tools.workers), f"open {path}")
-        source = DecodedSource(call.result(drop=lambda opened: opened.close()), path, checkpointer._transforms)
+    def _opened(self, engine: EngineAccess) -> Iterator[tuple[DecodedSource, str]]:
+        """Open the checkpoint's files, and close them afterwards."""
+        storage, path = engine.locate(self.path, self._storage)
+        call = engine.call(lambda tools: storage.open(path, workers=tools.workers), f"open {path}")
+        source = DecodedSource(call.result(drop=lambda opened: opened.close()), path, engine.transforms)
         try:
             yield source, path
         finally:
@@ -213,14 +197,12 @@ class FileSystemReader(StorageReader):
 
 
 def _fs_path(path: Path) -> Path:
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+    text = text_of(path)
     return text if "://" in text else pathlib.Path(text)
 
 
 def _rank_index(source: Source, path: str, rank: int) -> Index:
-    """Read the metadata of a rank that has saved without the others. Blocks."""
+    """Read the metadata of a rank that saved alone. Blocks."""
     check_place(source, path)
     name = f"__{int(rank)}{METADATA_NAME}"
     if name not in source.files:

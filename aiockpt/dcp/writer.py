@@ -1,66 +1,65 @@
-"""`FileSystemWriter`: what ``dcp.save`` and ``dcp.async_save`` write checkpoints with."""
+"""`FileSystemWriter`: writes the checkpoints of ``dcp.save`` and ``dcp.async_save``."""
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import pickle
 import uuid
 import weakref
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.storage import StorageWriter
-from torch.futures import Future
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from aiockpt.dcp import shared_commit
-from aiockpt.dcp.items import files_of, places_of, resolved, results_of
-from aiockpt.errors import CheckpointExistsError
+from aiockpt.dcp.adapter import borrowed, finished, text_of
+from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.names import DCP_VERSION, SUFFIX
 from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.storage.local.storage import absolute
-from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    import torch
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future
 
     from aiockpt.checkpointer import AsyncCheckpointer
-
-    Path = str | os.PathLike[str]
+    from aiockpt.dcp.adapter import AnyCheckpointer, Path
+    from aiockpt.sync_checkpointer import SyncCheckpointer
 
 
 class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     """Writes checkpoints for ``dcp.save`` and ``dcp.async_save``, in the format of ``torch.distributed.checkpoint``.
 
-    It takes the place of torch's class of this name: tensors are staged and written by several threads past the page
-    cache, each with its CRC, and the checkpoint appears at once, complete and durable, under its name: a save that
-    fails or dies half way leaves what was there before::
+    Replaces torch's class of this name. Several threads stage the tensors and write them past the page cache, each with
+    its CRC. The checkpoint appears under its name atomically, complete and durable; a save that fails or is killed
+    leaves whatever was there before::
 
         dcp.save(state_dict, storage_writer=FileSystemWriter("runs/a/step-100"))
 
-    All ranks must write to one file system. Threads run during `write_data` only, so there is nothing to close.
+    All ranks must write to the same file system. Threads run only during `write_data`, so there is nothing to close.
 
     Args:
-        path: the checkpoint's directory. It may be there already, and hold other files.
-        single_file_per_rank: write ``thread_count`` files at most, rather than a file for each tensor and object.
-        sync_files: make every file and directory durable.
-        thread_count: how many threads write, and into how many files at most. None: 4.
-        per_thread_copy_ahead: of no effect here; ``staging_bytes`` bounds what is copied ahead.
-        cache_staged_state_dict: as in torch: keep the copy that ``dcp.async_save`` makes, for the next time.
-        overwrite: replace a checkpoint that is there, when the new one is complete.
-        _extensions: must be None or empty: there are no stream transforms here.
-        serialization_format: must be that of ``torch.save``.
-        staging_bytes: the most memory to write through, in bytes; see `aiockpt.SyncCheckpointer`.
+        path: the checkpoint's directory. It may exist already and hold other files.
+        single_file_per_rank: write at most ``thread_count`` files, instead of one for each tensor and object.
+        sync_files: fsync every file and directory.
+        thread_count: number of writing threads, and maximum number of files. None: 4.
+        per_thread_copy_ahead: ignored; ``staging_bytes`` limits how much is copied ahead.
+        cache_staged_state_dict: as in torch: keep the copy that ``dcp.async_save`` makes for the next save.
+        overwrite: replace an existing checkpoint once the new one is complete.
+        _extensions: must be None or empty: stream transforms are not supported.
+        serialization_format: must be ``torch.save``'s.
+        staging_bytes: maximum staging memory in bytes; see `aiockpt.SyncCheckpointer`.
         direct_io: write past the page cache where the file system allows it.
-        checkpointer: whose threads and memory to use, instead of own ones that start and end with each call.
+        checkpointer: use this checkpointer's threads and memory, instead of a new one for each call.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         StorageWriter.__init__(self)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if _extensions:
-            raise ValueError("this writer knows no stream transforms; leave _extensions out")
+            raise ValueError("this writer supports no stream transforms; leave _extensions out")
         if serialization_format is not None and getattr(serialization_format, "value", None) != "torch_save":
             raise ValueError(
                 f"this writer writes items as torch.save does, not as {serialization_format}; for safetensors use "
@@ -109,41 +108,41 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         return f"FileSystemWriter({os.fspath(self.path)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        # It may go to the process that dcp.async_save saves in, which has threads and memory of its own.
+        # dcp.async_save may send it to its own process, which has threads and memory of its own.
         return vars(self) | {"_checkpointer": None, "_planners": {}, "_unpublished": None, "state_dict_cache": None}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """Where the checkpoint goes."""
+        """The path of the checkpoint."""
         return self.path
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this can be the path of a checkpoint on a file system."""
+        """Return whether this can be the path of a checkpoint on a file system."""
         return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def storage_meta(self) -> StorageMeta | None:
-        """Name this save."""
+        """Return the path and the id of this save."""
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin with another save, to ``checkpoint_id`` if one is given; remove what a failed one has left."""
+        """Prepare for another save, to ``checkpoint_id`` if given; remove the files of a failed one."""
         self.discard()
         if checkpoint_id:
             self.path = _local(checkpoint_id)
         self.save_id = str(uuid.uuid4())
 
     def discard(self) -> None:
-        """Remove the files of a save that has failed on another rank; the writer's end does so as well. Blocks."""
+        """Remove the files of a save that failed on another rank. Blocks. Done too when the writer is collected."""
         if self._unpublished is not None:
             self._unpublished()
             self._unpublished = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:
-        """Take what is known of the ranks.
+        """Store this rank's role in the save.
 
         Args:
-            is_coordinator: whether this rank makes the plans.
+            is_coordinator: whether this rank makes the global plan.
             kwargs: ``rank``: its number; ``use_collectives``: whether the ranks save one checkpoint together.
         """
         self.rank = kwargs.get("rank")
@@ -152,10 +151,10 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     # --- planning ---------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Look whether the path may be written to.
+        """Check that the path may be written to.
 
         Raises:
-            CheckpointExistsError: a checkpoint is there, and ``overwrite`` is False; or a file is.
+            CheckpointExistsError: the path is a file, or holds a checkpoint and ``overwrite`` is False.
         """
         path = self._path()
         if os.path.lexists(path) and not os.path.isdir(path):
@@ -168,10 +167,10 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the directory that all ranks write to, and give each rank the beginning of its files' names.
+        """Create the directory that all ranks write to, and assign each rank the prefix of its file names.
 
         Raises:
-            WriteError: it can't be made.
+            WriteError: it can't be created.
         """
         self.discard()
         hidden = shared_commit.begin(self._path(), self._alone, fsync=self.sync_files)
@@ -187,51 +186,46 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         """Write this rank's items. Blocks.
 
         Returns:
-            A future that is done, with the place of each item.
+            A future that is done, with the location of each item.
 
         Raises:
-            SaveError: with the cause chained; nothing of this rank's is left.
+            SaveError: with the cause chained; this rank's files are removed.
         """
         items = list(plan.items)
-        results = self._write(plan.storage_data.prefix, items, [resolved(item, planner) for item in items])
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        values = [(item.index.fqn, resolved(item, planner)) for item in items]
+        return finished(results_of(items, self._write(plan.storage_data.prefix, values)))
 
-    def _write(
-        self, prefix: str, items: Sequence[WriteItem], values: Sequence[torch.Tensor | bytes]
-    ) -> list[WriteResult]:
-        if not items:
+    def _write(self, prefix: str, values: ItemValues) -> Sequence[ItemLocation]:
+        if not values:
             return []
         hidden = shared_commit.find(self._path(), self._alone)
         layout = self._planners.setdefault(prefix, LocalPlanner(prefix))
         files = (self.thread_count or 4) if self.single_file_per_rank else None
-        named = [(item.index.fqn, value) for item, value in zip(items, values, strict=True)]
-        with self._lent() as checkpointer:
-            job = checkpointer.submit_items(named, hidden, layout, files=files)
-            try:
-                job.handle.written.result()
-            except BaseException:
-                job.handle.cancel().result()
-                raise
-        return results_of(items, (job.places[number][:3] for number in range(len(items))))
+        settings = {
+            "fsync": self.sync_files,
+            "io_threads": self.thread_count,
+            "staging_bytes": self._staging_bytes,
+            "direct_io": self._direct_io,
+        }
+        with borrowed(self._checkpointer, **settings) as checkpointer:
+            return write_items(checkpointer, values, hidden, layout, files=files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make a checkpoint of what all ranks have written: durable, complete, under its final name.
+        """Commit what all ranks have written: make it durable, and move it to its final name.
 
         Args:
-            metadata: what was planned; gets the places of the items.
-            results: what `write_data` gave on each rank.
+            metadata: the global plan's; the locations of the items are added to it.
+            results: the results of `write_data` on each rank.
 
         Raises:
-            SaveError: an item was not written, or the checkpoint can't be published; nothing is left of it.
-            CheckpointExistsError: a checkpoint has come to the path meanwhile.
+            SaveError: an item was not written, or the checkpoint can't be published. Its files are removed.
+            CheckpointExistsError: another checkpoint has appeared at the path meanwhile.
         """
         path, rank = self._path(), self._alone
         hidden = shared_commit.find(path, rank)
         try:
             names = shared_commit.names_for(files_of(results), hidden, path)
-            metadata.storage_data = places_of(metadata, results, names)
+            metadata.storage_data = locations_of(metadata, results, names)
             metadata.storage_meta = self.storage_meta()
             if hasattr(metadata, "version"):  # since torch 2.8
                 metadata.version = DCP_VERSION
@@ -242,38 +236,89 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             shared_commit.discard(hidden)
             raise
         finally:
-            self.discard()  # of which nothing is left by now
+            self.discard()  # nothing is left to remove: it only closes the directory
 
     @property
     def _alone(self) -> int | None:
-        """The rank, if it saves without the others."""
+        """This rank, if it saves without the others."""
         return None if self.use_collectives else self.rank
 
     def _path(self) -> str:
         return absolute(self.path)
 
-    @contextmanager
-    def _lent(self) -> Iterator[SyncCheckpointer | AsyncCheckpointer]:
-        """Give the checkpointer that writes: the caller's, or one for now."""
-        if self._checkpointer is not None:
-            yield self._checkpointer
-            return
-        with SyncCheckpointer(
-            process_group=None,
-            fsync=self.sync_files,
-            io_threads=self.thread_count,
-            staging_bytes=self._staging_bytes,
-            direct_io=self._direct_io,
-        ) as checkpointer:
-            yield checkpointer
-
 
 def _local(path: Path) -> pathlib.Path:
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+    text = text_of(path)
     if "://" in text:
         raise ValueError(f"{text} is a URL; this writer writes to directories, so give a path")
     if text.endswith(SUFFIX):
         raise ValueError(f"{text} ends in {SUFFIX}, and this writer writes to directories; rename it")
     return pathlib.Path(text)
+
+
+# --- items: between torch's planners and the files ------------------------------------------------
+
+ItemValues = list[tuple[str, torch.Tensor | bytes]]
+"""Name and value of each item: a tensor, or the bytes of an object."""
+ItemLocation = tuple[str, int, int]
+"""File, offset and length of an item."""
+
+
+def resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
+    """Return the planner's value of an item; raise SaveError if it is not of the item's type."""
+    value = planner.resolve_data(item)
+    if item.type == WriteItemType.BYTE_IO and isinstance(value, io.BytesIO):
+        return value.getvalue()
+    if item.type != WriteItemType.BYTE_IO and isinstance(value, torch.Tensor):
+        return value.detach()
+    raise SaveError(f"{item.index.fqn}: the planner gave a {type(value).__name__} for an item of type {item.type.name}")
+
+
+def write_items(
+    checkpointer: AnyCheckpointer,
+    values: ItemValues,
+    directory: str,
+    planner: LocalPlanner,
+    *,
+    files: int | None,
+    separation_hint: Sequence[str] = (),
+) -> Sequence[ItemLocation]:
+    """Write items to files; return the location of each. Blocks; if it is interrupted, the files are removed."""
+    job = checkpointer.submit_items(values, directory, planner, files=files, separation_hint=separation_hint)
+    try:
+        job.handle.written.result()
+    except BaseException:
+        job.handle.cancel().result()
+        raise
+    return [job.places[number][:3] for number in range(len(values))]
+
+
+def results_of(items: Sequence[WriteItem], locations: Iterable[ItemLocation]) -> list[WriteResult]:
+    """Return torch's results for items that were written."""
+    return [
+        WriteResult(index=item.index, size_in_bytes=location[2], storage_data=_StorageInfo(*location))
+        for item, location in zip(items, locations, strict=True)
+    ]
+
+
+def files_of(results: Sequence[Sequence[WriteResult]]) -> list[str]:
+    """Return the files that all ranks have written."""
+    return list(dict.fromkeys(result.storage_data.relative_path for rank in results for result in rank))
+
+
+def locations_of(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], names: Mapping[str, str]
+) -> dict[MetadataIndex, _StorageInfo]:
+    """Return the location of every item, in files of their final names; raise WriteError if one was not written."""
+    locations: dict[MetadataIndex, _StorageInfo] = {}
+    for result in (result for rank in results for result in rank):
+        info = result.storage_data
+        locations[result.index] = replace(info, relative_path=names[info.relative_path])
+    for name, described in metadata.state_dict_metadata.items():
+        wanted = [MetadataIndex(name)]
+        if isinstance(described, TensorStorageMetadata):
+            wanted = [MetadataIndex(name, chunk.offsets) for chunk in described.chunks]
+        missing = [index for index in wanted if index not in locations]
+        if missing:
+            raise WriteError(f"{name} was not written by any rank ({missing[0]}); nothing was published")
+    return locations

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import format_utils as theirs
 from torch.distributed.checkpoint.api import CheckpointException
 
-from aiockpt.dcp import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, broadcast_pieces
+from aiockpt.dcp import BroadcastingTorchSaveReader, DynamicMetaLoadPlanner, broadcast
 from tests.ranks.world import RankFailure, World
 from tests.states import assert_same, random_tensor, raw_bytes
 
@@ -57,7 +57,7 @@ def _distributed(rank: int, world_size: int, path: Path, piece_bytes: int) -> li
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    broadcast_pieces._PIECE_BYTES = piece_bytes
+    broadcast._PIECE_BYTES = piece_bytes
     mesh = init_device_mesh("cpu", (world_size,))
     whole = file_state()
     target: dict[str, Any] = {

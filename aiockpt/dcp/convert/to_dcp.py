@@ -1,4 +1,4 @@
-"""From a ``torch.save`` file to a checkpoint, holding a bounded number of its bytes."""
+"""Converts a ``torch.save`` file to a checkpoint, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from aiockpt.storage.local.temp_names import new_ticket
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.checkpointer import AsyncCheckpointer
+    from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.dcp.convert.torch_source import MappedState
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.handle import SaveHandle
 
-_LET_GO_BYTES = 64 << 20
+_RELEASE_BYTES = 64 << 20
+"""Pages of the file that was read are released each time so much was staged."""
 _OURS = ("__*.distcp", "__*.metadata", METADATA_NAME, MANIFEST_NAME)
 
 
 async def write_checkpoint(
-    checkpointer: SyncCheckpointer | AsyncCheckpointer,
+    checkpointer: AnyCheckpointer,
     path: str,
     target: str,
     options: LoadOptions,
@@ -44,7 +45,7 @@ async def write_checkpoint(
     engine = EngineAccess(checkpointer)
     storage, path = engine.locate(path)
     _, target = engine.locate(target)
-    shared = await tools.workers.run(_look_at, target, overwrite=overwrite)
+    shared = await tools.workers.run(_must_move_in, target, overwrite=overwrite)
     mapped = await map_torch_file(storage, path, options, tools)
     if not isinstance(mapped.value, Mapping):
         raise LoadError(
@@ -67,12 +68,12 @@ async def write_checkpoint(
 
 
 async def _written(handle: SaveHandle, mapped: MappedState) -> None:
-    """Wait for a save, letting go of the pages that it has read; call it off when this task is cancelled."""
+    """Wait for a save, releasing the pages that it has read; cancel it if this task is cancelled."""
     done = 0
     try:
         async for event in handle.progress():
-            if event.staged_bytes - done >= _LET_GO_BYTES or event.phase == "staged":
-                mapped.let_go()
+            if event.staged_bytes - done >= _RELEASE_BYTES or event.phase == "staged":
+                mapped.release_pages()
                 done = event.staged_bytes
         await handle.written
     except anyio.get_cancelled_exc_class():
@@ -81,11 +82,10 @@ async def _written(handle: SaveHandle, mapped: MappedState) -> None:
         raise
 
 
-def _look_at(target: str, *, overwrite: bool) -> bool:
-    """Tell whether a directory holds other files, which must stay there.
+def _must_move_in(target: str, *, overwrite: bool) -> bool:
+    """Return whether the target holds other files, so that the checkpoint must be moved in beside them.
 
-    Raises:
-        CheckpointExistsError: it holds a checkpoint that may not be replaced, or not without them.
+    Raises CheckpointExistsError if it holds a checkpoint as well, which then can't be replaced atomically.
     """
     if not os.path.isdir(target) or os.path.islink(target):
         return False

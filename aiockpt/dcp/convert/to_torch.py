@@ -1,4 +1,4 @@
-"""From a checkpoint to a ``torch.save`` file, holding a bounded number of its bytes."""
+"""Converts a checkpoint to a ``torch.save`` file, in bounded memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.torchzip import _unbacked_tensor
+from aiockpt.format.transforms.item_transforms import row_strides
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import pack
+from aiockpt.planning.specs import is_dense
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.executor import ItemReader
 from aiockpt.reading.open import read_index
@@ -26,7 +28,7 @@ from aiockpt.reading.tensor_stream import memory_of
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from aiockpt.dcp.convert.torch_file import Room
+    from aiockpt.dcp.convert.torch_file import ReservedSpace
     from aiockpt.format.index import ChunkEntry, Index, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
@@ -56,23 +58,16 @@ async def write_torch_file(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A tensor whose bytes are to be written.
-
-    Attributes:
-        name: its key.
-        entry: where it is stored.
-        tensor: a stand-in of its form, without memory.
-        room: where its bytes belong.
-    """
+    """A tensor whose bytes are to be written."""
 
     name: str
     entry: TensorEntry
-    tensor: torch.Tensor
-    room: Room
+    tensor: torch.Tensor  # a stand-in of its shape and strides, without memory
+    space: ReservedSpace
 
     @property
     def is_large(self) -> bool:
-        return self.room.nbytes > _WINDOW_BYTES
+        return self.space.nbytes > _WINDOW_BYTES
 
 
 class _Conversion:
@@ -85,15 +80,15 @@ class _Conversion:
         self._reader = ItemReader(source, path, options, tools)
 
     async def run(self, target: str, *, overwrite: bool) -> None:
-        """Write the file; nothing of it is left when that fails or is cancelled."""
+        """Write the file; remove it if that fails or is cancelled."""
         entries = self._index.entries
         objects = [ObjectRead(name, entry.place) for name, entry in entries.items() if isinstance(entry, ObjectEntry)]
         file = await self._run(TorchFileWriter(target, overwrite=overwrite).open)
         try:
             await self._reader.read_objects(objects)
             pending, held = await self._run(self._frame, file, {read.name: read.value for read in objects})
-            for room in held:
-                await self._run(_write_held, file, room)
+            for space in held:
+                await self._run(_write_held, file, space)
             for window in _windows([each for each in pending if not each.is_large]):
                 await self._copy_window(file, window)
             await self._stream_all(file, [each for each in pending if each.is_large])
@@ -102,8 +97,8 @@ class _Conversion:
             with anyio.CancelScope(shield=True):
                 await self._run(file.discard)
 
-    def _frame(self, file: TorchFileWriter, values: dict[str, Any]) -> tuple[list[_Pending], list[Room]]:
-        """Write the framing; give the tensors to be written, and the storages that are in memory."""
+    def _frame(self, file: TorchFileWriter, values: dict[str, Any]) -> tuple[list[_Pending], list[ReservedSpace]]:
+        """Write the framing; return the tensors to be written, and the spaces of storages that are in memory."""
         stand_ins: dict[object, tuple[str, TensorEntry, torch.Tensor]] = {}
         for name, entry in self._index.entries.items():
             if isinstance(entry, TensorEntry):
@@ -119,19 +114,19 @@ class _Conversion:
             state = unflatten([index.paths[n] for n in names], [values[n] for n in names], containers)
         except (StructureError, KeyError, TypeError, ValueError) as exc:
             raise CorruptCheckpointError(f"{self._path}: the structure of the state dict is damaged: {exc}") from exc
-        rooms = file.frame(state if index.wrapped is None else state[index.wrapped])
+        spaces = file.frame(state if index.wrapped is None else state[index.wrapped])
         mine = {tensor.untyped_storage()._cdata: (name, entry, tensor) for name, entry, tensor in stand_ins.values()}
-        pending = [_Pending(*mine[r.storage._cdata], r) for r in rooms if r.storage._cdata in mine]
-        return pending, [room for room in rooms if room.storage._cdata not in mine]
+        pending = [_Pending(*mine[r.storage._cdata], r) for r in spaces if r.storage._cdata in mine]
+        return pending, [space for space in spaces if space.storage._cdata not in mine]
 
     async def _copy_window(self, file: TorchFileWriter, window: Sequence[_Pending]) -> None:
         """Read tensors into memory, and write them."""
-        sizes = [each.room.nbytes + -each.room.nbytes % _ALIGNMENT for each in window]
+        sizes = [each.space.nbytes + -each.space.nbytes % _ALIGNMENT for each in window]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         reads: list[TensorRead] = []
         parts = []
         for each, part in zip(window, torch.split(memory, sizes), strict=True):
-            parts.append(part[: each.room.nbytes])
+            parts.append(part[: each.space.nbytes])
             form = each.tensor
             values = parts[-1].view(form.dtype).as_strided(form.shape, form.stride())
             reads += reads_of(each.name, each.entry, values)
@@ -140,8 +135,8 @@ class _Conversion:
         def write() -> None:
             for each, part in zip(window, parts, strict=True):
                 data = memory_of(part)
-                file.write(data, each.room.offset)
-                file.seal(each.room, crc32(data))
+                file.write(data, each.space.offset)
+                file.seal(each.space, crc32(data))
 
         await self._run(write)
 
@@ -158,7 +153,7 @@ class _Conversion:
     async def _item(self, each: _Pending, chunk: ChunkEntry) -> TensorItem:
         read = TensorRead(each.name, each.entry.dtype, chunk, None)
         await self._reader.prepare([read])
-        if read.item is None:  # a small chunk of a large tensor, whose framing `prepare` leaves for later
+        if read.item is None:  # `prepare` skips small chunks, also those of large tensors
             await self._run(self._reader._find_payload, read)
         if read.item is None:
             raise LoadError(f"{self._path}: the item of {each.name} was not found")
@@ -167,7 +162,7 @@ class _Conversion:
     async def _stream(
         self, file: TorchFileWriter, each: _Pending, chunks: Sequence[tuple[ChunkEntry, TensorItem]]
     ) -> None:
-        """Copy a tensor part by part, several chunks of it at a time."""
+        """Copy a tensor part by part, several of its chunks concurrently."""
         pending = iter(chunks)
         crcs: list[int] = []
 
@@ -194,12 +189,12 @@ class _Conversion:
                 error = error.exceptions[0]
             raise error from error.__cause__
         if len(chunks) == 1:
-            await self._run(file.seal, each.room, crcs[0])
+            await self._run(file.seal, each.space, crcs[0])
             return
         crc, at = 0, 0
-        while at < each.room.nbytes:
-            crc, at = await self._run(file.crc_of, each.room, crc, at)
-        await self._run(file.seal, each.room, crc)
+        while at < each.space.nbytes:
+            crc, at = await self._run(file.crc_of, each.space, crc, at)
+        await self._run(file.seal, each.space, crc)
 
     def _copy_part(
         self,
@@ -211,27 +206,27 @@ class _Conversion:
         at: int,
         buffer: bytearray,
     ) -> tuple[int, int]:
-        """Copy the next bytes of a chunk; give the CRC so far, and where to go on. Blocks."""
+        """Copy the next bytes of a chunk; return the CRC so far, and the next offset. Blocks."""
         place, size = chunk.place, item.dtype.itemsize
         view = memoryview(buffer)[: min(_PART_BYTES, item.nbytes - at)]
         self._source.read(place.file, place.offset + item.payload_offset + at, view)
         if len(each.entry.chunks) == 1:
-            file.write(view, each.room.offset + at)
+            file.write(view, each.space.offset + at)
         else:
             strides = each.tensor.stride()
             origin = sum(o * step for o, step in zip(chunk.offsets, strides, strict=True))
             done = 0
             for first, count in pack(chunk.sizes, strides, origin).runs(at // size, (at + len(view)) // size):
-                file.write(view[done : done + count * size], each.room.offset + first * size)
+                file.write(view[done : done + count * size], each.space.offset + first * size)
                 done += count * size
         return crc32(view, crc), at + len(view)
 
 
-def _write_held(file: TorchFileWriter, room: Room) -> None:
-    """Write the bytes of a storage that is in memory: of a tensor inside an object."""
-    data = memory_of(torch.empty(0, dtype=torch.uint8).set_(room.storage))
-    file.write(data, room.offset)
-    file.seal(room, crc32(data))
+def _write_held(file: TorchFileWriter, space: ReservedSpace) -> None:
+    """Write the bytes of a storage that is in memory: that of a tensor inside an object."""
+    data = memory_of(torch.empty(0, dtype=torch.uint8).set_(space.storage))
+    file.write(data, space.offset)
+    file.seal(space, crc32(data))
 
 
 def _windows(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
@@ -239,17 +234,17 @@ def _windows(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
     window: list[_Pending] = []
     nbytes = 0
     for each in pending:
-        if window and nbytes + each.room.nbytes > _WINDOW_BYTES:
+        if window and nbytes + each.space.nbytes > _WINDOW_BYTES:
             yield window
             window, nbytes = [], 0
         window.append(each)
-        nbytes += each.room.nbytes + _ALIGNMENT
+        nbytes += each.space.nbytes + _ALIGNMENT
     if window:
         yield window
 
 
 def _bytes_key(name: str, entry: TensorEntry) -> object:
-    """Give what two keys have in common if they are one stored tensor."""
+    """Return a value that two keys share if and only if they are the same stored tensor."""
     if len(entry.chunks) != 1 or not entry.nbytes:
         return name
     item = entry.chunks[0].item
@@ -257,29 +252,23 @@ def _bytes_key(name: str, entry: TensorEntry) -> object:
 
 
 def _stand_in(entry: TensorEntry) -> torch.Tensor:
-    """Make a tensor without memory: of the strides that it is stored with, if they are known and have no gaps."""
+    """Return a tensor without memory, with the strides that it is stored with if they are known and dense."""
     item = entry.chunks[0].item if len(entry.chunks) == 1 else None
-    if item is not None and _is_dense(item):
+    if item is not None and _is_dense_item(item):
         return _unbacked_tensor(entry.dtype, entry.shape, item.stride)
-    return _unbacked_tensor(entry.dtype, entry.shape, _contiguous(entry.shape))
+    return _unbacked_tensor(entry.dtype, entry.shape, row_strides(entry.shape))
 
 
-def _is_dense(item: TensorItem) -> bool:
+def _is_dense_item(item: TensorItem) -> bool:
     nbytes = math.prod(item.shape) * item.dtype.itemsize
     if item.storage_offset or item.nbytes != nbytes or item.conj or item.neg or not nbytes:
         return False
-    last = sum((n - 1) * step for n, step in zip(item.shape, item.stride, strict=True)) + 1
-    packed = pack(item.shape, item.stride, 0)
-    return last * item.dtype.itemsize == nbytes and packed.run == packed.count
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod([max(1, n) for n in shape[dim + 1 :]]) for dim in range(len(shape)))
+    return is_dense(item.shape, item.stride)
 
 
 def _is_stream_of(each: _Pending, chunk: ChunkEntry, item: TensorItem) -> bool:
-    """Tell whether the bytes of a chunk can be copied as they are."""
-    if not _is_dense(item):
+    """Return whether the bytes of a chunk can be copied unchanged."""
+    if not _is_dense_item(item):
         return False
-    wanted = each.tensor.stride() if len(each.entry.chunks) == 1 else _contiguous(chunk.sizes)
+    wanted = each.tensor.stride() if len(each.entry.chunks) == 1 else row_strides(chunk.sizes)
     return all(n == 1 or a == b for n, a, b in zip(item.shape, item.stride, wanted, strict=True))

@@ -1,7 +1,7 @@
-"""Writing a ``torch.save`` file whose tensors are elsewhere: its framing first, then the bytes, part by part.
+"""Writes a ``torch.save`` file whose tensors are not in memory: its framing first, then the bytes, part by part.
 
-``torch.save`` itself writes everything but the tensors' bytes, for tensors without memory behind them, under
-``torch.serialization.skip_data``. It leaves room for each storage, in the order in which it met them.
+Under ``torch.serialization.skip_data``, ``torch.save`` writes everything except the bytes of tensors, which need no
+memory then. It reserves space for each storage, in the order in which it meets them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PART_BYTES = 8 << 20
 
 
 class _StorageOrder(pickle.Pickler):
-    """Pickles into nowhere, to learn the order in which ``torch.save`` meets the storages."""
+    """Pickles to nowhere, to learn the order in which ``torch.save`` meets the storages."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), protocol=_PROTOCOL)
@@ -46,29 +46,17 @@ class _StorageOrder(pickle.Pickler):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Where the bytes of a storage belong.
-
-    Attributes:
-        storage: the storage.
-        offset: where its bytes begin in the file.
-        nbytes: how many they are.
-        crc_at: where their CRC-32 belongs.
-    """
+class ReservedSpace:
+    """The space of a storage in the file."""
 
     storage: torch.UntypedStorage
     offset: int
     nbytes: int
-    crc_at: tuple[int, int]
+    crc_at: tuple[int, int]  # offsets of its CRC-32: in the data descriptor and in the central directory
 
 
 class TorchFileWriter:
-    """A ``torch.save`` file in the making, under a hidden name beside its final one. All methods block.
-
-    Args:
-        path: the final name.
-        overwrite: replace a file of torch.save or safetensors that is there, or a link to one, not what it leads to.
-    """
+    """Writes a ``torch.save`` file under a hidden name beside its final path, and publishes it. All methods block."""
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
         self._path = os.path.abspath(path)
@@ -77,12 +65,7 @@ class TorchFileWriter:
         self._fd = -1
 
     def open(self) -> Self:
-        """Create the file.
-
-        Raises:
-            CheckpointExistsError: something is there that may not be replaced.
-            WriteError: it can't be created.
-        """
+        """Create the hidden file; raise CheckpointExistsError if the path holds a file that may not be replaced."""
         if os.path.isdir(self._path):
             raise CheckpointExistsError(f"{self._path} is a directory; name the file to write")
         if not self._overwrite and os.path.lexists(self._path):
@@ -102,18 +85,8 @@ class TorchFileWriter:
             raise WriteError(f"can't create {self._path}: {exc}") from exc
         return self
 
-    def frame(self, value: Any) -> list[Room]:
-        """Write all but the storages' bytes.
-
-        Args:
-            value: what the file is to hold; in host memory, whose bytes are not looked at.
-
-        Returns:
-            for each storage that has bytes, where they belong.
-
-        Raises:
-            WriteError: it can't be written.
-        """
+    def frame(self, value: Any) -> list[ReservedSpace]:
+        """Write everything except the storages' bytes; return the space of each storage that has any."""
         order = _StorageOrder()
         order.dump(value)
         try:
@@ -123,29 +96,25 @@ class TorchFileWriter:
             allocate(self._fd, length)
         except OSError as exc:
             raise WriteError(f"can't write {self._path}: {exc}") from exc
-        return self._rooms(list(order.found.values()), length)
+        return self._spaces(list(order.found.values()), length)
 
-    def _rooms(self, storages: list[torch.UntypedStorage], length: int) -> list[Room]:
+    def _spaces(self, storages: list[torch.UntypedStorage], length: int) -> list[ReservedSpace]:
         def fetch(offset: int, size: int) -> bytes:
             return os.pread(self._fd, size, offset)
 
         records = {record.name.partition("/")[2]: record for record in read_directory(length, fetch)}
-        rooms = []
+        spaces = []
         for number, storage in enumerate(storages):
             record = records.get(f"data/{number}")
             if record is None or record.size != storage.nbytes():
-                raise FramingError(f"torch {torch.__version__} writes storages in an order that is not known here")
+                raise FramingError(f"torch {torch.__version__} writes storages in an unknown order")
             if record.size:
                 offset = data_offset(record, fetch)
-                rooms.append(Room(storage, offset, record.size, (offset + record.size + 4, record.crc_at)))
-        return rooms
+                spaces.append(ReservedSpace(storage, offset, record.size, (offset + record.size + 4, record.crc_at)))
+        return spaces
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        """Write bytes at a place of the file.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Write bytes at an offset."""
         view = memoryview(data)
         try:
             while view:
@@ -154,32 +123,21 @@ class TorchFileWriter:
         except OSError as exc:
             raise WriteError(f"can't write {self._path} at offset {offset}: {exc}") from exc
 
-    def seal(self, room: Room, crc: int) -> None:
-        """Fill in the CRC-32 of a storage's bytes."""
-        for at in room.crc_at:
+    def seal(self, space: ReservedSpace, crc: int) -> None:
+        """Write the CRC-32 of a storage's bytes."""
+        for at in space.crc_at:
             self.write(CRC.pack(crc), at)
 
-    def crc_of(self, room: Room, crc: int, start: int) -> tuple[int, int]:
-        """Go on computing the CRC-32 of what was written of a storage; give it, and where to go on.
-
-        Args:
-            room: the storage.
-            crc: that of the bytes before ``start``.
-            start: where to begin, in bytes from the storage's first.
-        """
-        stop = min(room.nbytes, start + _PART_BYTES)
-        data = os.pread(self._fd, stop - start, room.offset + start)
+    def crc_of(self, space: ReservedSpace, crc: int, start: int) -> tuple[int, int]:
+        """Continue the CRC-32 of a storage from ``start``, reading back a part; return it, and the next start."""
+        stop = min(space.nbytes, start + _PART_BYTES)
+        data = os.pread(self._fd, stop - start, space.offset + start)
         if len(data) != stop - start:
             raise WriteError(f"{self._path} was cut short while it was written")
         return crc32(data, crc), stop
 
     def publish(self) -> None:
-        """Make the file durable, and give it its final name.
-
-        Raises:
-            CheckpointExistsError: a file has come to the name meanwhile.
-            CommitError: with the cause chained.
-        """
+        """Make the file durable, and give it its final name."""
         try:
             os.fsync(self._fd)
             os.close(self._fd)
@@ -190,7 +148,7 @@ class TorchFileWriter:
                 rename_noreplace(self._hidden, self._path)
             sync_directory(os.path.dirname(self._path))
         except FileExistsError as exc:
-            raise CheckpointExistsError(f"{self._path} has appeared meanwhile; it was left as it is") from exc
+            raise CheckpointExistsError(f"{self._path} has appeared meanwhile; it was not replaced") from exc
         except OSError as exc:
             raise CommitError(f"can't publish {self._path}: {exc}") from exc
 

@@ -1,4 +1,4 @@
-"""``torch.save`` files as state dicts whose tensors stay in the file."""
+"""Opens ``torch.save`` files as state dicts whose tensors are mapped from the file."""
 
 from __future__ import annotations
 
@@ -26,37 +26,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MappedState:
-    """What a ``torch.save`` file holds.
+    """The contents of a ``torch.save`` file."""
 
-    Attributes:
-        value: what was saved; its tensors are backed by the file.
-        maps: the mappings that they lie in.
-    """
-
-    value: Any
+    value: Any  # what was saved; its tensors are backed by the file
     maps: tuple[mmap.mmap, ...] = field(default=(), repr=False)
 
-    def let_go(self) -> None:
-        """Let go of the pages that were read so far; what is read again comes from the page cache."""
+    def release_pages(self) -> None:
+        """Unmap the pages that were read so far; another read faults them in again from the page cache."""
         if hasattr(mmap, "MADV_DONTNEED"):
             for mapped in self.maps:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
 async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> MappedState:
-    """Open a ``torch.save`` file, and map its tensors.
-
-    Args:
-        storage: where it is kept.
-        path: where it is there.
-        options: whether to check its CRCs, which takes reading it once; and what its pickle may use.
-        tools: what the engine lends.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-        UnsafeCheckpointError: its pickle needs something that was not allowed.
-        LoadError: it is none, or of a kind that can't be read.
-    """
+    """Open a ``torch.save`` file, and map its tensors; ``options.verify`` reads it once to check its CRCs."""
     source = await storage.open(path, workers=tools.workers)
     try:
         mapped = await tools.workers.run(_mapped, source, path, options)
@@ -64,7 +47,7 @@ async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tool
             (await verify_checkpoint(storage, path, tools.workers)).raise_if_bad()
     except (CorruptCheckpointError, UnsafeCheckpointError, FileNotFoundError):
         raise
-    except LoadError as exc:  # a kind of file, or of tensor, that only torch itself can read
+    except LoadError as exc:  # a format, or a kind of tensor, that only torch itself can read
         return MappedState(await tools.workers.run(_loaded_by_torch, path, options, exc))
     else:
         return mapped
@@ -88,7 +71,7 @@ def _mapped(source: Source, path: str, options: LoadOptions) -> MappedState:
 
 
 def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
-    """Load a file with torch, with the same restrictions."""
+    """Load a file with torch, under the same restrictions."""
     with open(path, "rb") as file:
         mappable = file.read(4) == b"PK\3\4"
     try:
@@ -98,7 +81,7 @@ def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
             contextlib.nullcontext() if options.trust else checked_sparse(),
         ):
             return torch.load(path, map_location="cpu", mmap=mappable, weights_only=not options.trust)
-    except Warning:  # an error only because the program makes errors of warnings
+    except Warning:  # an error only because the program turns warnings into errors
         raise
     except Exception as exc:  # a damaged pickle raises nearly anything
         raise type(why)(f"{why} (torch.load says: {type(exc).__name__}: {str(exc).partition('. ')[0]})") from exc

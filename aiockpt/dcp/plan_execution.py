@@ -1,9 +1,11 @@
-"""Carrying out a load plan: items are read by the engine's threads, the planner is called by the caller's alone."""
+"""Executes a load plan: the engine's threads read items, and only the caller's thread calls the planner."""
 
 from __future__ import annotations
 
 import io
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from aiockpt.dcp.aliasing import AliasIndex
+from aiockpt.core.extent import reach_bytes
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.ranges import Selection
@@ -27,74 +29,51 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
     from aiockpt.dcp.index import StoredItem
-    from aiockpt.engine.engine import Engine
+    from aiockpt.engine.facade import EngineAccess
     from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Source
 
 _WINDOW_BYTES = 128 << 20
-"""How much is read, at most, that is not yet where it belongs."""
+"""At most so much is read ahead of the planner."""
 _ALONE_BYTES = 32 << 20
-"""Parts of this size and more are read straight to their place, one after the other if need be."""
+"""Parts of at least this size are read directly into their targets, if need be one at a time."""
 _OBJECTS_AT_A_TIME = 64
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """An item of a plan on its way.
-
-    Attributes:
-        item: what is asked for.
-        stored: where it is.
-        target: the planner's tensor, as soon as it was asked for it.
-        staged: where the values are until they are copied to the target; None if they go straight there.
-        read: how a tensor's part is read, if it has any bytes.
-        blob: what was read of an object.
-    """
+    """An item of a plan, and its state."""
 
     item: ReadItem
     stored: StoredItem
-    target: torch.Tensor | None = None
-    staged: torch.Tensor | None = None
-    read: TensorRead | None = None
-    blob: bytes | None = None
+    target: torch.Tensor | None = None  # the planner's, once resolved
+    staged: torch.Tensor | None = None  # holds the values until they are copied to the target; None: read directly
+    read: TensorRead | None = None  # of a tensor's part that has any bytes
+    blob: bytes | None = None  # the bytes of an object, once read
 
     @property
     def is_object(self) -> bool:
-        """Whether it is an object, rather than a part of a tensor."""
         return bool(self.item.type == LoadItemType.BYTE_IO)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are read for it."""
         if self.is_object or self.stored.dtype is None:
-            return self.stored.place.length
+            return self.stored.range.length
         return math.prod(self.item.lengths) * self.stored.dtype.itemsize
 
 
-class PlanReading:
-    """Reads what a plan asks for.
+class PlanExecution:
+    """Reads the items of a plan.
 
-    A planner of torch's usual kind is asked for all its tensors at once, and they are read straight into them. One that
-    does something when a tensor is complete is asked for one tensor at a time, and told right after it is
-    filled; its smaller tensors are read ahead, up to 128 MiB.
-
-    Args:
-        engine: whose threads read.
-        source: the checkpoint's files.
-        path: where they are, for messages.
-        options: how to load.
-        planner: says where things go, and takes objects.
+    A planner with torch's own ``commit_tensor`` is asked for all its tensors at once, and they are read directly into
+    these. A planner that overrides it may depend on the order: it is asked for one tensor at a time, and called back
+    right after that tensor is filled. Its smaller tensors are read ahead, up to 128 MiB.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        source: Source,
-        path: str,
-        options: LoadOptions,
-        planner: LoadPlanner,
+        self, engine: EngineAccess, source: Source, path: str, options: LoadOptions, planner: LoadPlanner
     ) -> None:
         self._engine = engine
         self._source = source
@@ -103,13 +82,13 @@ class PlanReading:
         self._planner = planner
         self._ahead = getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
         self._known: dict[ItemRange, TensorItem] = {}
-        self._extents = AliasIndex()
+        self._aliases = AliasIndex()
         self._window: list[_Request] = []
         self._window_bytes = 0
         self._reads: list[TensorRead] = []
 
     def run(self, items: Sequence[tuple[ReadItem, StoredItem]]) -> None:
-        """Read all items, each with where it is. Blocks; see `aiockpt.dcp.reader.FileSystemReader.read_data`."""
+        """Read all items. Blocks; see `aiockpt.dcp.reader.FileSystemReader.read_data`."""
         try:
             for item, stored in items:
                 self._add(_Request(item, stored))
@@ -121,7 +100,7 @@ class PlanReading:
 
     def _add(self, request: _Request) -> None:
         if request.is_object:
-            self._wait_for(request, request.nbytes)
+            self._enqueue(request, request.nbytes)
             return
         if request.stored.chunk is None:
             raise CorruptCheckpointError(f"{self._path}: {request.item.storage_index.fqn} is an object, not a tensor")
@@ -136,19 +115,19 @@ class PlanReading:
         elif request.target is None or not request.target.is_meta:
             request.staged = torch.empty(tuple(request.item.lengths), dtype=request.stored.dtype, device="cpu")
         self._plan(request)
-        self._wait_for(request, held)
+        self._enqueue(request, held)
         if alone:
             self._flush()
 
-    def _wait_for(self, request: _Request, held: int) -> None:
-        """Put a request into the window, and carry the window out when it is full."""
+    def _enqueue(self, request: _Request, held: int) -> None:
+        """Add a request to the window; read the window first if it is full."""
         if self._window_bytes + held > _WINDOW_BYTES:
             self._flush()
         self._window.append(request)
         self._window_bytes += held
 
     def _resolve(self, request: _Request) -> None:
-        """Ask the planner for the tensor."""
+        """Ask the planner for its tensor."""
         item = request.item
         request.target = target = self._planner.resolve_tensor(item).detach()
         if tuple(target.size()) != tuple(item.lengths):
@@ -159,7 +138,7 @@ class PlanReading:
         check_memory(item.dest_index.fqn, target)
 
     def _is_direct(self, request: _Request, target: torch.Tensor) -> bool:
-        """Tell whether a target can be filled as it is; else its values are copied by torch, in the plan's order."""
+        """Return whether a target can be read into directly; if not, torch copies its values, in the plan's order."""
         if type(target) is not torch.Tensor or target.layout is not torch.strided or target.is_quantized:
             return False
         accelerator = torch.accelerator.current_accelerator()
@@ -167,10 +146,10 @@ class PlanReading:
             return False
         if any(step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)):
             return False
-        return not self._ahead or self._extents.claim(request.item.dest_index.fqn, target)
+        return not self._ahead or self._aliases.claim(request.item.dest_index.fqn, target)
 
     def _plan(self, request: _Request) -> None:
-        """Say what is to be read, if there is anything."""
+        """Plan the read of a tensor's part, if it has any bytes."""
         item, stored = request.item, request.stored
         target = request.staged if request.staged is not None else request.target
         if target is None or target.is_meta or 0 in target.shape or stored.chunk is None or stored.dtype is None:
@@ -193,7 +172,7 @@ class PlanReading:
         self._reads.append(request.read)
 
     def _flush(self) -> None:
-        """Read what is in the window, and give it to the planner in the order of the plan."""
+        """Read the requests of the window, and hand them to the planner in the order of the plan."""
         window, self._window, self._window_bytes = self._window, [], 0
         if not window:
             return
@@ -218,12 +197,12 @@ class PlanReading:
             self._deliver(request)
 
     def _read_objects(self, requests: Sequence[_Request]) -> None:
-        """Read objects, and look whether unpickling them is safe. Blocks."""
+        """Read objects, and check that unpickling them is safe. Blocks."""
         for request in requests:
-            request.blob = self._object(request)
+            request.blob = self._read_object(request)
 
-    def _object(self, request: _Request) -> bytes:
-        place, name = self._source.settled(request.stored.place), request.item.storage_index.fqn
+    def _read_object(self, request: _Request) -> bytes:
+        place, name = self._source.settled(request.stored.range), request.item.storage_index.fqn
         if request.stored.inline is not None:
             buffer = io.BytesIO()
             torch.save(request.stored.inline.value, buffer)
@@ -253,3 +232,36 @@ class PlanReading:
             if request.read is not None:
                 request.read.target = None
         self._planner.commit_tensor(item, target)
+
+
+_CONTESTED = "\0"  # no key of a state dict
+
+
+class AliasIndex:
+    """The memory ranges that the tensors of each key cover, to find keys that share memory.
+
+    The ranges of a storage are sorted and disjoint. Ranges of different keys that overlap are merged to one that is
+    contested: it belongs to no key.
+    """
+
+    def __init__(self) -> None:
+        self._kept: defaultdict[tuple[torch.device, int], list[tuple[int, int, str]]] = defaultdict(list)
+
+    def claim(self, name: str, tensor: torch.Tensor) -> bool:
+        """Add a tensor's memory to a key; return False if another key may cover some of it too."""
+        if not tensor.numel():
+            return True
+        storage = tensor.untyped_storage()
+        low = tensor.data_ptr()
+        high = storage.data_ptr() + reach_bytes(tensor)
+        kept = self._kept[tensor.device, storage.data_ptr()]
+        at = bisect_left(kept, (low, 0, ""))
+        begin = at - 1 if at and kept[at - 1][1] > low else at
+        end = begin
+        while end < len(kept) and kept[end][0] < high:
+            end += 1
+        touched = kept[begin:end]
+        is_mine = all(owner == name for _, _, owner in touched)
+        low, high = min([low, *(each[0] for each in touched)]), max([high, *(each[1] for each in touched)])
+        kept[begin:end] = [(low, high, name if is_mine else _CONTESTED)]
+        return is_mine

@@ -1,0 +1,61 @@
+"""Shared by the readers and the writers: plans left as they are, a checkpointer to work with, finished futures."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from aiockpt.sync_checkpointer import SyncCheckpointer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.checkpoint.planner import LoadPlan
+
+    from aiockpt.checkpointer import AsyncCheckpointer
+
+    AnyCheckpointer = SyncCheckpointer | AsyncCheckpointer
+    Path = str | os.PathLike[str]
+
+T = TypeVar("T")
+
+
+class PlanFollower(StorageReader):
+    """A reader that follows the planners' plans without changes."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans of all ranks unchanged."""
+        return plans
+
+
+@contextmanager
+def borrowed(checkpointer: AnyCheckpointer | None, **settings: Any) -> Iterator[AnyCheckpointer]:
+    """Yield the caller's checkpointer, or if there is none, a new one that is closed afterwards."""
+    if checkpointer is not None:
+        yield checkpointer
+        return
+    with SyncCheckpointer(process_group=None, **settings) as own:
+        yield own
+
+
+def finished(value: T) -> Future[T]:
+    """Return a future that is done: the methods of readers and writers block, but torch waits on their results."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
+
+
+def text_of(path: Path) -> str:
+    """Return a path as text; raise TypeError if it is bytes."""
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+    return text
