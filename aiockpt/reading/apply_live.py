@@ -1,4 +1,4 @@
-"""What of a load is left to the caller's thread: giving live objects their states, and warning of what was missing."""
+"""The end of a load, in the caller's thread: `load_state_dict` of live objects, and warnings about missing keys."""
 
 from __future__ import annotations
 
@@ -20,30 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Filled:
-    """A state whose tensors are loaded.
-
-    Attributes:
-        path: the checkpoint.
-        value: what the caller gets.
-        gifts: the live objects, each with the state to give it.
-        missing: the keys that the checkpoint lacks.
-        strict: whether objects that can tell are to refuse keys they lack or don't know.
-        unexpected: the keys that objects did not know.
-    """
+    """The result of the engine's part of a load: all tensors are filled, live objects have yet to be given states."""
 
     path: str
-    value: Any
-    gifts: Sequence[tuple[LiveObject, Any]] = ()
-    missing: Sequence[str] = ()
-    strict: bool = True
-    unexpected: Sequence[str] = ()
+    value: Any  # returned to the caller
+    gifts: Sequence[tuple[LiveObject, Any]] = ()  # live objects with their states
+    missing: Sequence[str] = ()  # keys that the checkpoint lacks
+    strict: bool = True  # passed on to `load_state_dict` if it takes it
+    unexpected: Sequence[str] = ()  # keys that live objects did not know
 
     def hand_over(self) -> None:
-        """Call ``load_state_dict`` of each object, in this thread.
-
-        Raises:
-            LoadError: one failed; the message names it, and those that were given their states before.
-        """
+        """Call ``load_state_dict`` of each object in this thread; a LoadError names the objects that succeeded."""
         done: list[str] = []
         for each, state in self.gifts:
             load: Callable[..., Any] = each.value.load_state_dict
@@ -60,11 +47,11 @@ class Filled:
                 self.unexpected = _with(self.unexpected, each.name, getattr(result, "unexpected_keys", ()))
             done.append(each.name or type(each.value).__name__)
 
-    def tell(self, missing: list[str] | None, stacklevel: int) -> None:
-        """Warn of what was missing, and add it to the caller's list."""
+    def warn(self, missing: list[str] | None, stacklevel: int) -> None:
+        """Warn about missing and unexpected keys, and append the missing ones to the caller's list."""
         if missing is not None:
             missing.extend(self.missing)
-        said = [
+        problems = [
             f"{what} {_listed(names)}"
             for names, what in (
                 (self.missing, f"lacks {len(self.missing)} of the keys asked for, which stay as they are:"),
@@ -72,21 +59,23 @@ class Filled:
             )
             if names
         ]
-        if said:
+        if problems:
             warnings.warn(
-                MissingKeysWarning(f"{self.path} {'; it '.join(said)}", tuple(self.missing), tuple(self.unexpected)),
+                MissingKeysWarning(
+                    f"{self.path} {'; it '.join(problems)}", tuple(self.missing), tuple(self.unexpected)
+                ),
                 stacklevel=stacklevel + 1,
             )
 
 
 class Loading:
-    """One load of the facades: the engine's part, and then the caller's.
+    """One load of the facades: the engine's part, then the caller's.
 
     Args:
-        call: the engine's part, which gives what is left to do.
-        missing: the caller's list of keys that were not there.
-        conclude: tells the other ranks how the caller's part went; None without others.
-        threads: has those that give objects their states at the moment.
+        call: the engine's part.
+        missing: the caller's list for missing keys.
+        conclude: reports the outcome of the caller's part to the other ranks; returns None if there are none.
+        threads: the threads that are calling `load_state_dict`; this one is added meanwhile.
     """
 
     def __init__(
@@ -102,49 +91,49 @@ class Loading:
         self._threads = threads
 
     async def wait(self) -> Any:
-        """Wait for the engine's part, then give objects their states in this task."""
+        """Wait for the engine's part, then call `load_state_dict` in this task."""
         filled = await self._call.wait(self._drop)
         error = self._hand_over(filled)
         over = self._conclude(error)
         if over is not None:
             await over.wait()
-        return self._told(filled, error)
+        return self._finish(filled, error)
 
     def result(self) -> Any:
-        """Block for the engine's part, then give objects their states in this thread."""
+        """Block for the engine's part, then call `load_state_dict` in this thread."""
         filled = self._call.result(self._drop)
         error = self._hand_over(filled)
         over = self._conclude(error)
         if over is not None:
             over.result()
-        return self._told(filled, error)
+        return self._finish(filled, error)
 
     def _hand_over(self, filled: Filled) -> BaseException | None:
         thread = threading.get_ident()
         self._threads.add(thread)
         try:
             filled.hand_over()
-        except BaseException as exc:  # raised again when the other ranks know
+        except BaseException as exc:  # raised by _finish, after the other ranks were notified
             return exc
         finally:
             self._threads.discard(thread)
         return None
 
-    def _told(self, filled: Filled, error: BaseException | None) -> Any:
+    def _finish(self, filled: Filled, error: BaseException | None) -> Any:
         if error is not None:
             raise error
-        filled.tell(self._missing, stacklevel=4)
+        filled.warn(self._missing, stacklevel=4)
         return filled.value
 
     def _drop(self, _: Filled) -> None:
-        """Tell the other ranks of a load whose result came too late for the caller."""
+        """Report a result that the cancelled caller no longer takes to the other ranks."""
         self._conclude(LoadError("the load was cancelled before objects were given their states"))
 
 
 def _takes_strict(load: Callable[..., Any]) -> bool:
     try:
         return "strict" in inspect.signature(load).parameters
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # a C function without a signature
         return False
 
 

@@ -1,8 +1,12 @@
-"""Loads by several ranks, each into its part of a state: all succeed, or all fail with the same error.
+"""Collective loads: every rank loads into its part of a state, and all succeed or all fail with the same error.
 
-Each rank reads what it needs by itself. They agree before the first byte is placed, so that what can be known before
-changes nothing on any rank; when all is placed; and where a rank has live objects once more, when these were given
-their states.
+Each rank reads the bytes that it needs. The ranks agree at up to three points:
+
+| round | when | so that |
+| --- | --- | --- |
+| 1 | the load is planned, before the first byte reaches a target | a refusal changes nothing on any rank |
+| 2 | all tensors are filled | no live object is given a state if a rank failed |
+| 3 | live objects were given their states; skipped if no rank has any | all ranks report the same outcome |
 """
 
 from __future__ import annotations
@@ -21,55 +25,44 @@ if TYPE_CHECKING:
     from aiockpt.coordination.base import Coordinator
     from aiockpt.reading.apply_live import Filled
 
-_leaving: set[asyncio.Future[None]] = set()
-"""Those that tell others of a cancellation; held, for nobody else does."""
+_leavers: set[asyncio.Future[None]] = set()
+"""Tasks that notify the other ranks of a cancellation; asyncio itself holds tasks only weakly."""
 
 
 class Gathering:
-    """One load of all ranks.
-
-    Args:
-        coordinator: the way to the other ranks.
-        path: the checkpoint.
-
-    Attributes:
-        what: what all ranks are at, for messages.
-        failed: whether the ranks have agreed that it has failed.
-        filled: the keys that this rank has filled.
-        is_handing_over: whether a rank has live objects that are given their states when all is placed.
-    """
+    """This rank's part in one load of all ranks."""
 
     def __init__(self, coordinator: Coordinator, path: str) -> None:
         self._coordinator = coordinator
         self.what = f"the load of {path}"
-        self.failed = False
-        self.filled: tuple[str, ...] = ()
-        self.is_handing_over = False
-        self._agreed = 0
+        self.failed = False  # the ranks have agreed on it
+        self.filled: tuple[str, ...] = ()  # the keys that this rank has filled
+        self.is_handing_over = False  # a rank has live objects, so that there is a third round
+        self._agreed = 0  # rounds
         self._round: asyncio.Future[Any] | None = None
 
     async def agree(self, error: BaseException | None = None, reads: int = 0) -> bool:
-        """Tell the others that this rank is well, or what has happened to it.
+        """Report success or ``error`` to the other ranks, and wait for theirs.
 
-        Who is cancelled meanwhile goes; `see_out` then tells the others.
+        Cancelling returns at once; `leave` then notifies the other ranks.
 
         Args:
-            error: what has happened.
-            reads: what this rank is about to read, as a number that is another for other bytes; 0 for nothing.
+            error: the failure of this rank.
+            reads: a hash of the byte ranges that this rank is about to read; 0 for few bytes.
 
         Returns:
-            Whether another rank of this host is about to read the same.
+            Whether another rank of this host is about to read the same bytes.
 
         Raises:
-            AiockptError: a rank has failed, or is gone; the message names it.
+            AiockptError: a rank has failed or is dead; the message names it.
         """
         mine = (socket.gethostname(), reads) if error is None else error
-        same: bool = await self._meet(mine, _who_reads_the_same, error)
+        same: bool = await self._meet(mine, _read_the_same, error)
         return same
 
     async def agree_filled(self, *, has_objects: bool) -> None:
-        """Tell the others that this rank has filled its tensors, and whether it has live objects; see `agree`."""
-        await self._meet(has_objects, _who_hands_over)
+        """Report that this rank has filled its tensors, and whether it has live objects; see `agree`."""
+        await self._meet(has_objects, _any_hands_over)
 
     async def _meet(
         self, mine: Any, decide: Callable[[Sequence[Any]], Awaitable[Sequence[Any]]], error: BaseException | None = None
@@ -95,8 +88,8 @@ class Gathering:
             self.is_handing_over = reply
         return reply
 
-    async def see_out(self) -> None:
-        """Take part in what is left of a load that this rank has left."""
+    async def leave(self) -> None:
+        """Report the cancellation of this rank in the next round, if there is one."""
         with contextlib.suppress(AiockptError):
             if self._round is not None:
                 await self._round
@@ -112,15 +105,14 @@ async def load_together(
 ) -> Filled:
     """Load with the other ranks.
 
-    If live objects are to be given their states, on any rank, the turn is kept until `conclude`.
-
-    Who is cancelled while it waits for the others goes at once; the others are told in the background.
+    Cancelling returns at once; a background task notifies the other ranks.
 
     Args:
-        gathering: this load.
-        turn: lets one load of all ranks go on at a time, in the order of the calls, which is the same on every rank.
-        load: loads, and agrees once with the others before it changes anything; None if it can't even begin.
-        refusal: why not.
+        gathering: this rank's part.
+        turn: held during a load, so that the loads of all ranks run one by one, in the order of the calls. If any
+            rank has live objects, `conclude` releases it.
+        load: the load, which calls `Gathering.agree` once before it changes anything; None if it was refused.
+        refusal: the reason of a refusal.
     """
     mine = asyncio.ensure_future(turn.acquire())
     try:
@@ -128,8 +120,8 @@ async def load_together(
         result = await _in_turn(gathering, load, refusal)
     except asyncio.CancelledError:
         leaving = asyncio.ensure_future(_leave(gathering, mine, turn))
-        _leaving.add(leaving)
-        leaving.add_done_callback(_leaving.discard)
+        _leavers.add(leaving)
+        leaving.add_done_callback(_leavers.discard)
         raise
     except BaseException:
         turn.release()
@@ -140,7 +132,7 @@ async def load_together(
 
 
 async def conclude(gathering: Gathering, turn: asyncio.Lock, error: BaseException | None) -> None:
-    """Tell the other ranks that live objects have their states, or why not; see `load_together`.
+    """Agree on whether all live objects were given their states, and end the turn; see `load_together`.
 
     Raises:
         AiockptError: a rank has failed; the message names it.
@@ -149,8 +141,8 @@ async def conclude(gathering: Gathering, turn: asyncio.Lock, error: BaseExceptio
         await gathering.agree(error)
     except asyncio.CancelledError:
         leaving = asyncio.ensure_future(_leave(gathering, None, turn))
-        _leaving.add(leaving)
-        leaving.add_done_callback(_leaving.discard)
+        _leavers.add(leaving)
+        leaving.add_done_callback(_leavers.discard)
         raise
     except BaseException:
         turn.release()
@@ -174,19 +166,19 @@ async def _in_turn(
 
 
 async def _leave(gathering: Gathering, mine: asyncio.Future[Any] | None, turn: asyncio.Lock) -> None:
-    """Tell the others that this rank has left, when they come."""
+    """Report the cancellation when the other ranks arrive, then end the turn."""
     if mine is not None:
         await mine
     try:
-        await gathering.see_out()
+        await gathering.leave()
     finally:
         turn.release()
 
 
-async def _who_reads_the_same(readers: Sequence[tuple[str, int]]) -> list[bool]:
+async def _read_the_same(readers: Sequence[tuple[str, int]]) -> list[bool]:
     counts = Counter(readers)
     return [reads != 0 and counts[host, reads] > 1 for host, reads in readers]
 
 
-async def _who_hands_over(ranks: Sequence[bool]) -> list[bool]:
+async def _any_hands_over(ranks: Sequence[bool]) -> list[bool]:
     return [any(ranks)] * len(ranks)

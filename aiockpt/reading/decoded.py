@@ -1,14 +1,16 @@
-"""Transformed items as if they were files of their own, which hold the item as it was saved.
+"""The source of all loads: the checkpoint's files, and virtual files that are decoded as they are read.
 
-So whoever reads items needs not know how they are stored: an index of a checkpoint with such items is changed to one
-whose places are in these files. They are made as they are read, and nothing larger than asked for is kept of them,
-but for some items of which parts were asked for.
+Readers of items need not know how these are stored: `expose` changes the index to one whose transformed items are in
+virtual files. A virtual file that is read at once is decoded straight into the caller's memory. One that is read in
+parts is decoded once and cached.
 """
 
 from __future__ import annotations
 
 import mmap
 import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
@@ -16,7 +18,6 @@ from isal.isal_zlib import crc32
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
 from aiockpt.format.transforms.undoing import TransformFailedError, find_transforms, undone
 from aiockpt.format.transforms.zstd import Zstd, require_zstd
-from aiockpt.reading.decoded_cache import DecodedCache, ExpansionBudget
 from aiockpt.reading.virtual_files import OBJECT_BYTES, VirtualFile, expose
 from aiockpt.storage.base import Source
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.item_transforms import ItemFacts
 
+CACHE_BYTES = 256 << 20
+"""Decoded items kept in memory; the last two are kept whatever their size."""
 _STEP_BYTES = 4 << 20
 _PAGE_BYTES = 4096
 _NEAR_BYTES = 4096
@@ -34,67 +37,52 @@ _AHEAD_BYTES = 64 << 10
 
 
 class DecodedSource(Source):
-    """The files of a checkpoint, and its transformed items as further ones. Any number of threads may read at once.
-
-    Args:
-        inner: the files.
-        path: where they are, for messages.
-        transforms: what can be undone, besides zstd.
-    """
+    """The files and virtual files of a checkpoint. Any number of threads may read at once."""
 
     def __init__(self, inner: Source, path: str, transforms: Sequence[Transform] = ()) -> None:
         self._inner = inner
         self._path = path
-        self._given = {transform.descriptor: transform for transform in transforms}
+        self._transforms = {transform.descriptor: transform for transform in transforms}
         self._items: dict[str, VirtualFile] = {}
         self._files: dict[str, int] | None = None
-        self._kept = DecodedCache()
-        self._allowance = ExpansionBudget(OBJECT_BYTES)
+        self._cache = DecodedCache()
+        self._budget = ExpansionBudget(OBJECT_BYTES)
         self._local = threading.local()
 
     @property
     def files(self) -> Mapping[str, int]:
-        """The size in bytes of each file; of an item of unknown size, the most that it can have."""
+        """The size in bytes of each file; an upper bound for items of unknown size."""
         return self._inner.files if self._files is None else self._files
 
     @property
     def items(self) -> Mapping[str, VirtualFile]:
-        """The transformed items, by the names of their files."""
+        """The virtual files by name."""
         return self._items
 
     def expose(self, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False) -> Index:
-        """Make files of the transformed items of an index; give it with their places there.
-
-        Args:
-            index: the index, whose places were checked.
-            facts: what the manifest says of the items.
-            trust: let objects have as many bytes as they say.
-
-        Raises:
-            CorruptCheckpointError: they contradict each other.
-        """
-        presented, items = expose(self._path, index, facts, trust=trust)
+        """Add virtual files for the transformed items of an index; see `virtual_files.expose`."""
+        exposed, items = expose(self._path, index, facts, trust=trust)
         self.know({item.name: item for item in items})
-        return presented
+        return exposed
 
     def know(self, items: Mapping[str, VirtualFile]) -> None:
-        """Take over items that were presented by another source of these files."""
+        """Add virtual files that another source of the same checkpoint has exposed."""
         self._items |= items
         self._files = {**self._inner.files, **{name: item.most for name, item in self._items.items()}}
 
     def settled(self, place: ItemRange) -> ItemRange:
-        """Give the place of an item with its true length; see `Source.settled`."""
+        """Return the range of an item with its exact length; decodes it if the manifest lacks the length."""
         item = self._items.get(place.file)
         if item is None:
             return place
         self._transforms_of(item)
         if not item.is_exact:
-            exact = self._kept.lengths.get(item.name)
+            exact = self._cache.lengths.get(item.name)
             return place._replace(length=len(self.whole(item.name)) if exact is None else exact)
         return place
 
     def comes_whole(self, name: str) -> bool:
-        """Tell whether a file is best read at once; see `Source.comes_whole`."""
+        """Return whether a file is decoded from its beginning on, so that it is best read at once."""
         return name in self._items
 
     def read(
@@ -104,7 +92,7 @@ class DecodedSource(Source):
         item = self._items.get(name)
         if item is None:
             self._inner.read(name, offset, view, seen)
-        elif item.is_exact and 2 * len(view) >= item.most and not self._kept.has(name):
+        elif item.is_exact and 2 * len(view) >= item.most and not self._cache.has(name):
             self._stream(item, offset, view, seen)
         else:
             self._copy(item, offset, view)
@@ -122,7 +110,7 @@ class DecodedSource(Source):
             at += length
 
     def map(self, name: str) -> mmap.mmap:
-        """Map a file; see `Source.map`. A transformed item can't be mapped."""
+        """Map a file; see `Source.map`. A virtual file can't be mapped."""
         item = self._items.get(name)
         if item is None:
             return self._inner.map(name)
@@ -136,21 +124,21 @@ class DecodedSource(Source):
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        self._kept.clear()
+        self._cache.clear()
         self._inner.close()
 
     def whole(self, name: str) -> memoryview:
-        """Give all of an item. Blocks; raises as `read` does."""
-        return self._kept.get(name, lambda: self.decode(name))
+        """Return all of an item and cache it. Blocks; raises as `read` does."""
+        return self._cache.get(name, lambda: self.decode(name))
 
     def decode(self, name: str) -> memoryview:
-        """Give all of an item, and keep nothing of it. Blocks; raises as `read` does."""
+        """Return all of an item without caching it. Blocks; raises as `read` does."""
         data = bytearray()
         for piece in self._pieces(self._items[name]):
             data += piece
         return memoryview(data)
 
-    # --- undoing ----------------------------------------------------------------------------------
+    # --- decoding ---------------------------------------------------------------------------------
 
     def _copy(self, item: VirtualFile, offset: int, view: memoryview) -> None:
         whole = self.whole(item.name)
@@ -161,8 +149,8 @@ class DecodedSource(Source):
     def _stream(
         self, item: VirtualFile, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None
     ) -> None:
-        """Undo an item straight to where its bytes belong."""
-        at = -offset  # in the view
+        """Decode an item straight into the view."""
+        at = -offset  # of the piece in the view
         for piece in self._pieces(item):
             low, high = max(at, 0), min(at + len(piece), len(view))
             if low < high:
@@ -172,7 +160,7 @@ class DecodedSource(Source):
             at += len(piece)
 
     def _pieces(self, item: VirtualFile) -> Iterator[memoryview]:
-        """Give an item piece by piece; what is wrong with it shows by the last."""
+        """Yield the decoded item piece by piece; damage raises at the latest after the last piece."""
         stored = _StoredBytes(item.place, self._window)
         total = 0
         try:
@@ -182,7 +170,7 @@ class DecodedSource(Source):
                 yield piece
         except TransformFailedError as exc:
             for _ in stored.rest():
-                pass  # the CRC tells whether the bytes are wrong, or what is to undo them
+                pass  # the CRC of all stored bytes tells damaged bytes from a wrong key or option of the transform
             self._check_crc(item, stored.crc)
             raise self._failed(item, exc) from exc.__cause__
         self._check_crc(item, stored.crc)
@@ -190,8 +178,8 @@ class DecodedSource(Source):
             raise self._short(item, total)
 
     def _draw(self, item: VirtualFile, nbytes: int) -> None:
-        """Let an item have so many bytes; what objects have of them beyond their share is limited in all."""
-        if item.free is not None and not self._allowance.draw(item.name, nbytes - item.free):
+        """Raise if an object exceeds the budget that all objects share."""
+        if item.free is not None and not self._budget.draw(item.name, nbytes - item.free):
             raise LoadError(
                 f"{self._path}/{item.place.file}: the {item.place.length} stored bytes of {item.key} (at offset "
                 f"{item.place.offset}) stand for {nbytes} or more, or others for as many: far more than objects have "
@@ -199,7 +187,7 @@ class DecodedSource(Source):
             )
 
     def _transforms_of(self, item: VirtualFile) -> list[Transform | Zstd]:
-        found = find_transforms(item.place.transforms, self._given)
+        found = find_transforms(item.place.transforms, self._transforms)
         if isinstance(found, str):
             raise LoadError(
                 f"{self._path}: {item.key} is stored with the transform {found!r}, which this checkpointer was not "
@@ -223,11 +211,11 @@ class DecodedSource(Source):
     def _failed(self, item: VirtualFile, exc: TransformFailedError) -> LoadError:
         place = item.place
         where = f"{self._path}/{place.file}: the {place.length} stored bytes of {item.key} (at offset {place.offset})"
-        if exc.descriptor not in self._given:
+        if exc.descriptor not in self._transforms:
             return CorruptCheckpointError(f"{where} can't be read: {exc}. Use an older checkpoint.")
-        known = "are those that were written" if item.crc is not None else "may have changed since they were written"
+        state = "are those that were written" if item.crc is not None else "may have changed since they were written"
         return LoadError(
-            f"{where} can't be read: {exc}. They {known}; was the transform made with the same key and options?"
+            f"{where} can't be read: {exc}. They {state}; was the transform made with the same key and options?"
         )
 
     def _short(self, item: VirtualFile, nbytes: int) -> CorruptCheckpointError:
@@ -238,7 +226,7 @@ class DecodedSource(Source):
 
     @property
     def _window(self) -> _Window:
-        """The calling thread's window on the stored bytes."""
+        """The calling thread's read buffer."""
         window: _Window | None = getattr(self._local, "window", None)
         if window is None:
             window = self._local.window = _Window(self._inner)
@@ -246,7 +234,7 @@ class DecodedSource(Source):
 
 
 class _Window:
-    """One thread's view of the stored bytes. Of small items that follow each other the next ones are read as well."""
+    """One thread's read buffer of stored bytes. It reads ahead when small items are read one after the other."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -255,23 +243,23 @@ class _Window:
         self._begin = self._end = 0
 
     def read(self, file: str, offset: int, count: int) -> memoryview:
-        """Give bytes, `_STEP_BYTES` at most; they stay until the next call."""
+        """Return up to `_STEP_BYTES` bytes, valid until the next call."""
         if file != self._file or offset < self._begin or offset + count > self._end:
             follows = file == self._file and 0 <= offset - self._end <= _NEAR_BYTES
-            self._file = ""  # in case that reading fails
+            self._file = ""  # the buffer is invalid if reading fails
             self._fill(file, offset, max(count, _AHEAD_BYTES) if follows else count)
         at = self._begin % _PAGE_BYTES + offset - self._begin
         return self._buffer[at : at + count]
 
     def _fill(self, file: str, offset: int, count: int) -> None:
         count = min(count, self._source.files.get(file, offset + count) - offset)
-        skip = offset % _PAGE_BYTES  # so that direct I/O goes straight to the buffer
+        skip = offset % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
         self._source.read(file, offset, self._buffer[skip : skip + count])
         self._file, self._begin, self._end = file, offset, offset + count
 
 
 class _StoredBytes:
-    """The stored bytes of an item, piece by piece, and their CRC."""
+    """Iterator over the stored bytes of an item that computes their CRC."""
 
     def __init__(self, place: ItemRange, window: _Window) -> None:
         self._place = place
@@ -283,7 +271,7 @@ class _StoredBytes:
         return self.rest()
 
     def rest(self) -> Iterator[memoryview]:
-        """Give what was not given yet."""
+        """Yield the pieces that were not yielded yet."""
         place = self._place
         while self._at < place.length:
             count = min(_STEP_BYTES, place.length - self._at)
@@ -295,3 +283,77 @@ class _StoredBytes:
 
 def _listed(item: VirtualFile) -> str:
     return ", ".join(item.place.transforms)
+
+
+# --- memory for decoded items ---------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class ExpansionBudget:
+    """Bytes that several items share; the amount drawn by one item replaces its previous one. Thread-safe."""
+
+    left: int
+    _drawn: dict[str, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def draw(self, name: str, nbytes: int) -> bool:
+        """Set the bytes drawn by an item; return False, and release them all, if the budget is exceeded."""
+        with self._lock:
+            drawn = self._drawn.pop(name, 0)
+            self.left += drawn
+            if nbytes > self.left:
+                return False
+            self._drawn[name] = max(nbytes, drawn)
+            self.left -= self._drawn[name]
+            return True
+
+
+@dataclass(eq=False, slots=True)
+class DecodedCache:
+    """LRU cache of decoded items. Threads that ask for the same item decode it once."""
+
+    lengths: dict[str, int] = field(default_factory=dict)  # of all items that were ever decoded
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _items: dict[str, memoryview] = field(default_factory=dict)
+    _making: dict[str, Future[memoryview]] = field(default_factory=dict)
+    _closed: bool = False
+
+    def has(self, name: str) -> bool:
+        """Return whether an item is cached or being decoded."""
+        return name in self._items or name in self._making
+
+    def get(self, name: str, make: Callable[[], memoryview]) -> memoryview:
+        """Return an item; call ``make`` if it is not cached."""
+        with self._lock:
+            data = self._items.pop(name, None)
+            if data is not None:
+                self._items[name] = data  # to the end: most recently used
+                return data
+            making = self._making.get(name)
+            mine = making is None
+            if making is None:
+                making = self._making[name] = Future()
+        if mine:
+            self._make(name, make, making)
+        return making.result()
+
+    def _make(self, name: str, make: Callable[[], memoryview], making: Future[memoryview]) -> None:
+        try:
+            data = make()
+        except BaseException as exc:  # raised in every waiting thread
+            making.set_exception(exc)
+        else:
+            making.set_result(data)
+        with self._lock:
+            del self._making[name]
+            if making.exception() is None and not self._closed:
+                self.lengths[name] = len(data)
+                self._items[name] = data
+                while len(self._items) > 2 and sum(map(len, self._items.values())) > CACHE_BYTES:
+                    del self._items[next(iter(self._items))]
+
+    def clear(self) -> None:
+        """Empty the cache for good."""
+        with self._lock:
+            self._closed = True
+            self._items.clear()

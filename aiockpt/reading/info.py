@@ -1,4 +1,4 @@
-"""What a checkpoint holds, to be looked at: facts about an entry, and tables of them."""
+"""Facts about the stored keys of a checkpoint, and tables of them for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class ChunkInfo:
 
     Attributes:
         file: the file, relative to the checkpoint.
-        offset: where its item begins there, in bytes.
+        offset: the offset of its item in the file, in bytes.
         nbytes: the length of the item, in bytes.
-        offsets: where the piece begins in the tensor.
-        sizes: its sizes.
+        offsets: the indices of its first element in the tensor.
+        sizes: its shape.
     """
 
     file: str
@@ -45,10 +45,10 @@ class TensorInfo:
     """A stored tensor.
 
     Attributes:
-        key: its name.
+        key: its key.
         dtype: its dtype.
-        shape: its sizes.
-        chunks: the pieces that it is stored in.
+        shape: its shape.
+        chunks: the stored pieces.
     """
 
     key: str
@@ -63,7 +63,7 @@ class TensorInfo:
 
     @property
     def file(self) -> str:
-        """The file of the first piece; empty for a tensor without any."""
+        """The file of the first piece; empty for a tensor without elements."""
         return self.chunks[0].file if self.chunks else ""
 
 
@@ -72,10 +72,10 @@ class ObjectInfo:
     """A stored object.
 
     Attributes:
-        key: its name.
-        file: the file that it is in; empty where it is part of the index.
-        offset: where its bytes begin there.
-        nbytes: how many they are.
+        key: its key.
+        file: its file; empty if the value is part of the index.
+        offset: the offset of its bytes in the file.
+        nbytes: the number of its bytes.
     """
 
     key: str
@@ -85,7 +85,7 @@ class ObjectInfo:
 
 
 def describe(key: str, entry: Entry) -> TensorInfo | ObjectInfo:
-    """Give the facts about an entry."""
+    """Return the facts about an entry."""
     if isinstance(entry, TensorEntry):
         chunks = tuple(
             ChunkInfo(c.place.file, c.place.offset, c.place.length, c.offsets, c.sizes) for c in entry.chunks
@@ -97,7 +97,7 @@ def describe(key: str, entry: Entry) -> TensorInfo | ObjectInfo:
 
 
 def size_text(nbytes: float) -> str:
-    """Write a number of bytes."""
+    """Return a number of bytes in the largest fitting unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -127,7 +127,7 @@ def _headline(path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]
 
 
 def text_table(title: str, path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]) -> str:
-    """Show a checkpoint in a terminal: a line about all of it, and one for each of the first entries."""
+    """Return a table for terminals: a line with totals, then a line for each of the first entries."""
     rows = _rows(infos)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)] if rows else []
     lines = []
@@ -139,7 +139,7 @@ def text_table(title: str, path: str, kind: str, infos: Mapping[str, TensorInfo 
 
 
 def html_table(path: str, kind: str, infos: Mapping[str, TensorInfo | ObjectInfo]) -> str:
-    """Show a checkpoint in a notebook; see `text_table`."""
+    """Return a table for notebooks; see `text_table`."""
     rows = _rows(infos)
     head = "".join(f"<th>{name}</th>" for name in ("key", "dtype", "shape", "size", "file"))
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)

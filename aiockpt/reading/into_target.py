@@ -20,9 +20,8 @@ from aiockpt.format.keys import hint, matching
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.apply_live import Filled
-from aiockpt.reading.overlaps import Region, find_twins
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load, reads_of
-from aiockpt.reading.targets import cast, target_of
+from aiockpt.reading.targets import Region, cast, find_twins, target_of
 from aiockpt.reading.whole import WholeLoad
 from aiockpt.snapshot.optimizer_hooks import count_change
 
@@ -239,7 +238,7 @@ class TargetLoad(WholeLoad):
             return None
 
     def _fill(self, plan: _Plan, name: str, entry: TensorEntry, target: Target) -> None:
-        for tensor, wanted in target.fillings:
+        for tensor, wanted in target.regions:
             plan.reads.extend(reads_of(name, entry, tensor, wanted, fills=True))
             plan.regions.append(Region(name, tensor, wanted, entry))
         plan.filled.extend(target.counted)

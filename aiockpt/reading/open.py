@@ -1,4 +1,4 @@
-"""Opening a checkpoint: from its files to what it holds, checked, whichever program wrote it."""
+"""Open a checkpoint of any supported format: read and check its index."""
 
 from __future__ import annotations
 
@@ -43,37 +43,35 @@ _PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.
 _HIDDEN = re.compile(rf"(^|{re.escape(os.sep)})\.")
 _MOST_SHOWN = 10
 _WRAPPED = "value"
-_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number that files of torch < 1.6 begin with, pickled
+_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickled magic number at the start of files of torch < 1.6
 
 NOT_ITS_MANIFEST = (
     f"{MANIFEST_NAME} was left by a checkpoint that another program has replaced in place, so it is ignored; remove it"
 )
-"""Written of such a file by everything that reads checkpoints."""
+"""Message about a stale manifest, of loading and of verifying."""
 
 logger = logging.getLogger("aiockpt")
 
 _DOCUMENT_BYTES = 2 << 30
-"""The largest file that is read as a whole to know what is in a checkpoint."""
+"""The largest document that is read whole; a larger one is damaged."""
 _PART_BYTES = 1 << 20
 _HOLE = bytes(64 << 10)
-"""More zeros than follow each other in any text or pickle of names and numbers."""
+"""A run of zeros that no JSON or pickle of names and numbers contains: a hole of a truncated sparse file."""
 
 
 def read_index(
     source: Source, path: str, *, safe_globals: Sequence[Any] = (), trust: bool = False
 ) -> tuple[Index, Manifest | None]:
-    """Read and check what describes a checkpoint. Blocks.
+    """Read and check the index of a checkpoint, and its manifest, if it has one. Blocks.
 
     Args:
-        source: its files.
-        path: where it is, for messages.
-        safe_globals: what objects may use that are part of a ``torch.save`` file's index.
-        trust: unpickle those without restriction, and let objects have as many bytes as they say.
+        source: the files.
+        path: the checkpoint, for messages.
+        safe_globals: the globals that objects inside of a ``torch.save`` file may use.
+        trust: unpickle objects without restriction, and do not limit their decoded size.
 
     Raises:
-        CheckpointNotFoundError: the files are no checkpoint.
-        CorruptCheckpointError: naming the file that is missing, cut short or damaged.
-        UnsafeCheckpointError: reading it would run code, or leave its directory.
+        LoadError: there is no checkpoint, it is damaged, or reading it would run code or leave its directory.
     """
     try:
         check_place(source, path)
@@ -88,11 +86,7 @@ def read_index(
 
 
 def check_place(source: Source, path: str) -> None:
-    """Check that a path does not name one of the files of a checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: it does.
-    """
+    """Raise CheckpointNotFoundError if the path is a file inside of a checkpoint."""
     name = os.path.basename(path)
     if list(source.files) == [name] and _PART_NAME.fullmatch(name):
         raise CheckpointNotFoundError(
@@ -101,9 +95,9 @@ def check_place(source: Source, path: str) -> None:
 
 
 def checkpoints_below(files: Collection[str]) -> list[str]:
-    """Return the directories and files, by relative path and the newest first, that are checkpoints by their names.
+    """Return the relative paths whose names look like checkpoints, the highest step first, without hidden ones.
 
-    Those that are hidden are left out, as are those in a directory that has files of an unfinished checkpoint.
+    Empty in a directory with the files of an unfinished checkpoint.
     """
     if any(os.sep not in name and name.endswith(".distcp") for name in files):
         return []
@@ -118,7 +112,7 @@ def _is_torch(name: str) -> bool:
 
 
 def _naturally(name: str) -> list[tuple[int, str]]:
-    """Return a sort key for which step-90 is before step-1000."""
+    """Return a sort key that orders step-90 before step-1000."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", name)]
 
 
@@ -202,18 +196,13 @@ def _read_dcp(source: Source, path: str, *, trust: bool) -> tuple[Index, Manifes
 
 
 def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
-    """Return whether another program has replaced a checkpoint, and left its manifest."""
-    begin = _bytes(source, METADATA_NAME, 0, min(3, source.files[METADATA_NAME]))  # it is seldom needed as a whole
+    """Return whether another program has replaced `.metadata` and left our manifest."""
+    begin = _bytes(source, METADATA_NAME, 0, min(3, source.files[METADATA_NAME]))  # all of it is rarely needed
     return is_pickled(begin) and is_of_another_save(manifest, read_document(source, METADATA_NAME, path))
 
 
 def presented(source: Source, path: str, index: Index, manifest: Manifest | None, *, trust: bool = False) -> Index:
-    """Give an index whose transformed items, if it has any, are files of their own.
-
-    Raises:
-        CorruptCheckpointError: index and manifest contradict each other.
-        LoadError: this source can't read them.
-    """
+    """Return an index whose transformed items, if there are any, are virtual files of the source."""
     if not index.is_transformed:
         return index
     if not isinstance(source, DecodedSource):
@@ -224,11 +213,7 @@ def presented(source: Source, path: str, index: Index, manifest: Manifest | None
 
 
 def read_manifest(source: Source, path: str) -> Manifest | None:
-    """Read the manifest of a checkpoint, if it has one. Blocks.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-    """
+    """Read the manifest of a checkpoint, if it has one. Blocks."""
     if MANIFEST_NAME not in source.files:
         return None
     manifest: Manifest = _with_path(path, decode_manifest, read_document(source, MANIFEST_NAME, path))
@@ -300,16 +285,12 @@ def _located(path: str, error: LoadError) -> LoadError:
 
 
 def read_document(source: Source, name: str, path: str = "") -> bytes:
-    """Read a file that describes a checkpoint, as a whole. Takes time and memory for what is in it, not for holes.
-
-    Raises:
-        CorruptCheckpointError: it is larger than any such file, or has a hole.
-    """
+    """Read a document whole, such as `.metadata`; stop at a hole, which would cost memory but no disk space."""
     return _bytes(source, name, 0, source.files[name], os.path.join(path, name))
 
 
 def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None = None) -> bytes:
-    """Read a part of a file; of one that has a name to be printable, not further than up to a hole."""
+    """Read a byte range; with ``shown``, the path for messages, raise at the first hole."""
     if size > _DOCUMENT_BYTES:
         raise CorruptCheckpointError(
             f"{shown or name} would have {size} bytes to describe what it holds; for a million tensors these are some "

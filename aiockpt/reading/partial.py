@@ -225,7 +225,7 @@ def _reads(
             tensor = _unsqueezed(each, made[each.name])
             reads += [] if tensor.is_meta else reads_of(each.name, each.entry, tensor, each.selections)
             continue
-        for tensor, wanted in target.fillings:
+        for tensor, wanted in target.regions:
             filled = _unsqueezed(each, tensor)
             reads += reads_of(each.name, each.entry, filled, wanted or each.selections, fills=True)
     return reads

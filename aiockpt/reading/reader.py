@@ -1,4 +1,4 @@
-"""Looking into a checkpoint, and reading what is wanted of it."""
+"""Readers of open checkpoints: mappings of keys to facts, with `read`, `read_many` and `stream`."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ T = TypeVar("T")
 Order = Literal["file", "keys"]
 
 STREAM_BYTES = 256 << 20
-"""How much `CheckpointReader.stream` reads ahead."""
+"""Default read-ahead of `CheckpointReader.stream`."""
 _GROUP_BYTES = 32 << 20  # read at once by a stream
 
 
 class Caller(Protocol):
-    """What runs the reading: the engine."""
+    """The part of the engine that readers use."""
 
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
-        """Run a coroutine function."""
+        """Run a coroutine function on the engine's loop."""
 
 
 class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
-    """What both readers share: the index, which is a mapping of keys to what is stored."""
+    """Base of both readers: a mapping of keys to the facts in the index."""
 
     def __init__(self, caller: Caller, storage: Storage, path: str, options: LoadOptions, owner: object) -> None:
-        self._owner = owner  # which is closed when nobody has it
+        self._owner = owner  # a checkpointer that closes itself when its last reference goes
         self.path = path
         self._caller = caller
         self._storage = storage
@@ -68,17 +68,17 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The facts that were given to `save`, or stand in the header of a safetensors file."""
+        """The metadata given to `save`, or that in the header of a safetensors file."""
         return self._index.metadata
 
     @property
     def format(self) -> str:
-        """What the checkpoint is: "aiockpt", "dcp" (of ``torch.distributed.checkpoint``), "torch" or "safetensors"."""
+        """The file format: "aiockpt", "dcp" (of ``torch.distributed.checkpoint``), "torch" or "safetensors"."""
         return self._index.format
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors; one that is stored once under several keys counts for each."""
+        """The bytes of all tensors. A tensor stored once under several keys counts once per key."""
         return sum(entry.nbytes for entry in self._index.entries.values() if isinstance(entry, TensorEntry))
 
     def __getitem__(self, key: str) -> TensorInfo | ObjectInfo:
@@ -123,19 +123,19 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         )
 
     def _close(self) -> None:
-        """Close the files; whoever is reading keeps those that they need."""
+        """Close the files; reads in progress keep the ones they need."""
         opened, self._open = self._open, None
         if opened is not None:
             opened.source.close()
 
     def _wanted(self, keys: Any) -> list[Wanted]:
-        """Make requests of keys, patterns, or a mapping of keys to indices."""
+        """Return the requests for keys and patterns, or for a mapping of keys to indices."""
         if isinstance(keys, Mapping):
             return [self._opened.want(key, index) for key, index in keys.items()]
         return [self._opened.want(key, None) for key in self._opened.names(keys)]
 
     def _ahead(self, keys: Any, order: Order, buffer_bytes: int, how: Mapping[str, Any]) -> _Ahead:
-        """Prepare a stream: what it gives, cut into groups that are read together."""
+        """Return the read-ahead queue of a stream, with its keys cut into groups that are read together."""
         if order not in ("file", "keys"):
             raise ValueError(f"order must be 'file' or 'keys', not {order!r}")
         if type(buffer_bytes) is not int or buffer_bytes < 1:
@@ -158,7 +158,7 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
 
 
 class _Ahead:
-    """What a stream has begun to read: as many groups as fit into its buffer, or one."""
+    """The read-ahead queue of a stream: as many groups as fit into its buffer, but at least one."""
 
     def __init__(
         self, reader: _Reader, groups: list[tuple[list[Wanted], int]], buffer_bytes: int, how: Mapping[str, Any]
@@ -170,7 +170,7 @@ class _Ahead:
         self._how = how
 
     def start(self) -> bool:
-        """Begin to read what fits; tell whether anything is left to be given."""
+        """Start reading the groups that fit; return False at the end of the stream."""
         while self._waiting:
             wanted, nbytes = self._waiting[0]
             if self._begun and sum(size for _, _, size in self._begun) + nbytes > self._buffer_bytes:
@@ -181,25 +181,25 @@ class _Ahead:
 
     @property
     def first(self) -> Call[dict[str, Any]]:
-        """The call whose group is given next."""
+        """The call that reads the next group."""
         return self._begun[0][0]
 
     @property
     def names(self) -> list[str]:
-        """The keys of that group."""
+        """The keys of the next group."""
         return [wanted.name for wanted in self._begun[0][1]]
 
     @property
     def calls(self) -> list[Call[dict[str, Any]]]:
-        """All calls that have begun."""
+        """All calls in progress."""
         return [call for call, _, _ in self._begun]
 
     def drop_first(self) -> None:
-        """Let go of a group that was given."""
+        """Remove the group that was yielded."""
         self._begun.popleft()
 
     def cancel(self) -> None:
-        """Stop reading ahead."""
+        """Cancel all calls in progress."""
         for call in self.calls:
             call.cancel()
 
@@ -208,18 +208,18 @@ _INSTEAD = "use the open() of a SyncCheckpointer in a thread"
 
 
 class CheckpointReader(_Reader):
-    """A checkpoint that is open: a mapping of its keys to what is stored, and ways to read that.
+    """An open checkpoint: a mapping of its keys to facts about the stored values, with methods to read them.
 
     ::
 
         async with ckpt.open("runs/a/step-100") as reader:
-            print(reader)                                                   # what is in it
-            rows = await reader.read("model.embed.weight", slice(0, 128))   # these rows, and only their bytes
+            print(reader)                                                   # a table of its contents
+            rows = await reader.read("model.embed.weight", slice(0, 128))   # reads only the bytes of these rows
             async for key, tensor in reader.stream():                       # everything, in bounded memory
                 ...
 
-    Made by `aiockpt.AsyncCheckpointer.open` and `aiockpt.open`. For all that reading raises see
-    `aiockpt.AsyncCheckpointer.load`. May be used by several tasks at once.
+    Returned by `aiockpt.AsyncCheckpointer.open` and `aiockpt.open`. Reading raises the same errors as
+    `aiockpt.AsyncCheckpointer.load`. Several tasks may use one reader at the same time.
     """
 
     async def __aenter__(self) -> Self:
@@ -234,7 +234,7 @@ class CheckpointReader(_Reader):
         await self.aclose()
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """Open it, for cells of a notebook; `aclose` it in the end."""
+        """Open without ``async with``, as in notebook cells; the caller calls `aclose`."""
         return self.__aenter__().__await__()
 
     async def read(
@@ -247,16 +247,16 @@ class CheckpointReader(_Reader):
         dtype: torch.dtype | None = None,
         verify: bool | None = None,
     ) -> Any:
-        """Read a tensor, a part of one, or an object. A NumPy array that was saved is read as a tensor.
+        """Read a tensor, a part of one, or an object. A saved NumPy array is read as a tensor.
 
         Args:
-            key: which.
-            index: of a tensor, what is wanted: slices with positive steps, integers, ``...``, or a tuple of
-                these, as tensors take them. Only the bytes of that part are read. None: all.
-            out: a tensor of the resulting shape and dtype to fill, on any device and of any strides.
-            device: where a new tensor goes; None: host memory.
-            dtype: what floating-point values are cast to.
-            verify: check the CRC of every stored chunk that is read as a whole; None: as this reader was opened.
+            key: the key.
+            index: the part of a tensor to read: slices with positive steps, integers, ``...``, or a tuple of
+                these, as in indexing a tensor. Only the bytes of that part are read. None: the whole tensor.
+            out: a tensor of the resulting shape and dtype to fill, on any device and with any strides.
+            device: the device of a new tensor; None: host memory.
+            dtype: the dtype to cast floating-point values to.
+            verify: check the CRC of every stored chunk that is read whole; None: as this reader was opened.
 
         Returns:
             The tensor, ``out``, or the object.
@@ -264,7 +264,7 @@ class CheckpointReader(_Reader):
         Raises:
             KeyError: there is no such key.
             IndexError: the index does not fit the shape.
-            TypeError: the index is of another kind, or is given for an object.
+            TypeError: the index is of another kind, or the key is an object.
         """
         check_asyncio("read()", _INSTEAD)
         wanted = [self._opened.want(key, index, out)]
@@ -279,11 +279,11 @@ class CheckpointReader(_Reader):
         dtype: torch.dtype | None = None,
         verify: bool | None = None,
     ) -> dict[str, Any]:
-        """Read several tensors and objects at once, which is faster than one after the other.
+        """Read several tensors and objects at once, which is faster than reading them one by one.
 
         Args:
-            keys: names, names of containers and glob patterns; or a mapping of names to indices as `read` takes
-                them; None: everything.
+            keys: names, names of containers and glob patterns; or a mapping of names to indices as in `read`;
+                None: everything.
             device: see `read`.
             dtype: see `read`.
             verify: see `read`.
@@ -304,25 +304,25 @@ class CheckpointReader(_Reader):
         dtype: torch.dtype | None = None,
         verify: bool | None = None,
     ) -> AsyncIterator[tuple[str, Any]]:
-        """Give one key after the other with its value, reading ahead in bounded memory.
+        """Yield the keys one by one with their values, reading ahead in bounded memory.
 
-        What has been read and not been taken yet, and what is being read, is ``buffer_bytes`` at most, or one
-        tensor, if it is larger. Nothing more is read until the loop's body asks for the next.
+        Values that are being read, or were read and not yet yielded, have ``buffer_bytes`` at most, or are one
+        tensor if it is larger. Reading pauses until the loop's body asks for the next value.
 
         Args:
             keys: see `read_many`.
-            order: "file": as they are stored, which is fastest; "keys": as ``keys`` gives them.
-            buffer_bytes: how much to read ahead, in bytes.
+            order: "file": in file order, which is fastest; "keys": in the order of ``keys``.
+            buffer_bytes: the read-ahead in bytes.
             device: see `read`.
             dtype: see `read`.
             verify: see `read`.
 
         Returns:
-            An iterator of keys with their values; leaving it early stops the reading.
+            An iterator of keys and values; leaving the loop early stops the reading.
 
         Raises:
-            MissingKeysError: a key means nothing; for the rest see `read`.
-            ValueError: of ``order`` or ``buffer_bytes``.
+            MissingKeysError: a key or pattern matches nothing; see `read` for other errors.
+            ValueError: ``order`` or ``buffer_bytes`` is invalid.
         """
         how = {"map_location": device, "dtype": dtype, "verify": verify}
         return self._streamed(self._ahead(keys, order, buffer_bytes, how))
@@ -338,17 +338,17 @@ class CheckpointReader(_Reader):
                 ahead.drop_first()
         finally:
             ahead.cancel()
-            async with contextlib.AsyncExitStack() as stack:  # all of them, even if this task is cancelled meanwhile
+            async with contextlib.AsyncExitStack() as stack:  # waits for all, even if this task is cancelled meanwhile
                 for call in ahead.calls:
                     stack.push_async_callback(call.stop)
 
     async def aclose(self) -> None:
-        """Close the files. Idempotent; what was read stays, and reads that are under way come to their end."""
+        """Close the files. Idempotent. Values that were read stay valid, and reads in progress complete."""
         self._close()
 
 
 class SyncCheckpointReader(_Reader):
-    """A checkpoint that is open, for plain programs; see `CheckpointReader`. Every method blocks."""
+    """An open checkpoint, for synchronous programs; see `CheckpointReader`. Every method blocks."""
 
     def __enter__(self) -> Self:
         if self._open is None:
@@ -395,7 +395,7 @@ class SyncCheckpointReader(_Reader):
         dtype: torch.dtype | None = None,
         verify: bool | None = None,
     ) -> Iterator[tuple[str, Any]]:
-        """Give one key after the other with its value, in bounded memory; see `CheckpointReader.stream`."""
+        """Yield the keys one by one with their values, in bounded memory; see `CheckpointReader.stream`."""
         how = {"map_location": device, "dtype": dtype, "verify": verify}
         return self._streamed(self._ahead(keys, order, buffer_bytes, how))
 
@@ -413,5 +413,5 @@ class SyncCheckpointReader(_Reader):
                 call.completion.exception()
 
     def close(self) -> None:
-        """Close the files. Idempotent; what was read stays, and reads that are under way come to their end."""
+        """Close the files. Idempotent. Values that were read stay valid, and reads in progress complete."""
         self._close()

@@ -1,12 +1,13 @@
-"""What tensors are loaded into: does it fit, and what of it is to be filled."""
+"""Validate the tensors that a load fills: shape, dtype, layout and memory; return the regions to fill."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
-from aiockpt.core.extent import is_freed
+from aiockpt.core.extent import is_freed, reach_bytes
 from aiockpt.errors import ShapeMismatchError
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES, torch_dtype, view_array
@@ -20,55 +21,37 @@ from aiockpt.planning.dtensor import (
     whole_shape,
 )
 from aiockpt.planning.ranges import Selection
-from aiockpt.reading.overlaps import overlaps_itself
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
     from aiockpt.format.index import Entry
 
+_MAX_ENUMERATED = 1 << 20
+"""The effort limit of exact overlap checks; beyond it a possible overlap counts as one."""
+
 
 class TargetRegion(NamedTuple):
-    """Memory to fill.
+    """Memory of this process to fill."""
 
-    Attributes:
-        tensor: a tensor of this process, detached.
-        wanted: what of the stored tensor goes there, for each of its dimensions; None: all.
-    """
-
-    tensor: torch.Tensor
-    wanted: tuple[Selection, ...] | None = None
+    tensor: torch.Tensor  # detached
+    wanted: tuple[Selection, ...] | None = None  # the part of the stored tensor, per dimension; None: all
 
 
 class Target(NamedTuple):
-    """A tensor of the caller that is loaded into.
+    """A tensor of the caller to fill."""
 
-    Attributes:
-        fillings: what of it this process has; none for a distributed tensor that others have.
-        counted: the tensors whose version counters tell of the change.
-    """
-
-    fillings: list[TargetRegion]
-    counted: list[torch.Tensor]
+    regions: list[TargetRegion]  # this rank's part of it; empty where other ranks have all
+    counted: list[torch.Tensor]  # the tensors whose version counters change
 
 
 def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target | None:
-    """Check that an entry can be loaded into a leaf of a state dict; give what is to be filled.
-
-    Args:
-        path: the checkpoint, for messages.
-        name: the key.
-        entry: what is stored.
-        leaf: what the target has there.
-        dtype: what floating-point values are cast to.
-
-    Returns:
-        None if the leaf can't be filled but is to be replaced.
+    """Return the regions of a leaf to fill with an entry; None if the leaf is replaced instead.
 
     Raises:
-        ShapeMismatchError: it does not fit.
+        ShapeMismatchError: the entry, cast to ``dtype``, does not fit.
     """
     if is_distributed(leaf):
         return _distributed_target(path, name, entry, leaf, dtype)
@@ -83,7 +66,7 @@ def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype 
 def _array_target(
     path: str, name: str, entry: TensorEntry, array: NDArray[Any], dtype: torch.dtype | None
 ) -> Target | None:
-    """Check a NumPy array; None for one whose elements lie so that no tensor can share them."""
+    """Check a NumPy array; return None if no tensor can have its strides."""
     mine = torch_dtype(array.dtype)
     if mine is None:
         raise ShapeMismatchError(f"{name} is an array of {array.dtype!r} in the target but {entry.dtype} in {path}")
@@ -99,7 +82,7 @@ def _array_target(
 
 
 def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target:
-    """Check a distributed tensor, of which only this rank's part is filled."""
+    """Check a distributed tensor; only this rank's part of it is filled."""
     if not isinstance(entry, TensorEntry):
         raise ShapeMismatchError(f"{name} is a {type(leaf).__name__} in the target but an object in {path}")
     try:
@@ -110,7 +93,7 @@ def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: to
         _check_shape(path, name, entry.shape, shape)
     _check_dtype(path, name, entry.dtype, whole_dtype(leaf), dtype)
     for part in parts:
-        # The sizes are those of the part: a rank's memory is checked as any tensor's is.
+        # An entry of the shape of the part, so that its memory is checked like any tensor's.
         form = TensorEntry(entry.dtype, tuple(part.tensor.shape), entry.chunks)
         check_target(path, f"this rank's part of {name}", form, part.tensor, dtype)
     return Target([TargetRegion(part.tensor, _wanted(part)) for part in parts], counted(leaf, parts))
@@ -124,7 +107,7 @@ def _wanted(part: LocalPart) -> tuple[Selection, ...] | None:
 
 
 def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], Any]) -> torch.Tensor:
-    """Move a tensor as ``torch.load`` does with a function for its map_location."""
+    """Move a tensor with a map_location function, as ``torch.load`` does."""
     storage = move(tensor.untyped_storage(), "cpu")
     if storage is None:
         return tensor
@@ -135,18 +118,7 @@ def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], 
 
 
 def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> None:
-    """Check that an entry can be loaded into a leaf of the target.
-
-    Args:
-        path: the checkpoint, for messages.
-        name: the key.
-        entry: what is stored.
-        leaf: what the target has there.
-        dtype: what floating-point values are cast to.
-
-    Raises:
-        ShapeMismatchError: it does not fit.
-    """
+    """Raise ShapeMismatchError if an entry, cast to ``dtype``, does not fit a leaf of the target."""
     if _fits_plainly(entry, leaf, dtype) or not isinstance(leaf, torch.Tensor):
         return
     if not isinstance(entry, TensorEntry):
@@ -174,17 +146,13 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dty
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Check that there is memory to fill.
-
-    Raises:
-        ShapeMismatchError: the tensor reaches out of its storage.
-    """
+    """Raise ShapeMismatchError if the storage of a tensor was freed, as FSDP does between steps."""
     if is_freed(tensor):
         raise ShapeMismatchError(f"the memory of {name} in the target was freed; materialise it first")
 
 
 def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
-    """Tell, in a short time, of most tensors that they fit."""
+    """Return True for most tensors that fit; a fast path for 100,000 of them."""
     return (
         isinstance(entry, TensorEntry)
         and type(leaf) in (torch.Tensor, torch.nn.Parameter)
@@ -199,7 +167,7 @@ def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
 
 
 def cast(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """Give the dtype that a stored dtype is loaded as: floating-point ones are cast, as ``nn.Module.to`` does."""
+    """Return the dtype that a tensor is loaded as: only floating-point ones are cast, as in ``nn.Module.to``."""
     return dtype if dtype is not None and stored.is_floating_point else stored
 
 
@@ -215,3 +183,90 @@ def _check_dtype(path: str, name: str, stored: torch.dtype, wanted: torch.dtype,
     became = "" if loaded is stored else f", loaded as {loaded}"
     advice = f"; pass dtype={wanted} to cast" if stored.is_floating_point and wanted.is_floating_point else ""
     raise ShapeMismatchError(f"{name} is {wanted} in the target but {stored} in {path}{became}{advice}")
+
+
+# --- targets that share memory --------------------------------------------------------------------------
+
+
+class Region(NamedTuple):
+    """Memory that a load fills, with its entry."""
+
+    name: str
+    tensor: torch.Tensor
+    wanted: tuple[Selection, ...] | None  # the part of the stored tensor, per dimension; None: all
+    entry: TensorEntry
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Return whether elements share memory, as in an expanded tensor; True if that would take long to decide."""
+    if 0 in tensor.shape:
+        return False
+    dims = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    for step, size in dims:
+        if step <= reach:
+            break
+        reach += (size - 1) * step
+    else:
+        return False
+    if tensor.numel() > _MAX_ENUMERATED or dims[0][0] == 0:
+        return True
+    offsets = np.zeros(1, np.int64)
+    for step, size in dims:
+        offsets = np.add.outer(offsets, np.arange(size) * step).reshape(-1)
+    return len(np.unique(offsets)) < len(offsets)
+
+
+def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
+    """Return pairs of tied targets that are stored as different items, whose values must then be equal.
+
+    Raises:
+        ShapeMismatchError: two targets share only a part of their memory.
+    """
+    distinct: dict[object, Region] = {}
+    for each in regions:
+        tensor = each.tensor
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+            # Tied tensors that are stored once count once.
+            distinct.setdefault((_view_key(tensor), each.wanted, tuple(c.place for c in each.entry.chunks)), each)
+    found: list[tuple[Region, Region]] = []
+    near: list[tuple[int, Region]] = []
+    for region in sorted(distinct.values(), key=lambda each: (str(each.tensor.device), each.tensor.data_ptr())):
+        begin, device = region.tensor.data_ptr(), region.tensor.device
+        near = [(end, other) for end, other in near if other.tensor.device == device and end > begin]
+        for _, other in near:
+            # Parts of one distributed tensor don't overlap.
+            if other.name == region.name or not _share_memory(other.tensor, region.tensor):
+                continue
+            if (_view_key(other.tensor), other.wanted) != (_view_key(region.tensor), region.wanted):
+                raise ShapeMismatchError(
+                    f"{other.name} and {region.name} share memory in the target, but are not the same there: clone one"
+                )
+            found.append((other, region))
+        near.append((region.tensor.untyped_storage().data_ptr() + reach_bytes(region.tensor), region))
+    return found
+
+
+def _view_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class _Memory:
+    """A tensor's address and strides as NumPy's array interface; NumPy never touches the memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * tensor.itemsize for step in tensor.stride()),
+            "typestr": f"|V{tensor.itemsize}",
+            "version": 3,
+        }
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors share an element; True if that would take long to decide."""
+    try:
+        return np.shares_memory(np.asarray(_Memory(one)), np.asarray(_Memory(other)), _MAX_ENUMERATED)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True

@@ -1,4 +1,4 @@
-"""The index of a checkpoint with transformed items, as if each of these were a file of its own."""
+"""Virtual files: each transformed item appears in the index as a file of its own, so readers see decoded bytes."""
 
 from __future__ import annotations
 
@@ -21,57 +21,48 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.item_transforms import ItemFacts
 
 FRAMING_BYTES = 64 << 10
-"""More than stands around a tensor's bytes in an item."""
+"""Upper bound of an item's framing, the bytes around a tensor's."""
 OBJECT_BYTES = 64 << 20
-"""All objects together may have so many bytes more than `OBJECT_RATIO` times what is stored of them."""
+"""What all objects together may decode to beyond `OBJECT_RATIO` times their stored bytes: no decompression bombs."""
 OBJECT_RATIO = 100
-"""Pickles of plain values rarely come to less than a hundredth; only such as hold very many zeros do."""
+"""Pickles of plain values rarely compress further; only very many zeros do."""
 
 
 @dataclass(frozen=True, slots=True)
 class VirtualFile:
-    """A transformed item, as a file of its own.
-
-    Attributes:
-        name: the name of that file.
-        key: the key that is read from it, or one of them.
-        place: where its bytes are stored.
-        most: the size of the item in bytes; where that is not known, the most that it can be.
-        is_exact: whether it is known.
-        crc: the CRC-32 of the stored bytes, if it is known.
-        free: of an object, the bytes that it may have before it draws on `OBJECT_BYTES`; None: there is no limit, for
-            it is a tensor, whose shape says how many they are, or the caller trusts the checkpoint.
-    """
+    """A transformed item, as a file of its own."""
 
     name: str
-    key: str
-    place: ItemRange
-    most: int
-    is_exact: bool
-    crc: int | None
+    key: str  # one of the keys stored in it
+    place: ItemRange  # of the stored bytes
+    most: int  # its decoded size in bytes, or an upper bound
+    is_exact: bool  # ``most`` is the size
+    crc: int | None  # CRC-32 of the stored bytes, if it is known
+    # Decoded bytes that an object may have before it draws on OBJECT_BYTES. None: no limit, because the shape of a
+    # tensor sets its size, or because the caller trusts the checkpoint.
     free: int | None
 
 
 def expose(
     path: str, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False
 ) -> tuple[Index, list[VirtualFile]]:
-    """Give the index with other places, and the items that are there.
+    """Return the index with transformed items moved to virtual files, and these files.
 
     Args:
-        path: where the checkpoint is, for messages.
-        index: the index.
-        facts: what the manifest says of the items, by file and offset.
-        trust: let objects have as many bytes as they say.
+        path: the checkpoint, for messages.
+        index: the index, whose byte ranges were checked.
+        facts: the manifest's facts about transformed items, by file and offset.
+        trust: do not limit the decoded size of objects.
 
     Raises:
-        CorruptCheckpointError: index and manifest contradict each other, or an item can't be so large.
+        CorruptCheckpointError: index and manifest contradict each other, or an item can't have that size.
     """
-    presenter = _Presenter(path, facts, trust=trust)
-    entries = {key: presenter.entry(key, entry) for key, entry in index.entries.items()}
-    return replace(index, entries=entries, is_transformed=False), list(presenter.items.values())
+    exposer = _Exposer(path, facts, trust=trust)
+    entries = {key: exposer.entry(key, entry) for key, entry in index.entries.items()}
+    return replace(index, entries=entries, is_transformed=False), list(exposer.items.values())
 
 
-class _Presenter:
+class _Exposer:
     def __init__(self, path: str, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool) -> None:
         self._path = path
         self._facts = facts
@@ -94,20 +85,20 @@ class _Presenter:
         if facts is None:
             return chunk._replace(place=place)
         stride = row_strides(chunk.sizes) if facts.stride is None else facts.stride
-        # Its CRC is that of the stored bytes, which tells nothing about the item.
+        # The CRC in the manifest is that of the stored bytes, not of the decoded payload.
         item = TensorItem(dtype, chunk.sizes, stride, 0, facts.payload_offset, nbytes, None)
         return chunk._replace(place=place, item=item)
 
     def _place_object(self, key: str, stored: ItemRange) -> ItemRange:
         free = OBJECT_RATIO * stored.length
-        # What is too much is refused as it comes.
+        # DecodedSource refuses an object that exceeds its budget while decoding it.
         most = max(free + 2 * OBJECT_BYTES, MOST_RATIO * stored.length if self._trust else 0)
         return self._place(key, stored, 0, most, is_firm=False, free=None if self._trust else free)
 
     def _place(
         self, key: str, stored: ItemRange, least: int, most: int, *, is_firm: bool, free: int | None = None
     ) -> ItemRange:
-        """Give the place of an item of ``least`` to ``most`` bytes; if that is not firm, the manifest may say more."""
+        """Return the virtual range of an item of ``least`` to ``most`` bytes; the manifest may exceed it unless firm."""
         item = self.items.get(stored)
         if item is None:
             facts = self._facts.get(stored[:2])
@@ -129,8 +120,8 @@ class _Presenter:
         if stored.transforms == (ZSTD_DESCRIPTOR,) and facts.raw_bytes > MOST_RATIO * stored.length:
             raise self._wrong(key, stored, f"{facts.raw_bytes} bytes, which its {stored.length} stored ones can't be")
 
-    def _wrong(self, key: str, place: ItemRange, what: str) -> CorruptCheckpointError:
+    def _wrong(self, key: str, place: ItemRange, contradiction: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(
-            f"{self._path}/{place.file}: the item of {key} at offset {place.offset} is said to have {what}; the "
-            "metadata is damaged"
+            f"{self._path}/{place.file}: the item of {key} at offset {place.offset} is said to have {contradiction}; "
+            "the metadata is damaged"
         )

@@ -1,4 +1,4 @@
-"""Taking stock of a checkpoint before its bytes are read: what should be where, and what can't be right."""
+"""The items that a checkpoint should hold, checked for gaps, overlaps and missing files before bytes are read."""
 
 from __future__ import annotations
 
@@ -23,26 +23,22 @@ if TYPE_CHECKING:
 
 
 class Inventory:
-    """What a checkpoint should consist of. Problems go to ``findings``.
+    """The files and items that should be there.
 
     Args:
-        sizes: the size of each file that is there.
+        sizes: the size of each existing file.
         facts: size and CRC of the files, from the manifest; empty without one.
-        findings: takes the problems.
-
-    Attributes:
-        files: the files to check, by name.
-        entries: how many things there are: chunks of tensors, and objects.
+        findings: collects the problems.
     """
 
     def __init__(self, sizes: Mapping[str, int], facts: Mapping[str, FileFacts], findings: Findings) -> None:
         self._sizes = dict(sizes)
         self._findings = findings
         self._items: dict[tuple[object, ...], StoredItem] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()  # missing files
         self._referenced = set(facts)
-        self.files: dict[str, StoredFile] = {}
-        self.entries = 0
+        self.files: dict[str, StoredFile] = {}  # to check, by name
+        self.entries = 0  # chunks of tensors, and objects
         for name, fact in facts.items():
             if self._is_there(name):
                 self._add_file(name, fact)
@@ -56,11 +52,11 @@ class Inventory:
             self._findings.add("size", name, f"it has {size} bytes but was written with {fact.nbytes}: it {change}")
 
     def _is_there(self, name: str) -> bool:
-        """Tell whether a file can be looked at; if not, tell why, once."""
+        """Return whether a file exists; report a missing one once."""
         if name in self._sizes:
             return True
-        if name not in self._told:
-            self._told.add(name)
+        if name not in self._reported:
+            self._reported.add(name)
             if is_outside(name):
                 self._findings.add("unsafe path", name, "it leads out of the checkpoint and was not read")
             else:
@@ -68,17 +64,12 @@ class Inventory:
         return False
 
     def add_decoded(self, name: str, nbytes: int, file: str) -> None:
-        """Add an item of a file that is seen as a file of its own."""
+        """Add a virtual file: a transformed item of ``file``."""
         self._sizes[name] = nbytes
         self._referenced |= {name, file}
 
     def add(self, index: Index, given: Index | None) -> None:
-        """Add what an index says there is.
-
-        Args:
-            index: the index.
-            given: what the manifest says of the same items, if it does.
-        """
+        """Add the items of an index; ``given`` is the manifest's index of the same items, if it has one."""
         if index.format == "torch":
             self._add_archive_of(index)
             return
@@ -101,7 +92,7 @@ class Inventory:
         return item
 
     def _add_archive_of(self, index: Index) -> None:
-        """Add ``torch.save`` files, whose records may each be the storage of several tensors."""
+        """Add ``torch.save`` files; each of their records may be the storage of several tensors."""
         archives: dict[str, StoredItem] = {}
         self.entries += len(index.entries)
         for key, entry in index.entries.items():
@@ -192,26 +183,26 @@ class Inventory:
     def _find_overlaps(self) -> None:
         for file in self.files.values():
             extents = [Extent(item.start, item.start + item.length, item, streamed=False) for item in file.items]
-            told: set[StoredItem] = set()
+            reported: set[StoredItem] = set()
             for one, other in part_overlaps(extents)[1]:
-                self._tell_overlap(one.owner, other)
-                if other.owner not in told:
-                    told.add(other.owner)
-                    self._tell_overlap(other.owner, one)
+                self._report_overlap(one.owner, other)
+                if other.owner not in reported:
+                    reported.add(other.owner)
+                    self._report_overlap(other.owner, one)
 
-    def _tell_overlap(self, item: StoredItem, beside: Extent[StoredItem]) -> None:
+    def _report_overlap(self, item: StoredItem, beside: Extent[StoredItem]) -> None:
         message = f"its bytes overlap those of {beside.owner.owners[0].key} at {beside.start} to {beside.stop}"
         for owner in item.owners:
             self._findings.add("overlap", item.file, message, key=owner.key, offset=item.start)
 
     def find_unreferenced(self) -> None:
-        """Find files that nothing refers to."""
+        """Add a warning for each file or folder that nothing refers to."""
         folders = {name.partition("/")[0] for name in self._referenced if "/" in name}
         extra: dict[tuple[bool, str], list[str]] = {}
         for name in sorted(self._sizes.keys() - self._referenced):
             parts = name.split("/")
             hidden = next((n for n, part in enumerate(parts, 1) if part.startswith(HIDDEN)), 0)
-            # A folder of which nothing is needed, such as another checkpoint, is told as one.
+            # A folder without any referenced file, such as another checkpoint, is reported as one.
             depth = hidden or (1 if parts[0] not in folders else len(parts))
             extra.setdefault((bool(hidden), "/".join(parts[:depth])), []).append(name)
         for (is_hidden, place), names in extra.items():
@@ -225,5 +216,5 @@ class Inventory:
 
 
 def is_outside(name: str) -> bool:
-    """Tell whether a file name leads out of the checkpoint, as far as the name alone shows it."""
+    """Return whether a file name leaves the checkpoint; symlinks are found when the file is opened."""
     return name.startswith("/") or ".." in name.split("/")

@@ -1,4 +1,4 @@
-"""Checking the bytes of a checkpoint: each file is read once, for its own CRC and for those of all its items."""
+"""Check the bytes of a checkpoint: one pass over each file computes its own CRC and those of all its items."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Source
 
 RANGE_BYTES = 32 << 20
-"""The most that one thread reads before it takes the next job."""
+"""Upper bound of one job, so that several threads share a large file."""
 STEP_BYTES = 4 << 20
-"""The most that one thread has in memory."""
-_FETCH_BYTES = 16 << 20  # no directory and no data.pkl is larger, unless its size is damaged
+"""Size of a thread's read buffer."""
+_FETCH_BYTES = 16 << 20  # larger than any zip directory or data.pkl, so a damaged size allocates no more
 _BLOCK_BYTES = 1024
 _DECODED_AT_ONCE = 64
 _PAGE_BYTES = 4096
@@ -40,13 +40,7 @@ _Segment = Segment[StoredItem | CheckedRange]
 
 
 class ItemVerifier:
-    """Reads files in all threads, and tells what does not fit.
-
-    Args:
-        source: the checkpoint's files.
-        workers: the threads.
-        findings: takes the problems.
-    """
+    """Reads files with all worker threads and adds a problem for every mismatch."""
 
     def __init__(self, source: Source, workers: Workers, findings: Findings) -> None:
         self._source = source
@@ -59,7 +53,7 @@ class ItemVerifier:
 
     @property
     def read_bytes(self) -> int:
-        """How many bytes were read so far, not counting those that were read again."""
+        """Bytes read so far; bytes that were read twice count once."""
         return sum(self._counts)
 
     async def verify(self, files: Sequence[StoredFile]) -> None:
@@ -70,7 +64,7 @@ class ItemVerifier:
         await self._workers.run(self._conclude, files)
 
     async def verify_decoded(self, files: Sequence[StoredFile], source: DecodedSource) -> None:
-        """Check items that are files of their own; each is made as a whole, in memory."""
+        """Check virtual files; each is decoded whole, in memory."""
         small = [file for file in files if file.nbytes < STEP_BYTES]
         groups = [[file] for file in files if file.nbytes >= STEP_BYTES]
         groups += [small[at : at + _DECODED_AT_ONCE] for at in range(0, len(small), _DECODED_AT_ONCE)]
@@ -96,12 +90,12 @@ class ItemVerifier:
                 self._check_small(stored, data)
 
     async def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run blocking jobs in all threads, each taking the next."""
+        """Run blocking jobs with all threads; each takes the next one."""
         pending = iter(jobs)
 
         async def work() -> None:
             for job in pending:
-                await anyio.lowlevel.checkpoint_if_cancelled()  # running a job is no place to stop at
+                await anyio.lowlevel.checkpoint_if_cancelled()  # workers.run() itself is not a cancellation point
                 await self._workers.run(job)
 
         try:
@@ -117,7 +111,7 @@ class ItemVerifier:
     # --- framing of large items -------------------------------------------------------------------
 
     def _prepare(self, item: StoredItem) -> None:
-        """Read the framing of a large item; most of it is left to be streamed."""
+        """Read the framing of a large item, and record which of its bytes are to be streamed."""
         if item.kind == "raw":
             self._accept(item, None)
             item.streams = [CheckedRange(item, "", 0, item.length, item.crc)]
@@ -131,7 +125,7 @@ class ItemVerifier:
                     self._check_crc(item, span, crc32(window.fetch(span.start, span.stop - span.start)))
                 else:
                     item.streams.append(CheckedRange(item, span.name, span.start, span.stop, span.crc))
-            if not framed.spans:  # without a CRC to compare, reading shows at least what can't be read
+            if not framed.spans:  # there is no CRC to compare, but reading finds unreadable blocks
                 item.streams = [CheckedRange(item, "", 0, item.length, None)]
             if not item.covered:
                 self._counts.append(item.length - sum(stream.stop - stream.start for stream in item.streams))
@@ -163,7 +157,7 @@ class ItemVerifier:
         return group_segments(segments, RANGE_BYTES)
 
     def _read_range(self, file: StoredFile, segments: Sequence[_Segment], number: int | None = None) -> None:
-        """Read a part of a file; with a number, it is one of those that make up the whole."""
+        """Read some segments of a file; numbered ranges together make up the CRC of the whole file."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
@@ -190,7 +184,7 @@ class ItemVerifier:
         total = _Sum()
         view = buffer[:0]
         for at in range(segment.start, segment.stop, STEP_BYTES):
-            skip = at % _PAGE_BYTES  # so that direct I/O goes straight to the buffer
+            skip = at % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
             view = buffer[skip : skip + min(STEP_BYTES, segment.stop - at)]
             self._source.read(file.name, at, view, total.add)
         for extent in segment.extents:
@@ -215,10 +209,10 @@ class ItemVerifier:
         for span in wrong:
             self._check_crc(item, span, crc32(data[span.start : span.stop]))
 
-    # --- judging ----------------------------------------------------------------------------------
+    # --- comparing --------------------------------------------------------------------------------
 
     def _accept(self, item: StoredItem, framed: Framed | None) -> None:
-        """Compare what an item says of itself with what others say of it; raw bytes say nothing."""
+        """Compare the dtype, shape and CRC in an item with the metadata's; raw bytes have none of their own."""
         has_crc = item.crc is not None if framed is None else bool(framed.spans)
         if not has_crc and not item.covered and item.length:
             owners = [owner for inner in item.inner.values() for owner in inner] or item.owners
@@ -248,7 +242,7 @@ class ItemVerifier:
             )
 
     def _conclude(self, files: Sequence[StoredFile]) -> None:
-        """Put the CRCs of the parts together."""
+        """Combine the CRCs of the parts and compare them."""
         for file in files:
             for stream in (stream for item in file.items for stream in item.streams):
                 crc, length = combined((part[2], part[1]) for part in sorted(stream.parts))
@@ -270,7 +264,7 @@ class ItemVerifier:
 
     def _unreadable(self, file: str, offset: int, item: StoredItem | None, exc: LoadError) -> None:
         kind: ProblemKind = "unreadable"
-        if isinstance(exc, UnsafeCheckpointError):  # a link that leads out: all of the file is meant
+        if isinstance(exc, UnsafeCheckpointError):  # a symlink that leaves the checkpoint concerns the whole file
             kind, offset = "unsafe path", 0
         if item is None:
             self._findings.add(kind, file, str(exc), offset=offset)
@@ -289,7 +283,7 @@ class _Sum:
 
 
 class _Window:
-    """Reads of an item what is asked for, and keeps its beginning and end."""
+    """Reads ranges of an item; keeps its head and tail, where the framing is."""
 
     def __init__(self, source: Source, item: StoredItem) -> None:
         self._source = source
@@ -301,7 +295,7 @@ class _Window:
         self._block_at = 0
 
     def fetch(self, offset: int, size: int) -> bytes:
-        """Give bytes of the item, or what there is of them."""
+        """Return bytes of the item; fewer where it ends."""
         if not self._tail:
             self._head = self._read(0, min(HEAD_BYTES, self._item.length))
             self._tail = self._read(self._tail_at, self._item.length - self._tail_at)
@@ -312,13 +306,13 @@ class _Window:
         if size > _BLOCK_BYTES:
             return self._read(offset, max(0, min(size, self._item.length - offset, _FETCH_BYTES)))
         if not self._block_at <= offset <= offset + size <= self._block_at + len(self._block):
-            # The header of a record stands right behind what ends the one before.
+            # The header of a record directly follows the data descriptor of the previous one: one block has both.
             self._block_at = offset
             self._block = self._read(offset, max(0, min(_BLOCK_BYTES, self._item.length - offset)))
         return self._block[offset - self._block_at :][:size]
 
     def holds(self, start: int, stop: int) -> bool:
-        """Tell whether these bytes are at hand."""
+        """Return whether these bytes are in the head or tail, so that no further read is needed."""
         return stop <= len(self._head) or start >= self._tail_at
 
     def _read(self, offset: int, size: int) -> bytes:

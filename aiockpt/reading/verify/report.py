@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint: problems, and the report that lists them."""
+"""The report of a verification, and the problems that it lists."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a checkpoint.
+    """A problem of a checkpoint.
 
     Attributes:
-        kind: what kind of thing:
+        kind: the kind of problem:
 
-            - ``missing file``: a file is not there; with a key, for each key that it held.
+            - ``missing file``: a file does not exist; reported once more for each key that it held.
             - ``unreadable``: the file system failed to read it.
-            - ``unsafe path``: a file name leads out of the checkpoint; it was not read.
-            - ``size``: a file was cut short, or has grown, since it was written.
+            - ``unsafe path``: a file name leads out of the checkpoint; the file was not read.
+            - ``size``: a file was truncated, or has grown, since it was written.
             - ``file crc``: the bytes of a file changed since it was written.
-            - ``manifest``, ``metadata``: what describes the checkpoint can't be read.
-            - ``disagreement``: manifest and metadata say different things.
-            - ``structure``: the keys do not make up a state dict.
-            - ``coverage``: the chunks of a tensor overlap, or do not make up all of it.
-            - ``place``: an item should be where its file has ended.
+            - ``manifest``, ``metadata``: the document is damaged.
+            - ``disagreement``: manifest and metadata contradict each other.
+            - ``structure``: the keys do not form a state dict.
+            - ``coverage``: the chunks of a tensor overlap or leave gaps.
+            - ``place``: an item lies beyond the end of its file.
             - ``overlap``: two items share bytes of a file.
-            - ``framing``: what stands around a tensor's or an object's bytes is damaged.
+            - ``framing``: the zip structure around the bytes of a tensor or an object is damaged.
             - ``item crc``: the bytes of a tensor or an object changed since they were written.
-            - ``mismatch``: an item is sound, but not what the metadata says.
+            - ``mismatch``: an item is intact, but its dtype or shape is not what the metadata says.
             - ``unreferenced file``: a file that no key needs; a warning.
-            - ``leftover``: what an interrupted program of ours left; a warning.
+            - ``leftover``: temporary files of an interrupted save; a warning.
         file: the file, relative to the checkpoint.
-        message: what is wrong, with numbers.
-        key: the key of the state dict that can't be trusted; None where it is not known or there is none.
-        offset: where in the file, in bytes; None where it is all of it.
-        severity: "error": something can't be loaded, or not as it was saved. "warning": it loads all the same.
+        message: the details, with numbers.
+        key: the key of the state dict that is affected; None if there is none or it is unknown.
+        offset: the byte offset in the file; None if the whole file is affected.
+        severity: "error": something can't be loaded, or differs from what was saved. "warning": everything loads.
     """
 
     kind: ProblemKind
@@ -76,19 +76,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `AsyncCheckpointer.verify` found.
+    """The result of `AsyncCheckpointer.verify`.
 
     Attributes:
         path: the checkpoint.
-        format: its format; "unknown" where the damage hides it.
-        problems: everything that is wrong, ordered by file and offset.
-        files: how many files were looked at.
-        items: how many stored tensors, chunks of tensors and objects were looked at.
-        checked_bytes: how many bytes were read.
-        unverifiable: how many items carry no CRC and are in no file that has one: their framing and size are
+        format: its format; "unknown" if it is too damaged to tell.
+        problems: all problems, ordered by file and offset.
+        files: the number of files that were checked.
+        items: the number of stored tensors, chunks of tensors and objects that were checked.
+        checked_bytes: the number of bytes that were read.
+        unverifiable: the number of items without a CRC, of their own or of their file: their framing and size are
             checked, their bytes can't be.
         unverifiable_keys: the keys of the first of these.
-        elapsed_s: how long it took, in seconds.
+        elapsed_s: the duration in seconds.
     """
 
     path: str
@@ -103,7 +103,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no errors; warnings may be there."""
+        """Whether there are no errors. There may be warnings."""
         return not self.errors
 
     @property
@@ -113,14 +113,14 @@ class VerifyReport:
 
     @property
     def damaged_keys(self) -> tuple[str, ...]:
-        """The keys that errors name, each once; the others can be loaded, if `.metadata` can be read."""
+        """The keys named by errors, each once; all other keys can be loaded if `.metadata` can be read."""
         return tuple(dict.fromkeys(problem.key for problem in self.errors if problem.key is not None))
 
     def raise_if_bad(self) -> None:
-        """Raise the errors, if there are any.
+        """Raise if there are errors.
 
         Raises:
-            CorruptCheckpointError: counting them, and telling the first.
+            CorruptCheckpointError: with the number of errors and the first of them.
         """
         errors = self.errors
         if errors:
@@ -134,20 +134,20 @@ class VerifyReport:
         return self._text(_SHOWN)
 
     def _text(self, most: int) -> str:
-        lines = [self._verdict(), *(f"  {problem}" for problem in self.problems[:most])]
+        lines = [self._summary(), *(f"  {problem}" for problem in self.problems[:most])]
         if len(self.problems) > most:
             lines.append(f"  and {len(self.problems) - most} more")
         return "\n".join(lines)
 
-    def _verdict(self) -> str:
+    def _summary(self) -> str:
         warnings = len(self.problems) - len(self.errors)
-        verdict = _count(len(self.errors), "error") if self.errors else "sound"
+        state = _count(len(self.errors), "error") if self.errors else "sound"
         if warnings:
-            verdict += f", {_count(warnings, 'warning')}"
+            state += f", {_count(warnings, 'warning')}"
         if self.unverifiable:
-            verdict += f", {_count(self.unverifiable, 'item')} without CRC"
+            state += f", {_count(self.unverifiable, 'item')} without CRC"
         return (
-            f"{printable_key(self.path)}: {verdict} ({self.format}; {_count(self.files, 'file')}, "
+            f"{printable_key(self.path)}: {state} ({self.format}; {_count(self.files, 'file')}, "
             f"{_count(self.items, 'item')}, {self.checked_bytes / 2**20:.1f} MiB in {self.elapsed_s:.2f} s)"
         )
 
@@ -158,7 +158,7 @@ def _count(number: int, what: str) -> str:
 
 @dataclass(eq=False)
 class Findings:
-    """Collects what is found, from several threads."""
+    """Collects problems from several threads; list.append is atomic."""
 
     problems: list[Problem] = field(default_factory=list)
 
@@ -172,11 +172,11 @@ class Findings:
         offset: int | None = None,
         severity: Severity = "error",
     ) -> None:
-        """Add a problem."""
+        """Add a problem; control characters in its message are escaped."""
         self.problems.append(Problem(kind, file, printable(message), key, offset, severity))
 
     def ordered(self) -> tuple[Problem, ...]:
-        """Give all problems by file, offset and key, each once."""
+        """Return the distinct problems by file, offset and key."""
 
         def order(problem: Problem) -> tuple[str, int, str, str]:
             offset = -1 if problem.offset is None else problem.offset

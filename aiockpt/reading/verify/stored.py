@@ -1,4 +1,4 @@
-"""Files and the items in them, as they are to be checked."""
+"""Work items of a verification: files, the items in them, and the keys that refer to these."""
 
 from __future__ import annotations
 
@@ -20,75 +20,47 @@ _LARGE_BYTES = 1 << 20  # items of this size and more are streamed
 
 
 class KeyRef(NamedTuple):
-    """A key that is read from an item, and what the item should hold.
+    """A key that is stored in an item, and what the item should hold."""
 
-    Attributes:
-        key: the key; None where it is not known.
-        dtype: of the tensor; None for objects.
-        sizes: of the chunk.
-        given: what the manifest says of the item, if it does.
-    """
-
-    key: str | None
-    dtype: torch.dtype | None = None
-    sizes: tuple[int, ...] = ()
-    given: TensorItem | None = None
+    key: str | None  # None where it is unknown
+    dtype: torch.dtype | None = None  # None for objects
+    sizes: tuple[int, ...] = ()  # of the chunk
+    given: TensorItem | None = None  # the manifest's facts about the item
 
 
 @dataclass(eq=False, slots=True)
 class CheckedRange:
-    """Bytes of an item that are checked piece by piece.
-
-    Attributes:
-        item: the item.
-        name: which record of it; empty if that goes without saying.
-        start: where they begin in the item.
-        stop: where they end.
-        crc: the CRC-32 that they should have, if one is known.
-        parts: offset, length and CRC-32 of each piece that was read.
-    """
+    """Bytes of an item that are read in pieces and checked against one CRC."""
 
     item: StoredItem
-    name: str
-    start: int
+    name: str  # of the zip record; empty where the item has only one
+    start: int  # in the item
     stop: int
-    crc: int | None
-    parts: list[tuple[int, int, int]] = field(default_factory=list)
+    crc: int | None  # expected; None where it is unknown
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset, length and CRC-32 of each piece read
 
 
 @dataclass(eq=False, slots=True)
 class StoredItem:
-    """An item of a file.
-
-    Attributes:
-        file: the file.
-        start: where it begins, in bytes.
-        length: its bytes.
-        kind: a tensor or an object in framing of its own, or the raw bytes of a tensor.
-        crc: the CRC-32 of raw bytes, if one is known.
-        covered: a CRC of the whole file covers it.
-        owners: the keys that are read from it.
-        inner: for an archive of many tensors, the keys that are read from a record, by where it begins.
-        streams: the parts of it that are checked piece by piece.
-    """
+    """An item of a file."""
 
     file: str
     start: int
     length: int
-    kind: Literal["tensor", "object", "raw"]
-    crc: int | None = None
-    covered: bool = False
+    kind: Literal["tensor", "object", "raw"]  # in a zip archive of its own, or the bare bytes of a tensor
+    crc: int | None = None  # of raw bytes, if it is known
+    covered: bool = False  # by a CRC of the whole file
     owners: list[KeyRef] = field(default_factory=list)
-    inner: dict[int, list[KeyRef]] = field(default_factory=dict)
-    streams: list[CheckedRange] = field(default_factory=list)
+    inner: dict[int, list[KeyRef]] = field(default_factory=dict)  # torch.save file: the keys of each record's offset
+    streams: list[CheckedRange] = field(default_factory=list)  # of a large item
 
     @property
     def is_large(self) -> bool:
-        """Whether it is streamed, rather than held in memory."""
+        """Whether it is streamed instead of read into memory whole."""
         return self.length >= _LARGE_BYTES
 
     def extents(self) -> list[Extent[StoredItem | CheckedRange]]:
-        """Give what of it is to be read."""
+        """Return the byte ranges to read."""
         if not self.is_large:
             return [Extent(self.start, self.start + self.length, self, streamed=False)]
         return [
@@ -100,23 +72,14 @@ class StoredItem:
 
 @dataclass(eq=False, slots=True)
 class StoredFile:
-    """A file to check.
-
-    Attributes:
-        name: its name.
-        nbytes: its size.
-        crc: the CRC-32 of all of it; None where it is not known, and then only the items are read.
-        items: what it holds.
-        parts: CRC-32 and length of each part that was read, by number.
-        unread: some of it could not be read.
-    """
+    """A file to check."""
 
     name: str
     nbytes: int
-    crc: int | None
+    crc: int | None  # of the whole file; None: unknown, so only its items are read
     items: list[StoredItem] = field(default_factory=list)
-    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
-    unread: bool = False
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)  # CRC-32 and length of each range, by its number
+    unread: bool = False  # some of it could not be read
 
 
 def combined(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Verifying a checkpoint: everything that can be checked about it, and everything that is wrong with it."""
+"""Verify a checkpoint: its documents, the plan of what should be where, then the bytes of every item."""
 
 from __future__ import annotations
 
@@ -45,19 +45,11 @@ async def verify_checkpoint(
 ) -> VerifyReport:
     """Check everything about a checkpoint; see `aiockpt.AsyncCheckpointer.verify`.
 
-    Reads every file once, in all threads, a few MiB in each; of what is compressed, or transformed otherwise, each
-    thread reads one item more, to undo that. Changes nothing. Cancelling stops it, and returns when its threads are
-    done.
-
-    Args:
-        storage: where it is kept.
-        path: where it is there.
-        workers: the threads.
-        transforms: what can be undone, besides zstd.
+    Every file is read once, by all threads, with a few MiB in memory per thread; a transformed item is decoded whole.
+    Cancelling returns when the threads are done.
 
     Raises:
-        CheckpointNotFoundError: nothing is there.
-        LoadError: the file system fails to read what describes the checkpoint.
+        LoadError: there is no checkpoint, or the file system fails to read `.metadata` or the manifest.
     """
     started = time.perf_counter()
     source = DecodedSource(await storage.open(path, workers=workers), path, transforms)
@@ -87,29 +79,20 @@ async def verify_checkpoint(
 
 @dataclass(eq=False)
 class _Reading:
-    """Reads what describes a checkpoint, as far as it can be read. Blocks.
-
-    Attributes:
-        source: its files.
-        path: where it is.
-        findings: takes the problems.
-        format: the format of the checkpoint.
-        described_files: how many files describe it.
-        described_bytes: how many bytes they have.
-    """
+    """Reads `.metadata`, the manifest or headers as far as they can be read. Blocks."""
 
     source: DecodedSource
     path: str
     findings: Findings
     format: str = "unknown"
-    described_files: int = 0
+    described_files: int = 0  # documents read: `.metadata`, the manifest
     described_bytes: int = 0
-    _trouble: LoadError | None = None
-    _read: dict[str, bytes | None] = field(default_factory=dict)
-    _is_replaced: bool = False
+    _read_error: LoadError | None = None  # of a document that the file system failed to read
+    _documents: dict[str, bytes | None] = field(default_factory=dict)
+    _is_replaced: bool = False  # another program wrote `.metadata` after our manifest
 
     def take_inventory(self) -> Inventory:
-        """Find out what there should be."""
+        """Return what the checkpoint should consist of."""
         with gc_pause():
             return self._take_inventory()
 
@@ -128,7 +111,7 @@ class _Reading:
         return inventory
 
     def _add_dcp(self, inventory: Inventory, manifest: Manifest | None) -> None:
-        """Add what metadata in the format of DCP says, or the manifest."""
+        """Add the items named by `.metadata` or the manifest."""
         self.format = "dcp" if MANIFEST_NAME not in self.source.files or self._is_replaced else "aiockpt"
         index, given = self._read_metadata(manifest)
         if index is not None and index.is_transformed:
@@ -139,11 +122,11 @@ class _Reading:
             self._check_index(index)
         if index is not None or manifest is not None:
             inventory.find_unreferenced()
-        elif self._trouble is not None:
-            raise self._trouble
+        elif self._read_error is not None:
+            raise self._read_error
 
     def _presented(self, index: Index, inventory: Inventory, manifest: Manifest | None) -> Index:
-        """Make files of their own of transformed items; leave them out if they can't be found."""
+        """Expose transformed items as virtual files; leave them out if their places contradict each other."""
         try:
             index = presented(self.source, self.path, index, manifest)
         except LoadError as exc:
@@ -155,7 +138,7 @@ class _Reading:
         return index
 
     def _add_other(self, inventory: Inventory) -> None:
-        """Add what the index of a checkpoint in another format says."""
+        """Add the items of a torch.save or safetensors checkpoint."""
         names = [name for name in self.source.files if name != MANIFEST_NAME]
         try:
             index, _ = read_index(self.source, self.path)
@@ -168,7 +151,7 @@ class _Reading:
                 raise
             name = names[0] if len(names) == 1 else ""
             self.findings.add("metadata", name, str(exc), severity="error" if damaged else "warning")
-            if is_archive:  # its records can be checked, whatever they are
+            if is_archive:  # the CRCs of its records can be checked although its pickle is refused
                 self.format = "torch"
                 inventory.add_archive(name)
             return
@@ -182,7 +165,7 @@ class _Reading:
         return bytes(data)
 
     def _check_index(self, index: Index) -> None:
-        """Make sure that what loading would refuse is told."""
+        """Add the error that loading would raise, unless an error was found already."""
         if any(problem.severity == "error" for problem in self.findings.problems):
             return
         try:
@@ -203,11 +186,7 @@ class _Reading:
         return manifest
 
     def _read_metadata(self, manifest: Manifest | None) -> tuple[Index | None, Index | None]:
-        """Read `.metadata`.
-
-        Returns:
-            The index to go by, and that of the manifest, if it has one.
-        """
+        """Return the index to check against, and the manifest's, if it has one."""
         given = None if manifest is None else manifest.index
         data = None
         if METADATA_NAME not in self.source.files:
@@ -237,9 +216,9 @@ class _Reading:
         return False
 
     def _read_file(self, name: str) -> bytes | None:
-        if name not in self._read:
-            self._read[name] = self._read_now(name)
-        return self._read[name]
+        if name not in self._documents:
+            self._documents[name] = self._read_now(name)
+        return self._documents[name]
 
     def _read_now(self, name: str) -> bytes | None:
         try:
@@ -249,7 +228,7 @@ class _Reading:
             return None
         except LoadError as exc:
             self.findings.add("unreadable", name, str(exc))
-            self._trouble = exc
+            self._read_error = exc
             return None
         self.described_files += 1
         self.described_bytes += len(data)
@@ -263,12 +242,12 @@ class _Reading:
             return None
 
     def _compare(self, index: Index, given: Index) -> None:
-        """Look for keys of which manifest and metadata say different things."""
+        """Add a problem for each key on which manifest and metadata disagree."""
         for key in dict.fromkeys((*index.entries, *given.entries)):
             one, other = index.entries.get(key), given.entries.get(key)
             if one is None or other is None:
-                who = (METADATA_NAME, MANIFEST_NAME) if other is None else (MANIFEST_NAME, METADATA_NAME)
-                self.findings.add("disagreement", METADATA_NAME, f"{who[0]} has the key, {who[1]} has not", key=key)
+                holder, lacking = (METADATA_NAME, MANIFEST_NAME) if other is None else (MANIFEST_NAME, METADATA_NAME)
+                self.findings.add("disagreement", METADATA_NAME, f"{holder} has the key, {lacking} has not", key=key)
             elif _facts_of(one) != _facts_of(other):
                 message = f"it says {_facts_of(one)}, but {MANIFEST_NAME} says {_facts_of(other)}"
                 self.findings.add("disagreement", METADATA_NAME, message, key=key)
@@ -290,7 +269,7 @@ def _is_transformed(entry: Entry) -> bool:
 
 
 def _facts_of(entry: Entry) -> tuple[object, ...]:
-    """Give what metadata and manifest both say of an entry."""
+    """Return the facts of an entry that metadata and manifest both store."""
     if isinstance(entry, TensorEntry):
         return entry.dtype, entry.shape, *((chunk.offsets, chunk.sizes, chunk.place) for chunk in entry.chunks)
     return ("object", getattr(entry, "place", None))
