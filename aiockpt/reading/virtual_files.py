@@ -98,7 +98,7 @@ class _Exposer:
     def _place(
         self, key: str, stored: ItemRange, least: int, most: int, *, is_firm: bool, free: int | None = None
     ) -> ItemRange:
-        """Return the virtual range of an item of ``least`` to ``most`` bytes; the manifest may exceed it unless firm."""
+        """Return the virtual range of an item of ``least`` to ``most`` bytes, or more if not firm."""
         item = self.items.get(stored)
         if item is None:
             facts = self._facts.get(stored[:2])
