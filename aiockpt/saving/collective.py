@@ -22,7 +22,7 @@ from aiockpt.saving.collective_leader import CollectiveResources, GlobalSave
 from aiockpt.saving.result import world_result
 from aiockpt.saving.strategy import SaveStrategy, Transferred
 from aiockpt.staging.base import LayoutMismatchError
-from aiockpt.writing.process.recovery_record import Leadership, RecoveryRecord
+from aiockpt.writing.process.orphan_commit import Leadership, RecoveryRecord
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

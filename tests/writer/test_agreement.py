@@ -1,4 +1,4 @@
-"""Words that are not from the writers of the other ranks: never unpickled, never taken for theirs, not waited for."""
+"""Sidecar files that are not from the writers of the other ranks are never unpickled, accepted or waited for."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from aiockpt.planning.collective.messages import RankInventory, Written
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.writing.collective_commit import WorldFacts
 from aiockpt.writing.process.messages import Begin
-from aiockpt.writing.process.orphan_commit import Agreement
-from aiockpt.writing.process.recovery_record import Leadership, RecoveryRecord, sealed, unsealed
+from aiockpt.writing.process.orphan_commit import (
+    Leadership,
+    OrphanCommit,
+    RecoveryRecord,
+    sign_sidecar,
+    verify_sidecar,
+)
 from tests.fuzz.exploits import LIVE
 
 SECRET = bytes(range(32))
 NOTHING = Written({}, 0, {}, None, RankInventory([], [], [], [], []), token=7)
-RIGHT = sealed(SECRET, 1, NOTHING)
+RIGHT = sign_sidecar(SECRET, 1, NOTHING)
 
 
 @pytest.fixture
@@ -37,81 +42,85 @@ async def keep(name: str) -> None:
     raise WriteError(f"can't remove {name}\x1b[2J: it belongs to somebody else")
 
 
-async def settle(folder: Path, workers: Workers, leave: Callable[[Path], object], rank: int, take_back=None) -> None:
-    """Let the writer of a rank agree with the other of two, whose word is what is left there."""
+async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object], rank: int, delete=None) -> None:
+    """Run the commit of one of two ranks' writers; ``leave`` makes the other's sidecar file."""
     storage, path = LocalStorage(), str(folder / "c")
     begun = await storage.begin(path, overwrite=False, workers=workers)
     joined = await storage.join(path, begun.ticket, workers=workers)
-    joined.delete_sidecar = take_back or joined.delete_sidecar
+    joined.delete_sidecar = delete or joined.delete_sidecar
     leave(folder / f"{begun.ticket}-part-1")
     lead = None if rank else Leadership(None, WorldFacts(7, {}, {}, 0.0), overwrite=False)
-    parting = pickle.dumps(RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead))
+    record = pickle.dumps(RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead))
     begin = Begin(0, path, b"", False, (), 0, None, (), begun.ticket, True, 0.0, None)
     try:
-        await Agreement(begin, parting, storage, joined, 0.02, workers).settle({})
+        await OrphanCommit(begin, record, storage, joined, 0.02, workers).run({})
     finally:
         await joined.release()
         await begun.release()
 
 
 @pytest.mark.asyncio
-async def test_the_right_word_is_heard(workers, tmp_path: Path) -> None:
-    await settle(tmp_path, workers, lambda word: word.write_bytes(RIGHT), 0)
+async def test_the_right_sidecar_is_accepted(workers, tmp_path: Path) -> None:
+    await commit(tmp_path, workers, lambda word: sidecar.write_bytes(RIGHT), 0)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def _link(word: Path) -> None:
-    (word.parent / "elsewhere").write_bytes(RIGHT)
-    word.symlink_to("elsewhere")
+def _link(sidecar: Path) -> None:
+    (sidecar.parent / "elsewhere").write_bytes(RIGHT)
+    sidecar.symlink_to("elsewhere")
 
 
 WRONG: dict[str, Callable[[Path], object]] = {
-    "nothing": lambda word: word.touch(),
-    "garbage": lambda word: word.write_bytes(bytes(range(256)) * 20),
-    "cut short": lambda word: word.write_bytes(RIGHT[:-1]),
-    "longer": lambda word: word.write_bytes(RIGHT + b"."),
-    "a large hole": lambda word: (word.touch(), os.truncate(word, 16 << 20)),
+    "nothing": lambda word: sidecar.touch(),
+    "garbage": lambda word: sidecar.write_bytes(bytes(range(256)) * 20),
+    "cut short": lambda word: sidecar.write_bytes(RIGHT[:-1]),
+    "longer": lambda word: sidecar.write_bytes(RIGHT + b"."),
+    "a large hole": lambda word: (sidecar.touch(), os.truncate(sidecar, 16 << 20)),
     "a link": _link,
-    "a hard link": lambda word: (_link(word), word.unlink(), (word.parent / "elsewhere").write_bytes(b"x" * 99)),
+    "a hard link": lambda word: (
+        _link(sidecar),
+        sidecar.unlink(),
+        (sidecar.parent / "elsewhere").write_bytes(b"x" * 99),
+    ),
     "a pipe": os.mkfifo,
     "a directory": Path.mkdir,
-    "of another save": lambda word: word.write_bytes(sealed(SECRET[::-1], 1, NOTHING)),
-    "of another rank": lambda word: word.write_bytes(sealed(SECRET, 0, NOTHING)),
+    "of another save": lambda word: sidecar.write_bytes(sign_sidecar(SECRET[::-1], 1, NOTHING)),
+    "of another rank": lambda word: sidecar.write_bytes(sign_sidecar(SECRET, 0, NOTHING)),
 }
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", WRONG)
-async def test_a_wrong_word_is_no_word(kind: str, workers, tmp_path: Path) -> None:
+async def test_a_wrong_sidecar_is_ignored(kind: str, workers, tmp_path: Path) -> None:
     with pytest.raises(CommitError, match="was not finished without the trainers"):
-        await settle(tmp_path, workers, WRONG[kind], 0)
+        await commit(tmp_path, workers, WRONG[kind], 0)
     assert {path.name for path in tmp_path.iterdir()} <= {"elsewhere"}
 
 
-def test_nothing_is_unpickled_before_it_is_known_whose_it_is(tmp_path: Path) -> None:
+def test_nothing_is_unpickled_before_its_digest_is_verified(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     for exploit in LIVE.values():
         program = exploit(f"touch {trace}")
         for data in (program, bytes(32) + program, RIGHT[:32] + program, RIGHT + program):
-            assert unsealed(SECRET, 1, data) is None
+            assert verify_sidecar(SECRET, 1, data) is None
     assert not trace.exists()
-    assert unsealed(SECRET, 1, RIGHT) == NOTHING
+    assert verify_sidecar(SECRET, 1, RIGHT) == NOTHING
 
 
 @pytest.mark.asyncio
-async def test_a_word_that_somebody_has_left_before(workers, tmp_path: Path) -> None:
+async def test_a_sidecar_that_exists_already(workers, tmp_path: Path) -> None:
     with pytest.raises(CommitError, match=r"can't leave a word .* File exists"):
-        await settle(tmp_path, workers, lambda word: word.write_bytes(RIGHT), 1)
+        await commit(tmp_path, workers, lambda word: sidecar.write_bytes(RIGHT), 1)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.asyncio
-async def test_words_that_can_not_be_removed_fail_nothing(workers, tmp_path: Path, caplog) -> None:
+async def test_sidecars_that_can_not_be_removed_fail_nothing(workers, tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.WARNING, "aiockpt")
-    await settle(tmp_path, workers, lambda word: word.write_bytes(RIGHT), 0, keep)
+    await commit(tmp_path, workers, lambda word: sidecar.write_bytes(RIGHT), 0, keep)
     assert [record.getMessage() for record in caplog.records] == [
         f"beside {tmp_path / 'c'}: can't remove part-{rank}\\x1b[2J: it belongs to somebody else" for rank in (0, 1)
     ]
     assert (tmp_path / "c").is_dir()
-    for word in tmp_path.glob(".aiockpt-*"):
-        word.unlink()
+    for sidecar in tmp_path.glob(".aiockpt-*"):
+        sidecar.unlink()

@@ -213,12 +213,12 @@ def test_when_it_dies_between_saves_or_in_a_hook(tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1", "2", "3"}
 
 
-def test_its_last_words_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_its_stderr_is_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of its modules it can't start."""
-    monkeypatch.setattr("aiockpt.writing.process.launch._PROGRAM", "raise SystemExit('no such luck')")
+    monkeypatch.setattr("aiockpt.writing.process.supervisor._PROGRAM", "raise SystemExit('no such luck')")
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
         for _ in range(2):
-            with pytest.raises(aiockpt.WriteError, match=r"exit code 1; its last words: no such luck"):
+            with pytest.raises(aiockpt.WriteError, match=r"exit code 1; its stderr: no such luck"):
                 ckpt.save(large_state(1), tmp_path / "c")
     monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: "/nowhere/python")
     with (

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from aiockpt.writing.process.parent_death import death_of
+from aiockpt.writing.process.child import watch_parent
 
 
 @pytest.mark.asyncio
@@ -23,7 +23,7 @@ async def test_a_death_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return opened[-1]
 
     monkeypatch.setattr(os, "pidfd_open", open_and_note)
-    async with death_of(child.pid) as dead:
+    async with watch_parent(child.pid) as dead:
         assert not dead.is_set()
         child.stdin.close()
         await dead.wait()

@@ -1,1 +1,1 @@
-"""The writer process: started, driven and outlived by none of its trainers."""
+"""The writer process: writes and commits for a trainer, and outlives it until what was staged is durable."""

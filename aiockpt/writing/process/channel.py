@@ -16,18 +16,11 @@ if TYPE_CHECKING:
     from aiockpt.writing.process.messages import Message
 
 _LENGTH = struct.Struct("<Q")
-_PIECE_BYTES = 1 << 20
+_RECEIVE_BYTES = 1 << 20
 
 
 class Channel:
-    """One end. A message that was sent is in the kernel, which delivers it even if the sender dies.
-
-    Attributes:
-        ended: the other end has closed, and all that it sent was received.
-
-    Args:
-        end: a connected stream socket.
-    """
+    """One end of a stream socket. A sent message is in the kernel, which delivers it even if the sender dies."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -37,35 +30,31 @@ class Channel:
         self._sent = anyio.Event()
         self._broken: OSError | None = None
         self._buffer = bytearray()
-        self.ended = False
+        self.ended = False  # the other end has closed, and all that it sent was received
 
     def fileno(self) -> int:
-        """Give the descriptor, to see whether there is something to receive."""
+        """Return the descriptor, to poll it."""
         return self._socket.fileno()
 
     def post(self, message: Message) -> None:
-        """Let a message be sent, after those that were posted before; does not wait.
+        """Queue a message for `pump`; does not wait.
 
-        What comes together is sent at once: each call of the kernel lets go of the interpreter, and getting it back
-        takes long beside a program that holds it.
+        Queued messages are sent in one system call: each call releases the GIL, and getting it back takes long while
+        a training thread holds it.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._outbox += (_LENGTH.pack(len(data)), data)
         self._posted.set()
 
     async def flush(self) -> None:
-        """Wait until all that was posted is in the kernel.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """Wait until all posted messages are in the kernel; raise OSError if the other end is closed."""
         while self._outbox and self._broken is None:
             await self._sent.wait()
         if self._broken is not None:
             raise self._broken
 
     async def pump(self) -> None:
-        """Send what is posted, until the other end is gone; as a task of its own."""
+        """Send posted messages, until the other end is closed. Runs as a task."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -79,24 +68,19 @@ class Channel:
                 sent.set()
         except OSError as exc:
             self._broken = exc
-        finally:  # who waits is not to wait for ever
+        finally:  # wake those that wait in flush()
             self._broken = self._broken or OSError(errno.EPIPE, "nothing is sent any more")
             self._sent.set()
 
     async def receive(self) -> Message:
-        """Wait for the next message.
+        """Wait for the next message; raise EOFError at the end, OSError if the connection is broken."""
+        (length,) = _LENGTH.unpack(await self._read(_LENGTH.size))
+        return pickle.loads(await self._read(length))
 
-        Raises:
-            EOFError: there are no more.
-            OSError: the other end is gone.
-        """
-        (length,) = _LENGTH.unpack(await self._take(_LENGTH.size))
-        return pickle.loads(await self._take(length))
-
-    async def _take(self, nbytes: int) -> bytes:
+    async def _read(self, nbytes: int) -> bytes:
         loop = asyncio.get_running_loop()
         while len(self._buffer) < nbytes:
-            data = await loop.sock_recv(self._socket, _PIECE_BYTES)
+            data = await loop.sock_recv(self._socket, _RECEIVE_BYTES)
             if not data:
                 self.ended = True
                 raise EOFError("the other end has closed")
@@ -106,10 +90,6 @@ class Channel:
         return taken
 
     def finish(self) -> None:
-        """Let the other end know that nothing more comes, whoever else has this end open."""
-        with contextlib.suppress(OSError):  # the other end is gone
+        """Send end-of-file, even if a forked process has this end open too."""
+        with contextlib.suppress(OSError):  # the other end is closed
             self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Close this end. Idempotent."""
-        self._socket.close()

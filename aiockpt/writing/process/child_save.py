@@ -12,230 +12,214 @@ import anyio
 
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk
+from aiockpt.writing.process import messages
 from aiockpt.writing.process.error_transport import as_save_error, dump_error
-from aiockpt.writing.process.messages import (
-    Agree,
-    Began,
-    Begin,
-    Cancel,
-    Failed,
-    Filled,
-    Message,
-    Over,
-    Publish,
-    Published,
-    Staged,
-    Written,
-    Wrote,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.layout import FileImage
     from aiockpt.storage.base import Storage, Transaction
     from aiockpt.writing.commit import CommitDocuments
     from aiockpt.writing.file_writer import WriterThreads
+    from aiockpt.writing.process.messages import Begin, Message
 
 
 @dataclass
-class Saves:
-    """The saves of this process, by number; and what they share."""
+class SharedState:
+    """What all saves of the process share."""
 
     chunk_bytes: int
-    memory: memoryview
-    tools: WriterThreads
-    post: Callable[[Message], None]
-    patience_s: float
-    layouts: dict[int, list[FileImage]] = field(default_factory=dict)
+    memory: memoryview  # with the chunks; mapped by the trainer too
+    threads: WriterThreads
+    post: Callable[[Message], None]  # sends to the trainer
+    agreement_timeout_s: float
+    layouts: dict[int, list[FileImage]] = field(default_factory=dict)  # by number
 
     def chunk(self, number: int) -> memoryview:
-        """Give a chunk."""
+        """Return a chunk of the memory."""
         return self.memory[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
 
 
 class ChildSave:
-    """Writes one save, and publishes it.
+    """Writes and commits one save."""
 
-    Args:
-        begin: what it is.
-        images: its files.
-        shared: what it shares with other saves.
-        previous: the save before.
-    """
-
-    def __init__(self, begin: Begin, images: Sequence[FileImage], shared: Saves, previous: ChildSave | None) -> None:
+    def __init__(
+        self, begin: Begin, images: Sequence[FileImage], shared: SharedState, previous: ChildSave | None
+    ) -> None:
         self.number = begin.save
         self._begin = begin
         self._images = images
         self._shared = shared
         self._previous = previous
         self._scope = anyio.CancelScope()
+        self._storage: Storage | None = None
         self._transaction: Transaction | None = None
-        self._staged: Staged | None = None
+        self._staged: messages.Staged | None = None
         self._all_staged = anyio.Event()
         self._may_publish = anyio.Event()
-        self._told = anyio.Event()
-        self._over = anyio.Event()
-        self._parts: list[tuple[int, FilledChunk]] = []
-        self._writing: FileWriter | None = None
+        self._may_finish = anyio.Event()  # with several ranks: rank 0 has published, or this process is to commit
+        self._done = anyio.Event()
+        self._early_chunks: list[tuple[int, FilledChunk]] = []  # they came before there was a writer
+        self._writer: FileWriter | None = None
         self._orphan = False
 
-    # --- what the trainer says --------------------------------------------------------------------
+    # --- messages from the trainer -----------------------------------------------------------------
 
-    def take(self, message: Message) -> None:
-        """Do as the trainer says."""
+    def handle(self, message: Message) -> None:
+        """Handle a message from the trainer."""
         match message:
-            case Filled():
+            case messages.ChunkFilled():
                 self._put(message)
-            case Staged():
+            case messages.Staged():
                 self._staged = message
                 self._all_staged.set()
-            case Publish() | Over():
+            case messages.Publish() | messages.Finish():
                 self._may_publish.set()
-                self._told.set()
-            case Agree():
+                self._may_finish.set()
+            case messages.CommitAsOrphan():
                 self._orphan = True
-                self._told.set()
-            case Cancel():
+                self._may_finish.set()
+            case messages.Cancel():
                 self._scope.cancel()
 
-    def trainer_is_gone(self) -> None:
-        """Go on without the trainer, if all is there that is needed; else call it off."""
+    def on_trainer_end(self) -> None:
+        """Complete the save without the trainer if it was staged; otherwise cancel it."""
         self._orphan = True
-        self._told.set()
+        self._may_finish.set()
         if self._staged is None or (self._staged.waits and not self._may_publish.is_set()):
             self._scope.cancel()
         self._may_publish.set()
 
-    def _put(self, message: Filled) -> None:
-        view = self._shared.chunk(message.chunk)
+    def _put(self, message: messages.ChunkFilled) -> None:
         nbytes = message.stop - message.start
-        release = partial(self._tell, Wrote(self.number, nbytes, message.chunk))
-        part = FilledChunk(view, message.start, message.stop, release)
-        if self._writing is None:
-            self._parts.append((message.image, part))
+        release = partial(self._shared.post, messages.ChunkWritten(self.number, nbytes, message.chunk))
+        chunk = FilledChunk(self._shared.chunk(message.chunk), message.start, message.stop, release)
+        if self._writer is None:
+            self._early_chunks.append((message.image, chunk))
         else:
-            self._put_part(message.image, part)
+            self._write(self._writer, message.image, chunk)
 
-    def _put_part(self, number: int, part: FilledChunk) -> None:
-        if self._writing is not None:
-            self._writing.take(number, part)
-            if part.stop == self._images[number].nbytes:
-                self._writing.end(number)
+    def _write(self, writer: FileWriter, number: int, chunk: FilledChunk) -> None:
+        writer.take(number, chunk)
+        if chunk.stop == self._images[number].nbytes:
+            writer.end(number)
 
-    def _tell(self, message: Message) -> None:
-        self._shared.post(message)
-
-    # --- its course -------------------------------------------------------------------------------
+    # --- writing and committing --------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Write, and publish; never raises."""
+        """Write and commit; report the outcome to the trainer. Never raises."""
         error: BaseException | None = None
         try:
             with self._scope:
-                await self._course()
+                await self._write_and_commit()
             if self._scope.cancelled_caught:
                 error = SaveCancelledError(f"the save of {self._begin.path} was cancelled; nothing of it is left")
-        except BaseException as exc:  # the trainer is told
+        except BaseException as exc:  # the trainer raises it
             error = as_save_error(exc)
         if error is not None:
             with anyio.CancelScope(shield=True):
-                await self._give_up(error)
-            self._tell(Failed(self.number, dump_error(error)))
-        await self._turn()  # who is behind this one is not to overtake those before it
-        self._over.set()
+                await self._clean_up(error)
+            self._shared.post(messages.Failed(self.number, dump_error(error)))
+        await self._wait_for_previous()  # keep the commit order: the next save waits for this one only
+        self._done.set()
         self._previous = None
 
-    async def _course(self) -> None:
+    async def _write_and_commit(self) -> None:
         begin = self._begin
-        self._storage: Storage = pickle.loads(begin.storage)
-        writing = FileWriter(
+        self._storage = pickle.loads(begin.storage)
+        writer = FileWriter(
             self._images,
             begin.heads,
             begin.names,
-            self._shared.tools,
+            self._shared.threads,
             self._open,
-            self._turn,
+            self._wait_for_previous,
             lambda _: None,
             None if begin.codings is None else pickle.loads(begin.codings),
         )
         async with anyio.create_task_group() as tasks:
-            writing.start(tasks)
-            self._writing = writing
-            for number, part in self._parts:
-                self._put_part(number, part)
-            self._parts.clear()
+            writer.start(tasks)
+            self._writer = writer
+            for number, chunk in self._early_chunks:
+                self._write(writer, number, chunk)
+            self._early_chunks.clear()
         await self._all_staged.wait()
-        if begin.joins:
-            await self._part(writing)
-        else:
-            await self._publish(writing)
-
-    async def _publish(self, writing: FileWriter) -> None:
-        """Publish what this process has begun."""
-        staged = self._staged
-        if staged is None:
+        if self._staged is None:
             raise RuntimeError("a save goes on before it is staged")
-        self._tell(Written(self.number, writing.files, ()))
+        if begin.joins:
+            await self._finish_part(writer, self._staged)
+        else:
+            await self._publish(writer, self._staged)
+
+    async def _open(self) -> Transaction:
+        begin, storage = self._begin, self._storage
+        if storage is None:
+            raise RuntimeError("a transaction is opened before its storage is known")
+        workers = self._shared.threads.io_workers
+        if begin.joins:
+            self._transaction = await storage.join(begin.path, begin.ticket or "", workers=workers)
+        else:
+            self._transaction = await storage.begin(
+                begin.path, overwrite=begin.overwrite, workers=workers, ticket=begin.ticket
+            )
+            self._shared.post(messages.Began(self.number, self._transaction.identity))
+        return self._transaction
+
+    async def _publish(self, writer: FileWriter, staged: messages.Staged) -> None:
+        """Publish the transaction that this process has begun."""
+        self._shared.post(messages.FilesWritten(self.number, writer.files, ()))
         await self._may_publish.wait()
 
-        async def ending() -> CommitDocuments | None:
-            return staged.ending
+        async def documents() -> CommitDocuments | None:
+            return staged.documents
 
-        await writing.hand_over(CommitInputs(ending, staged.times_s, self._begin.started))
-        with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
-            sizes = await writing.publish()
+        await writer.hand_over(CommitInputs(documents, staged.times_s, self._begin.started))
+        with anyio.CancelScope(shield=True):  # from here on it is completed or undone, never half
+            sizes = await writer.publish()
             self._transaction = None
-            self._tell(Published(self.number, sizes))
+            self._shared.post(messages.Published(self.number, sizes))
 
-    async def _part(self, writing: FileWriter) -> None:
-        """Make this rank's part durable; rank 0 publishes all."""
+    async def _finish_part(self, writer: FileWriter, staged: messages.Staged) -> None:
+        """Make this rank's files durable; rank 0 publishes, or the writers of all ranks do if a trainer has died."""
         transaction = self._transaction
         if transaction is None:
-            raise RuntimeError("a part was written to no transaction")
+            raise RuntimeError("a rank's files were written without a transaction")
         await transaction.commit()
-        self._tell(Written(self.number, writing.files, writing.crcs))
+        self._shared.post(messages.FilesWritten(self.number, writer.files, writer.crcs))
         try:
-            await self._told.wait()
+            await self._may_finish.wait()
             if self._orphan:
                 with anyio.CancelScope(shield=True):
-                    await self._agree(writing.files)
-                self._tell(Published(self.number, {name: facts.nbytes for name, facts in writing.files.items()}))
+                    await self._commit_as_orphan(writer, staged)
+                sizes = {name: facts.nbytes for name, facts in writer.files.items()}
+                self._shared.post(messages.Published(self.number, sizes))
         finally:
             with anyio.CancelScope(shield=True):
                 await transaction.release()
 
-    async def _agree(self, files: dict[str, FileFacts]) -> None:
-        """Agree with the writers of the other ranks, without the trainers."""
+    async def _commit_as_orphan(self, writer: FileWriter, staged: messages.Staged) -> None:
+        """Commit together with the writers of the other ranks, without the trainers."""
         transaction, self._transaction = self._transaction, None
-        if transaction is None or self._staged is None or self._staged.parting is None:
+        if transaction is None or self._storage is None or staged.recovery is None:
             raise SaveError("nothing is known of the other ranks")
-        # Only now, for it takes long: what the ranks have planned is known in torch's terms.
-        agreement = importlib.import_module("aiockpt.writing.process.orphan_commit").Agreement
-        workers = self._shared.tools.io_workers
-        parting, patience_s = self._staged.parting, self._shared.patience_s
-        await agreement(self._begin, parting, self._storage, transaction, patience_s, workers).settle(files)
+        # Imported only now, since it imports torch, which takes long.
+        orphan_commit = importlib.import_module("aiockpt.writing.process.orphan_commit").OrphanCommit
+        await orphan_commit(
+            self._begin,
+            staged.recovery,
+            self._storage,
+            transaction,
+            self._shared.agreement_timeout_s,
+            self._shared.threads.io_workers,
+        ).run(writer.files)
 
-    async def _open(self) -> Transaction:
-        begin = self._begin
-        workers = self._shared.tools.io_workers
-        if begin.joins:
-            self._transaction = await self._storage.join(begin.path, begin.ticket or "", workers=workers)
-        else:
-            self._transaction = await self._storage.begin(
-                begin.path, overwrite=begin.overwrite, workers=workers, ticket=begin.ticket
-            )
-            self._tell(Began(self.number, self._transaction.identity))
-        return self._transaction
-
-    async def _turn(self) -> None:
+    async def _wait_for_previous(self) -> None:
         if self._previous is not None:
-            await self._previous._over.wait()
+            await self._previous._done.wait()
 
-    async def _give_up(self, error: BaseException) -> None:
-        """Remove what was written; without the trainers, what all ranks have written."""
+    async def _clean_up(self, error: BaseException) -> None:
+        """Remove what this process has written; as an orphan of several ranks, what all ranks have written."""
         transaction, self._transaction = self._transaction, None
         if transaction is None:
             return

@@ -10,22 +10,8 @@ import anyio
 
 from aiockpt.errors import AiockptError, SaveError, WriteError
 from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk, Later
+from aiockpt.writing.process import messages
 from aiockpt.writing.process.error_transport import load_error
-from aiockpt.writing.process.messages import (
-    Agree,
-    Began,
-    Begin,
-    Cancel,
-    Failed,
-    Filled,
-    Message,
-    Over,
-    Publish,
-    Published,
-    Staged,
-    Written,
-    Wrote,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -37,120 +23,100 @@ if TYPE_CHECKING:
     from aiockpt.planning.encoding import ImageCoding
     from aiockpt.planning.planner import Layout
     from aiockpt.storage.base import Identity, Status, Storage
-    from aiockpt.writing.process.connection import Link
-    from aiockpt.writing.process.supervisor import WriterHost
+    from aiockpt.writing.process.messages import Message
+    from aiockpt.writing.process.supervisor import WriterConnection, WriterHost
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOrder:
-    """What is to be written.
-
-    Attributes:
-        path: where the checkpoint is to be.
-        storage: where to keep it.
-        overwrite: replace what is there.
-        names: what the files are called.
-        layout: the files.
-        heads: what each begins with.
-        started: when the save was called.
-        ticket: gives the ticket of the transaction that rank 0 has begun, or None: the process begins one.
-        codings: what becomes of the items of each file; None: they are stored as they are.
-        again: it was tried elsewhere before; those that have begun since are behind it.
-    """
+    """What is to be written, and where."""
 
     path: str
     storage: Storage = field(repr=False)
     overwrite: bool
-    names: Sequence[str] = field(repr=False)
+    names: Sequence[str] = field(repr=False)  # of the files
     layout: Layout = field(repr=False)
-    heads: Sequence[bytes] = field(repr=False)
-    started: float
-    ticket: Callable[[], Awaitable[str | None]]
-    codings: Sequence[ImageCoding] | None = field(repr=False, default=None)
-    again: bool = False
+    heads: Sequence[bytes] = field(repr=False)  # the first bytes of each file
+    started: float  # when the save was called
+    ticket: Callable[[], Awaitable[str | None]]  # of the transaction to join; None: the process begins one
+    codings: Sequence[ImageCoding] | None = field(repr=False, default=None)  # None: items are stored unchanged
+    again: bool = False  # a retry: later saves have begun already
 
 
 class RemoteWriter(ChunkWriter):
-    """Has the files of one save written by a writer process.
-
-    Args:
-        host: gives the process.
-        order: what is to be written.
-        report: is called with the bytes that were written, each time.
-        workers: threads to clean up in.
-    """
+    """Has the files of one save written by a writer process."""
 
     agrees = True
 
     def __init__(self, host: WriterHost, order: WriteOrder, report: Callable[[int], None], workers: Workers) -> None:
-        self._workers = workers
         self._host = host
         self._order = order
-        self._report = report
-        self._number = host.number()
-        self._link: Later[Link] = Later()
-        self._begun: Link | None = None
-        self._out: dict[int, Callable[[], None]] = {}
-        self._news = anyio.Event()
-        self._written: Written | None = None
+        self._report = report  # called with the number of bytes written, each time
+        self._workers = workers  # for cleaning up
+        self._number = host.new_save_number()
+        self._connection: Later[WriterConnection] = Later()
+        self._registered: WriterConnection | None = None
+        self._release_chunk: dict[int, Callable[[], None]] = {}
+        self._changed = anyio.Event()
+        self._written: messages.FilesWritten | None = None
         self._sizes: dict[str, int] | None = None
         self._error: BaseException | None = None
         self._ended = False
-        self._lost = False
+        self._must_clean_up = False
         self._ticket: str | None = None
         self._identity: Identity | None = None
         self.files: dict[str, FileFacts] = {}
 
     @property
     def crcs(self) -> Sequence[Sequence[int]]:
-        """For each image the CRC-32 of each slot's payload, once all is written."""
+        """For each image the CRC-32 of each slot's payload, once all files are written."""
         return () if self._written is None else self._written.crcs
 
-    # --- what the process says --------------------------------------------------------------------
+    # --- messages from the process -----------------------------------------------------------------
 
-    def take(self, message: Message) -> None:
-        """Take note of what the process says."""
+    def on_message(self, message: Message) -> None:
+        """Handle a message from the process."""
         match message:
-            case Wrote():
-                self._out.pop(message.chunk)()
+            case messages.ChunkWritten():
+                self._release_chunk.pop(message.chunk)()
                 self._report(message.nbytes)
                 return
-            case Began():
+            case messages.Began():
                 self._identity = message.identity
                 return
-            case Written():
+            case messages.FilesWritten():
                 self._written = message
                 self.files = message.files
-            case Published():
+            case messages.Published():
                 self._sizes = message.sizes
                 self._end()
-            case Failed():
+            case messages.Failed():
                 self._error = load_error(message.error)
                 self._end()
-        self._news.set()
+        self._changed.set()
 
-    def lose(self, error: WriteError) -> None:
-        """Take note that the process has died."""
-        self._error = WriteError(str(error))
-        self._lost = True
+    def on_process_death(self, error: WriteError) -> None:
+        """Fail the save; what the process has left is removed later."""
+        self._error = WriteError(str(error))  # an own one, since each save adds notes
+        self._must_clean_up = True
         self._end()
-        self._news.set()
+        self._changed.set()
 
     def _end(self) -> None:
         self._ended = True
-        if self._begun is not None:
-            self._begun.leave(self._number)
+        if self._registered is not None:
+            self._registered.unregister(self._number)
 
-    # --- what the save does -----------------------------------------------------------------------
+    # --- calls of the save -------------------------------------------------------------------------
 
     def start(self, tasks: TaskGroup) -> None:
-        """Begin, and be ready for parts; the task ends when all files are written."""
+        """Start a task that ends when all files are written."""
         tasks.start_soon(self._run)
 
     async def _run(self) -> None:
         try:
             await self._begin()
-            await self._until(lambda: self._written is not None)
+            await self._wait_until(lambda: self._written is not None)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.abandon()
@@ -160,105 +126,106 @@ class RemoteWriter(ChunkWriter):
         order = self._order
         joined = await order.ticket()
         self._ticket = order.storage.new_ticket(order.path) if joined is None else None
-        link = await self._host.link()
-        number, images = await self._host.images_for(link, order.layout)
-        link.enter(self._number, self)
-        self._begun = link
-        await link.send(
-            Begin(
-                self._number,
-                order.path,
-                pickle.dumps(order.storage),
-                order.overwrite,
-                order.names,
-                number,
-                images,
-                order.heads,
-                self._ticket if joined is None else joined,
-                joined is not None,
-                order.started,
-                None if order.codings is None else pickle.dumps(order.codings),
-                order.again,
+        connection = await self._host.connect()
+        layout, images = await self._host.images_for(connection, order.layout)
+        connection.register(self._number, self)
+        self._registered = connection
+        await connection.send(
+            messages.Begin(
+                save=self._number,
+                path=order.path,
+                storage=pickle.dumps(order.storage),
+                overwrite=order.overwrite,
+                names=order.names,
+                layout=layout,
+                images=images,
+                heads=order.heads,
+                ticket=self._ticket if joined is None else joined,
+                joins=joined is not None,
+                started=order.started,
+                codings=None if order.codings is None else pickle.dumps(order.codings),
+                again=order.again,
             )
         )
-        self._link.set(link)
+        self._connection.set(connection)
 
-    async def _until(self, come: Callable[[], bool]) -> None:
-        """Wait until something has come; raise what has come instead."""
-        while not come():
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition holds; raise if the save ends before."""
+        while not condition():
             if self._error is not None:
                 raise self._error
             if self._ended:
                 raise SaveError(f"the save of {self._order.path} has ended too early in the writer process")
-            await self._news.wait()
-            self._news = anyio.Event()
+            await self._wait_for_change()
+
+    async def _wait_for_change(self) -> None:
+        await self._changed.wait()
+        self._changed = anyio.Event()
 
     async def put(self, number: int, part: FilledChunk) -> None:
-        """Tell the process that a chunk is filled."""
-        link = await self._link.get()
-        self._out[part.chunk] = part.release
-        link.post(Filled(self._number, number, part.start, part.stop, part.chunk))
+        """Send a filled chunk."""
+        connection = await self._connection.get()
+        self._release_chunk[part.chunk] = part.release
+        connection.post(messages.ChunkFilled(self._number, number, part.start, part.stop, part.chunk))
 
     def end(self, number: int) -> None:
         """Do nothing: the process knows the sizes of the files."""
 
     async def hand_over(self, prepared: CommitInputs) -> None:
-        """Let the process have what it needs to complete the checkpoint should this one die."""
-        link = await self._link.get()
-        ending = await prepared.ending()
-        parting = None if prepared.parting is None else await prepared.parting()
-        await link.send(Staged(self._number, ending, prepared.times_s, prepared.waits, parting))
-        if self._error is not None:  # it has died: nobody has what was staged
+        """Send what the process needs to complete the checkpoint if the trainer dies."""
+        connection = await self._connection.get()
+        documents = await prepared.ending()
+        recovery = None if prepared.parting is None else await prepared.parting()
+        await connection.send(messages.Staged(self._number, documents, prepared.times_s, prepared.waits, recovery))
+        if self._error is not None:  # the process has died, and with it what was staged
             raise self._error
 
     async def publish(self) -> dict[str, int]:
-        """Have the process complete the checkpoint, and publish it."""
-        link = await self._link.get()
-        await link.send(Publish(self._number))
+        """Have the process complete and publish the checkpoint."""
+        connection = await self._connection.get()
+        await connection.send(messages.Publish(self._number))
         try:
-            await self._until(lambda: self._sizes is not None)
+            await self._wait_until(lambda: self._sizes is not None)
         except WriteError:
             if await self._clean_up() != "published":
                 raise
-            return {name: facts.nbytes for name, facts in self.files.items()}  # it died right after that
+            return {name: facts.nbytes for name, facts in self.files.items()}  # it died right after publishing
         return {} if self._sizes is None else self._sizes
 
     async def abandon(self) -> None:
-        """Have it called off, and wait until nothing of it is left."""
-        link = self._begun
-        if link is not None and not self._ended:
-            await link.send(Cancel(self._number))
+        """Cancel the save in the process, and wait until nothing of it is left."""
+        if self._registered is not None and not self._ended:
+            await self._registered.send(messages.Cancel(self._number))
             while not self._ended:
-                await self._news.wait()
-                self._news = anyio.Event()
+                await self._wait_for_change()
         await self._clean_up()
 
     async def _clean_up(self) -> Status:
-        """Remove what the process has left, if it has died; tell what has become of the checkpoint."""
+        """Remove what a dead process has left, or complete what it has published; return which."""
         order = self._order
-        if not self._lost or self._ticket is None:
+        if not self._must_clean_up or self._ticket is None:
             return "gone"
-        self._lost = False
+        self._must_clean_up = False
         try:
             adopted = await order.storage.take_over(
                 order.path, self._ticket, overwrite=order.overwrite, workers=self._workers, identity=self._identity
             )
-            fate = await adopted.status()
-            await (adopted.finalize() if fate == "published" else adopted.abort())
+            status = await adopted.status()
+            await (adopted.finalize() if status == "published" else adopted.abort())
         except AiockptError as exc:
             if self._error is not None:
                 self._error.add_note(str(exc))
             return "gone"
-        return fate
+        return status
 
     async def agree(self) -> None:
-        """Have the writer processes of all ranks agree."""
-        link = await self._link.get()
-        await link.send(Agree(self._number))
-        await self._until(lambda: self._sizes is not None)
+        """Have the writer processes of all ranks commit without the trainers."""
+        connection = await self._connection.get()
+        await connection.send(messages.CommitAsOrphan(self._number))
+        await self._wait_until(lambda: self._sizes is not None)
 
     async def over(self) -> None:
-        """Tell the process that rank 0 has published."""
-        if self._begun is not None and not self._ended:
-            await self._begun.send(Over(self._number))
+        """Notify the process that rank 0 has published."""
+        if self._registered is not None and not self._ended:
+            await self._registered.send(messages.Finish(self._number))
             self._end()

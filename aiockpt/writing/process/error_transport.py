@@ -1,4 +1,4 @@
-"""Errors of saves, and their way from one process to another, with their causes and notes."""
+"""Errors of saves, and how they are sent from one process to another, with causes and notes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from aiockpt.errors import AiockptError, SaveError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_MOST = 8
+_MAX_CAUSES = 8
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """Give the first error in a group."""
+    """Return the first error in a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def as_save_error(error: BaseException) -> BaseException:
-    """Give the first error in a group; make it one of ours."""
+    """Return the first error in a group; wrap it in a SaveError unless it is an AiockptError."""
     error = unwrapped(error)
     if isinstance(error, AiockptError):
         return error
@@ -32,24 +32,24 @@ def as_save_error(error: BaseException) -> BaseException:
 
 
 def dump_error(error: BaseException) -> list[BaseException]:
-    """Give an error, its cause, and that one's, as they can be pickled."""
+    """Return an error and its causes, each in a form that can be pickled."""
     chain: list[BaseException] = []
     link: BaseException | None = error
-    while link is not None and len(chain) < _MOST:
+    while link is not None and len(chain) < _MAX_CAUSES:
         chain.append(_picklable(link))
         link = link.__cause__
     return chain
 
 
 def load_error(chain: Sequence[BaseException]) -> BaseException:
-    """Put an error together again."""
+    """Chain the errors from `dump_error`; return the first."""
     for error, cause in itertools.pairwise(chain):
         error.__cause__ = cause
     return chain[0]
 
 
 def _picklable(error: BaseException) -> BaseException:
-    """Give the error without what it refers to; if it can't be pickled, one that says the same."""
+    """Return a copy without cause and traceback; if it can't be pickled, a plain error with the same text."""
     notes = list(getattr(error, "__notes__", ()))
     try:
         copy: BaseException = pickle.loads(pickle.dumps(error))

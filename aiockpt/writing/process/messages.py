@@ -1,4 +1,4 @@
-"""What the trainer and its writer process tell each other. Tensors are in memory that both map, never in messages."""
+"""Messages between a trainer and its writer process. Tensors are in memory that both map, never in messages."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from aiockpt.writing.commit import CommitDocuments
 
 
-class Image(NamedTuple):
-    """A file image in a few columns, for there may be a slot for each of 100,000 tensors."""
+class PackedImage(NamedTuple):
+    """A file image in a few columns, which pickle fast: there may be a slot for each of 100,000 tensors."""
 
     name: str
     head_bytes: int
@@ -28,9 +28,9 @@ class Image(NamedTuple):
     framing_of: array[int]
 
     @classmethod
-    def of(cls, image: FileImage) -> Image:
-        """Put an image into columns. Takes a while for many tensors."""
-        numbers: dict[int, int] = {}  # by the identity of the framing, of which there is one for each form
+    def of(cls, image: FileImage) -> PackedImage:
+        """Pack an image. Slow for many tensors."""
+        numbers: dict[int, int] = {}  # by the identity of the framing, which all slots of one form share
         framings: list[Framing] = []
         columns = array("q"), array("q"), array("q")
         leaves, offsets, framing_of = columns
@@ -43,8 +43,8 @@ class Image(NamedTuple):
             framing_of.append(number)
         return cls(image.name, image.head_bytes, image.nbytes, framings, *columns)
 
-    def unpacked(self) -> FileImage:
-        """Give the image."""
+    def unpack(self) -> FileImage:
+        """Return the image."""
         slots: list[Slot] = []
         for leaf, offset, number in zip(self.leaves, self.offsets, self.framing_of, strict=True):
             framing = self.framings[number]
@@ -54,62 +54,41 @@ class Image(NamedTuple):
         return FileImage(self.name, self.head_bytes, slots, self.nbytes, ends)
 
 
+# --- from the trainer ----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message: how to work.
-
-    Attributes:
-        chunk_bytes: the size of a chunk of the memory.
-        io_threads: how many threads write.
-        nice: how far the process steps back when others want the processor, as in nice(1).
-        ionice: scheduling class and level for the disk, as in ionice(1); None: as the trainer has it.
-        patience_s: how long the writers of several ranks wait for each other while nothing goes on.
-    """
+    """The first message: the settings of the process."""
 
     chunk_bytes: int
     io_threads: int
-    nice: int
-    ionice: tuple[int, int] | None
-    patience_s: float
+    nice: int  # see nice(1)
+    ionice: tuple[int, int] | None  # class and level, see ionice(1); None: as the trainer's
+    agreement_timeout_s: float  # limit for the writers of several ranks to wait for each other without any progress
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A save begins.
+    """Begin a save."""
 
-    Attributes:
-        save: its number.
-        path: where the checkpoint is to be.
-        storage: where to keep it, pickled.
-        overwrite: replace what is there.
-        names: what the files are called.
-        layout: the number of the layout.
-        images: the files; None: those of this layout as they were sent before.
-        heads: what each file begins with.
-        ticket: of a transaction that was begun by rank 0, or of one to begin.
-        joins: it was begun by rank 0.
-        started: when the save was called, by the clock that all processes share, in seconds.
-        codings: what becomes of the items of each file, pickled; None: they are stored as they are.
-        again: it was tried elsewhere before, so that those that have begun since are behind it, not before.
-    """
-
-    save: int
+    save: int  # its number, as in all messages
     path: str
-    storage: bytes
+    storage: bytes  # pickled
     overwrite: bool
-    names: Sequence[str] = field(repr=False)
-    layout: int
-    images: Sequence[Image] | None = field(repr=False)
-    heads: Sequence[bytes] = field(repr=False)
-    ticket: str | None
-    joins: bool
-    started: float
-    codings: bytes | None = field(repr=False)
-    again: bool = False
+    names: Sequence[str] = field(repr=False)  # of the files
+    layout: int  # its number
+    images: Sequence[PackedImage] | None = field(repr=False)  # None: as sent before for this layout
+    heads: Sequence[bytes] = field(repr=False)  # the first bytes of each file
+    ticket: str | None  # of the transaction to join, or for the one to begin
+    joins: bool  # rank 0 has begun the transaction
+    started: float  # when the save was called, by the clock that all processes share, in seconds
+    codings: bytes | None = field(repr=False)  # pickled transforms of each file's items; None: stored unchanged
+    again: bool = False  # a retry: later saves have begun already, so it waits for none
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class ChunkFilled:
     """A chunk holds the payload of the bytes ``start`` to ``stop`` of a file."""
 
     save: int
@@ -121,67 +100,62 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """All chunks are filled: from here on the writer can complete the checkpoint by itself.
-
-    Attributes:
-        save: the number of the save.
-        ending: what makes it a checkpoint; None for one file, or where rank 0 decides.
-        times_s: durations so far, in seconds.
-        waits: the trainer says when to publish; if it dies before, nothing is published.
-        parting: of several ranks, what their writers need to agree without the trainers, pickled.
-    """
+    """All chunks are filled: from now on the writer process can complete the checkpoint alone."""
 
     save: int
-    ending: CommitDocuments | None = field(repr=False)
+    documents: CommitDocuments | None = field(repr=False)  # None for a single file, or if rank 0 commits
     times_s: Mapping[str, float]
-    waits: bool
-    parting: bytes | None = field(repr=False, default=None)
+    waits: bool  # for Publish; if the trainer dies before, nothing is published
+    recovery: bytes | None = field(repr=False, default=None)  # a pickled RecoveryRecord, with several ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """The trainer's word to publish."""
+    """Publish the checkpoint."""
 
     save: int
 
 
 @dataclass(frozen=True, slots=True)
-class Agree:
-    """The trainers can't agree any more, for one of them is gone: let the writers do."""
+class CommitAsOrphan:
+    """Commit together with the writers of the other ranks: a trainer has died, so the trainers can't."""
 
     save: int
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
-    """All ranks have published, or given up: the writer's part is over."""
+class Finish:
+    """End a save: rank 0 has published it."""
 
     save: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Call a save off."""
+    """Cancel a save."""
 
     save: int
 
 
+# --- from the writer process ---------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The writer runs."""
+    """The process has started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A transaction was begun: by this it is known again if the process dies."""
+    """A transaction has begun; by its identity the trainer finds it if the process dies."""
 
     save: int
     identity: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
-    """Bytes are written, and their chunk is free."""
+class ChunkWritten:
+    """The bytes of a chunk are written, and the chunk is free."""
 
     save: int
     nbytes: int
@@ -189,49 +163,33 @@ class Wrote:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """All files with items are durable.
-
-    Attributes:
-        save: the number of the save.
-        files: the files.
-        crcs: for each of them the CRC-32 of each slot's payload; empty where the writer completes the checkpoint.
-    """
+class FilesWritten:
+    """All files with items are written; with several ranks, they are durable."""
 
     save: int
     files: dict[str, FileFacts]
-    crcs: Sequence[Sequence[int]] = field(repr=False)
+    crcs: Sequence[Sequence[int]] = field(repr=False)  # of each slot's payload; empty if this process commits
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The checkpoint is durable under its final name.
-
-    Attributes:
-        save: the number of the save.
-        sizes: the size in bytes of each file but the manifest.
-    """
+    """The checkpoint is durable under its final name."""
 
     save: int
-    sizes: dict[str, int] = field(repr=False)
+    sizes: dict[str, int] = field(repr=False)  # in bytes, of each file except the manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The save has failed, and nothing of it is left.
-
-    Attributes:
-        save: the number of the save.
-        error: what happened, and its cause, and that one's.
-    """
+    """The save has failed, and nothing of it is left."""
 
     save: int
-    error: Sequence[BaseException]
+    error: Sequence[BaseException]  # followed by its causes
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Something for the trainer's log."""
+    """A record for the trainer's log."""
 
     level: int
     text: str

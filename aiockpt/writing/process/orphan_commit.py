@@ -1,16 +1,18 @@
-"""Writer processes of several ranks agree without their trainers, by files beside the unfinished checkpoint.
+"""Commit by the writer processes of several ranks, without their trainers: they agree by sidecar files.
 
-Each says in a file of its own what it has written, once that is durable, or that it has failed. When all have written
-their parts, the one of rank 0 publishes; if one has failed, or nothing goes on for a while, all is removed. Who
-publishes and who removes does so by one rename, so that exactly one of them succeeds.
+Each process writes a sidecar file beside the unfinished checkpoint once its rank's files are durable. When all ranks'
+sidecars are there, the process of rank 0 publishes. If a process has failed, or nothing progresses for a while, all
+files are removed. Both publishing and removing begin with one rename, so exactly one of them succeeds.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import pickle
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -18,7 +20,6 @@ import anyio
 from aiockpt.errors import AiockptError, CommitError, WriteError, printable
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.writing.collective_commit import publish_together
-from aiockpt.writing.process.recovery_record import Leadership, RecoveryRecord, part_name, sealed, unsealed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -27,130 +28,167 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.collective.messages import Written
     from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.writing.collective_commit import WorldFacts
     from aiockpt.writing.process.messages import Begin
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
+_DIGEST_BYTES = 32
 logger = logging.getLogger("aiockpt")
 
 
-class Agreement:
-    """One rank's part in it.
+@dataclass(frozen=True, slots=True)
+class Leadership:
+    """What rank 0 needs in order to publish."""
 
-    Args:
-        begin: the save.
-        parting: what this rank knows, pickled.
-        storage: where the checkpoint is.
-        transaction: what the rank has joined.
-        patience_s: how long nothing may go on before it is given up.
-        workers: for what takes long.
-    """
+    book: bytes | None = field(repr=False)  # the pickled global plan cache; None if each rank has planned alone
+    facts: WorldFacts
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryRecord:
+    """What one rank's writer process needs to commit without its trainer; sent once the save is staged."""
+
+    rank: int
+    ranks: int
+    secret: bytes = field(repr=False)  # of this save; authenticates the sidecar files
+    written: Written  # what the rank writes, still without its files
+    leadership: Leadership | None  # on rank 0
+
+
+class OrphanCommit:
+    """One rank's side of the commit."""
 
     def __init__(
         self,
         begin: Begin,
-        parting: bytes,
+        recovery: bytes,
         storage: Storage,
         transaction: Transaction,
-        patience_s: float,
+        timeout_s: float,
         workers: Workers,
     ) -> None:
         self._begin = begin
-        self._parting: RecoveryRecord = pickle.loads(parting)
+        self._record: RecoveryRecord = pickle.loads(recovery)
         self._storage = storage
         self._transaction = transaction
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s  # without any progress
         self._workers = workers
-        self._deadline = time.monotonic() + patience_s
-        self._seen: object = None
+        self._deadline = time.monotonic() + timeout_s
+        self._last_sizes: object = None
 
-    async def settle(self, files: dict[str, FileFacts]) -> None:
-        """Agree. When it returns, the checkpoint is published.
+    async def run(self, files: dict[str, FileFacts]) -> None:
+        """Commit this rank's files together with those of the others.
 
-        Args:
-            files: what this rank has written.
-
-        Raises:
-            CommitError: it was given up, and removed.
+        When it returns, the checkpoint is published. If it raises CommitError, the checkpoint was removed.
         """
-        lead, transaction = self._parting.leadership, self._transaction
+        record, transaction = self._record, self._transaction
         try:
-            if await transaction.status() == "open":  # else the trainer of rank 0 has got as far as that
-                await self._say(files)
-                await (self._follow() if lead is None else self._lead(lead))
+            if await transaction.status() == "open":  # else the trainer of rank 0 has published or removed it
+                await self._put_sidecar(files)
+                await (self._follow() if record.leadership is None else self._lead(record.leadership))
         except AiockptError as exc:
             if await transaction.status() != "published":
                 await transaction.discard_all()
-                raise self._given_up(exc) from exc
+                raise self._not_finished(exc) from exc
         finally:
-            await self._take_back(range(self._parting.ranks) if lead is not None else (self._parting.rank,))
+            await self._delete_sidecars((record.rank,) if record.leadership is None else range(record.ranks))
         if await transaction.status() != "published":
-            raise self._given_up("another rank's writer has given it up")
+            raise self._not_finished("another rank's writer has given it up")
         await transaction.finalize()
 
-    async def _take_back(self, ranks: Iterable[int]) -> None:
-        """Remove words. What has become of the checkpoint doesn't hang on it: somebody else's may not be removed."""
+    def _not_finished(self, reason: object) -> CommitError:
+        return CommitError(f"{self._begin.path} was not finished without the trainers: {reason}")
+
+    async def _put_sidecar(self, files: dict[str, FileFacts]) -> None:
+        record = self._record
+        data = sign_sidecar(record.secret, record.rank, replace(record.written, files=files))
+        await self._transaction.put_sidecar(_sidecar_name(record.rank), data)
+
+    async def _delete_sidecars(self, ranks: Iterable[int]) -> None:
+        """Delete sidecar files. A failure changes nothing for the checkpoint: another user's can't be deleted."""
         for rank in ranks:
             try:
-                await self._transaction.delete_sidecar(part_name(rank))
+                await self._transaction.delete_sidecar(_sidecar_name(rank))
             except AiockptError as exc:
                 logger.warning("beside %s: %s", self._begin.path, printable(str(exc)))
 
-    def _given_up(self, reason: object) -> CommitError:
-        return CommitError(f"{self._begin.path} was not finished without the trainers: {reason}")
-
-    async def _say(self, files: dict[str, FileFacts]) -> None:
-        """Tell the others what this rank has."""
-        parting = self._parting
-        data = sealed(parting.secret, parting.rank, replace(parting.written, files=files))
-        await self._transaction.put_sidecar(part_name(parting.rank), data)
-
-    async def _lead(self, lead: Leadership) -> None:
-        """Publish when all have written their parts."""
-        begin, parting = self._begin, self._parting
+    async def _lead(self, leadership: Leadership) -> None:
+        """Publish when the sidecar files of all ranks are there."""
+        begin, ranks = self._begin, self._record.ranks
         written: dict[int, Written] = {}
-        while len(written) < parting.ranks:
-            for rank in range(parting.ranks):
-                if rank not in written:
-                    await self._hear(rank, written)
-            if len(written) < parting.ranks:
-                await self._pause()
+        while True:
+            for rank in range(ranks):
+                if rank not in written and (found := await self._read_sidecar(rank)) is not None:
+                    written[rank] = found
+            if len(written) == ranks:
+                break
+            await self._pause()
         adopted = await self._storage.take_over(
             begin.path,
             begin.ticket or "",
-            overwrite=lead.overwrite,
+            overwrite=leadership.overwrite,
             workers=self._workers,
             identity=self._transaction.identity,
         )
         for name in (MANIFEST_NAME, METADATA_NAME):
-            await adopted.delete_file(name)  # the trainer may have got so far
-        results = [written[rank] for rank in range(parting.ranks)]
-        book = None if lead.book is None else pickle.loads(lead.book)
-        await publish_together(adopted, book, lead.facts, results, self._workers)
+            await adopted.delete_file(name)  # the trainer may have written them before it died
+        results = [written[rank] for rank in range(ranks)]
+        plan_cache = None if leadership.book is None else pickle.loads(leadership.book)
+        await publish_together(adopted, plan_cache, leadership.facts, results, self._workers)
 
-    async def _hear(self, rank: int, written: dict[int, Written]) -> None:
-        data = await self._transaction.get_sidecar(part_name(rank))
+    async def _read_sidecar(self, rank: int) -> Written | None:
+        """Return what a rank has written; None if its sidecar file is missing, incomplete or not by that rank."""
+        data = await self._transaction.get_sidecar(_sidecar_name(rank))
         if data is None:
-            return
-        found = await self._workers.run(unsealed, self._parting.secret, rank, data)
-        if found is not None:  # else it is not yet all there, or not from that rank
-            written[rank] = found
+            return None
+        return await self._workers.run(verify_sidecar, self._record.secret, rank, data)
 
     async def _follow(self) -> None:
-        """Wait until the writer of rank 0 has published."""
+        """Wait until the process of rank 0 has published or removed the checkpoint."""
         while await self._transaction.status() == "open":
             await self._pause()
 
     async def _pause(self) -> None:
-        """Wait for a moment.
-
-        Raises:
-            WriteError: nothing has gone on for too long.
-        """
-        await anyio.sleep(_LOOK_S)
+        """Sleep for a moment; raise WriteError if there was no progress for too long."""
+        await anyio.sleep(_POLL_S)
         sizes = await self._transaction.sizes()
         now = time.monotonic()
-        if sizes != self._seen:
-            self._seen, self._deadline = sizes, now + self._patience_s
-        # Rank 0 gives up first, for it knows more.
-        if now > self._deadline + (0 if self._parting.leadership is not None else self._patience_s):
-            raise WriteError(f"the parts of some ranks did not come within {self._patience_s:g} s")
+        if sizes != self._last_sizes:
+            self._last_sizes, self._deadline = sizes, now + self._timeout_s
+        # Rank 0 gives up first: its error says more.
+        if now > self._deadline + (0 if self._record.leadership is not None else self._timeout_s):
+            raise WriteError(f"the parts of some ranks did not come within {self._timeout_s:g} s")
+
+
+# --- sidecar files -------------------------------------------------------------------------------------
+
+
+def _sidecar_name(rank: int) -> str:
+    return f"part-{rank}"
+
+
+def sign_sidecar(secret: bytes, rank: int, written: Written) -> bytes:
+    """Return the bytes of a rank's sidecar file, which only processes of this save can make."""
+    data = pickle.dumps(written, pickle.HIGHEST_PROTOCOL)
+    return _digest(secret, rank, data) + data
+
+
+def verify_sidecar(secret: bytes, rank: int, data: bytes) -> Written | None:
+    """Return what a rank has written; None if the bytes are incomplete, or not by that rank of this save.
+
+    Nothing is unpickled before the digest is verified.
+    """
+    view = memoryview(data)  # it may be long, and not worth a copy
+    digest, rest = view[:_DIGEST_BYTES], view[_DIGEST_BYTES:]
+    if not hmac.compare_digest(_digest(secret, rank, rest), digest):
+        return None
+    written: Written = pickle.loads(rest)
+    return written
+
+
+def _digest(secret: bytes, rank: int, data: bytes | memoryview) -> bytes:
+    # With the name, so that one rank's file does not pass for another's.
+    digest = hmac.new(secret, f"{_sidecar_name(rank)}\n".encode(), hashlib.sha256)
+    digest.update(data)
+    return digest.digest()
