@@ -61,7 +61,7 @@ async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object]
 
 @pytest.mark.asyncio
 async def test_the_right_sidecar_is_accepted(workers, tmp_path: Path) -> None:
-    await commit(tmp_path, workers, lambda word: sidecar.write_bytes(RIGHT), 0)
+    await commit(tmp_path, workers, lambda sidecar: sidecar.write_bytes(RIGHT), 0)
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
@@ -71,21 +71,21 @@ def _link(sidecar: Path) -> None:
 
 
 WRONG: dict[str, Callable[[Path], object]] = {
-    "nothing": lambda word: sidecar.touch(),
-    "garbage": lambda word: sidecar.write_bytes(bytes(range(256)) * 20),
-    "cut short": lambda word: sidecar.write_bytes(RIGHT[:-1]),
-    "longer": lambda word: sidecar.write_bytes(RIGHT + b"."),
-    "a large hole": lambda word: (sidecar.touch(), os.truncate(sidecar, 16 << 20)),
+    "nothing": lambda sidecar: sidecar.touch(),
+    "garbage": lambda sidecar: sidecar.write_bytes(bytes(range(256)) * 20),
+    "cut short": lambda sidecar: sidecar.write_bytes(RIGHT[:-1]),
+    "longer": lambda sidecar: sidecar.write_bytes(RIGHT + b"."),
+    "a large hole": lambda sidecar: (sidecar.touch(), os.truncate(sidecar, 16 << 20)),
     "a link": _link,
-    "a hard link": lambda word: (
+    "a hard link": lambda sidecar: (
         _link(sidecar),
         sidecar.unlink(),
         (sidecar.parent / "elsewhere").write_bytes(b"x" * 99),
     ),
     "a pipe": os.mkfifo,
     "a directory": Path.mkdir,
-    "of another save": lambda word: sidecar.write_bytes(sign_sidecar(SECRET[::-1], 1, NOTHING)),
-    "of another rank": lambda word: sidecar.write_bytes(sign_sidecar(SECRET, 0, NOTHING)),
+    "of another save": lambda sidecar: sidecar.write_bytes(sign_sidecar(SECRET[::-1], 1, NOTHING)),
+    "of another rank": lambda sidecar: sidecar.write_bytes(sign_sidecar(SECRET, 0, NOTHING)),
 }
 
 
@@ -110,14 +110,14 @@ def test_nothing_is_unpickled_before_its_digest_is_verified(tmp_path: Path) -> N
 @pytest.mark.asyncio
 async def test_a_sidecar_that_exists_already(workers, tmp_path: Path) -> None:
     with pytest.raises(CommitError, match=r"can't leave a word .* File exists"):
-        await commit(tmp_path, workers, lambda word: sidecar.write_bytes(RIGHT), 1)
+        await commit(tmp_path, workers, lambda sidecar: sidecar.write_bytes(RIGHT), 1)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.asyncio
 async def test_sidecars_that_can_not_be_removed_fail_nothing(workers, tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.WARNING, "aiockpt")
-    await commit(tmp_path, workers, lambda word: sidecar.write_bytes(RIGHT), 0, keep)
+    await commit(tmp_path, workers, lambda sidecar: sidecar.write_bytes(RIGHT), 0, keep)
     assert [record.getMessage() for record in caplog.records] == [
         f"beside {tmp_path / 'c'}: can't remove part-{rank}\\x1b[2J: it belongs to somebody else" for rank in (0, 1)
     ]

@@ -247,7 +247,8 @@ class WriterConnection:
 
     def _fail_saves(self, how: str) -> None:
         self._error = WriteError(
-            f"the writer process {self._process.pid} {how} ({self._process.exit_text()}); the next save starts a new one"
+            f"the writer process {self._process.pid} {how} ({self._process.exit_text()}); the next save starts a new "
+            "one"
         )
         self._process.close()
         saves, self._saves = self._saves, {}
