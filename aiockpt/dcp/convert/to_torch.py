@@ -10,15 +10,14 @@ import anyio
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.dcp.convert.torch_file import TorchFileWriter
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.torchzip import _unbacked_tensor
-from aiockpt.format.transforms.item_transforms import row_strides
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import pack
-from aiockpt.planning.specs import is_dense
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.executor import ItemReader
 from aiockpt.reading.open import read_index
