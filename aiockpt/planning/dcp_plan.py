@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiockpt.format.item.framing import Framing
+    from aiockpt.format.item.ziparchive import Framing
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.planning.specs import TensorSpec
 

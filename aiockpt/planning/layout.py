@@ -15,7 +15,7 @@ from aiockpt.core.machine import BLOCK_BYTES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.format.item.framing import Framing
+    from aiockpt.format.item.ziparchive import Framing
 
 
 MIN_BUCKET_BYTES = 8 << 20

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from aiockpt.errors import SaveError
-from aiockpt.format.item.framing import Framing
+from aiockpt.format.item.ziparchive import Framing
 from aiockpt.format.names import INDEX_NAME
 from aiockpt.format.safetensors.writer import (
     MAX_HEADER_BYTES,

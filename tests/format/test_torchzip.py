@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aiockpt.format.item.tensor_item import ItemParser, parse_tensor_item
 from aiockpt.format.item.torchzip import tensor_framing
-from aiockpt.format.item.ziparchive import FramingError, verify_archive
+from aiockpt.format.item.ziparchive import FramingError, read_archive
 from tests.states import random_tensor, raw_bytes, storable_dtypes
 from tests.stock import PAYLOAD_OFFSET
 
@@ -49,7 +49,6 @@ def test_an_image_is_what_torch_save_writes(dtype: torch.dtype, shape: tuple[int
     assert (parsed.dtype, parsed.shape, parsed.stride) == (dtype, shape, tensor.stride())
     assert image[parsed.payload_offset :][: parsed.nbytes] == raw_bytes(tensor)
     assert parsed.crc == zlib.crc32(raw_bytes(tensor))
-    assert verify_archive(image) is None
 
 
 @pytest.mark.parametrize("gib", [1, 4, 5, 300])
@@ -83,7 +82,6 @@ def test_crcs_are_those_of_the_zip_even_if_torch_leaves_them_out() -> None:
     finally:
         torch.serialization.set_crc32_options(True)
         tensor_framing.cache_clear()
-    assert verify_archive(image) is None
     with zipfile.ZipFile(io.BytesIO(image)) as archive:
         assert archive.testzip() is None
 
@@ -96,7 +94,7 @@ def test_items_without_crcs_are_read_unchecked() -> None:
     finally:
         torch.serialization.set_crc32_options(True)
     assert parse(sink.getvalue()).crc is None
-    assert verify_archive(sink.getvalue()) is None
+    assert "archive/data/0" in read_archive(sink.getvalue())
 
 
 def test_the_parser_reuses_framings_but_not_crcs() -> None:

@@ -15,7 +15,7 @@ from aiockpt.dcp.convert.torch_file import TorchFileWriter
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
-from aiockpt.format.item.torchzip import _unbacked_tensor
+from aiockpt.format.item.torchzip import unbacked_tensor
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import pack
 from aiockpt.reading.decoded import DecodedSource
@@ -254,8 +254,8 @@ def _stand_in(entry: TensorEntry) -> torch.Tensor:
     """Return a tensor without memory, with the strides that it is stored with if they are known and dense."""
     item = entry.chunks[0].item if len(entry.chunks) == 1 else None
     if item is not None and _is_dense_item(item):
-        return _unbacked_tensor(entry.dtype, entry.shape, item.stride)
-    return _unbacked_tensor(entry.dtype, entry.shape, row_strides(entry.shape))
+        return unbacked_tensor(entry.dtype, entry.shape, item.stride)
+    return unbacked_tensor(entry.dtype, entry.shape, row_strides(entry.shape))
 
 
 def _is_dense_item(item: TensorItem) -> bool:

@@ -16,8 +16,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
-from aiockpt.format.item.framing import CRC
-from aiockpt.format.item.ziparchive import FramingError, data_offset, read_directory
+from aiockpt.format.item.ziparchive import CRC, FramingError, data_offset, read_directory
 from aiockpt.storage.local.belonging import why_not_a_checkpoint
 from aiockpt.storage.local.commit import make_directories, sync_directory
 from aiockpt.storage.local.temp_names import new_ticket

@@ -1,6 +1,6 @@
-"""Checking items: each record of their zip archives against what the archive says of it.
+"""Verification of items: every record against its CRC, and local headers against the zip directory.
 
-Reading a tensor needs little of its item. Here everything is looked at that carries a CRC or is there twice.
+Reading a tensor needs little of its item. Here everything is compared that carries a CRC or is stored twice.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
-from aiockpt.format.item.framing import CRC
-from aiockpt.format.item.tensor_item import parse_tensor_item
-from aiockpt.format.item.ziparchive import FramingError, Record, data_offset, read_directory
+from aiockpt.format.item.tensor_item import TemplateCache, parse_tensor_item
+from aiockpt.format.item.ziparchive import CRC, FramingError, Record, data_offset, read_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,53 +26,35 @@ _LENGTHS = struct.Struct("<3H")  # of the name, extra fields and comment of an e
 _DESCRIPTOR_FLAG = 8
 _DIRECTORY_FLAG = 16
 _DESCRIPTOR = b"PK\7\10"
-_SMALL_BYTES = 4096
-"""Objects up to this size are learned from."""
+_SMALL_BYTES = 4096  # objects up to this size become templates
 _MOST_TEMPLATES = 4096
-_LEGACY = b"\x80\x02\x8a"  # how the pickles of torch < 1.6 begin
+_LEGACY = b"\x80\x02\x8a"  # the beginning of files of torch < 1.6
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes of one record.
-
-    Attributes:
-        name: the record.
-        start: where it begins in the item.
-        stop: where it ends.
-        crc: the CRC-32 that it should have.
-        crc_at: where in the item that CRC stands.
-    """
+    """The bytes of one record; offsets count from the beginning of the item."""
 
     name: str
     start: int
     stop: int
-    crc: int
-    crc_at: tuple[int, ...]
+    crc: int  # the CRC-32 that it should have
+    crc_at: tuple[int, ...]  # offsets of that CRC
 
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """An item whose framing is sound.
+    """An item whose framing is sound."""
 
-    Attributes:
-        tensor: how to see it as a tensor; None for objects.
-        spans: its records; none where the writer left CRCs out.
-        payload_crc: the CRC-32 that a tensor's bytes should have.
-    """
-
-    tensor: TensorItem | None
-    spans: tuple[Span, ...]
-    payload_crc: int | None
+    tensor: TensorItem | None  # None for objects
+    spans: tuple[Span, ...]  # its records; none if the writer left CRCs out
+    payload_crc: int | None  # the CRC-32 that a tensor's bytes should have
 
 
 def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: bool) -> Framed:
-    """Read the framing of an item and check it for agreement with itself.
+    """Read the framing of an item of ``length`` bytes and check that it is consistent.
 
-    Args:
-        length: the length of the item in bytes.
-        fetch: gives the bytes at (offset in the item, size), or what there is of them.
-        is_tensor: the item must be that of one plain tensor.
+    ``fetch`` returns the bytes at (offset, size), fewer at the end. With ``is_tensor``, it must be one plain tensor.
 
     Raises:
         FramingError: it is damaged.
@@ -95,7 +76,7 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
 
 
 def _check_end(records: Sequence[Record], length: int, fetch: Callable[[int, int], bytes]) -> None:
-    """Check that the directory ends where the records behind it begin, and that these agree with each other."""
+    """Check that the end-of-directory records agree with each other and follow the directory directly."""
     at = length - _END64.size - _END.size
     tail = fetch(at, length - at) if at >= 0 else b""
     if tail[:4] == b"PK\6\6" or tail[56:60] == b"PK\6\7":
@@ -141,7 +122,7 @@ def _checked_span(record: Record, length: int, fetch: Callable[[int, int], bytes
 
 
 def agree(found: TensorItem, crc: int | None, given: TensorItem) -> bool:
-    """Tell whether somebody else says of an item what the item, found to be so, says itself."""
+    """Return whether a manifest describes an item as the item describes itself."""
     return (
         (found.dtype, found.shape, found.stride) == (given.dtype, given.shape, given.stride)
         and (found.storage_offset, found.payload_offset) == (given.storage_offset, given.payload_offset)
@@ -151,14 +132,14 @@ def agree(found: TensorItem, crc: int | None, given: TensorItem) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """What items with the same beginning have in common: everything but some records and their CRCs."""
+    """An item without its payload and serialization id: the only records that differ between items framed alike."""
 
     tensor: TensorItem | None
     payload: Span
-    varying: tuple[Span, ...]
-    fixed: tuple[tuple[int, bytes], ...]
+    varying: tuple[Span, ...]  # the records that differ, payload included
+    fixed: tuple[tuple[int, bytes], ...]  # offsets and bytes of the rest, from the payload on
 
-    def fits(self, item: memoryview) -> bool:
+    def matches(self, item: memoryview) -> bool:
         for start, data in self.fixed:
             if bytes(item[start : start + len(data)]) != data:  # a memoryview compares byte by byte
                 return False
@@ -171,23 +152,20 @@ class _Template:
 
 
 class ItemChecker:
-    """Checks many items whose bytes are in memory, most of which have the framing of one seen before."""
+    """Checks many items whose bytes are in memory; the framing of most of them was seen before."""
 
     def __init__(self) -> None:
-        self._templates: dict[tuple[bytes, int], _Template] = {}
-        self._prefix_bytes = {True: 704, False: 64}  # of tensors, and of objects
+        self._tensors = TemplateCache[_Template]()
+        self._objects = TemplateCache[_Template]()
 
     def check(self, item: memoryview, *, is_tensor: bool) -> tuple[Framed, list[Span]]:
-        """Check all of an item.
-
-        Returns:
-            Its framing, and the records that do not match their CRC.
+        """Check a whole item; return its framing, and the records that do not match their CRC.
 
         Raises:
             FramingError: the framing is damaged.
         """
-        template = self._template(item, is_tensor=is_tensor)
-        if template is not None and template.tensor is not None and template.fits(item):
+        template = self._tensors.find(item) if is_tensor else None
+        if template is not None and template.matches(item):
             crc = CRC.unpack_from(item, template.payload.crc_at[0])[0]
             return Framed(template.tensor, (template.payload,), crc), []
 
@@ -201,23 +179,21 @@ class ItemChecker:
         return framed, wrong
 
     def object_pickle(self, item: memoryview) -> bytes | None:
-        """Return the pickle of an intact small object; None where its items have to be read one by one.
+        """Return the pickle of an intact small object; None if the item needs a full parse.
 
         Raises:
             FramingError: the framing is damaged.
         """
-        template = self._template(item, is_tensor=False)
-        if template is None or not template.fits(item):
+        template = self._objects.find(item)
+        if template is None or not template.matches(item):
             _, wrong = self.check(item, is_tensor=False)
-            template = None if wrong else self._template(item, is_tensor=False)
-            if template is None or not template.fits(item):
+            template = None if wrong else self._objects.find(item)
+            if template is None or not template.matches(item):
                 return None
         return bytes(item[template.payload.start : template.payload.stop])
 
-    def _template(self, item: memoryview, *, is_tensor: bool) -> _Template | None:
-        return self._templates.get((bytes(item[: self._prefix_bytes[is_tensor]]), len(item)))
-
     def _learn(self, item: memoryview, framed: Framed) -> None:
+        """Make an intact item a template, if its payload is one record."""
         tensor = framed.tensor
         if tensor is not None:
             start = tensor.payload_offset
@@ -226,10 +202,10 @@ class ItemChecker:
                 return
         else:
             payload = next((span for span in framed.spans if span.name.endswith("/data.pkl")), None)
-            if payload is None or len(self._templates) >= _MOST_TEMPLATES:
+            if payload is None or len(self._objects) >= _MOST_TEMPLATES:
                 return
             start = payload.start
-        # The id differs between items, for it is made from the CRCs of the other records.
+        # The id differs between items, because torch makes it from the CRCs of the other records.
         varying = tuple(
             s for s in framed.spans if s.start >= start and (s is payload or s.name.endswith("/.data/serialization_id"))
         )
@@ -240,5 +216,5 @@ class ItemChecker:
             if low > end:
                 fixed.append((end, bytes(item[end:low])))
             end = max(end, high)
-        self._prefix_bytes[tensor is not None] = start
-        self._templates[bytes(item[:start]), len(item)] = _Template(tensor, payload, varying, tuple(fixed))
+        templates = self._objects if tensor is None else self._tensors
+        templates.add(item, start, _Template(tensor, payload, varying, tuple(fixed)))

@@ -34,7 +34,7 @@ from aiockpt.format.pickle.opcodes import HANDLERS
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from aiockpt.format.item.framing import Framing
+    from aiockpt.format.item.ziparchive import Framing
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})

@@ -1,20 +1,19 @@
-"""Reading a tensor item: where its payload is, and how to see it as the tensor."""
+"""Parsing a tensor item: finds its payload, and how to view it as the tensor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
-from aiockpt.format.dtypes import DTYPES
+from aiockpt.format.dtypes import DTYPES, STORAGE_DTYPES
 from aiockpt.format.index import TensorItem
-from aiockpt.format.item.framing import CRC
-from aiockpt.format.item.ziparchive import FramingError, Record, data_offset, read_directory
+from aiockpt.format.item.ziparchive import CRC, FramingError, Record, data_offset, read_directory
 from aiockpt.format.pickle.fast_pickle import read_pickle
 from aiockpt.format.pickle.machine import Function, PickleError
 
@@ -22,11 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HEAD_BYTES = 2048
-"""How much of an item's beginning holds the framing before the payload, with room to spare."""
+"""The beginning of an item holds the framing before the payload, with room to spare."""
 TAIL_BYTES = 2048
-"""How much of an item's end holds the framing after the payload, with room to spare."""
+"""The end of an item holds the framing after the payload, with room to spare."""
 _SHORT_BYTES = 2048
 _MOST_PICKLE_BYTES = 1 << 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _Storage:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What data.pkl says: a strided view of one storage."""
+    """The contents of data.pkl: a strided view of one storage."""
 
     storage: _Storage
     offset: int
@@ -67,14 +68,7 @@ def _rebuild_v2(
 
 
 def _rebuild_v3(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    stride: Any,
-    _grad: Any,
-    _hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
+    storage: Any, offset: Any, shape: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, metadata: Any = None
 ) -> _View:
     if type(storage) is not _Storage or not isinstance(dtype, torch.dtype):
         raise FramingError("data.pkl does not describe a tensor")
@@ -108,28 +102,14 @@ _FUNCTIONS = {
     ("torch._utils", "_rebuild_parameter_with_state"): Function(_rebuild_parameter),
     ("collections", "OrderedDict"): Function(_no_hooks),
 }
-_STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-}
 
 
 def _find_global(module: str, name: str) -> Any:
     known = _FUNCTIONS.get((module, name))
     if known is not None:
         return known
-    if module == "torch" and (name in DTYPES or name in _STORAGE_DTYPES):
-        return DTYPES.get(name) or _STORAGE_DTYPES[name]
+    if module == "torch" and (name in DTYPES or name in STORAGE_DTYPES):
+        return DTYPES.get(name) or STORAGE_DTYPES[name]
     if (module, name) == ("torch.storage", "UntypedStorage"):
         return torch.uint8
     raise FramingError(f"data.pkl names {module[:200]}.{name[:200]}, which no plain tensor needs")
@@ -157,34 +137,30 @@ def _read_view(data_pkl: bytes) -> _View:
 _read_short_view = lru_cache(maxsize=16_384)(_read_view)
 
 
-def _described(records: dict[str, Record], length: int, fetch: Callable[[int, int], bytes]) -> tuple[_View, bool]:
-    """Read what data.pkl says, and tell whether the item carries CRCs."""
+def _read_data_pkl(records: dict[str, Record], length: int, fetch: Callable[[int, int], bytes]) -> tuple[_View, bool]:
+    """Return the view that data.pkl describes, and whether the item carries CRCs."""
     if "data.pkl" not in records:
         raise FramingError("the item has no data.pkl")
     pkl = records["data.pkl"]
     if pkl.size > min(length, _MOST_PICKLE_BYTES):
         raise FramingError(f"data.pkl has {pkl.size} bytes, too many for one tensor")
     data_pkl = bytes(fetch(data_offset(pkl, fetch), pkl.size))
-    checked = bool(pkl.crc)
-    if checked and crc32(data_pkl) != pkl.crc:
+    has_crcs = bool(pkl.crc)
+    if has_crcs and crc32(data_pkl) != pkl.crc:
         raise FramingError("data.pkl does not match its CRC")
     if "byteorder" in records and fetch(data_offset(records["byteorder"], fetch), 6) != b"little":
         raise FramingError("big-endian tensors can't be read here")
-    return (_read_short_view if len(data_pkl) <= _SHORT_BYTES else _read_view)(data_pkl), checked
+    return (_read_short_view if len(data_pkl) <= _SHORT_BYTES else _read_view)(data_pkl), has_crcs
 
 
 def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> TensorItem:
-    """Find the payload of a tensor item and how to see it.
-
-    Args:
-        length: the length of the item in bytes.
-        fetch: gives the bytes at (offset in the item, size); never called for the payload.
+    """Parse an item of ``length`` bytes; ``fetch`` returns the bytes at (offset, size), and never reads the payload.
 
     Raises:
         FramingError: the item is not the ``torch.save`` file of one plain strided tensor.
     """
     records = {r.name.partition("/")[2]: r for r in read_directory(length, fetch)}
-    view, checked = _described(records, length, fetch)
+    view, has_crcs = _read_data_pkl(records, length, fetch)
     payload = records.get(f"data/{view.storage.key}")
     if payload is None or payload.size < view.storage.nbytes:
         raise FramingError("the record of the tensor's bytes is missing or too short")
@@ -200,30 +176,45 @@ def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> Tensor
         storage_offset=view.offset,
         payload_offset=at,
         nbytes=payload.size,
-        crc=payload.crc if checked else None,
+        crc=payload.crc if has_crcs else None,
         conj="conj" in view.flags,
         neg="neg" in view.flags,
     )
 
 
-class ItemParser:
-    """Parses many items, most of which have the framing of one seen before.
+class TemplateCache(Generic[T]):
+    """Framings of items seen before, for items with the same length and the same bytes before the payload.
 
-    Two items of the same length with the same bytes before the payload differ only in payload and CRC.
+    A checkpoint holds thousands of such items, and parsing one takes far longer than comparing its beginning.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, int], tuple[TensorItem, int]] = {}
-        self._prefix_bytes = 704
+        self._prefix_bytes: dict[int, int] = {}  # by length of the item, as of the last that was added
+        self._templates: dict[tuple[bytes, int], T] = {}
+
+    def __len__(self) -> int:
+        return len(self._templates)
+
+    def find(self, item: memoryview) -> T | None:
+        """Return the template of an item, or None."""
+        length = len(item)
+        return self._templates.get((bytes(item[: self._prefix_bytes.get(length, 0)]), length))
+
+    def add(self, item: memoryview, payload_offset: int, template: T) -> None:
+        """Remember the template of an item."""
+        self._prefix_bytes[len(item)] = payload_offset
+        self._templates[bytes(item[:payload_offset]), len(item)] = template
+
+
+class ItemParser:
+    """Parses many tensor items; the framing of most of them was seen before."""
+
+    def __init__(self) -> None:
+        self._templates = TemplateCache[tuple[TensorItem, int]]()
 
     def parse(self, item: memoryview) -> TensorItem:
-        """Parse an item whose bytes are all in memory.
-
-        Raises:
-            FramingError: see `parse_tensor_item`.
-        """
-        key = (bytes(item[: self._prefix_bytes]), len(item))
-        known = self._known.get(key)
+        """Parse an item whose bytes are all in memory; errors as of `parse_tensor_item`."""
+        known = self._templates.find(item)
         if known is not None:
             template, crc_at = known
             if template.crc is None:
@@ -234,9 +225,14 @@ class ItemParser:
             return bytes(item[offset : offset + size])
 
         parsed = parse_tensor_item(len(item), fetch)
-        if parsed.payload_offset == self._prefix_bytes:
-            name = b"/data/0"
-            entry = next((r for r in read_directory(len(item), fetch) if r.name.encode().endswith(name)), None)
-            if entry is not None:
-                self._known[key] = (parsed, entry.crc_at)
+        records = read_directory(len(item), fetch)
+        pkl = next(r for r in records if r.name.endswith("data.pkl"))
+        payload = next((r for r in records if r.name.endswith("/data/0")), None)
+        # The bytes before the payload identify a template, so they must include the description of the tensor.
+        if (
+            payload is not None
+            and pkl.header_offset < payload.header_offset
+            and data_offset(payload, fetch) == parsed.payload_offset
+        ):
+            self._templates.add(item, parsed.payload_offset, (parsed, payload.crc_at))
         return parsed

@@ -1,9 +1,9 @@
 """The framing of a tensor item: a whole ``torch.save`` file around one tensor's bytes.
 
-A ``torch.save`` file is an uncompressed zip archive. For one tensor it holds a few small records, then the
-record ``data/0`` with the tensor's bytes (the *payload*), then more small records and the central directory.
-Everything but the payload and its CRC depends on dtype, shape and stride alone, so it is produced once by
-``torch.save`` itself under ``torch.serialization.skip_data`` and kept as a prefix and a suffix.
+A ``torch.save`` file is an uncompressed zip archive. For one tensor it holds a few small records, then the record
+``data/0`` with the tensor's bytes (the *payload*), then more small records and the central directory. Everything except
+the payload and its CRC depends on dtype, shape and stride alone. So ``torch.save`` itself produces it once, under
+``torch.serialization.skip_data``, and it is kept as a prefix and a suffix.
 
 Source of the layout: ``torch/serialization.py``.
 """
@@ -20,39 +20,37 @@ from typing import Any
 import torch
 from isal.isal_zlib import crc32
 
-from aiockpt.format.item.framing import CRC, Framing
-from aiockpt.format.item.ziparchive import FramingError, data_offset, read_directory
+from aiockpt.format.item.ziparchive import CRC, Framing, FramingError, data_offset, read_directory
 
-# Python names it since 3.13.
-_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # in the module mmap since Python 3.13
 
 
 class _Sink(io.BytesIO):
-    """Takes what ``torch.save`` writes and keeps the place of the bytes that it skips."""
+    """Collects what ``torch.save`` writes, and the position of the bytes that it skips."""
 
     def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.skipped: tuple[int, int] | None = None
+        self.pieces: list[bytes] = []
+        self.skipped_at: int | None = None
         self.position = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.parts.append(bytes(data))
-        self.position += len(self.parts[-1])
-        return len(self.parts[-1])
+        self.pieces.append(bytes(data))
+        self.position += len(self.pieces[-1])
+        return len(self.pieces[-1])
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence != io.SEEK_CUR or self.skipped is not None:
+        if whence != io.SEEK_CUR or self.skipped_at is not None:
             raise FramingError(f"torch.save moved in the file in a way that is not known: {offset}, {whence}")
-        self.skipped = (self.position, offset)
+        self.skipped_at = self.position
         self.position += offset
         return self.position
 
 
-def _unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """Make a tensor whose storage has the right size but no memory behind it until touched."""
+def unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor whose storage has the right size but no memory behind it until touched."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu").as_strided(shape, stride)
@@ -63,30 +61,24 @@ def _unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[i
 
 @lru_cache(maxsize=16_384)
 def tensor_framing(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Framing:
-    """Give the framing of a dense CPU tensor, without its bytes.
-
-    Args:
-        dtype: any dtype that ``torch.save`` accepts.
-        shape: the sizes.
-        stride: the strides in elements; the tensor fills its storage without gaps.
-    """
+    """Return the framing of a dense CPU tensor of any dtype that ``torch.save`` accepts; strides are in elements."""
     sink = _Sink()
-    tensor = _unbacked_tensor(dtype, shape, stride)
+    tensor = unbacked_tensor(dtype, shape, stride)
     with torch.serialization.skip_data():
         torch.save(tensor, sink)
     nbytes = tensor.untyped_storage().nbytes()
-    data = b"".join(sink.parts)
-    start = sink.skipped[0] if sink.skipped is not None else len(data)
+    data = b"".join(sink.pieces)
+    start = len(data) if sink.skipped_at is None else sink.skipped_at
     return _framing_around(data[:start], data[start:], nbytes, "/data/0")
 
 
 def pickle_framing(blob: bytes, nbytes: int) -> Framing:
-    """Split a ``torch.save`` file of an object without storages around its pickle of ``nbytes`` bytes."""
+    """Return the framing of a pickle of ``nbytes`` bytes in a ``torch.save`` file of an object without storages."""
     return _framing_around(blob, b"", nbytes, "/data.pkl")
 
 
 def _framing_around(prefix: bytes, rest: bytes, nbytes: int, name: str) -> Framing:
-    """Split what ``torch.save`` wrote around a record, and fill in the CRCs of the others."""
+    """Split a file around the record with a name, and fill in the CRCs of the other records."""
 
     def fetch(offset: int, size: int) -> bytes:
         if offset < len(prefix):
@@ -104,7 +96,7 @@ def _framing_around(prefix: bytes, rest: bytes, nbytes: int, name: str) -> Frami
         gap = nbytes
     if payload_offset != len(prefix) or payload.size != nbytes:
         raise FramingError("torch.save placed the tensor's bytes in a way that is not known")
-    # The small records carry CRCs only if torch is set to compute them: fill them in either way.
+    # The small records carry CRCs only if torch is set to compute them; the framing always does.
     image = bytearray(prefix + rest)
     for record in records:
         if record is not payload:
@@ -116,7 +108,7 @@ def _framing_around(prefix: bytes, rest: bytes, nbytes: int, name: str) -> Frami
     return Framing(
         prefix=bytes(image[: len(prefix)]),
         suffix=bytes(image[len(prefix) :]),
-        # A record without bytes has no data descriptor, and zero for a CRC.
+        # An empty record has no data descriptor, and zero for a CRC.
         crc_at=(4, payload.crc_at - end) if nbytes else (),
         nbytes=nbytes,
     )

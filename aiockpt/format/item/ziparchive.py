@@ -1,4 +1,4 @@
-"""Zip archives as ``torch.save`` writes them: uncompressed records, 64-bit sizes where needed.
+"""Zip archives as ``torch.save`` writes them: uncompressed records, 64-bit sizes where needed. Free of torch.
 
 Source of the layout: PKWARE's APPNOTE.TXT.
 """
@@ -18,12 +18,35 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
-_DIRECTORY = 0x10  # among the external attributes
 _LOCATOR64 = struct.Struct("<4sIQI")
+_DIRECTORY = 0x10  # among the external attributes
+CRC = struct.Struct("<I")
 
 
 class FramingError(ValueError):
     """The bytes are not the zip framing of one plain strided tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """The bytes around a payload of ``nbytes`` bytes in an item."""
+
+    prefix: bytes
+    suffix: bytes  # with zero in place of the payload's CRC-32
+    crc_at: tuple[int, ...]  # offsets of that CRC in the suffix, as little-endian uint32; none for an empty payload
+    nbytes: int
+
+    @property
+    def length(self) -> int:
+        """The length of the whole item in bytes."""
+        return len(self.prefix) + self.nbytes + len(self.suffix)
+
+    def sealed_suffix(self, crc: int) -> bytes:
+        """Return the suffix with the payload's CRC-32 filled in."""
+        suffix = bytearray(self.suffix)
+        for at in self.crc_at:
+            CRC.pack_into(suffix, at, crc)
+        return bytes(suffix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +57,11 @@ class Record:
     header_offset: int
     size: int
     crc: int
-    crc_at: int
+    crc_at: int  # the offset of `crc` in the directory
 
 
 def read_directory(length: int, fetch: Callable[[int, int], bytes]) -> list[Record]:
-    """Read the central directory of a zip of ``length`` bytes."""
+    """Read the central directory of a zip of ``length`` bytes; ``fetch`` returns the bytes at (offset, size)."""
     try:
         tail_at = max(0, length - _END.size - _LOCATOR64.size)
         tail = fetch(tail_at, length - tail_at)
@@ -49,7 +72,7 @@ def read_directory(length: int, fetch: Callable[[int, int], bytes]) -> list[Reco
         if tail[: -_END.size][-_LOCATOR64.size :][:4] == b"PK\6\7":
             locator = _LOCATOR64.unpack(tail[-_END.size - _LOCATOR64.size : -_END.size])
             end64 = _END64.unpack(fetch(locator[2], _END64.size))
-            if end64[0] != b"PK\6\6":  # other readers would go by the record above then
+            if end64[0] != b"PK\6\6":  # other readers would use the record above then
                 raise FramingError("no 64-bit end-of-directory record where the item says that it is")
             count, size, offset = end64[7], end64[8], end64[9]
         if not 0 <= offset <= offset + size <= length:
@@ -57,7 +80,7 @@ def read_directory(length: int, fetch: Callable[[int, int], bytes]) -> list[Reco
         records = _entries(fetch(offset, size), offset, count)
     except (struct.error, UnicodeDecodeError, IndexError, StopIteration) as exc:
         raise FramingError(f"the zip directory is damaged: {exc}") from exc
-    # torch finds records without regard to case: it must not find others than those that are checked here.
+    # torch ignores case when it looks up a record: it must not find others than those that are checked here.
     if len({record.name.lower() for record in records}) != len(records):
         raise FramingError("two records of the zip directory have the same name")
     return records
@@ -76,7 +99,7 @@ def _entries(directory: bytes, offset: int, count: int) -> list[Record]:
         size, header = _zip64_sizes(extra, size, entry[8], header)
         if method != 0:
             raise FramingError("a compressed record, which torch.save never writes")
-        if entry[15] & _DIRECTORY:  # torch.load would leave its memory as it finds it
+        if entry[15] & _DIRECTORY:  # torch.load would leave its memory uninitialised
             raise FramingError("a record that is marked as a directory")
         name = directory[name_at:extra_at].decode()
         records.append(Record(name, header, size, crc, offset + at + 16))
@@ -99,7 +122,7 @@ def _zip64_sizes(extra: bytes, size: int, compressed: int, header: int) -> tuple
 
 
 def data_offset(record: Record, fetch: Callable[[int, int], bytes]) -> int:
-    """Find where a record's bytes begin: behind its own header."""
+    """Return the offset of a record's bytes, which follow its local header."""
     header = fetch(record.header_offset, _LOCAL.size)
     if len(header) < _LOCAL.size or header[:4] != b"PK\3\4":
         raise FramingError(f"the header of record {record.name} is damaged")
@@ -107,25 +130,11 @@ def data_offset(record: Record, fetch: Callable[[int, int], bytes]) -> int:
     return record.header_offset + _LOCAL.size + int(fields[9]) + int(fields[10])
 
 
-def verify_archive(blob: bytes) -> str | None:
-    """Check a whole ``torch.save`` file as `read_archive` does; give what is wrong, or None."""
-    try:
-        read_archive(blob)
-    except FramingError as exc:
-        return str(exc)
-    return None
-
-
 def read_archive(blob: bytes) -> dict[str, memoryview]:
-    """Read a whole ``torch.save`` file, whose records lie in it apart from each other and match their CRCs.
-
-    Where the file carries no CRCs, none are compared.
-
-    Returns:
-        the bytes of each record, by name.
+    """Return the bytes of each record of a ``torch.save`` file, by name.
 
     Raises:
-        FramingError: saying what is wrong.
+        FramingError: records overlap, or do not match their CRCs where the file carries CRCs.
     """
     view = memoryview(blob)
 

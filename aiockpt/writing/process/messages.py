@@ -11,7 +11,7 @@ from aiockpt.planning.layout import FileImage, Slot
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.format.item.framing import Framing
+    from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.writing.commit import CommitDocuments
 
