@@ -21,7 +21,7 @@ from safetensors.torch import save as their_bytes
 
 import aiockpt
 import aiockpt.dcp
-from aiockpt.cli.demo.workspace import workspace
+from aiockpt.cli.demo.run import workspace
 from aiockpt.dcp.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage

@@ -1,4 +1,4 @@
-"""The console script ``aiockpt``. Commands import what they need when they run: help and version are quick."""
+"""The console script ``aiockpt``. Commands import their modules when they run, so that help and version are fast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=2, help="How many steps to train.")] = 32,
-    every: Annotated[int, typer.Option(min=1, help="How many steps lie between two checkpoints.")] = 8,
+    every: Annotated[int, typer.Option(min=1, help="How many steps to train between two checkpoints.")] = 8,
     directory: Annotated[
         Path | None,
         typer.Option(

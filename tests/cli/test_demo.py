@@ -16,7 +16,7 @@ import aiockpt
 from aiockpt.cli.demo.child import ChildError, run_child
 from aiockpt.cli.demo.compare import compare_checkpoints, compare_losses, compare_states
 from aiockpt.cli.demo.events import Held, Measured, Ready, Saved, Saving, Stepped, decode, encode
-from aiockpt.cli.demo.workspace import remove_leftovers, workspace
+from aiockpt.cli.demo.run import remove_leftovers, workspace
 from aiockpt.cli.main import app
 
 COMMAND = (sys.executable, "-m", "aiockpt", "demo", "--layers", "2", "--width", "128", "--steps", "12", "--every", "2")
@@ -111,12 +111,12 @@ def test_ctrl_c_on_a_terminal_leaves_nothing(tmp_path):
 
 
 def read_terminal(terminal, until=None):
-    """Read until something has been seen, or until nobody has the other end any more."""
+    """Read until a text has been seen, or until the other end is closed."""
     seen = b""
     while until is None or until not in seen:
         try:
             data = os.read(terminal, 1 << 16)
-        except OSError:  # how Linux says it
+        except OSError:  # Linux reports the end of a terminal so
             data = b""
         if not data:
             assert until is None, seen

@@ -1,4 +1,4 @@
-"""Runs a process of the demo to its end, or kills it on the way."""
+"""Child processes of the demo: run to the end, or killed on the way."""
 
 from __future__ import annotations
 
@@ -21,27 +21,19 @@ _SHOWN_BYTES = 1 << 14
 
 
 class ChildError(Exception):
-    """A process of the demo failed, or hung."""
+    """A child process failed, or hung."""
 
 
 async def run_child(
     module: str, arguments: Sequence[str], on_event: Callable[[Event], bool], *, timeout_s: float = 120.0
 ) -> bool:
-    """Run a module as a process and hand over its events, until it ends.
+    """Run a module as a process until it ends, and pass each of its events to ``on_event``.
 
-    When the caller is cancelled, or anything fails, the process is killed.
-
-    Args:
-        module: what to run.
-        arguments: its command line.
-        on_event: is given every event; True kills the process, at once and without warning it.
-        timeout_s: how long it may be silent.
-
-    Returns:
-        Whether it was killed because ``on_event`` said so. False when it had ended before.
+    If ``on_event`` returns True, the process is killed with SIGKILL; so it is if the caller is cancelled or anything
+    fails. Return whether ``on_event`` had it killed; False if the process had already ended by then.
 
     Raises:
-        ChildError: it failed by itself, or was silent for too long; with what it wrote to standard error.
+        ChildError: the process failed by itself, or sent nothing for ``timeout_s``; with its standard error.
     """
     with tempfile.TemporaryFile() as errors:
         process = await _start(module, arguments, errors)
@@ -61,8 +53,8 @@ async def run_child(
 
 
 async def _start(module: str, arguments: Sequence[str], errors: IO[bytes]) -> Process:
-    # CUDA's matrix products are reproducible only with a workspace of fixed size. A session of its own keeps
-    # Ctrl-C away from the process: it is for the one that started it to end it.
+    # CUDA's matrix products are reproducible only with a workspace of fixed size. A new session keeps Ctrl-C away
+    # from the child: its parent ends it.
     return await anyio.open_process(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
@@ -73,7 +65,7 @@ async def _start(module: str, arguments: Sequence[str], errors: IO[bytes]) -> Pr
 
 
 async def _listen(process: Process, on_event: Callable[[Event], bool], timeout_s: float) -> bool:
-    """Hand over events until the process closes its end; tell whether it was killed."""
+    """Pass on events until the process closes its standard output; return whether it was killed."""
     assert process.stdout is not None
     stream = BufferedByteReceiveStream(process.stdout)
     killed = False
@@ -95,7 +87,7 @@ def _kill(process: Process) -> None:
 
 
 def _tail(errors: IO[bytes]) -> str:
-    """Give the end of what was written to standard error."""
+    """Return the end of the standard error."""
     size = errors.seek(0, os.SEEK_END)
     errors.seek(max(0, size - _SHOWN_BYTES))
     return errors.read().decode(errors="replace").rstrip()

@@ -1,4 +1,4 @@
-"""Compares two runs bit by bit."""
+"""Comparison of two runs, bit by bit."""
 
 from __future__ import annotations
 
@@ -16,30 +16,18 @@ import aiockpt
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What two states have in common.
-
-    Attributes:
-        tensors: how many tensors were compared.
-        nbytes: their bytes.
-        digests: the SHA-256 of each state.
-        differences: the keys that differ, in order.
-    """
+    """The result of comparing two states."""
 
     tensors: int
-    nbytes: int
-    digests: tuple[str, str]
-    differences: tuple[str, ...]
+    nbytes: int  # of the tensors
+    digests: tuple[str, str]  # the SHA-256 of each state
+    differences: tuple[str, ...]  # the keys that differ, in order
 
 
 def compare_losses(seen: Iterable[tuple[int, float]], reference: Mapping[int, float]) -> str | None:
-    """Compare losses exactly.
+    """Describe the first difference between the losses of a resumed run and a reference; None if there is none.
 
-    Args:
-        seen: steps and losses of a run that was interrupted and resumed; a step may come twice.
-        reference: the losses of the run that was not.
-
-    Returns:
-        What differs first; None if nothing does.
+    A step may be in ``seen`` more than once.
     """
     by_step: dict[int, list[float]] = {}
     for step, loss in seen:
@@ -52,11 +40,7 @@ def compare_losses(seen: Iterable[tuple[int, float]], reference: Mapping[int, fl
 
 
 async def compare_checkpoints(first: Path, second: Path) -> Comparison:
-    """Load two checkpoints and compare them.
-
-    Raises:
-        LoadError: one can't be loaded.
-    """
+    """Load two checkpoints and compare them."""
     async with aiockpt.AsyncCheckpointer() as ckpt:
         return compare_states(await ckpt.load(first), await ckpt.load(second))
 
@@ -75,7 +59,7 @@ def compare_states(first: Any, second: Any) -> Comparison:
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Give what nested dicts, lists and tuples hold, with dotted keys."""
+    """Yield the leaves of nested dicts, lists and tuples, with dotted keys."""
     items: Iterable[tuple[Any, Any]]
     if isinstance(value, Mapping):
         items = value.items()
@@ -89,19 +73,19 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def identical(a: Any, b: Any) -> bool:
-    """Tell whether two leaves are the same, bit by bit; unlike ``==`` for NaN, and for 0.0 and -0.0."""
+    """Return whether two leaves are equal bit by bit: unlike ``==``, NaN equals NaN, and 0.0 differs from -0.0."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw(a), raw(b))
     return type(a) is type(b) and repr(a) == repr(b)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """See a tensor as bytes."""
+    """Return the bytes of a tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def digest(flat: Mapping[str, Any]) -> str:
-    """Give the SHA-256 of leaves, with their keys, dtypes and shapes."""
+    """Return the SHA-256 of leaves, with their keys, dtypes and shapes."""
     sha = hashlib.sha256()
     for key in sorted(flat):
         leaf = flat[key]

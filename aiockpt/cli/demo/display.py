@@ -1,43 +1,41 @@
-"""Shows runs as they go: bars that move on a terminal, lines elsewhere."""
+"""Output of the demo: progress bars on a terminal, lines elsewhere, and the final tables."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import median
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
 from rich.text import Text
 
-from aiockpt.cli.demo.events import Event, Ready, Saved, Saving, Stepped
+from aiockpt.cli.demo.events import Event, History, Measured, Ready, Saved, Saving, Stepped
 
 MIB = 1 << 20
 GIB = 1 << 30
 
 
 class Display(ABC):
-    """Shows events of one process after the other.
-
-    Args:
-        console: where to.
-    """
+    """Shows the events of the demo's processes on a console."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
 
     def title(self, text: str) -> None:
-        """Begin a section."""
+        """Print the title of a section."""
         self.console.print()
         self.console.print(Text(text, style="bold"))
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a sentence of this section."""
+        """Print a sentence within a section."""
         self.console.print(Text(f"  {text}", style=style), soft_wrap=True)
 
     @contextlib.contextmanager
     def run(self, steps: int) -> Iterator[None]:
-        """Show the events that come meanwhile, of a run of ``steps`` steps."""
+        """Show the events that arrive within the context, of a run of ``steps`` steps."""
         yield
 
     @abstractmethod
@@ -46,12 +44,12 @@ class Display(ABC):
 
 
 class LineDisplay(Display):
-    """For logs and pipes: a line at the start and for each checkpoint."""
+    """For logs and pipes: one line at the start, two for each checkpoint."""
 
     _loss = float("nan")
 
     def show(self, event: Event) -> None:
-        """Print the event, if it matters."""
+        """Print a start, a save or its result; ignore other events."""
         match event:
             case Ready():
                 self.say(describe_start(event))
@@ -74,7 +72,7 @@ class LiveDisplay(Display):
 
     @contextlib.contextmanager
     def run(self, steps: int) -> Iterator[None]:
-        """Draw two bars until the process is over, and leave them there."""
+        """Draw two bars within the context; their last state stays on the screen."""
         self._progress = Progress(
             TextColumn("  {task.description:<13}"),
             BarColumn(bar_width=24),
@@ -104,7 +102,7 @@ class LiveDisplay(Display):
                 pass
 
     def _draw(self, event: Saving) -> None:
-        """Draw how much is written of a checkpoint."""
+        """Draw the written share of a checkpoint."""
         self._progress.start_task(self._saving)
         self._progress.update(
             self._saving,
@@ -117,24 +115,24 @@ class LiveDisplay(Display):
 
 
 def open_display() -> Display:
-    """Make the display that fits standard output."""
+    """Create the display that suits standard output."""
     console = Console(highlight=False)
     return LiveDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
 def checkpoint_name(step: int) -> str:
-    """Give the name of the checkpoint after so many steps."""
+    """Return the name of the checkpoint after ``step`` steps."""
     return f"step-{step:06d}"
 
 
 def describe_start(event: Ready) -> str:
-    """Say what a process begins with."""
+    """Describe the model, and the checkpoint that the process started from."""
     model = f"GPT of {event.parameters / 1e6:.1f} million parameters"
     return f"{model}, resumed from {event.resumed_from}" if event.resumed_from else f"{model}, from step 0"
 
 
 def describe_progress(event: Saving) -> str:
-    """Say how far a save is."""
+    """Describe how many bytes of a save are copied and written."""
     return (
         f"{event.staged_bytes / MIB:.0f} of {event.total_bytes / MIB:.0f} MiB copied, "
         f"{event.written_bytes / MIB:.0f} written"
@@ -142,5 +140,51 @@ def describe_progress(event: Saving) -> str:
 
 
 def describe_save(event: Saved) -> str:
-    """Say how long a save took."""
+    """Describe how long a save took."""
     return f"staged after {event.staged_s * 1e3:.0f} ms, durable after {event.written_s * 1e3:.0f} ms"
+
+
+# --- tables ------------------------------------------------------------------------------------------
+
+
+def saves_table(history: History) -> Table:
+    """Return a table of the saves of a run."""
+    table = _table("Saves while training", "checkpoint", "training held", "staged", "durable", "size", "speed")
+    for step, saved in sorted(history.saved.items()):
+        table.add_row(
+            checkpoint_name(step),
+            _ms(history.held_s.get(step, 0.0)),
+            _ms(saved.staged_s),
+            _ms(saved.written_s),
+            f"{saved.nbytes / MIB:.0f} MiB",
+            f"{saved.nbytes / saved.written_s / GIB:.2f} GiB/s",
+        )
+    return table
+
+
+def methods_table(measured: Sequence[Measured], nbytes: int) -> Table:
+    """Return a table of ways to save the same state, with the medians of their times."""
+    table = _table("The same state, with nothing else going on", "method", "call returns", "staged", "durable", "speed")
+    for method in dict.fromkeys(one.method for one in measured):
+        times = [one for one in measured if one.method == method]
+        written = median(one.written_s for one in times)
+        table.add_row(
+            method,
+            _ms(median(one.returned_s for one in times)),
+            _ms(median(one.staged_s for one in times)),
+            _ms(written),
+            f"{nbytes / written / GIB:.2f} GiB/s",
+        )
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(first)
+    for other in others:
+        table.add_column(other, justify="right")
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,17 +1,18 @@
-"""What the processes of the demo tell the one that started them: a line of JSON for each event."""
+"""Events that the demo's processes send to their parent, one line of JSON each; and a record of a whole run."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import TextIO
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is made, or loaded: after ``step`` steps, from the checkpoint ``resumed_from`` if any."""
+    """Training starts after ``step`` steps, from the checkpoint ``resumed_from`` if there is one."""
 
     step: int
     parameters: int
@@ -29,7 +30,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """The save after ``step`` steps has come to ``phase``: "started", or one of `aiockpt.saving.handle.Phase`."""
+    """The save after ``step`` steps is in ``phase``: "started", or one of `aiockpt.saving.handle.Phase`."""
 
     step: int
     phase: str
@@ -40,7 +41,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The save after ``step`` steps held training, in ``save()`` or until ``staged``; may come several times."""
+    """The save after ``step`` steps blocked training, in ``save()`` or until ``staged``; sent once for each of them."""
 
     step: int
     held_s: float
@@ -58,19 +59,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One way to save a state, with nothing else going on; the times count from the call.
-
-    Attributes:
-        method: what was called.
-        returned_s: until the call came back.
-        staged_s: until the tensors may change.
-        written_s: until the state is durable.
-    """
+    """One way to save a state, on an otherwise idle machine; the times count from the call."""
 
     method: str
-    returned_s: float
-    staged_s: float
-    written_s: float
+    returned_s: float  # until the call returned
+    staged_s: float  # until the tensors may change
+    written_s: float  # until the state is durable
 
 
 Event = Ready | Stepped | Saving | Held | Saved | Measured
@@ -78,12 +72,12 @@ _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (Ready, Steppe
 
 
 def encode(event: Event) -> str:
-    """Write an event as one line."""
+    """Return an event as one line."""
     return json.dumps({"event": type(event).__name__, **asdict(event)}) + "\n"
 
 
 def decode(line: str | bytes) -> Event | None:
-    """Read an event from its line; None when something else was printed there."""
+    """Return the event of a line, or None if the line is other output."""
     try:
         facts = json.loads(line)
         return _KINDS[facts.pop("event")](**facts)
@@ -92,9 +86,9 @@ def decode(line: str | bytes) -> Event | None:
 
 
 class EventPipe:
-    """Sends events to the process that started this one, over what was standard output.
+    """Sends events to the parent process over the original standard output.
 
-    Whatever else is printed goes to standard error from now on.
+    Creating it redirects everything else that this process prints to standard error.
     """
 
     def __init__(self) -> None:
@@ -102,6 +96,40 @@ class EventPipe:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def send(self, event: Event) -> None:
-        """Send an event at once."""
+        """Send an event without buffering."""
         self._stream.write(encode(event))
         self._stream.flush()
+
+
+# --- what a run did ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class History:
+    """The run of one process, or of several in a row. The keys of each dict are steps."""
+
+    losses: list[tuple[int, float]] = field(default_factory=list)  # in order; a repeated step is in it twice
+    step_s: dict[int, float] = field(default_factory=dict)
+    saves: dict[int, Saving] = field(default_factory=dict)  # the last event of each save
+    saved: dict[int, Saved] = field(default_factory=dict)
+    held_s: dict[int, float] = field(default_factory=dict)  # how long each save blocked training, in all
+
+    def add(self, event: Event) -> None:
+        """Record an event."""
+        match event:
+            case Stepped():
+                self.losses.append((event.step, event.loss))
+                self.step_s[event.step] = event.elapsed_s
+            case Saving():
+                self.saves[event.step] = event
+            case Saved():
+                self.saved[event.step] = event
+            case Held():
+                self.held_s[event.step] = self.held_s.get(event.step, 0.0) + event.held_s
+            case _:
+                pass
+
+    def typical_step_s(self, *, saving: bool) -> float | None:
+        """Return the median time of the steps that ran beside a save, or of the other steps."""
+        times = [took for step, took in self.step_s.items() if step > 1 and (step - 1 in self.saves) is saving]
+        return median(times) if times else None

@@ -1,4 +1,4 @@
-"""Ways to save the same state, timed side by side with nothing else going on. A process of its own."""
+"""Ways to save the same state, timed side by side on an otherwise idle machine, in a separate process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def with_torch_save(state: dict[str, Any], path: Path) -> Measured:
 
 
 async def with_dcp(state: dict[str, Any], path: Path) -> Measured:
-    """Save with ``dcp.async_save`` as it comes; it copies the state before it returns."""
+    """Save with ``dcp.async_save`` and its defaults; it copies the state before it returns."""
     began = time.perf_counter()
     response = async_save(state, checkpoint_id=path)
     returned = time.perf_counter() - began
@@ -47,7 +47,7 @@ async def with_dcp(state: dict[str, Any], path: Path) -> Measured:
 
 
 def with_aiockpt(ckpt: aiockpt.AsyncCheckpointer) -> Method:
-    """Make a method of a checkpointer."""
+    """Return a method that saves with a checkpointer."""
 
     async def save(state: dict[str, Any], path: Path) -> Measured:
         began = time.perf_counter()
@@ -60,7 +60,7 @@ def with_aiockpt(ckpt: aiockpt.AsyncCheckpointer) -> Method:
 
 
 async def measure(checkpoint: Path, scratch: Path, device: str, pipe: EventPipe) -> None:
-    """Load a checkpoint to a device, and save it again in several ways, in turns."""
+    """Load a checkpoint to a device, and save it again with each method in turn."""
     async with aiockpt.AsyncCheckpointer() as ckpt:
         state = await ckpt.load(checkpoint, map_location=device)
         methods: tuple[Method, ...] = (with_torch_save, with_dcp, with_aiockpt(ckpt))
@@ -81,7 +81,7 @@ def remove(path: Path) -> None:
 
 
 def main(checkpoint: str, scratch: str, device: str) -> None:
-    """Measure, with the process group that DCP asks for."""
+    """Measure, within the process group that DCP requires."""
     pipe = EventPipe()
     dist.init_process_group("gloo", init_method=f"file://{Path(scratch).absolute()}/group", rank=0, world_size=1)
     try:

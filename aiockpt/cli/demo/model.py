@@ -1,4 +1,4 @@
-"""A small GPT over bytes, its text and its training state. Plain PyTorch: nothing here knows of checkpoints."""
+"""A small GPT over bytes, its text and its training state. Plain PyTorch, without any checkpointing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
         return fed
 
     def attend(self, x: Tensor) -> Tensor:
-        """Let every position look at itself and those before it."""
+        """Apply causal self-attention: (batch, length, width) to the same."""
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         # Written out: the fused kernels' gradients are not reproducible on every device.
@@ -94,18 +94,7 @@ def standard_library(most_bytes: int) -> bytes:
 
 
 class Trainer:
-    """A model in training, and everything that its next step depends on.
-
-    Args:
-        config: the model.
-        steps: how many steps make the whole run.
-        seed: of the weights, the dropout and the choice of text.
-        device: where the model lives.
-
-    Attributes:
-        step: how many steps are done.
-        losses: the loss of every step, (steps,), float64; NaN for those to come.
-    """
+    """A model in training, and everything that its next step depends on."""
 
     def __init__(self, config: ModelConfig, *, steps: int, seed: int, device: str) -> None:
         torch.manual_seed(seed)
@@ -114,11 +103,11 @@ class Trainer:
         self.model = GPT(config).to(self.device)
         self.optim = torch.optim.AdamW(self.model.parameters(), lr=config.learning_rate)
         self.text = Text(seed)
-        self.step = 0
-        self.losses = torch.full((steps,), torch.nan, dtype=torch.float64)
+        self.step = 0  # how many steps are done
+        self.losses = torch.full((steps,), torch.nan, dtype=torch.float64)  # NaN for the steps to come
 
     def forward_backward(self) -> float:
-        """Compute the gradients of the next batch; weights and optimizer stay as they are."""
+        """Compute the gradients of the next batch and return the loss; weights and optimizer stay unchanged."""
         inputs, targets = (part.to(self.device) for part in self.text.batch(self.config.batch, self.config.context))
         self.optim.zero_grad()
         loss = functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
@@ -126,13 +115,13 @@ class Trainer:
         return loss.item()
 
     def update(self, loss: float) -> None:
-        """Finish the step: change the weights."""
+        """Update the weights, which ends the step."""
         self.optim.step()
         self.losses[self.step] = loss
         self.step += 1
 
     def state(self) -> dict[str, Any]:
-        """Return all that the next step depends on: to be saved, or to be loaded into."""
+        """Return everything that the next step depends on: to save, or to load into."""
         on_cuda = self.device.type == "cuda"
         return {
             "model": self.model,
@@ -147,11 +136,9 @@ class Trainer:
         }
 
     def resume(self, state: dict[str, Any], *, rng: bool = True) -> None:
-        """Go on from a state that was loaded into; model, optimizer and losses have theirs by then.
+        """Continue from a loaded `state`; the load has filled model, optimizer and losses in place.
 
-        Args:
-            state: what ``state()`` returned, loaded into.
-            rng: take up the random numbers too. Without them the next steps are other ones.
+        Without ``rng`` the random-number states are not restored, and the next steps differ.
         """
         self.step = state["step"]
         if not rng:

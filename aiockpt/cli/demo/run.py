@@ -1,10 +1,13 @@
-"""The course of the demo: die in the middle of a save, resume, and compare with a run that never died."""
+"""The steps of the demo: die in the middle of a save, resume, and compare with an uninterrupted run."""
 
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,29 +18,27 @@ import aiockpt
 from aiockpt.cli.demo.child import ChildError, run_child
 from aiockpt.cli.demo.compare import Comparison, compare_checkpoints, compare_losses
 from aiockpt.cli.demo.config import RunConfig
-from aiockpt.cli.demo.display import MIB, Display, checkpoint_name, describe_progress, open_display
-from aiockpt.cli.demo.events import Event, Measured, Saving
-from aiockpt.cli.demo.history import History
-from aiockpt.cli.demo.tables import methods_table, saves_table
-from aiockpt.cli.demo.workspace import remove_leftovers, scratch, workspace
+from aiockpt.cli.demo.display import (
+    MIB,
+    Display,
+    checkpoint_name,
+    describe_progress,
+    methods_table,
+    open_display,
+    saves_table,
+)
+from aiockpt.cli.demo.events import Event, History, Measured, Saving
 from aiockpt.format.names import HIDDEN, METADATA_NAME
+from aiockpt.storage.local.storage import absolute
 
 IDENTICAL, DIFFERENT, INCOMPLETE, INTERRUPTED = 0, 1, 3, 130
-"""Exit codes; the last is what shells report after Ctrl-C."""
+"""Exit codes; the last is the one that shells report after Ctrl-C."""
 HALF_DONE = ("staging", "staged", "writing")
-"""The phases of a save in which it has begun to copy, and nothing is published."""
+"""The phases in which a save has started to copy, and nothing is published."""
 
 
 def run_demo(config: RunConfig, directory: Path | None, *, keep: bool) -> int:
-    """Perform the demo and show it on standard output. Blocks.
-
-    Args:
-        config: the run.
-        directory: where to keep the checkpoints; None for a temporary directory.
-        keep: leave them there afterwards.
-
-    Returns:
-        The exit code.
+    """Run the demo on standard output and return its exit code. Blocks.
 
     Raises:
         ValueError: there is no such device, or the directory is not empty.
@@ -59,11 +60,7 @@ def run_demo(config: RunConfig, directory: Path | None, *, keep: bool) -> int:
 
 
 def check_device(device: str) -> None:
-    """Look whether there is such a device.
-
-    Raises:
-        ValueError: there is none, or the demo can't use it.
-    """
+    """Raise ValueError if there is no such device, or if the demo can't use it."""
     try:
         kind = torch.device(device)
     except RuntimeError as exc:
@@ -75,13 +72,7 @@ def check_device(device: str) -> None:
 
 
 class Demo:
-    """One performance of the demo.
-
-    Args:
-        config: the run.
-        root: an empty directory to work in.
-        display: shows what happens.
-    """
+    """One run of the demo, in an empty directory ``root``."""
 
     def __init__(self, config: RunConfig, root: Path, display: Display) -> None:
         self._root = root
@@ -90,11 +81,7 @@ class Demo:
         self._display = display
 
     async def perform(self) -> int:
-        """Run it all.
-
-        Returns:
-            The exit code.
-        """
+        """Run all parts and return the exit code."""
         try:
             history = await self._die()
             await self._resume(history)
@@ -125,7 +112,7 @@ class Demo:
         raise ChildError("Every save was complete before it could be interrupted: train a larger model, or for longer.")
 
     def _show_wreck(self, victim: Path, save: Saving) -> None:
-        """Show what a killed save leaves, and remove it."""
+        """Show and remove the hidden directory of a killed save."""
         say = self._display.say
         say(f"Killed (SIGKILL) while {victim.name} was being saved; the last news: {describe_progress(save)}.")
         say(f"There is no {victim.name}: a checkpoint gets its name when it is complete and durable, never before.")
@@ -135,24 +122,23 @@ class Demo:
             say(f"Left behind, and now removed: {name} ({described}).")
 
     async def _resume(self, history: History) -> None:
-        """Go on from the newest checkpoint, to the end."""
+        """Continue from the newest checkpoint to the last step."""
         self._display.title("2. Resume from the newest checkpoint")
         await self._train(self._interrupted, history)
         if not self._interrupted.rng:
             self._display.say("The random-number states of the checkpoint were ignored, as asked for.", "yellow")
 
     async def _never_die(self) -> History:
-        """Do the same run once more, in one go."""
+        """Repeat the same run without an interruption."""
         self._display.title("3. The same run, never interrupted")
         history = History()
         await self._train(self._uninterrupted, history)
         return history
 
     async def _train(self, config: RunConfig, history: History, *, kill_from: float = math.inf) -> int | None:
-        """Run the training loop as a process; kill it when a save, from ``kill_from`` on, is half done.
+        """Run the training loop as a process; kill it within the first save from step ``kill_from`` on.
 
-        Returns:
-            The step of the save that the process was killed in; None when it ended by itself.
+        Return the step of the interrupted save, or None if the process ended by itself.
         """
         victim: int | None = None
 
@@ -170,7 +156,7 @@ class Demo:
         return victim if killed else None
 
     async def _compare(self, history: History, reference: History) -> bool:
-        """Compare every loss, and every bit of the two last checkpoints."""
+        """Compare all losses, and the last checkpoints bit by bit; return whether they are identical."""
         self._display.title("4. Compare")
         losses = compare_losses(history.losses, dict(reference.losses))
         name = checkpoint_name(self._interrupted.steps)
@@ -187,7 +173,7 @@ class Demo:
         return same
 
     async def _measure(self, reference: History) -> None:
-        """Save the last state in other ways too, and show all times."""
+        """Save the last state in several ways, and show the times."""
         self._display.title("5. What a checkpoint costs")
         last = Path(self._uninterrupted.directory, checkpoint_name(self._interrupted.steps))
         measured: list[Measured] = []
@@ -208,12 +194,12 @@ class Demo:
 
 
 def is_committed(checkpoint: Path) -> bool:
-    """Tell whether a checkpoint has its final name."""
+    """Return whether a checkpoint has its final name."""
     return checkpoint.exists()
 
 
 def describe_run(config: RunConfig) -> str:
-    """Say what will be trained."""
+    """Describe the run."""
     return (
         f"A small GPT learns from the sources of Python's standard library, on {config.device}: "
         f"{config.steps} steps, a checkpoint every {config.every}."
@@ -221,7 +207,7 @@ def describe_run(config: RunConfig) -> str:
 
 
 def describe_comparison(done: int, steps: int, losses: str | None, states: Comparison) -> Iterator[tuple[str, bool]]:
-    """Say what the comparison found; each sentence with whether it is good news."""
+    """Describe the comparison; yield each sentence with whether it is good news."""
     if losses is None:
         yield f"The losses of all {steps} steps are identical ({done - steps} of them were done twice).", True
     else:
@@ -236,7 +222,7 @@ def describe_comparison(done: int, steps: int, losses: str | None, states: Compa
 
 
 def describe_steps(history: History) -> Sequence[str]:
-    """Say what saves do to the steps during which they go on."""
+    """Describe how saves slow down the steps that run beside them."""
     alone, saving = history.typical_step_s(saving=False), history.typical_step_s(saving=True)
     if alone is None or saving is None:
         return ()
@@ -244,5 +230,53 @@ def describe_steps(history: History) -> Sequence[str]:
 
 
 def _has_begun(directory: str | Path) -> bool:
-    """Tell whether a save has made the directory that it writes to."""
+    """Return whether a save has created its hidden directory."""
     return any(Path(directory).glob(f"{HIDDEN}*"))
+
+
+# --- directories --------------------------------------------------------------------------------------
+
+MADE = ("interrupted", "uninterrupted", "measure")
+"""The directories that the demo creates."""
+
+
+@contextmanager
+def workspace(directory: Path | None, *, keep: bool) -> Iterator[Path]:
+    """Create and yield an empty directory, a temporary one for None; remove its contents afterwards unless ``keep``.
+
+    Raises:
+        ValueError: the directory is not empty.
+    """
+    directory = None if directory is None else Path(absolute(directory))
+    made = directory is None or not directory.exists()
+    root = Path(tempfile.mkdtemp(prefix="aiockpt-demo-")) if directory is None else directory
+    root.mkdir(parents=True, exist_ok=True)
+    if any(root.iterdir()):
+        raise ValueError(f"{root} is not empty; name a directory that is, or that doesn't exist yet")
+    try:
+        yield root
+    finally:
+        if not keep:
+            for name in MADE:
+                if (root / name).exists():
+                    shutil.rmtree(root / name)
+            if made and not any(root.iterdir()):  # the user may have put files there
+                root.rmdir()
+
+
+@contextmanager
+def scratch(path: Path) -> Iterator[Path]:
+    """Create a directory, and remove it with its contents afterwards."""
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def remove_leftovers(directory: Path) -> Iterator[tuple[str, list[str]]]:
+    """Remove the hidden directories of unfinished saves; yield the name of each, and the names of its files."""
+    for leftover in sorted(directory.glob(f"{HIDDEN}*")):
+        files = sorted(file.name for file in leftover.iterdir())
+        shutil.rmtree(leftover)
+        yield leftover.name, files

@@ -1,4 +1,4 @@
-"""The training loop: this is what to copy. Run as a process of its own, it reports what it does."""
+"""The training loop to copy. It runs as a separate process, and reports to its parent."""
 
 from __future__ import annotations
 
@@ -18,16 +18,7 @@ from aiockpt.cli.demo.model import Trainer
 
 
 async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rng: bool, report: Report) -> None:
-    """Train from the newest checkpoint in a directory, if there is one, and save to it on the way.
-
-    Args:
-        trainer: the model and all that its next step depends on.
-        directory: where the checkpoints are, ``step-000008`` and so on.
-        steps: how many steps make the whole run.
-        every: how many steps lie between two checkpoints.
-        rng: resume with the random numbers that were saved.
-        report: is told what happens.
-    """
+    """Train up to ``steps``, from the newest checkpoint in a directory if there is one, and save there on the way."""
     async with aiockpt.AsyncCheckpointer() as ckpt:
         newest = newest_checkpoint(directory)
         if newest is not None:
@@ -50,17 +41,12 @@ async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rn
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """Find the newest checkpoint; one that has its name is complete."""
+    """Return the newest checkpoint; a checkpoint with its final name is complete."""
     return max(directory.glob("step-*"), default=None)
 
 
 class Report:
-    """Sends what the loop does to whoever started this process.
-
-    Args:
-        pipe: takes the events.
-        tasks: holds the tasks that follow saves.
-    """
+    """Reports the progress of the loop to the parent process; ``tasks`` owns the tasks that follow saves."""
 
     def __init__(self, pipe: EventPipe, tasks: asyncio.TaskGroup) -> None:
         self._pipe = pipe
@@ -68,26 +54,26 @@ class Report:
         self._step_began = time.perf_counter()
 
     def ready(self, trainer: Trainer, resumed_from: Path | None) -> None:
-        """Tell that training begins."""
+        """Report that training starts."""
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         self._pipe.send(Ready(trainer.step, parameters, resumed_from.name if resumed_from is not None else None))
         self._step_began = time.perf_counter()
 
     def stepped(self, step: int, loss: float) -> None:
-        """Tell that a step is done."""
+        """Report a completed step."""
         now = time.perf_counter()
         self._pipe.send(Stepped(step, loss, now - self._step_began))
         self._step_began = now
 
     @contextlib.contextmanager
     def held(self, step: int) -> Iterator[None]:
-        """Measure how long training is held by the save after ``step`` steps."""
+        """Report how long the context took: the save after ``step`` steps blocks training for this time."""
         began = time.perf_counter()
         yield
         self._pipe.send(Held(step, time.perf_counter() - began))
 
     def saving(self, step: int, save: aiockpt.SaveHandle) -> None:
-        """Tell that a save was started, and follow it."""
+        """Report a started save, and its progress from a task."""
         self._pipe.send(Saving(step, "started"))
         self._tasks.create_task(self._follow(step, save))
 
