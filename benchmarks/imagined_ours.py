@@ -33,7 +33,7 @@ from benchmarks.measure import Sample
 _WHAT = "the save of runs/a/step-100"
 
 
-def holdings(world: Imagined, rank: int) -> RankInventory:
+def inventory(world: Imagined, rank: int) -> RankInventory:
     """Say what a rank has, as it would."""
     names, paths, offsets, form_of = [], [], [], []
     forms: dict[ShardForm, int] = {}
@@ -98,16 +98,18 @@ class Coordinator:
         calls = self._heard(
             clock,
             (
-                PlanRequest(False, False, "dcp", token, None if token else holdings(world, rank))
+                PlanRequest(False, False, "dcp", token, None if token else inventory(world, rank))
                 for rank in range(world.ranks)
             ),
         )
         if book is None:
-            plan = clock("plan", plan_globally, [call.holdings for call in calls])
-            self.book = book = clock("plan", GlobalPlanCache, 1, [call.holdings for call in calls], plan)
+            plan = clock("plan", plan_globally, [call.inventory for call in calls])
+            self.book = book = clock("plan", GlobalPlanCache, 1, [call.inventory for call in calls], plan)
         fresh = token is None
-        shares = book.plan.shares if fresh else [None] * world.ranks
-        orders = [RankAssignment("a ticket", book.token, share, tell_places=not book.knows_places) for share in shares]
+        shares = book.plan.assignments if fresh else [None] * world.ranks
+        orders = [
+            RankAssignment("a ticket", book.token, share, report_places=not book.knows_places) for share in shares
+        ]
         self._told(clock, orders)
 
     def _publish(self, clock: Clock, step: int) -> None:
@@ -117,7 +119,7 @@ class Coordinator:
         results = self._heard(
             clock,
             (
-                written(held, rank, book.plan.shares[rank], places=places, step=step)
+                written(held, rank, book.plan.assignments[rank], places=places, step=step)
                 for rank, held in enumerate(book.ranks)
             ),
         )

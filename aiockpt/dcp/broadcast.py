@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from aiockpt.dcp.adapter import Path
     from aiockpt.dcp.convert.torch_source import MappedState
-    from aiockpt.planning.ranges import Box
+    from aiockpt.planning.ranges import RowBox
 
 _PIECE_BYTES = 32 << 20
 """How much of a tensor is broadcast at a time."""
@@ -284,12 +284,12 @@ def _pieces(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, i
         yield start, min(start + step, count)
 
 
-def _box_origin(box: Box, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _box_origin(box: RowBox, shape: tuple[int, ...]) -> tuple[int, ...]:
     begun = tuple(part.start if isinstance(part, slice) else part for part in box.index)
     return begun + (0,) * (len(shape) - len(begun))
 
 
-def _box_sizes(box: Box, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _box_sizes(box: RowBox, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes of a box along all dimensions of its tensor."""
     taken = tuple(part.stop - part.start if isinstance(part, slice) else 1 for part in box.index)
     return taken + shape[len(taken) :]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from aiockpt.core.machine import available_memory_bytes, cores
 from aiockpt.core.threads import Duty, Origin, Workers
 from aiockpt.engine.pool_sizer import PoolSizer
-from aiockpt.planning.dcp_plan import DcpForm
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner
 from aiockpt.reading.executor import LoadTools
 from aiockpt.saving.pipeline import SaveTools
@@ -84,7 +84,7 @@ class EngineResources:
         self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, unwanted=unwanted)
         self.saves = SaveTools(
             pool=self.pool,
-            planner=Planner(DcpForm(count)),
+            planner=Planner(DcpFormat(count)),
             copy_workers=self.copy_workers,
             io_workers=self.io_workers,
             seal_workers=self._seal_workers,

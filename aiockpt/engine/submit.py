@@ -15,7 +15,7 @@ from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError,
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import check_user_metadata
 from aiockpt.format.transforms.rules import choose_compression
-from aiockpt.planning.dcp_plan import DcpForm
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.saving.job import SaveJob, choose_form, format_for
 from aiockpt.snapshot.capture import capture_items, capture_state
@@ -159,7 +159,7 @@ class Submitter:
             capture=capture_items(items, sampled=self._validate == "hash"),
             started=started,
             origin=self._engine.origin,
-            form=DcpForm(files, separation_hint),
+            form=DcpFormat(files, separation_hint),
             part=planner,
         )
         self._engine.submit(job)
@@ -234,7 +234,7 @@ class Submitter:
             sampled=check_validation(options.validate or self._validate) == "hash",
         )
         if form is not None:
-            form.admit(capture)
+            form.validate(capture)
         self._warn_of_permissions(capture)
         names = capture.structure.names
         compression = None if options.compress is None else choose_compression(options.compress, names, capture.tensors)

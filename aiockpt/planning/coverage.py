@@ -32,7 +32,7 @@ class Segment(Generic[T]):
     extents: Sequence[Extent[T]]  # those that lie within, or the streamed one of which this is a piece
 
 
-def part_overlaps(extents: Sequence[Extent[T]]) -> tuple[list[Extent[T]], list[tuple[Extent[T], Extent[T]]]]:
+def split_overlaps(extents: Sequence[Extent[T]]) -> tuple[list[Extent[T]], list[tuple[Extent[T], Extent[T]]]]:
     """Return the extents that follow each other without overlap, and each other one with the one it overlaps."""
     clear: list[Extent[T]] = []
     others: list[tuple[Extent[T], Extent[T]]] = []

@@ -13,11 +13,11 @@ from aiockpt.format.dcp.metadata_writer import encode_metadata
 from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.objects import encode_object, is_shortage
 from aiockpt.format.item.torchzip import tensor_framing
-from aiockpt.format.manifest.columnar_index import Form
+from aiockpt.format.manifest.columnar_index import ItemForm
 from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_index
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.layout import FileImage, align_up, assign_buckets, bucket_count, lay_out
-from aiockpt.planning.planner import Layout, SaveForm, SavePlan, StateSummary
+from aiockpt.planning.planner import FileFormat, Layout, SavePlan, StateSummary
 from aiockpt.planning.specs import describe, unstorable
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.specs import TensorSpec
 
 
-class Share(NamedTuple):
+class RankLeaves(NamedTuple):
     """The leaves that one of several ranks writes."""
 
     prefix: str  # of the names of its files
@@ -64,40 +64,40 @@ class DcpLayout(Layout):
             for image in self.images
             for slot in image.slots
         }
-        survey = self.survey
+        summary = self.summary
         entries: list[tuple[str, Entry]] = []
         nowhere = ObjectEntry(ItemRange("", 0, 0))
-        for leaf, name in enumerate(survey.structure.names):
-            spec = survey.specs[leaf]
+        for leaf, name in enumerate(summary.structure.names):
+            spec = summary.specs[leaf]
             if spec is None:
                 entries.append((name, nowhere))
             else:
                 shape = tuple(spec.shape)
-                chunk = ChunkEntry((0,) * len(shape), shape, places[survey.tied.get(leaf, leaf)])
+                chunk = ChunkEntry((0,) * len(shape), shape, places[summary.tied.get(leaf, leaf)])
                 entries.append((name, TensorEntry(spec.dtype, shape, (chunk,))))
-        paths = dict(zip(survey.structure.names, survey.structure.paths, strict=True))
+        paths = dict(zip(summary.structure.names, summary.structure.paths, strict=True))
         return encode_metadata(entries, paths, placed=placed)
 
     @cached_property
     def index_head(self) -> str | None:
         """Head of the manifest's index, the same for every save."""
-        survey = self.survey
-        forms: list[Form] = []
+        summary = self.summary
+        forms: list[ItemForm] = []
         numbers: dict[int, int] = {}  # by the identity of the framing, of which there is one for each form
-        places = ItemRanges(*([filler] * len(survey.specs) for filler in (-1, 0, 0)))
+        places = ItemRanges(*([filler] * len(summary.specs) for filler in (-1, 0, 0)))
         form_of, file_of, offset_of = places
         for file, image in enumerate(self.images):
             for leaf, offset, framing, begin, _ in image.slots:
-                spec, number = survey.specs[leaf], numbers.setdefault(id(framing), len(forms))
+                spec, number = summary.specs[leaf], numbers.setdefault(id(framing), len(forms))
                 if number == len(forms) and spec is not None:
                     sizes = (framing.length, begin - offset, framing.nbytes)
-                    forms.append(Form(spec.dtype, spec.shape, spec.saved_stride, *sizes))
+                    forms.append(ItemForm(spec.dtype, spec.shape, spec.saved_stride, *sizes))
                 form_of[leaf], file_of[leaf], offset_of[leaf] = number, file, offset
-        for leaf, first in survey.tied.items():
+        for leaf, first in summary.tied.items():
             for column in places:
                 column[leaf] = column[first]
         files = [image.name for image in self.images]
-        return encode_index(survey.structure.names, survey.structure.paths, files, forms, places)
+        return encode_index(summary.structure.names, summary.structure.paths, files, forms, places)
 
     @cached_property
     def slot_leaves(self) -> Sequence[int]:
@@ -123,10 +123,10 @@ class DcpPlan(SavePlan):
             return None
         places = (place for _, place in self.objects)
         objects = [(leaf, place.offset, place.length) for leaf, place in zip(layout.objects, places, strict=True)]
-        return IndexDraft(layout.index_head, len(layout.specs), layout.slot_leaves, layout.survey.tied, objects)
+        return IndexDraft(layout.index_head, len(layout.specs), layout.slot_leaves, layout.summary.tied, objects)
 
 
-class DcpForm(SaveForm):
+class DcpFormat(FileFormat):
     """The format of ``torch.distributed.checkpoint``.
 
     Writes at most ``max_buckets`` files for the items of each hint and for the others; None: a file for each item.
@@ -142,65 +142,65 @@ class DcpForm(SaveForm):
         """Describe a tensor; its dense strides are kept."""
         return describe(tensor)
 
-    def lay_out(self, survey: StateSummary, capture: Snapshot, share: Share | None = None) -> DcpPlan:
+    def lay_out(self, summary: StateSummary, snapshot: Snapshot, written: RankLeaves | None = None) -> DcpPlan:
         """Distribute the tensors of a share (None: all) over a few files of about one size."""
-        if share is None:
-            share = Share(prefix_of(0), [leaf for leaf in range(len(survey.specs)) if leaf not in survey.tied])
+        if written is None:
+            written = RankLeaves(prefix_of(0), [leaf for leaf in range(len(summary.specs)) if leaf not in summary.tied])
             alone = True
         else:
             alone = False
-        blobs = _encode_objects(capture, [leaf for leaf in share.leaves if survey.specs[leaf] is None])
+        blobs = _encode_objects(snapshot, [leaf for leaf in written.leaves if summary.specs[leaf] is None])
         if self._max_buckets is None:
-            return self._lay_out_singly(survey, share, blobs)
+            return self._lay_out_singly(summary, written, blobs)
         object_bytes = sum(map(len, blobs.values()))
         # Some room to spare, so that a counter which grows a digit does not move every tensor.
         spare = min(object_bytes // 4 + 1024, 65_536)
         head_bytes = align_up(object_bytes + spare, BLOCK_BYTES) if object_bytes else 0
-        groups = self._separated(survey, share.leaves)
+        groups = self._separated(summary, written.leaves)
         images: list[FileImage] = []
         for hint, group in groups.items():
             objects_here = object_bytes if not hint else 0
             if not group and not objects_here and (hint or not alone or len(groups) > 1):
                 continue  # who has nothing to write makes no file
-            framings = [(leaf, framing_of(survey.structure.names[leaf], survey.specs[leaf])) for leaf in group]
+            framings = [(leaf, framing_of(summary.structure.names[leaf], summary.specs[leaf])) for leaf in group]
             sizes = [framing.length for _, framing in framings]
             buckets = assign_buckets(sizes, bucket_count(sum(sizes) + objects_here, self._max_buckets))
             images += [
                 lay_out(
-                    f"{hint}{share.prefix}{len(images) + number}.distcp",
+                    f"{hint}{written.prefix}{len(images) + number}.distcp",
                     head_bytes if not images and number == 0 else 0,
                     [framings[i] for i in bucket],
                 )
                 for number, bucket in enumerate(buckets)
             ]
-        return _with_objects(DcpLayout(survey, images, dict.fromkeys(blobs, 0)), blobs)
+        return _with_objects(DcpLayout(summary, images, dict.fromkeys(blobs, 0)), blobs)
 
     @staticmethod
-    def _lay_out_singly(survey: StateSummary, share: Share, blobs: Mapping[int, bytes]) -> DcpPlan:
+    def _lay_out_singly(summary: StateSummary, written: RankLeaves, blobs: Mapping[int, bytes]) -> DcpPlan:
         """Lay out a file for each item; objects first."""
-        names = survey.structure.names
-        images = [lay_out(f"{share.prefix}{n}.distcp", len(blob), []) for n, blob in enumerate(blobs.values())]
-        for leaf in share.leaves:
+        names = summary.structure.names
+        images = [lay_out(f"{written.prefix}{n}.distcp", len(blob), []) for n, blob in enumerate(blobs.values())]
+        for leaf in written.leaves:
             if leaf not in blobs:
-                framing = framing_of(names[leaf], survey.specs[leaf])
-                images.append(lay_out(f"{share.prefix}{len(images)}.distcp", 0, [(leaf, framing)]))
-        return _with_objects(DcpLayout(survey, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
+                framing = framing_of(names[leaf], summary.specs[leaf])
+                images.append(lay_out(f"{written.prefix}{len(images)}.distcp", 0, [(leaf, framing)]))
+        return _with_objects(DcpLayout(summary, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
 
-    def _separated(self, survey: StateSummary, leaves: Sequence[int]) -> dict[str, list[int]]:
+    def _separated(self, summary: StateSummary, leaves: Sequence[int]) -> dict[str, list[int]]:
         """Group the tensors by the hint that their names begin with; those without one come first."""
         groups: dict[str, list[int]] = {"": []}
         for leaf in leaves:
-            if survey.specs[leaf] is not None:
-                name = survey.structure.names[leaf]
+            if summary.specs[leaf] is not None:
+                name = summary.structure.names[leaf]
                 hint = next((hint for hint in self._hints if name.startswith(hint)), "") if self._hints else ""
                 groups.setdefault(hint, []).append(leaf)
         return groups
 
-    def fill(self, layout: Layout, capture: Snapshot) -> DcpPlan | None:
+    def fill(self, layout: Layout, snapshot: Snapshot) -> DcpPlan | None:
         """Put the objects into the room that a layout has for them; None if they don't fit."""
         if not isinstance(layout, DcpLayout):
             return None
-        blobs = _encode_objects(capture, list(layout.objects))
+        blobs = _encode_objects(snapshot, list(layout.objects))
         needed = [0] * len(layout.images)
         for leaf, number in layout.objects.items():
             needed[number] += len(blobs[leaf])
@@ -225,17 +225,17 @@ def framing_of(name: str, spec: TensorSpec | None) -> Framing:
         raise SaveError(f"{name} has the dtype {spec.dtype}, which torch.save can't store: {exc}") from exc
 
 
-def _encode_objects(capture: Snapshot, leaves: Sequence[int]) -> dict[int, bytes]:
+def _encode_objects(snapshot: Snapshot, leaves: Sequence[int]) -> dict[int, bytes]:
     blobs: dict[int, bytes] = {}
     for leaf in leaves:
-        blob = capture.blobs.get(leaf)
+        blob = snapshot.blobs.get(leaf)
         if blob is None:
-            tensor = capture.tensors[leaf]
-            name = capture.structure.names[leaf]
+            tensor = snapshot.tensors[leaf]
+            name = snapshot.structure.names[leaf]
             if tensor is None:
-                blob = encode_object(name, capture.values[leaf])
+                blob = encode_object(name, snapshot.values[leaf])
             else:  # a sparse or quantized one
-                with capture.readable(tensor.device):
+                with snapshot.readable(tensor.device):
                     blob = encode_object(name, tensor)
         blobs[leaf] = blob
     return blobs

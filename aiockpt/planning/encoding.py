@@ -60,7 +60,7 @@ def draft_of(plan: DcpPlan) -> TransformedDraft:
     """Describe the items of a plan whose stored bytes are not those of its images."""
     layout = plan.layout
     tied: dict[int, list[int]] = {}
-    for leaf, first in layout.survey.tied.items():
+    for leaf, first in layout.summary.tied.items():
         tied.setdefault(first, []).append(leaf)
     keys, forms = [], []
     for items in _items(plan):

@@ -131,7 +131,7 @@ def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) ->
     return FileImage(name, head_bytes, slots, position, ends)
 
 
-def pack(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> FileImage:
+def lay_out_packed(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> FileImage:
     """Lay out items without gaps; for the arguments see `lay_out`."""
     slots: list[Slot] = []
     position = head_bytes

@@ -43,24 +43,24 @@ class StateSummary:
 class Layout:
     """The part of a plan that does not change from save to save: what goes where."""
 
-    survey: StateSummary
+    summary: StateSummary
     images: Sequence[FileImage]
 
     @property
     def structure(self) -> Structure:
         """Names and paths of the leaves."""
-        return self.survey.structure
+        return self.summary.structure
 
     @property
     def specs(self) -> Sequence[TensorSpec | None]:
         """Assumed form of each leaf; None for objects."""
-        return self.survey.specs
+        return self.summary.specs
 
     @cached_property
     def never_staged(self) -> list[int]:
         """Leaves without a staged piece, which staging therefore does not check."""
         empty = (slot.leaf for image in self.images for slot in image.slots if slot.framing.nbytes == 0)
-        return [*self.survey.tied, *empty, *self.survey.late_objects]
+        return [*self.summary.tied, *empty, *self.summary.late_objects]
 
     @property
     def nbytes(self) -> int:
@@ -95,12 +95,12 @@ class SavePlan(ABC):
         return None
 
 
-class SaveForm(ABC):
+class FileFormat(ABC):
     """A checkpoint format: how tensors are stored, and where."""
 
     name: str
 
-    def admit(self, capture: Snapshot) -> None:
+    def validate(self, snapshot: Snapshot) -> None:
         """Drop what the format does not keep; raise `SaveError`, naming the key, for what it can't hold."""
 
     @abstractmethod
@@ -108,11 +108,11 @@ class SaveForm(ABC):
         """Return how a tensor is stored; None if it is stored as an object."""
 
     @abstractmethod
-    def lay_out(self, survey: StateSummary, capture: Snapshot) -> SavePlan:
+    def lay_out(self, summary: StateSummary, snapshot: Snapshot) -> SavePlan:
         """Return a plan with a new layout; raise `SaveError`, naming the key, for what can't be stored."""
 
     @abstractmethod
-    def fill(self, layout: Layout, capture: Snapshot) -> SavePlan | None:
+    def fill(self, layout: Layout, snapshot: Snapshot) -> SavePlan | None:
         """Return a plan with a layout of an earlier save in this form; None if this save does not fit it."""
 
 
@@ -126,67 +126,67 @@ CHECKED_AHEAD = 20_000
 class Planner:
     """Plans saves; caches the last layout of each format for saves of the same structure."""
 
-    def __init__(self, default: SaveForm) -> None:
+    def __init__(self, default: FileFormat) -> None:
         self._default = default
         self._layouts: dict[str, Layout] = {}
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Drop the cached layouts, because one turned out not to fit."""
         self._layouts.clear()
 
-    def plan(self, capture: Snapshot, form: SaveForm | None = None) -> SavePlan:
+    def plan(self, snapshot: Snapshot, form: FileFormat | None = None) -> SavePlan:
         """Plan a save in a format (None: the default). Takes a while for many tensors."""
         form = self._default if form is None else form
         layout = self._layouts.get(form.name)
-        if layout is not None and may_serve(layout, capture, form):
-            plan = form.fill(layout, capture)
+        if layout is not None and can_reuse(layout, snapshot, form):
+            plan = form.fill(layout, snapshot)
             if plan is not None:
                 return plan
-        plan = form.lay_out(survey_of(capture, form), capture)
+        plan = form.lay_out(summarize(snapshot, form), snapshot)
         self._layouts[form.name] = plan.layout
         return plan
 
 
-def survey_of(capture: Snapshot, form: SaveForm) -> StateSummary:
+def summarize(snapshot: Snapshot, form: FileFormat) -> StateSummary:
     """Summarise a snapshot. Takes a while for many tensors."""
-    tensors = capture.tensors
+    tensors = snapshot.tensors
     specs = [None if tensor is None else form.describe(tensor) for tensor in tensors]
     late = frozenset(leaf for leaf, tensor in enumerate(tensors) if tensor is not None and specs[leaf] is None)
-    addresses = _addresses(capture)
-    return StateSummary(capture.structure, specs, late, _find_tied(specs, addresses), len(set(addresses)))
+    addresses = _addresses(snapshot)
+    return StateSummary(snapshot.structure, specs, late, _find_tied(specs, addresses), len(set(addresses)))
 
 
-def may_serve(layout: Layout, capture: Snapshot, form: SaveForm, *, every: bool = False) -> bool:
+def can_reuse(layout: Layout, snapshot: Snapshot, form: FileFormat, *, every: bool = False) -> bool:
     """Return whether a cached layout fits a snapshot; staging later checks each tensor against its spec.
 
     Beyond `CHECKED_AHEAD` tensors only those that are never staged are compared here, unless ``every`` is set.
     """
-    mine, theirs = layout.structure, capture.structure
+    mine, theirs = layout.structure, snapshot.structure
     if mine.objects != theirs.objects or mine.names != theirs.names or mine.paths != theirs.paths:
         return False
     if mine.shards != theirs.shards:
         return False
-    count = len(capture.tensors)
+    count = len(snapshot.tensors)
     ahead = range(count) if every or count <= CHECKED_AHEAD else layout.never_staged
     for leaf in ahead:
-        tensor, spec = capture.tensors[leaf], layout.specs[leaf]
+        tensor, spec = snapshot.tensors[leaf], layout.specs[leaf]
         if tensor is None:
             continue
         if not spec.describes(tensor) if spec is not None else form.describe(tensor) is not None:
             return False
-    addresses = _addresses(capture)
-    return len(set(addresses)) == layout.survey.addresses and all(
-        addresses[leaf] == addresses[first] for leaf, first in layout.survey.tied.items()
+    addresses = _addresses(snapshot)
+    return len(set(addresses)) == layout.summary.addresses and all(
+        addresses[leaf] == addresses[first] for leaf, first in layout.summary.tied.items()
     )
 
 
-def _addresses(capture: Snapshot) -> list[int]:
+def _addresses(snapshot: Snapshot) -> list[int]:
     """Return the address of each leaf; zero for objects and for tensors that have none."""
     try:
-        return [0 if tensor is None else tensor.data_ptr() for tensor in capture.tensors]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in snapshot.tensors]
     except RuntimeError:  # sparse tensors have no address
         plain = [
-            tensor if tensor is not None and tensor.layout is torch.strided else None for tensor in capture.tensors
+            tensor if tensor is not None and tensor.layout is torch.strided else None for tensor in snapshot.tensors
         ]
         return [0 if tensor is None else tensor.data_ptr() for tensor in plain]
 

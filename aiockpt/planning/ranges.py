@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class RowBox:
     """A hyper-rectangle of a tensor that is contiguous in row-major order."""
 
     index: tuple[int | slice, ...]  # to index the tensor with
     count: int  # of elements
 
 
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[RowBox]:
     """Cut the elements ``start`` to ``stop``, counted in row-major order, into boxes.
 
     The boxes follow each other in that order; there are at most two for each dimension, less one.
@@ -27,19 +27,19 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     if start >= stop:
         return []
     if not shape:
-        return [Box((), 1)]
+        return [RowBox((), 1)]
     row = math.prod(shape[1:])
     first, head = divmod(start, row)
     last, tail = divmod(stop, row)
     if first == last:
-        return [Box((first, *box.index), box.count) for box in boxes(shape[1:], head, tail)]
-    found: list[Box] = []
+        return [RowBox((first, *box.index), box.count) for box in boxes(shape[1:], head, tail)]
+    found: list[RowBox] = []
     if head:
-        found += [Box((first, *box.index), box.count) for box in boxes(shape[1:], head, row)]
+        found += [RowBox((first, *box.index), box.count) for box in boxes(shape[1:], head, row)]
         first += 1
     if first < last:
-        found.append(Box((slice(first, last),), (last - first) * row))
-    found += [Box((last, *box.index), box.count) for box in boxes(shape[1:], 0, tail)]
+        found.append(RowBox((slice(first, last),), (last - first) * row))
+    found += [RowBox((last, *box.index), box.count) for box in boxes(shape[1:], 0, tail)]
     return found
 
 
@@ -76,7 +76,7 @@ def overlap(offsets: Sequence[int], sizes: Sequence[int], wanted: Sequence[Selec
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class StoredStream:
     """A strided view as a stream: its elements in stored order, without those between.
 
     Dimensions along which all positions are one element (stride 0) are not part of the stream.
@@ -124,7 +124,7 @@ def _digits(number: int, sizes: Sequence[int]) -> Iterator[int]:
         yield digit
 
 
-def pack(shape: Sequence[int], stride: Sequence[int], offset: int) -> Packed:
+def as_stream(shape: Sequence[int], stride: Sequence[int], offset: int) -> StoredStream:
     """Return a strided view, none of whose sizes is zero, as a stream in stored order."""
     dims = [dim for dim, size in enumerate(shape) if size > 1 and stride[dim] != 0]
     dims.sort(key=lambda dim: (-stride[dim], dim))
@@ -135,7 +135,7 @@ def pack(shape: Sequence[int], stride: Sequence[int], offset: int) -> Packed:
         run *= shape[dims[inner]]
     sizes = tuple(shape[dim] for dim in dims)
     outer = tuple((shape[dim], stride[dim]) for dim in dims[:inner])
-    return Packed(tuple(dims), sizes, outer, run, offset, math.prod(sizes))
+    return StoredStream(tuple(dims), sizes, outer, run, offset, math.prod(sizes))
 
 
 class Selected(NamedTuple):

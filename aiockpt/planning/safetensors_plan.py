@@ -25,8 +25,8 @@ from aiockpt.format.safetensors.writer import (
     has_name,
     shard_name,
 )
-from aiockpt.planning.layout import pack, split_in_order
-from aiockpt.planning.planner import Layout, SaveForm, SavePlan, StateSummary
+from aiockpt.planning.layout import lay_out_packed, split_in_order
+from aiockpt.planning.planner import FileFormat, Layout, SavePlan, StateSummary
 from aiockpt.planning.specs import TensorSpec, describe_contiguous
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class SafetensorsPlan(SavePlan):
         return self.layout.documents
 
 
-class SafetensorsForm(SaveForm):
+class SafetensorsFormat(FileFormat):
     """The safetensors format: a single file, or a directory with files of ``shard_bytes`` (None: `SHARD_BYTES`).
 
     The user's ``metadata`` goes into the headers; values other than text are written as JSON.
@@ -98,24 +98,24 @@ class SafetensorsForm(SaveForm):
         for key, value in self._facts.items():
             _check_text(f"metadata[{key!r}]", key + value)
 
-    def admit(self, capture: Snapshot) -> None:
+    def validate(self, snapshot: Snapshot) -> None:
         """Refuse what the format can't hold; drop the containers, of which it keeps only dotted names."""
-        names = capture.structure.names
-        if capture.structure.objects:
-            name = names[min(capture.structure.objects)]
+        names = snapshot.structure.names
+        if snapshot.structure.objects:
+            name = names[min(snapshot.structure.objects)]
             raise SaveError(
                 f"{name} is not a plain tensor, and a safetensors file holds nothing else: leave it out and give it "
                 "as metadata=, or save with format='dcp'"
             )
-        forms = {(t.dtype, t.layout, t.dim() > 0) for t in capture.tensors if t is not None}
+        forms = {(t.dtype, t.layout, t.dim() > 0) for t in snapshot.tensors if t is not None}
         unfit = {form for form in forms if form[1] is not torch.strided or not has_name(form[0], form[2])}
         if unfit or METADATA_KEY in names:
-            self._refuse(capture, unfit)
-        capture.containers = []
+            self._refuse(snapshot, unfit)
+        snapshot.containers = []
 
     @staticmethod
-    def _refuse(capture: Snapshot, unfit: set[tuple[torch.dtype, torch.layout, bool]]) -> None:
-        for name, tensor in zip(capture.structure.names, capture.tensors, strict=True):
+    def _refuse(snapshot: Snapshot, unfit: set[tuple[torch.dtype, torch.layout, bool]]) -> None:
+        for name, tensor in zip(snapshot.structure.names, snapshot.tensors, strict=True):
             if name == METADATA_KEY:
                 raise SaveError(f"{name} is reserved in a safetensors file; rename the tensor")
             if tensor is not None and (tensor.dtype, tensor.layout, tensor.dim() > 0) in unfit:
@@ -129,13 +129,13 @@ class SafetensorsForm(SaveForm):
         """Describe a tensor; it is stored row by row."""
         return describe_contiguous(tensor)
 
-    def lay_out(self, survey: StateSummary, capture: Snapshot) -> SafetensorsPlan:
+    def lay_out(self, summary: StateSummary, snapshot: Snapshot) -> SafetensorsPlan:
         """Fill one file after the other, in the order of the state dict."""
-        names = survey.structure.names
+        names = summary.structure.names
         tensors = {
             leaf: Stored(names[leaf], spec.dtype, tuple(spec.shape))
-            for leaf, spec in enumerate(survey.specs)
-            if spec is not None and leaf not in survey.tied
+            for leaf, spec in enumerate(summary.specs)
+            if spec is not None and leaf not in summary.tied
         }
         sizes = {leaf: math.prod(shape) * dtype.itemsize for leaf, (_, dtype, shape) in tensors.items()}
         shards = split_in_order(sizes, self._shard_bytes)
@@ -147,16 +147,18 @@ class SafetensorsForm(SaveForm):
             ends = accumulate(sizes[leaf] for leaf in shard)
             described.append(describe_tensors([tensors[leaf] for leaf in shard], ends))
             home |= dict.fromkeys(shard, alias)
-        for leaf, first in survey.tied.items():
+        for leaf, first in summary.tied.items():
             home[first][names[leaf]] = names[first]
         heads = self._heads(described, aliases, [0] * len(shards))
         images = [
-            pack(shard_name(number, len(shards)), len(head), [(leaf, _framing(sizes[leaf])) for leaf in shard])
+            lay_out_packed(
+                shard_name(number, len(shards)), len(head), [(leaf, _framing(sizes[leaf])) for leaf in shard]
+            )
             for number, (shard, head) in enumerate(zip(shards, heads, strict=True))
         ]
-        return SafetensorsPlan(SafetensorsLayout(survey, images, self._shard_bytes, described, aliases), heads)
+        return SafetensorsPlan(SafetensorsLayout(summary, images, self._shard_bytes, described, aliases), heads)
 
-    def fill(self, layout: Layout, capture: Snapshot) -> SafetensorsPlan | None:
+    def fill(self, layout: Layout, snapshot: Snapshot) -> SafetensorsPlan | None:
         """Put this save's metadata into the headers of a layout; None if they don't fit."""
         if not isinstance(layout, SafetensorsLayout) or layout.shard_bytes != self._shard_bytes:
             return None

@@ -75,7 +75,7 @@ class Snapshot:
             if version is not None and tensor is not None and tensor._version != version
         ]
 
-    def overlook(self, allowed: Callable[[torch.Tensor], bool]) -> None:
+    def ignore_changes(self, allowed: Callable[[torch.Tensor], bool]) -> None:
         """Stop reporting changes of the tensors that ``allowed`` selects, and of the DTensors they are parts of."""
         tensors, versions, wholes = self.tensors, self.versions, self.wholes  # see `changed`
         leaves = {leaf for leaf, tensor in enumerate(tensors) if tensor is not None and allowed(tensor)}

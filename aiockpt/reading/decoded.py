@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
-from aiockpt.format.transforms.undoing import TransformFailedError, find_transforms, undone
+from aiockpt.format.transforms.undoing import TransformFailedError, decode_item, find_transforms
 from aiockpt.format.transforms.zstd import Zstd, require_zstd
 from aiockpt.reading.virtual_files import OBJECT_BYTES, VirtualFile, expose
 from aiockpt.storage.base import Source
@@ -164,7 +164,7 @@ class DecodedSource(Source):
         stored = _StoredBytes(item.place, self._window)
         total = 0
         try:
-            for piece in undone(self._transforms_of(item), iter(stored), item.place.length, item.most):
+            for piece in decode_item(self._transforms_of(item), iter(stored), item.place.length, item.most):
                 total += len(piece)
                 self._draw(item, total)
                 yield piece

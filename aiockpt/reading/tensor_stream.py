@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
-from aiockpt.planning.ranges import Packed, boxes, pack
+from aiockpt.planning.ranges import StoredStream, as_stream, boxes
 from aiockpt.staging.scatter import Placement
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ChunkRead:
         self._base = read.chunk.place.offset + item.payload_offset
         if memory is not None:
             self._size = 1
-            self._packed: Packed = pack((item.nbytes,), (1,), 0)
+            self._packed: StoredStream = as_stream((item.nbytes,), (1,), 0)
         else:
             self._size = item.dtype.itemsize
             self._packed = _selected(read, item)
@@ -150,13 +150,13 @@ class ChunkRead:
         return memory_of(target) if target.numel() == packed.count else None
 
 
-def _selected(read: TensorRead, item: TensorItem) -> Packed:
+def _selected(read: TensorRead, item: TensorItem) -> StoredStream:
     """See what is wanted of the chunk as a strided view of its payload."""
     if read.selections is None:
-        return pack(item.shape, item.stride, item.storage_offset)
+        return as_stream(item.shape, item.stride, item.storage_offset)
     offset = item.storage_offset + sum(s.start * d for s, d in zip(read.selections, item.stride, strict=True))
     shape = [selection.count for selection in read.selections]
-    return pack(shape, [s.step * d for s, d in zip(read.selections, item.stride, strict=True)], offset)
+    return as_stream(shape, [s.step * d for s, d in zip(read.selections, item.stride, strict=True)], offset)
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

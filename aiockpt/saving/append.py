@@ -14,7 +14,7 @@ from aiockpt.storage.local.storage import LocalStorage
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.planning.dcp_plan import DcpForm
+    from aiockpt.planning.dcp_plan import DcpFormat
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
@@ -31,7 +31,7 @@ class AppendSave(SaveStrategy):
         io: threads to write in.
     """
 
-    def __init__(self, job: SaveJob, form: DcpForm, planner: LocalPlanner, compute: Workers, io: Workers) -> None:
+    def __init__(self, job: SaveJob, form: DcpFormat, planner: LocalPlanner, compute: Workers, io: Workers) -> None:
         self._job = job
         self._form = form
         self._planner = planner
@@ -45,13 +45,13 @@ class AppendSave(SaveStrategy):
 
     def _planned(self) -> DcpPlan:
         capture, form, planner = self._job.capture, self._form, self._planner
-        offer = planner.offer(capture, form, again=True)
-        if offer.survey is None and offer.plan is not None:
+        offer = planner.propose(capture, form, again=True)
+        if offer.summary is None and offer.plan is not None:
             return offer.plan
-        survey = offer.survey
+        survey = offer.summary
         if survey is None:
             raise RuntimeError("a planner has neither a plan nor a survey")
-        return planner.take(capture, form, survey, 0, range(len(survey.specs)))
+        return planner.lay_out(capture, form, survey, 0, range(len(survey.specs)))
 
     async def begin(self) -> Transaction:
         """Look that the directory can be written to."""

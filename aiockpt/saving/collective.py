@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.collective.local import LocalProposal
     from aiockpt.planning.collective.messages import RankInventory
-    from aiockpt.planning.dcp_plan import DcpForm
+    from aiockpt.planning.dcp_plan import DcpFormat
     from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
@@ -56,7 +56,7 @@ class CollectiveSave(SaveStrategy):
     def __init__(
         self,
         job: SaveJob,
-        form: DcpForm,
+        form: DcpFormat,
         world: CollectiveResources,
         previous: SaveJob | None,
         compute: Workers,
@@ -89,7 +89,7 @@ class CollectiveSave(SaveStrategy):
             if orders.ticket is None:
                 mine, offer = await self._look(again=False)
                 orders = await self._first_round(mine)
-        self._ticket, self._token, self._tell_places = orders.ticket or "", orders.token, orders.tell_places
+        self._ticket, self._token, self._tell_places = orders.ticket or "", orders.token, orders.report_places
         self._secret = orders.secret
         try:
             return await self._share(offer, orders)
@@ -112,10 +112,10 @@ class CollectiveSave(SaveStrategy):
                 return job.refused, None
             if job.cancel_asked or job.verdict is not None:
                 return job.verdict or SaveCancelledError(f"the save of {job.path} was cancelled"), None
-            offer = await self._compute.run(self._world.planner.offer, job.capture, self._form, again=again)
+            offer = await self._compute.run(self._world.planner.propose, job.capture, self._form, again=again)
             holdings = None
-            if offer.survey is not None and not self._world.decentralized:
-                holdings = await self._compute.run(inventory_of, offer.survey, job.capture)
+            if offer.summary is not None and not self._world.decentralized:
+                holdings = await self._compute.run(inventory_of, offer.summary, job.capture)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
         return PlanRequest(job.overwrite, self._world.decentralized, self._form.name, offer.token, holdings), offer
@@ -132,15 +132,15 @@ class CollectiveSave(SaveStrategy):
         if orders.leaves is None and offer.plan is not None and offer.token == orders.token:
             return offer.plan
         job, planner = self._job, self._world.planner
-        survey = offer.survey
+        survey = offer.summary
         if survey is None:  # the layout would serve, but another rank's has changed, and with it who writes what
-            survey = (await self._compute.run(planner.offer, job.capture, self._form, again=False)).survey
+            survey = (await self._compute.run(planner.propose, job.capture, self._form, again=False)).summary
         leaves = range(len(survey.specs)) if survey is not None and self._world.decentralized else orders.leaves
         if survey is None or leaves is None:
             raise RuntimeError("rank 0 has given no orders to a rank without a plan")
         if self._world.decentralized:
             self._holdings = await self._compute.run(inventory_of, survey, job.capture)
-        return await self._compute.run(planner.take, job.capture, self._form, survey, orders.token, leaves)
+        return await self._compute.run(planner.lay_out, job.capture, self._form, survey, orders.token, leaves)
 
     async def begin(self) -> Transaction:
         """Take part in what rank 0 has begun."""

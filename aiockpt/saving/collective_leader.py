@@ -87,15 +87,17 @@ class GlobalSave:
         elif fresh:
             book = await self._plan(book, calls)
             if book is None:
-                return [RankAssignment(None, 0, None, tell_places=False)] * len(calls)
+                return [RankAssignment(None, 0, None, report_places=False)] * len(calls)
             self._books[self._form] = book
         self._book = book
         job = self._job
         self.transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
-        shares: Sequence[list[int] | None] = book.plan.shares if fresh and book is not None else [None] * len(calls)
+        shares: Sequence[list[int] | None] = (
+            book.plan.assignments if fresh and book is not None else [None] * len(calls)
+        )
         tell, secret = book is None or not book.knows_places, secrets.token_bytes(32)
         return [
-            RankAssignment(self.transaction.ticket, self._token, share, tell_places=tell, secret=secret)
+            RankAssignment(self.transaction.ticket, self._token, share, report_places=tell, secret=secret)
             for share in shares
         ]
 
@@ -111,7 +113,7 @@ class GlobalSave:
     async def _plan(self, book: GlobalPlanCache | None, calls: Sequence[PlanRequest]) -> GlobalPlanCache | None:
         """Plan anew with what the ranks have; None if some have not said it."""
         holdings = [
-            call.holdings or (book.ranks[rank] if book is not None and call.token == book.token else None)
+            call.inventory or (book.ranks[rank] if book is not None and call.token == book.token else None)
             for rank, call in enumerate(calls)
         ]
         known = [each for each in holdings if each is not None]

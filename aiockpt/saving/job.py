@@ -19,9 +19,9 @@ from aiockpt.errors import (
     TornSnapshotError,
 )
 from aiockpt.format.names import SUFFIX
-from aiockpt.planning.dcp_plan import DcpForm
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.dtensor import ShardingError, is_distributed, local_parts
-from aiockpt.planning.safetensors_plan import SafetensorsForm
+from aiockpt.planning.safetensors_plan import SafetensorsFormat
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.saving.handle import SaveHandle
 from aiockpt.snapshot.optimizer_hooks import samples_of, saw_all
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.planning.planner import SaveForm
+    from aiockpt.planning.planner import FileFormat
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.hooks import Hook
     from aiockpt.staging.base import Stager
@@ -69,7 +69,7 @@ def choose_form(
     separation_hint: str | Sequence[str] | None,
     files: int,
     together: bool,
-) -> SafetensorsForm | DcpForm | None:
+) -> SafetensorsFormat | DcpFormat | None:
     """Make what a plan in another form than DCP's own needs; None for that.
 
     Raises:
@@ -91,12 +91,12 @@ def choose_form(
                 "format='safetensors' is written by one process: save whole tensors on one rank, with a checkpointer "
                 "of process_group=None"
             )
-        return SafetensorsForm(metadata, single_file=path.endswith(SUFFIX), shard_bytes=shard_bytes)
+        return SafetensorsFormat(metadata, single_file=path.endswith(SUFFIX), shard_bytes=shard_bytes)
     if name != "dcp":
         raise ValueError(f"format is {name!r}; it must be 'dcp' or 'safetensors'")
     if shard_bytes is not None:
         raise ValueError("shard_bytes is for format='safetensors'; the dcp format has io_threads files")
-    return DcpForm(files, hints) if hints else None
+    return DcpFormat(files, hints) if hints else None
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ class SaveJob:
     capture: Snapshot
     started: float
     origin: Origin
-    form: SaveForm | None = None
+    form: FileFormat | None = None
     pre_commit: Hook | None = None
     post_commit: Hook | None = None
     refused: BaseException | None = None
@@ -393,7 +393,7 @@ class SaveJob:
                 return (host_is_copied and tensor.device.type == "cpu") or _memory(tensor) in memory
 
             self._look(is_safe)
-            self.capture.overlook(is_safe)
+            self.capture.ignore_changes(is_safe)
 
     def _look(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
         samples = samples_of(self.capture)

@@ -42,7 +42,7 @@ class LocalSave(SaveStrategy):
 
     def forget(self) -> None:
         """Drop the kept layouts."""
-        self._planner.forget()
+        self._planner.invalidate()
 
     async def begin(self) -> Transaction:
         """Begin the transaction."""

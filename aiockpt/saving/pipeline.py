@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError
-from aiockpt.planning.dcp_plan import DcpForm, DcpPlan
+from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.append import AppendSave
 from aiockpt.saving.collective import CollectiveSave
@@ -100,10 +100,10 @@ def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> Save
     world = tools.world()
     if world is None and job.part is None:
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
-    form = job.form if job.form is not None else DcpForm(tools.io_workers.count)
-    if isinstance(form, DcpForm) and job.part is not None:
+    form = job.form if job.form is not None else DcpFormat(tools.io_workers.count)
+    if isinstance(form, DcpFormat) and job.part is not None:
         return AppendSave(job, form, job.part, tools.copy_workers, tools.io_workers)
-    if world is None or not isinstance(form, DcpForm):
+    if world is None or not isinstance(form, DcpFormat):
         raise SaveError(
             f"format={form.name!r} is for one process: pass process_group=None and whole tensors, on one rank"
         )

@@ -81,5 +81,5 @@ def world_result(
 
 
 def _counts(plan: SavePlan) -> tuple[int, int]:
-    objects = len(plan.layout.survey.object_leaves)
+    objects = len(plan.layout.summary.object_leaves)
     return len(plan.layout.specs) - objects, objects

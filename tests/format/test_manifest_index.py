@@ -17,7 +17,7 @@ from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.tensor_item import parse_tensor_item
-from aiockpt.format.manifest.columnar_index import Form, IndexedEntries
+from aiockpt.format.manifest.columnar_index import IndexedEntries, ItemForm
 from aiockpt.format.manifest.index_writer import ItemRanges, encode_index, finish_index
 from aiockpt.format.manifest.manifest import Manifest, encode_manifest
 from aiockpt.format.manifest.reader import decode_manifest
@@ -249,7 +249,7 @@ def test_check_finds_places_that_can_not_be(tmp_path: Path) -> None:
 
 def test_an_index_written_by_hand() -> None:
     """What the text looks like, so that a change of the format does not go unseen."""
-    form = Form(torch.float16, (2, 3), (3, 1), 100, 64, 12)
+    form = ItemForm(torch.float16, (2, 3), (3, 1), 100, 64, 12)
     names, paths = ["x.0", "x.1", "o"], [("x", 0), ("x", 1), ("o",)]
     head = encode_index(names, paths, ["f", "g"], [form], ItemRanges([0, 0, -1], [1, 1, 0], [64, 192, 0]))
     assert head is not None

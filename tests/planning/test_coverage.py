@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import aiockpt
 from aiockpt.format.boxes import Box, overlapping
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, TensorEntry
-from aiockpt.planning.coverage import Extent, cut_segments, group_segments, part_overlaps
+from aiockpt.planning.coverage import Extent, cut_segments, group_segments, split_overlaps
 from aiockpt.reading.verify.expected import Inventory
 from aiockpt.reading.verify.report import Findings
 
@@ -96,7 +96,7 @@ extents = st.lists(
 
 @given(extents)
 def test_parted_extents(wanted) -> None:
-    clear, others = part_overlaps(wanted)
+    clear, others = split_overlaps(wanted)
     assert len(clear) + len(others) == len(wanted)
     assert all(one.stop <= other.start for one, other in itertools.pairwise(clear))
     assert all(extent.start < beside.stop for extent, beside in others)
@@ -105,7 +105,7 @@ def test_parted_extents(wanted) -> None:
 
 @given(extents, st.booleans(), st.integers(1, 80), st.integers(1, 100))
 def test_segments_cover_everything_once(wanted, whole: bool, step_bytes: int, range_bytes: int) -> None:
-    clear, _ = part_overlaps([extent for extent in wanted if extent.stop > extent.start])
+    clear, _ = split_overlaps([extent for extent in wanted if extent.stop > extent.start])
     end = max((extent.stop for extent in clear), default=0)
     nbytes = end + 9 if whole else None
     segments = list(cut_segments(clear, nbytes, step_bytes=step_bytes, range_bytes=range_bytes))

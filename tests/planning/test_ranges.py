@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiockpt.planning.ranges import Selection, boxes, overlap, pack, select
+from aiockpt.planning.ranges import Selection, as_stream, boxes, overlap, select
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -89,7 +89,7 @@ def test_packed_streams_are_the_view_in_stored_order(shape, random) -> None:
             stride[dim] = 0
     stored = torch.arange(step + 7)
     view = stored.as_strided(shape, stride, 5)
-    packed = pack(shape, stride, 5)
+    packed = as_stream(shape, stride, 5)
     stream = view.permute((*packed.order, *(d for d in range(len(shape)) if d not in packed.order)))
     stream = stream.reshape(*packed.shape, -1)[..., 0].reshape(-1) if packed.count else stream.reshape(-1)
     assert packed.count == stream.numel()
@@ -102,11 +102,11 @@ def test_packed_streams_are_the_view_in_stored_order(shape, random) -> None:
 
 
 def test_rows_are_one_run_and_columns_one_for_each_row() -> None:
-    assert pack((10, 7), (7, 1), 0).runs(0, 70) == [(0, 70)]
-    assert pack((3, 7), (7, 1), 14).runs(0, 21) == [(14, 21)]
-    assert pack((3, 2), (7, 1), 4).runs(0, 6) == [(4, 2), (11, 2), (18, 2)]
-    assert pack((3, 2), (7, 1), 4).runs(1, 5) == [(5, 1), (11, 2), (18, 1)]
-    assert pack((), (), 3).runs(0, 1) == [(3, 1)]
+    assert as_stream((10, 7), (7, 1), 0).runs(0, 70) == [(0, 70)]
+    assert as_stream((3, 7), (7, 1), 14).runs(0, 21) == [(14, 21)]
+    assert as_stream((3, 2), (7, 1), 4).runs(0, 6) == [(4, 2), (11, 2), (18, 2)]
+    assert as_stream((3, 2), (7, 1), 4).runs(1, 5) == [(5, 1), (11, 2), (18, 1)]
+    assert as_stream((), (), 3).runs(0, 1) == [(3, 1)]
 
 
 @st.composite

@@ -67,20 +67,22 @@ def rows(count: int, rank: int, world: int, columns: int = 4) -> Part:
 def loads_of(ranks: list[RankInventory], plan: GlobalPlan) -> list[int]:
     return [
         sum(each.forms[each.form_of[leaf]].nbytes for leaf in share if each.form_of[leaf] >= 0)
-        for each, share in zip(ranks, plan.shares, strict=True)
+        for each, share in zip(ranks, plan.assignments, strict=True)
     ]
 
 
 def writes(ranks: list[RankInventory], plan: GlobalPlan) -> Counter[tuple[str, tuple[int, ...]]]:
     return Counter(
-        (each.names[leaf], each.offsets[leaf]) for each, share in zip(ranks, plan.shares, strict=True) for leaf in share
+        (each.names[leaf], each.offsets[leaf])
+        for each, share in zip(ranks, plan.assignments, strict=True)
+        for leaf in share
     )
 
 
 def written_of(ranks: list[RankInventory], plan: GlobalPlan, step: int = 0, *, places: bool = True) -> list[Written]:
     """Say what ranks have written that did what they were told: every item of another length, at another place."""
     results = []
-    for rank, (each, share) in enumerate(zip(ranks, plan.shares, strict=True)):
+    for rank, (each, share) in enumerate(zip(ranks, plan.assignments, strict=True)):
         files = {f"__{rank}_{number}.distcp": FileFacts(10**6 + rank + step, rank * 7 + number) for number in range(2)}
         leaves = [leaf for leaf in share if each.form_of[leaf] >= 0]
         random.Random(rank).shuffle(leaves)
@@ -155,7 +157,7 @@ def test_objects_are_those_of_the_first_rank_that_has_them() -> None:
     )
     plan = plan_globally(ranks)
     assert plan.objects == {"step": (0, 0), "rng.1": (1, 2)}
-    assert plan.shares == [[0, 1], [0, 2]]
+    assert plan.assignments == [[0, 1], [0, 2]]
 
 
 def test_names_come_in_the_order_in_which_the_ranks_have_them() -> None:
@@ -172,7 +174,7 @@ def test_parts_of_a_rank_may_be_several() -> None:
     second = RankInventory(["w", "w"], [("w",)] * 2, second.forms, [0, 0], [(4,), (2,)])
     plan = plan_globally([first, second])
     assert plan.tensors["w"].parts == [((0,), (2,), (0, 0)), ((4,), (2,), (1, 0)), ((2,), (2,), (1, 1))]
-    assert plan.shares == [[0], [0, 1]]
+    assert plan.assignments == [[0], [0, 1]]
 
 
 # --- names for the same memory ---------------------------------------------------------------------------
@@ -185,14 +187,14 @@ def test_tied_tensors_are_written_once() -> None:
     plan = plan_globally(ranks)
     assert plan.tensors["head"] == plan.tensors["embed"]
     assert plan.tensors["other"] != plan.tensors["embed"]
-    assert plan.shares == [[0, 1], [0, 1]]
+    assert plan.assignments == [[0, 1], [0, 1]]
 
 
 def test_tensors_that_are_tied_on_some_ranks_only_are_written_each() -> None:
     leaves = {"embed": rows(6, 0, 2), "head": rows(6, 0, 2)}
     more = {name: rows(6, 1, 2) for name in leaves}
     plan = plan_globally(travelled([held(leaves, tied={1: 0}), held(more)]))
-    assert plan.shares == [[0, 1], [0, 1]]
+    assert plan.assignments == [[0, 1], [0, 1]]
     assert plan.tensors["head"] != plan.tensors["embed"]
 
 
@@ -430,7 +432,7 @@ def test_many_ranks_with_the_same_names() -> None:
         [held({name: rows(96 * (n % 3 + 1), rank, size) for n, name in enumerate(names)}) for rank in range(size)]
     )
     plan = plan_globally(ranks)
-    assert plan.shares == [list(range(60))] * size
+    assert plan.assignments == [list(range(60))] * size
     for name, rank in itertools.product(names, range(size)):
         number = names.index(name)
         step = 2 * (number % 3 + 1)

@@ -13,7 +13,7 @@ import torch
 import aiockpt
 from aiockpt.errors import StageError
 from aiockpt.format.item.objects import decode_object
-from aiockpt.planning.dcp_plan import DcpForm
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.layout import Sealer
 from aiockpt.planning.planner import Planner
 from aiockpt.saving.staging_session import _JoinedCopies
@@ -96,7 +96,7 @@ class FakeRuntime:
 def _captured(state, runtime: FakeRuntime):
     capture = capture_state(state)
     capture.events[CPU] = FakeEvent(runtime.log, "caller")
-    return capture, Planner(DcpForm(1)).plan(capture)
+    return capture, Planner(DcpFormat(1)).plan(capture)
 
 
 async def _check_all(state, capture, plan, stager: AcceleratorStager, chunk_bytes: int) -> None:
@@ -245,7 +245,7 @@ async def test_what_is_pickled_for_the_plan_is_read_when_it_is_ready(monkeypatch
     capture.events[CPU] = FakeEvent(runtime.log, "caller")
     assert capture.behind is reading_behind
     monkeypatch.setattr(device_runtime, "runtime_of", lambda device: runtime)
-    plan = Planner(DcpForm(1)).plan(capture)
+    plan = Planner(DcpFormat(1)).plan(capture)
     assert runtime.log == ["enter", "stream", "wait for caller"]
     assert runtime.closed == 1
     ((name, place),) = plan.objects
@@ -259,7 +259,7 @@ async def test_the_place_of_other_devices_pieces_is_left_alone() -> None:
     runtime = FakeRuntime()
     capture, plan = _captured(state, runtime)
     (image,) = plan.layout.images
-    specs = plan.layout.survey.specs
+    specs = plan.layout.summary.specs
     others = [slot for slot in image.slots if slot.leaf % 3 == 1]
     for slot in others:
         specs[slot.leaf] = specs[slot.leaf]._replace(device=torch.device("meta"))
@@ -285,7 +285,7 @@ async def test_a_device_without_streams_is_copied_from_in_place() -> None:
     assert not is_capturing(CPU)
     stager = AcceleratorStager(CPU, runtime_of(CPU))
     stager.fence()
-    await _check_all(state, capture, Planner(DcpForm(1)).plan(capture), stager, 1 << 16)
+    await _check_all(state, capture, Planner(DcpFormat(1)).plan(capture), stager, 1 << 16)
 
 
 async def test_memory_that_can_not_be_locked_is_tried_once() -> None:

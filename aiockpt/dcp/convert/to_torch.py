@@ -17,7 +17,7 @@ from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.torchzip import unbacked_tensor
 from aiockpt.planning.flatten import StructureError, unflatten
-from aiockpt.planning.ranges import pack
+from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.executor import ItemReader
 from aiockpt.reading.open import read_index
@@ -215,7 +215,7 @@ class _Conversion:
             strides = each.tensor.stride()
             origin = sum(o * step for o, step in zip(chunk.offsets, strides, strict=True))
             done = 0
-            for first, count in pack(chunk.sizes, strides, origin).runs(at // size, (at + len(view)) // size):
+            for first, count in as_stream(chunk.sizes, strides, origin).runs(at // size, (at + len(view)) // size):
                 file.write(view[done : done + count * size], each.space.offset + first * size)
                 done += count * size
         return crc32(view, crc), at + len(view)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-class Form(NamedTuple):
+class ItemForm(NamedTuple):
     """The form of a tensor item: what items that differ only in their payload have in common."""
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class IndexedEntries(Mapping[str, Entry]):
     names: Sequence[str]  # in the order of the state dict
     numbers: Mapping[str, int]  # row of each name
     files: Sequence[str]
-    forms: Sequence[Form]  # the distinct ones
+    forms: Sequence[ItemForm]  # the distinct ones
     form_of: NDArray[np.int64]  # positions in ``forms``; -1 for objects
     file_of: NDArray[np.int64]  # positions in ``files``
     offset_of: NDArray[np.int64]  # of the item in the file, in bytes

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from aiockpt.format.index import ObjPath
-    from aiockpt.format.manifest.columnar_index import Form
+    from aiockpt.format.manifest.columnar_index import ItemForm
 
 _STEP = 8192
 """How much of a column is encoded at a time, so that no C function holds the interpreter for long."""
@@ -46,7 +46,7 @@ class IndexDraft:
 
 
 def encode_index(
-    names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[Form], places: ItemRanges
+    names: Sequence[str], paths: Sequence[ObjPath], files: Sequence[str], forms: Iterable[ItemForm], places: ItemRanges
 ) -> str | None:
     """Return the beginning of the JSON text, which is the same for every save with one layout.
 

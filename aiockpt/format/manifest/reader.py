@@ -24,7 +24,7 @@ from aiockpt.format.checks import MAX_DIMS, check_paths
 from aiockpt.format.dict_keys import FACTORIES, decode_key
 from aiockpt.format.index import Index
 from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
-from aiockpt.format.manifest.columnar_index import Form, IndexedEntries, IndexedPaths
+from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm
 from aiockpt.format.manifest.index_writer import head_of
 from aiockpt.format.manifest.manifest import FORMAT_VERSION, SEAL, FileFacts, JsonValue, Manifest, read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME
@@ -208,7 +208,9 @@ def _numbers(raw: Any, column: str, count: int, low: int, high: int) -> NDArray[
     return array
 
 
-def _form(dtype: Any, shape: list[int], stride: list[int], item_bytes: int, payload_offset: int, nbytes: int) -> Form:
+def _form(
+    dtype: Any, shape: list[int], stride: list[int], item_bytes: int, payload_offset: int, nbytes: int
+) -> ItemForm:
     if type(dtype) is not str or dtype not in _DTYPES:
         raise ValueError(f"{dtype!r:.100} is no dtype of a tensor")
     if len(shape) > MAX_DIMS or len(stride) > MAX_DIMS:
@@ -216,7 +218,7 @@ def _form(dtype: Any, shape: list[int], stride: list[int], item_bytes: int, payl
     counts = (*shape, *stride, item_bytes, payload_offset, nbytes)
     if not all(type(count) is int and 0 <= count <= _MAX_BYTES for count in counts):
         raise ValueError(f"{counts} are no sizes")
-    form = Form(_DTYPES[dtype], tuple(shape), tuple(stride), item_bytes, payload_offset, nbytes)
+    form = ItemForm(_DTYPES[dtype], tuple(shape), tuple(stride), item_bytes, payload_offset, nbytes)
     if not form.fits():
         raise ValueError(f"a tensor of the form {form} does not fit into its item")
     return form

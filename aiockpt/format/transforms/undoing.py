@@ -37,7 +37,7 @@ def find_transforms(descriptors: Sequence[str], given: Mapping[str, Transform]) 
     return found
 
 
-def undone(
+def decode_item(
     transforms: Sequence[Transform | Zstd], pieces: Iterable[memoryview], stored_bytes: int, most: int
 ) -> Iterator[memoryview]:
     """Decode the stored bytes of an item with its transforms, the last applied first; yield at most ``most`` bytes.

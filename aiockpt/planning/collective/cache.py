@@ -43,9 +43,10 @@ class GlobalPlanCache:
         self.plan = plan
         self.tensors = len(plan.tensors)
         self.objects = len(plan.objects)
-        self.tensor_bytes = sum(map(_payload_bytes, ranks, plan.shares))
+        self.tensor_bytes = sum(map(_payload_bytes, ranks, plan.assignments))
         self._object_leaves = [
-            {leaf for leaf in share if held.form_of[leaf] < 0} for held, share in zip(ranks, plan.shares, strict=True)
+            {leaf for leaf in assignment if inventory.form_of[leaf] < 0}
+            for inventory, assignment in zip(ranks, plan.assignments, strict=True)
         ]
         self._places: list[ItemPlaces] | None = None
         self._document: bytearray | None = None
@@ -71,8 +72,8 @@ class GlobalPlanCache:
 
     def check(self, results: Sequence[Written]) -> None:
         """Check that every planned item was written once; keep the places. The first call takes long."""
-        for rank, (written, share) in enumerate(zip(results, self.plan.shares, strict=True)):
-            _check_rank(rank, share, self._object_leaves[rank], written)
+        for rank, (written, assignment) in enumerate(zip(results, self.plan.assignments, strict=True)):
+            _check_rank(rank, assignment, self._object_leaves[rank], written)
         if self._places is None:
             self._places = [written.places for written in results if written.places is not None]
 
@@ -107,7 +108,7 @@ class GlobalPlanCache:
         ]
         with gc_pause():
             return encode_metadata(
-                entries, self.plan.paths, _table([len(held.names) for held in self.ranks], self._places or ())
+                entries, self.plan.paths, _table([len(inventory.names) for inventory in self.ranks], self._places or ())
             )
 
 
@@ -118,12 +119,12 @@ def cache_of(token: int, ranks: Sequence[RankInventory]) -> GlobalPlanCache:
 
 def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
     """Plan from what all ranks have already written; if several wrote the same part, one copy counts."""
-    silent = next((rank for rank, written in enumerate(results) if written.holdings is None), None)
+    silent = next((rank for rank, written in enumerate(results) if written.inventory is None), None)
     if silent is not None:
         raise SaveError(f"rank {silent} has not said what it has written; nothing was published")
-    ranks = [replace(written.holdings, tied={}) for written in results if written.holdings is not None]
-    shares = [list(range(len(held.names))) for held in ranks]
-    return GlobalPlanCache(token, ranks, replace(plan_globally(ranks), shares=shares))
+    ranks = [replace(written.inventory, tied={}) for written in results if written.inventory is not None]
+    assignments = [list(range(len(inventory.names))) for inventory in ranks]
+    return GlobalPlanCache(token, ranks, replace(plan_globally(ranks), assignments=assignments))
 
 
 def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
@@ -139,15 +140,15 @@ def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
     return table
 
 
-def _payload_bytes(held: RankInventory, share: Sequence[int]) -> int:
+def _payload_bytes(inventory: RankInventory, assignment: Sequence[int]) -> int:
     """Return the bytes of the tensors of a share."""
-    sizes = [form.payload_bytes for form in held.forms] + [0]  # for objects, whose form is -1
-    return sum(sizes[held.form_of[leaf]] for leaf in share)
+    sizes = [form.payload_bytes for form in inventory.forms] + [0]  # for objects, whose form is -1
+    return sum(sizes[inventory.form_of[leaf]] for leaf in assignment)
 
 
-def _check_rank(rank: int, share: Sequence[int], objects: set[int], written: Written) -> None:
+def _check_rank(rank: int, assignment: Sequence[int], objects: set[int], written: Written) -> None:
     """Check that a rank has written its share, each item once."""
-    items = len(share) - len(objects)
+    items = len(assignment) - len(objects)
     places = written.places
     if written.objects.keys() != objects or written.items != items:
         raise SaveError(
@@ -155,7 +156,7 @@ def _check_rank(rank: int, share: Sequence[int], objects: set[int], written: Wri
             f"{len(written.objects)}; nothing was published"
         )
     if places is not None:
-        wrong = set(places.leaves) ^ (set(share) - objects)
+        wrong = set(places.leaves) ^ (set(assignment) - objects)
         if wrong or len(places.leaves) != items:
             raise SaveError(f"rank {rank} reports other items than it was to write: {sorted(wrong)[:5]}")
         missing = set(places.files) - written.files.keys()

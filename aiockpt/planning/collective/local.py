@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, ShardForm
-from aiockpt.planning.dcp_plan import DcpForm, DcpPlan, Share, framing_of
-from aiockpt.planning.planner import may_serve, survey_of
+from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan, RankLeaves, framing_of
+from aiockpt.planning.planner import can_reuse, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +24,7 @@ class LocalProposal:
 
     token: int | None  # of the global plan that the cached layout belongs to; None: no layout to reuse
     plan: DcpPlan | None = field(repr=False)  # this rank's plan with that layout
-    survey: StateSummary | None = field(repr=False)  # if there is no such layout
+    summary: StateSummary | None = field(repr=False)  # if there is no such layout
 
 
 class _Kept(NamedTuple):
@@ -42,33 +42,33 @@ class LocalPlanner:
         self._prefix = prefix
         self._kept: dict[str, _Kept] = {}
 
-    def offer(self, capture: Snapshot, form: DcpForm, *, again: bool = False) -> LocalProposal:
+    def propose(self, snapshot: Snapshot, form: DcpFormat, *, again: bool = False) -> LocalProposal:
         """Propose the cached layout if it fits and ``again`` is set, else a summary. Takes a while for many tensors."""
         kept = self._kept.get(form.name)
-        if again and kept is not None and kept.containers == capture.containers:
-            serves = may_serve(kept.layout, capture, form, every=True)
-            plan = form.fill(kept.layout, capture) if serves else None
+        if again and kept is not None and kept.containers == snapshot.containers:
+            serves = can_reuse(kept.layout, snapshot, form, every=True)
+            plan = form.fill(kept.layout, snapshot) if serves else None
             if plan is not None:
                 return LocalProposal(kept.token, plan, None)
-        return LocalProposal(None, None, survey_of(capture, form))
+        return LocalProposal(None, None, summarize(snapshot, form))
 
-    def take(
-        self, capture: Snapshot, form: DcpForm, survey: StateSummary, token: int, leaves: Sequence[int]
+    def lay_out(
+        self, snapshot: Snapshot, form: DcpFormat, summary: StateSummary, token: int, leaves: Sequence[int]
     ) -> DcpPlan:
         """Lay out the leaves assigned to this rank."""
-        plan = form.lay_out(survey, capture, Share(self._prefix, leaves))
-        self._kept[form.name] = _Kept(token, plan.layout, capture.containers)
+        plan = form.lay_out(summary, snapshot, RankLeaves(self._prefix, leaves))
+        self._kept[form.name] = _Kept(token, plan.layout, snapshot.containers)
         return plan
 
 
-def inventory_of(survey: StateSummary, capture: Snapshot) -> RankInventory:
+def inventory_of(summary: StateSummary, snapshot: Snapshot) -> RankInventory:
     """Return a rank's inventory; raise `SaveError` for a dtype that can't be stored."""
-    structure = survey.structure
+    structure = summary.structure
     forms: dict[ShardForm, int] = {}
     form_of: list[int] = []
     offsets: list[tuple[int, ...]] = []
     nowhere: dict[int, tuple[int, ...]] = {}
-    for leaf, spec in enumerate(survey.specs):
+    for leaf, spec in enumerate(summary.specs):
         if spec is None:
             form_of.append(-1)
             offsets.append(())
@@ -79,8 +79,8 @@ def inventory_of(survey: StateSummary, capture: Snapshot) -> RankInventory:
         form = ShardForm(spec.dtype, whole, sizes, framing_of(structure.names[leaf], spec).length)
         form_of.append(forms.setdefault(form, len(forms)))
         offsets.append(at)
-    tied = dict(survey.tied)
-    return RankInventory(structure.names, structure.paths, list(forms), form_of, offsets, tied, capture.containers)
+    tied = dict(summary.tied)
+    return RankInventory(structure.names, structure.paths, list(forms), form_of, offsets, tied, snapshot.containers)
 
 
 def places_of(layout: DcpLayout) -> ItemPlaces:

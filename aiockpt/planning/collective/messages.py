@@ -88,7 +88,7 @@ class PlanRequest:
     decentralized: bool  # the rank decides alone what it writes
     form: str  # name of the format
     token: int | None  # of the global plan that the rank's reusable layout belongs to; None: there is none
-    holdings: RankInventory | None = field(repr=False)
+    inventory: RankInventory | None = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class RankAssignment:
     ticket: str | None  # to join the transaction; None: send a full inventory in another round
     token: int  # of the global plan
     leaves: list[int] | None = field(repr=False)  # to write; None: the same as last time, or what the rank decides
-    tell_places: bool  # report where the items are
+    report_places: bool  # report where the items are
     secret: bytes = field(repr=False, default=b"")  # shared by the writer processes of the ranks
 
 
@@ -120,7 +120,7 @@ class Written:
     items: int  # number of tensor items
     objects: dict[int, ItemRange]  # by leaf
     places: ItemPlaces | None = field(repr=False)  # of tensor items; None if rank 0 knows them from an earlier save
-    holdings: RankInventory | None = field(repr=False, default=None)
+    inventory: RankInventory | None = field(repr=False, default=None)
     token: int = 0  # of the global plan
 
 

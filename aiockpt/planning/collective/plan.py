@@ -49,57 +49,57 @@ class ShardingPattern(NamedTuple):
 class NamePattern(NamedTuple):
     """A name and its sharding pattern."""
 
-    spread: ShardingPattern
+    sharding: ShardingPattern
     leaves: tuple[int, ...]  # its leaf in each group of ranks with the same names
 
 
-def find(ranks: Sequence[RankInventory]) -> dict[str, NamePattern]:
+def find_patterns(ranks: Sequence[RankInventory]) -> dict[str, NamePattern]:
     """Return the pattern of each name, in the order of the ranks' leaves.
 
     Raises:
         SaveError: the ranks contradict each other, or lack parts of a tensor; the message names the key.
     """
-    crews = _rank_groups(ranks)
+    groups = _rank_groups(ranks)
     kinds: dict[_Kind, int] = {}
-    columns = [_columns([ranks[rank] for rank in crew], kinds) for crew in crews]
+    columns = [_columns([ranks[rank] for rank in group], kinds) for group in groups]
     where: dict[str, list[RankLeaf]] = {}
-    for number, crew in enumerate(crews):
-        for leaf, name in enumerate(ranks[crew[0]].names):
+    for number, group in enumerate(groups):
+        for leaf, name in enumerate(ranks[group[0]].names):
             where.setdefault(name, []).append((number, leaf))
     known = list(kinds)
-    spreads: dict[tuple[tuple[int, bytes], ...], ShardingPattern] = {}
+    shardings: dict[tuple[tuple[int, bytes], ...], ShardingPattern] = {}
     found: dict[str, NamePattern] = {}
     for name, places in where.items():
         key = tuple((number, columns[number][leaf]) for number, leaf in places)
-        spread = spreads.get(key)
-        if spread is None:
-            spread = spreads[key] = _spread(name, [(crews[number], column) for number, column in key], known)
-        found[name] = NamePattern(spread, tuple(leaf for _, leaf in places))
+        sharding = shardings.get(key)
+        if sharding is None:
+            sharding = shardings[key] = _sharding_of(name, [(groups[number], column) for number, column in key], known)
+        found[name] = NamePattern(sharding, tuple(leaf for _, leaf in places))
     return found
 
 
 def _rank_groups(ranks: Sequence[RankInventory]) -> list[list[int]]:
     """Group the ranks that have the same names."""
-    crews: list[list[int]] = []
+    groups: list[list[int]] = []
     alike: dict[tuple[int, str, str], list[list[int]]] = {}
     for rank, held in enumerate(ranks):
         names = held.names
         similar = alike.setdefault((len(names), names[0], names[-1]) if names else (0, "", ""), [])
-        crew = next((each for each in similar if (other := ranks[each[0]].names) is names or other == names), None)
-        if crew is None:
-            crew = []
-            similar.append(crew)
-            crews.append(crew)
-        crew.append(rank)
-    return crews
+        group = next((each for each in similar if (other := ranks[each[0]].names) is names or other == names), None)
+        if group is None:
+            group = []
+            similar.append(group)
+            groups.append(group)
+        group.append(rank)
+    return groups
 
 
-def _columns(crew: Sequence[RankInventory], kinds: dict[_Kind, int]) -> list[bytes]:
+def _columns(group: Sequence[RankInventory], kinds: dict[_Kind, int]) -> list[bytes]:
     """Give for each leaf what it is on every rank of a crew, as numbers of kinds."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     forms: dict[ShardForm, int] = {}
-    rows = np.empty((len(crew), len(crew[0].names)), np.int32)
-    for row, held in zip(rows, crew, strict=True):
+    rows = np.empty((len(group), len(group[0].names)), np.int32)
+    for row, held in zip(rows, group, strict=True):
         form_of = [forms.setdefault(form, len(forms)) for form in held.forms]
         known = list(forms)
         mine: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -116,12 +116,12 @@ def _columns(crew: Sequence[RankInventory], kinds: dict[_Kind, int]) -> list[byt
     return [column.tobytes() for column in np.ascontiguousarray(rows.T)]
 
 
-def _spread(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kinds: Sequence[_Kind]) -> ShardingPattern:
+def _sharding_of(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kinds: Sequence[_Kind]) -> ShardingPattern:
     """Look at a name on all ranks that have it."""
     held = sorted(
         (rank, number, kind)
-        for number, (crew, column) in enumerate(columns)
-        for rank, kind in zip(crew, np.frombuffer(column, np.int32).tolist(), strict=True)
+        for number, (group, column) in enumerate(columns)
+        for rank, kind in zip(group, np.frombuffer(column, np.int32).tolist(), strict=True)
     )
     first, number, kind = held[0]
     form = kinds[kind][0]
@@ -224,7 +224,7 @@ class GlobalPlan:
     objects: Mapping[str, RankLeaf]  # rank and leaf that is stored
     paths: Mapping[str, ObjPath]  # of each name, in the order of the state dict
     containers: list[dict[str, Any]]  # records of the containers that paths can't express
-    shares: list[list[int]]  # for each rank the leaves that it writes
+    assignments: list[list[int]]  # for each rank the leaves that it writes
 
 
 def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
@@ -234,24 +234,24 @@ def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
         SaveError: the ranks contradict each other, or lack parts of a tensor; the message names the key.
     """
     with gc_pause():
-        found = find(ranks)
+        found = find_patterns(ranks)
         aliases = _aliases(ranks, found)
         writers = _choose_writers(len(ranks), found, aliases)
         tensors: dict[str, GlobalTensor] = {}
         objects: dict[str, RankLeaf] = {}
-        for name, (spread, leaves) in found.items():
-            if spread.form is None:
-                objects[name] = (spread.first[0], leaves[spread.first[1]])
+        for name, (sharding, leaves) in found.items():
+            if sharding.form is None:
+                objects[name] = (sharding.first[0], leaves[sharding.first[1]])
                 continue
             alias = aliases.get(name)
             chosen = (
-                writers[name] if alias is None else _writers_of(spread.cut, found[alias].spread.cut, writers[alias])
+                writers[name] if alias is None else _writers_of(sharding.cut, found[alias].sharding.cut, writers[alias])
             )
-            tensors[name] = GlobalTensor(spread.form.dtype, spread.form.shape, spread.cut, *chosen)
-        paths = {name: ranks[each.spread.first[0]].paths[_first_leaf(each)] for name, each in found.items()}
+            tensors[name] = GlobalTensor(sharding.form.dtype, sharding.form.shape, sharding.cut, *chosen)
+        paths = {name: ranks[each.sharding.first[0]].paths[_first_leaf(each)] for name, each in found.items()}
         _check_paths(ranks, found, paths)
-        shares = _shares(len(ranks), writers, objects)
-        return GlobalPlan(tensors, objects, paths, _containers(ranks, found), shares)
+        assignments = _assignments(len(ranks), writers, objects)
+        return GlobalPlan(tensors, objects, paths, _containers(ranks, found), assignments)
 
 
 def _check_paths(
@@ -282,40 +282,40 @@ def _check_paths(
 
 
 def _on(name: str, found: Mapping[str, NamePattern]) -> str:
-    return f"{name} is on rank {found[name].spread.first[0]}"
+    return f"{name} is on rank {found[name].sharding.first[0]}"
 
 
 def _first_leaf(found: NamePattern) -> int:
     """Return the leaf on the first rank that has a name."""
-    return found.leaves[found.spread.first[1]]
+    return found.leaves[found.sharding.first[1]]
 
 
-def _shares(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, RankLeaf]) -> list[list[int]]:
-    shares: list[list[int]] = [[] for _ in range(count)]
+def _assignments(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, RankLeaf]) -> list[list[int]]:
+    assignments: list[list[int]] = [[] for _ in range(count)]
     for ranks, leaves in writers.values():
         for rank, leaf in zip(ranks, leaves, strict=True):
-            shares[rank].append(leaf)
+            assignments[rank].append(leaf)
     for rank, leaf in objects.values():
-        shares[rank].append(leaf)
-    for share in shares:
-        share.sort()
-    return shares
+        assignments[rank].append(leaf)
+    for assignment in assignments:
+        assignment.sort()
+    return assignments
 
 
 def _aliases(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]) -> dict[str, str]:
     """Return the names that are tied, on every rank that has them, to one other name."""
     aliases: dict[str, str] = {}
     for name in dict.fromkeys(held.names[leaf] for held in ranks for leaf in held.tied):
-        spread, leaves = found[name]
+        sharding, leaves = found[name]
         firsts = {
             _first_of(ranks[rank], leaves[which], offsets)
-            for (offsets, _), holders in zip(spread.cut, spread.holders, strict=False)
+            for (offsets, _), holders in zip(sharding.cut, sharding.holders, strict=False)
             for rank, which in holders
         }
         (first,) = firsts if len(firsts) == 1 else (None,)
         if first is not None and first != name and first not in aliases:
-            theirs = dict(found[first].spread.cut)
-            if all(theirs.get(offsets) == sizes for offsets, sizes in spread.cut):
+            theirs = dict(found[first].sharding.cut)
+            if all(theirs.get(offsets) == sizes for offsets, sizes in sharding.cut):
                 aliases[name] = first
     return {name: first for name, first in aliases.items() if first not in aliases}
 
@@ -339,35 +339,35 @@ def _choose_writers(count: int, found: Mapping[str, NamePattern], aliases: Mappi
     loads = [0] * count
     alone: dict[int, tuple[ShardingPattern, int]] = {}
     shared: list[tuple[int, str, int]] = []
-    for name, (spread, leaves) in found.items():
-        if spread.form is None or name in aliases:
+    for name, (sharding, leaves) in found.items():
+        if sharding.form is None or name in aliases:
             continue
-        if spread.alone is not None:
-            of_parts = leaves * len(spread.cut) if len(leaves) == 1 else _leaves(leaves, spread)
-            writers[name] = spread.alone, of_parts
-            alone[id(spread)] = spread, alone.get(id(spread), (spread, 0))[1] + 1
+        if sharding.alone is not None:
+            of_parts = leaves * len(sharding.cut) if len(leaves) == 1 else _holder_leaves(leaves, sharding)
+            writers[name] = sharding.alone, of_parts
+            alone[id(sharding)] = sharding, alone.get(id(sharding), (sharding, 0))[1] + 1
             continue
-        chosen[name] = [holders[0] for holders in spread.holders]
-        for number, (nbytes, holders) in enumerate(zip(spread.nbytes, spread.holders, strict=True)):
+        chosen[name] = [holders[0] for holders in sharding.holders]
+        for number, (nbytes, holders) in enumerate(zip(sharding.nbytes, sharding.holders, strict=True)):
             if len(holders) > 1:
                 shared.append((nbytes, name, number))
             else:
                 loads[holders[0][0]] += nbytes
-    for spread, times in alone.values():
-        for rank, nbytes in zip(spread.alone or (), spread.nbytes, strict=True):
+    for sharding, times in alone.values():
+        for rank, nbytes in zip(sharding.alone or (), sharding.nbytes, strict=True):
             loads[rank] += times * nbytes
-    _share_out(shared, found, loads, chosen)
+    _balance(shared, found, loads, chosen)
     for name, those in chosen.items():
         leaves = found[name].leaves
         writers[name] = tuple(rank for rank, _ in those), tuple(leaves[which] for _, which in those)
     return writers
 
 
-def _leaves(leaves: tuple[int, ...], spread: ShardingPattern) -> tuple[int, ...]:
-    return tuple(leaves[holders[0][1]] for holders in spread.holders)
+def _holder_leaves(leaves: tuple[int, ...], sharding: ShardingPattern) -> tuple[int, ...]:
+    return tuple(leaves[holders[0][1]] for holders in sharding.holders)
 
 
-def _share_out(
+def _balance(
     shared: list[tuple[int, str, int]],
     found: Mapping[str, NamePattern],
     loads: list[int],
@@ -378,7 +378,7 @@ def _share_out(
     # Parts that the same ranks have are chosen from one heap; its loads may be out of date, for they only grow.
     heaps: dict[tuple[RankLeaf, ...], list[tuple[int, RankLeaf]]] = {}
     for nbytes, name, number in shared:
-        holders = found[name].spread.holders[number]
+        holders = found[name].sharding.holders[number]
         heap = heaps.get(holders)
         if heap is None:
             heap = heaps[holders] = [(loads[holder[0]], holder) for holder in holders]

@@ -10,7 +10,7 @@ from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.boxes import overlapping
 from aiockpt.format.index import InlineEntry, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.names import HIDDEN, METADATA_NAME
-from aiockpt.planning.coverage import Extent, part_overlaps
+from aiockpt.planning.coverage import Extent, split_overlaps
 from aiockpt.reading.verify.stored import KeyRef, StoredFile, StoredItem
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Inventory:
         for file in self.files.values():
             extents = [Extent(item.start, item.start + item.length, item, streamed=False) for item in file.items]
             reported: set[StoredItem] = set()
-            for one, other in part_overlaps(extents)[1]:
+            for one, other in split_overlaps(extents)[1]:
                 self._report_overlap(one.owner, other)
                 if other.owner not in reported:
                     reported.add(other.owner)

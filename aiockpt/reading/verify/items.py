@@ -15,7 +15,7 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointEr
 from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, read_framing
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES
 from aiockpt.format.item.ziparchive import FramingError
-from aiockpt.planning.coverage import Extent, Segment, cut_segments, group_segments, part_overlaps
+from aiockpt.planning.coverage import Extent, Segment, cut_segments, group_segments, split_overlaps
 from aiockpt.reading.verify.stored import CheckedRange, StoredFile, StoredItem, combined
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class ItemVerifier:
     def _jobs(self, files: Sequence[StoredFile]) -> list[Callable[[], None]]:
         jobs: list[Callable[[], None]] = []
         for file in files:
-            extents, apart = part_overlaps([extent for item in file.items for extent in item.extents()])
+            extents, apart = split_overlaps([extent for item in file.items for extent in item.extents()])
             whole = None if file.crc is None else file.nbytes
             for number, segments in enumerate(self._ranges(extents, whole)):
                 jobs.append(functools.partial(self._read_range, file, segments, number))
