@@ -1,4 +1,4 @@
-"""Publishing what several ranks have written: by rank 0, or by its writer process when that is gone."""
+"""The commit of a checkpoint that several ranks have written: by rank 0, or by its writer process if rank 0 is dead."""
 
 from __future__ import annotations
 
@@ -36,70 +36,49 @@ def now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorldFacts:
-    """What rank 0 knows of a save besides its plan.
+    """What rank 0 knows of a save besides its plan."""
 
-    Attributes:
-        token: the number of the plan.
-        metadata: the user's own facts.
-        times_s: durations so far, in seconds.
-        started: when the save was called.
-    """
-
-    token: int
-    metadata: dict[str, JsonValue] = field(repr=False)
-    times_s: Mapping[str, float]
-    started: float
+    token: int  # of the plan; every rank must have written by the same plan
+    metadata: dict[str, JsonValue] = field(repr=False)  # the user's own
+    times_s: Mapping[str, float]  # durations so far
+    started: float  # when the save was called
 
 
 async def publish_together(
     transaction: Transaction,
-    book: GlobalPlanCache | None,
+    plan_cache: GlobalPlanCache | None,
     facts: WorldFacts,
     results: Sequence[Written],
     workers: Workers,
 ) -> tuple[GlobalPlanCache, list[Summary]]:
-    """Check what all ranks have written, write the index, and publish.
+    """Check what the ranks have written, write `.metadata` and the manifest, and publish.
 
-    Args:
-        transaction: where the files are.
-        book: the plan of all ranks; None if each has decided alone what it writes.
-        facts: what else there is to say.
-        results: what each rank has written.
-        workers: for what takes long.
-
-    Returns:
-        The plan, and what to tell each rank.
-
-    Raises:
-        SaveError: something is missing.
-        WriteError: the index can't be written.
-        CommitError: it can't be published.
+    ``plan_cache`` is None if each rank has planned alone. Returns the plan cache, and the summary for each rank.
+    Raises SaveError if something is missing.
     """
     for rank, written in enumerate(results):
         if written.token != facts.token:
             raise SaveError(f"rank {rank} has written by another plan than rank 0 has; nothing was published")
-    if book is None:
-        book = await workers.run(cache_of_written, facts.token, results)
-    await workers.run(book.check, results)
-    files = files_of(results)
-    await _look_for(transaction, results)
-    document = await workers.run(book.documents, results)
-    files = {**files, METADATA_NAME: FileFacts(len(document), crc32(document))}
+    if plan_cache is None:
+        plan_cache = await workers.run(cache_of_written, facts.token, results)
+    await workers.run(plan_cache.check, results)
+    await _check_visible(transaction, results)
+    metadata = await workers.run(plan_cache.documents, results)
+    files = {**files_of(results), METADATA_NAME: FileFacts(len(metadata), crc32(metadata))}
     times_s = {**facts.times_s, "data_written": time.perf_counter() - facts.started}
-    manifest = await workers.run(world_manifest, facts.metadata, times_s, book, files, len(results))
-    await write_documents(transaction, {MANIFEST_NAME: manifest, METADATA_NAME: document})
+    manifest = await workers.run(world_manifest, facts.metadata, times_s, plan_cache, files, len(results))
+    await write_documents(transaction, {MANIFEST_NAME: manifest, METADATA_NAME: metadata})
     await transaction.commit()
-    sizes = {name: each.nbytes for name, each in files.items()}
-    return book, book.summaries(sizes)
+    return plan_cache, plan_cache.summaries({name: each.nbytes for name, each in files.items()})
 
 
-async def _look_for(transaction: Transaction, results: Sequence[Written]) -> None:
-    """Check that the files of all ranks can be seen from here."""
-    seen = await transaction.sizes()
+async def _check_visible(transaction: Transaction, results: Sequence[Written]) -> None:
+    """Raise SaveError unless rank 0's host sees the files of all ranks."""
+    sizes = await transaction.sizes()
     for rank, written in enumerate(results):
         for name, facts in written.files.items():
-            if seen.get(name) != facts.nbytes:
-                found = "is not there" if name not in seen else f"has {seen[name]} bytes there"
+            if sizes.get(name) != facts.nbytes:
+                found = "is not there" if name not in sizes else f"has {sizes[name]} bytes there"
                 raise SaveError(
                     f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
                     "ranks must save to one file system that every host has mounted"
@@ -109,33 +88,25 @@ async def _look_for(transaction: Transaction, results: Sequence[Written]) -> Non
 def world_manifest(
     metadata: dict[str, JsonValue],
     times_s: Mapping[str, float],
-    book: GlobalPlanCache,
+    plan_cache: GlobalPlanCache,
     files: Mapping[str, FileFacts],
     ranks: int,
 ) -> bytes:
-    """Encode the manifest of a checkpoint that several ranks have written.
-
-    Args:
-        metadata: the user's own facts.
-        times_s: durations in seconds.
-        book: the plan of all ranks.
-        files: every other file of the checkpoint.
-        ranks: how many ranks there are.
-    """
-    items = sum(facts.nbytes for name, facts in files.items() if name != METADATA_NAME)
+    """Encode the manifest of a checkpoint that several ranks have written; ``files`` are all others."""
+    item_bytes = sum(facts.nbytes for name, facts in files.items() if name != METADATA_NAME)
     manifest = Manifest(
         writer=WRITER,
         created=now(),
         metadata=metadata,
         files=files,
         totals={
-            "tensors": book.tensors,
-            "objects": book.objects,
-            "tensor_bytes": book.tensor_bytes,
-            "file_bytes": items,
+            "tensors": plan_cache.tensors,
+            "objects": plan_cache.objects,
+            "tensor_bytes": plan_cache.tensor_bytes,
+            "file_bytes": item_bytes,
             "ranks": ranks,
         },
         times_s=times_s,
-        containers=book.plan.containers,
+        containers=plan_cache.plan.containers,
     )
     return encode_manifest(manifest)
