@@ -12,7 +12,7 @@ import torch
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import InlineEntry, TensorEntry
-from aiockpt.format.item.objects import HARMLESS, _allow_list, _not_yet_allowed, checked_sparse
+from aiockpt.format.item.objects import checked_sparse, extended_allow_list
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.reading.mmap import MapReader
 from aiockpt.reading.open import read_index
@@ -76,8 +76,7 @@ def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
         mappable = file.read(4) == b"PK\3\4"
     try:
         with (
-            _allow_list,
-            torch.serialization.safe_globals(_not_yet_allowed((*HARMLESS, *options.safe_globals))),
+            extended_allow_list(options.safe_globals),
             contextlib.nullcontext() if options.trust else checked_sparse(),
         ):
             return torch.load(path, map_location="cpu", mmap=mappable, weights_only=not options.trust)

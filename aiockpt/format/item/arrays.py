@@ -1,7 +1,7 @@
 """NumPy arrays as tensors that share their memory, and back.
 
-An array is stored as a tensor is. A record of the type "ndarray" among the manifest's containers says which tensors
-were arrays; without a manifest they are tensors.
+An array is stored as a tensor. A record of the type "ndarray" among the manifest's containers marks the tensors that
+were arrays; without a manifest they are loaded as tensors.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Entry, ObjPath
 
 ARRAY_RECORD = "ndarray"
-ARRAY_TYPES = frozenset({np.ndarray, np.memmap})
-"""What is stored as a tensor. Other subclasses may hold more than their elements."""
+ARRAY_TYPES = frozenset({np.ndarray, np.memmap})  # other subclasses may hold more than their elements
 
-_DTYPES = {  # not of the foreign byte order
+_DTYPES = {  # native byte order only
     np.dtype(name): getattr(torch, name)
     for name in (
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -34,16 +33,16 @@ _TORCH_DTYPES = frozenset(_DTYPES.values())
 
 
 class _Writable:
-    """An array that is never written to but says that it may be: torch warns of others, and warnings may be errors."""
+    """A read-only array that claims to be writable: torch warns about others, and warnings may be errors."""
 
     def __init__(self, array: NDArray[Any]) -> None:
-        self._array = array  # whose memory it is
-        described = array.__array_interface__
-        self.__array_interface__ = {**described, "data": (described["data"][0], False)}
+        self._array = array  # keeps the memory alive
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
 
 
 def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype | None:
-    """Return torch's dtype for one of NumPy; None if there is none, or the byte order is the foreign one."""
+    """Return torch's dtype for one of NumPy; None if there is none, or the byte order is not native."""
     return _DTYPES.get(dtype)
 
 
@@ -52,7 +51,7 @@ def view_array(array: NDArray[Any]) -> torch.Tensor | None:
     size = array.itemsize
     if array.dtype not in _DTYPES or not array.flags.aligned or any(s < 0 or s % size for s in array.strides):
         return None
-    if array.dtype.char == "Q":  # NumPy's second name of what is uint64 on most platforms; torch knows one
+    if array.dtype.char == "Q":  # NumPy has two types that are uint64 on most platforms; torch knows one
         array = array.view(np.uint64)
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))
 
@@ -66,7 +65,7 @@ def tensor_of(array: NDArray[Any]) -> torch.Tensor | None:
 
 
 def array_of(value: Any) -> Any:
-    """Return an array that shares a tensor's memory; the value itself if NumPy can't have it, or it is no tensor."""
+    """Return an array that shares a tensor's memory; the value itself if NumPy lacks the dtype, or it is no tensor."""
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype in _TORCH_DTYPES:
         return value.numpy()
     return value
@@ -80,16 +79,12 @@ def array_names(containers: Iterable[Mapping[str, Any]]) -> set[str]:
 def check_arrays(
     entries: Mapping[str, Entry], paths: Mapping[str, ObjPath], containers: Iterable[Mapping[str, Any]]
 ) -> None:
-    """Check that what is said to have been an array is one tensor, of a dtype that NumPy has.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Raise ValueError unless each record of an array names one tensor of a dtype that NumPy has."""
     containers = list(containers)
     arrays = [tuple(record["path"]) for record in containers if record["type"] == ARRAY_RECORD]
-    said = Counter(tuple(record["path"]) for record in containers) if arrays else Counter()
+    counts = Counter(tuple(record["path"]) for record in containers) if arrays else Counter()
     for path in arrays:
         name = ".".join(map(str, path))
         entry = entries.get(name)
-        if said[path] > 1 or paths.get(name) != path or getattr(entry, "dtype", None) not in _TORCH_DTYPES:
-            raise ValueError(f"{name!r:.100} is said to have been an array, but is no tensor that can be one")
+        if counts[path] > 1 or paths.get(name) != path or getattr(entry, "dtype", None) not in _TORCH_DTYPES:
+            raise ValueError(f"{name!r:.100} is recorded as an array, but is no tensor that can be one")

@@ -113,7 +113,7 @@ def build_harmless(data: bytes, allowed: Mapping[str, Any]) -> Any:
         value = machine.run()
     except (PickleError, UnknownMemberError):
         raise
-    except Warning:  # an error only because the program makes errors of warnings
+    except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # the constructors refuse what they can't take in ways of their own
         raise PickleError(f"{type(exc).__name__}: {exc}") from exc

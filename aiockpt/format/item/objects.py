@@ -1,4 +1,4 @@
-"""Objects that are not plain tensors: pickled by ``torch.save``, and read without trusting the pickle."""
+"""Objects that are not plain tensors: pickled with ``torch.save``, and unpickled without trusting the pickle."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ if TYPE_CHECKING:
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})
-_SHORT_BYTES = 256
-"""Pickles of scalars up to this size are framed and decoded here; a state dict may hold thousands."""
+_SHORT_BYTES = 256  # pickles of scalars up to this size are framed here; a state dict may hold thousands
 _SMALL_BYTES = 4096
-_FOLLOWED_BYTES = 256 << 10
-_framings: dict[int, Framing] = {}
-_allow_list = threading.Lock()
+_INTERPRETED_BYTES = 256 << 10  # longer pickles take too long to interpret
+_framings: dict[int, Framing] = {}  # of scalars, by length of the pickle
+_allow_list_lock = threading.Lock()  # torch's allow-list is global to the process
 
 HARMLESS = (
     *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice),
@@ -54,20 +53,19 @@ HARMLESS = (
 
 
 def is_frozen(value: Any) -> bool:
-    """Tell whether a value can't change, so that it may be serialised later."""
+    """Return whether a value is immutable, so that it may be serialised later."""
     kind = type(value)
     return kind in _IMMUTABLE or (kind is tuple and all(map(is_frozen, value)))
 
 
 class _CheckingPickler(pickle.Pickler):
-    """Refuses tensors that reach out of their storage, for they can't be loaded, wherever in a value they are.
+    """Refuses tensors that reach out of their storage, because they can't be loaded.
 
-    Members of Enum classes are pickled by their names, in the form of Python's `enum.pickle_by_enum_name`.
+    With ``by_name``, Enum members are pickled by their names, in the form of Python's `enum.pickle_by_enum_name`.
     """
 
     by_name = True
-    named: dict[Any, bool]
-    """Each class and function that the pickle names, and the classes of other objects, which it need not name."""
+    named: dict[Any, bool]  # classes and functions; True: the pickle names them, False: the class of another object
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and is_freed(value):
@@ -82,9 +80,9 @@ class _CheckingPickler(pickle.Pickler):
 
 
 def _has_name(member: enum.Enum) -> bool:
-    """Whether a member is found by its name, and its class does not pickle it in a way of its own."""
+    """Return whether a member can be found by its name, and its class does not customise pickling."""
     kind = type(member)
-    name = str(getattr(member, "_name_", ""))  # no member's for combined flags
+    name = str(getattr(member, "_name_", ""))  # combined flags have no name of a member
     return (
         kind.__reduce_ex__ in (enum.Enum.__reduce_ex__, enum.Flag.__reduce_ex__)
         and kind.__members__.get(name) is member
@@ -97,28 +95,23 @@ class _FreedError(Exception):
 
 
 def encode_object(name: str, value: Any, named: dict[Any, bool] | None = None) -> bytes:
-    """Pickle a value as ``torch.save`` does.
-
-    Args:
-        name: the key, for messages.
-        value: what to pickle.
-        named: is given the classes and functions that it is made of, for `foreign_names`.
+    """Pickle a value as ``torch.save`` does; ``named`` collects its classes and functions for `foreign_names`.
 
     Raises:
-        SaveError: naming the key, when the value can't be pickled.
+        SaveError: the value can't be pickled; the message names the key.
     """
     try:
         if type(value) in _SCALARS:
             data = pickle.dumps(value, torch.serialization.DEFAULT_PROTOCOL)
             if len(data) <= _SHORT_BYTES:
                 framing = _framings.get(len(data))
-                if framing is None:  # apart from an id made of all CRCs, it depends on the length alone
+                if framing is None:  # except for the id, it depends on the length alone
                     framing = _framings[len(data)] = pickle_framing(_saved(value), len(data))
                 return b"".join((framing.prefix, data, framing.sealed_suffix(crc32(data))))
         return _saved(value, named)
     except _FreedError:
         raise SaveError(freed_message(name)) from None
-    except Warning:  # an error only because the program makes errors of warnings
+    except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # a user's __reduce__ may raise anything
         if is_shortage(exc):
@@ -132,7 +125,7 @@ def encode_object(name: str, value: Any, named: dict[Any, bool] | None = None) -
 def _saved(value: Any, named: dict[Any, bool] | None = None) -> bytes:
     named = {} if named is None else named
     data = _pickled(value, named, by_name=True)
-    if named.get(getattr) and any(map(_is_of_torch, named)):
+    if named.get(getattr) and any(map(_needs_torch, named)):
         named.clear()
         return _pickled(value, named, by_name=False)  # torch's restricted unpickler has no getattr
     return data
@@ -145,33 +138,33 @@ def _pickled(value: Any, named: dict[Any, bool], *, by_name: bool) -> bytes:
     return sink.getvalue()
 
 
-def _is_of_torch(each: Any) -> bool:
-    """Whether a class or a function makes what only torch's unpickler reads."""
+def _needs_torch(each: Any) -> bool:
+    """Return whether a pickle that names this class or function needs torch's unpickler."""
     module = getattr(each, "__module__", None) or ""
     return module.partition(".")[0] == "torch" and each not in (torch.dtype, torch.device, torch.Size)
 
 
 class ScalarDecoder:
-    """Decodes numbers, texts and None without ``torch.load``; most have the framing of one seen before."""
+    """Decodes numbers, texts and None without ``torch.load``; the framing of most of them was seen before."""
 
     def __init__(self) -> None:
         self._checker = ItemChecker()
 
     def decode(self, blob: memoryview) -> tuple[Any] | None:
-        """Decode an item; None where it is anything else, or damaged: `decode_object` says what."""
+        """Decode an item; return None if it is anything else or damaged, which `decode_object` reports."""
         if len(blob) > _SMALL_BYTES:
             return None
         try:
             data = self._checker.object_pickle(blob)
             if data is None:
                 return None
-            value = Machine(data, _find_nothing, None, HANDLERS).run()
+            value = Machine(data, _refuse_global, None, HANDLERS).run()
         except (FramingError, PickleError):
             return None
         return (value,) if type(value) in _SCALARS else None
 
 
-def _find_nothing(module: str, name: str) -> Any:
+def _refuse_global(module: str, name: str) -> Any:
     raise PickleError(f"{module}.{name} is no scalar")
 
 
@@ -184,19 +177,13 @@ def decode_object(
     map_location: Any = None,
     member_of: type[enum.Enum] | None = None,
 ) -> Any:
-    """Unpickle a value that `encode_object` or DCP wrote.
+    """Unpickle a value that `encode_object` or DCP wrote; other arguments as in ``aiockpt.load``.
 
-    Args:
-        name: the key, for messages.
-        blob: the item's bytes.
-        safe_globals: functions and classes that the pickle may use besides torch's own list.
-        trust: unpickle anything, which runs whatever code the pickle asks for.
-        map_location: as in ``torch.load``.
-        member_of: the Enum class of the member whose place the value takes, which is allowed for that alone.
+    ``member_of`` is the Enum class of the member that the value replaces: it is allowed for that reason alone.
 
     Raises:
-        LoadError: an Enum class has no member of the stored name.
-        UnsafeCheckpointError: the pickle needs something that was not allowed.
+        LoadError: an Enum class has no member of the stored name, or memory is short.
+        UnsafeCheckpointError: the pickle needs a global that was not allowed.
         CorruptCheckpointError: the bytes are not those that were written.
     """
     try:
@@ -209,25 +196,24 @@ def decode_object(
             return build_harmless(data, _named((*safe_globals, *_enums(data, member_of))))
         except UnknownMemberError as exc:
             raise LoadError(f"the object {name} can't be made: {exc}") from None
-        except PickleError:  # torch says why, or finds the tensors in it
+        except PickleError:  # it holds tensors, or torch has the better message
             pass
     try:
-        # torch's allow-list is global to the process, so loads that extend it take turns.
-        with _allow_list, torch.serialization.safe_globals(_not_yet_allowed((*HARMLESS, *safe_globals))):
+        with extended_allow_list(safe_globals):
             if not trust:
-                check_object_pickle(_pickle_of(records), _storages(records), _allowed_names())
+                check_object_pickle(_pickle_of(records), _storages(records), allowed_names())
             with contextlib.nullcontext() if trust else checked_sparse():
                 return torch.load(io.BytesIO(blob), map_location=map_location, weights_only=not trust)
     except (pickle.UnpicklingError, ForeignNameError) as exc:
         if trust:
             raise CorruptCheckpointError(f"the object {name} can't be unpickled: {exc}") from exc
-        raise UnsafeCheckpointError(f"the object {name} {why_refused(records, safe_globals, exc)}") from exc
+        raise UnsafeCheckpointError(f"the object {name} {_why_refused(records, safe_globals, exc)}") from exc
     except PickleError as exc:
         raise UnsafeCheckpointError(
             f"the object {name} was not unpickled: {exc}, which is not what torch.save writes: it is damaged, or was "
             "changed; if you trust the checkpoint, pass trust=True."
         ) from exc
-    except Warning:  # an error only because the program makes errors of warnings
+    except Warning:  # the program turns warnings into errors
         raise
     except Exception as exc:  # a damaged pickle raises nearly anything
         if is_shortage(exc):
@@ -235,37 +221,37 @@ def decode_object(
         raise CorruptCheckpointError(f"the object {name} can't be unpickled: {type(exc).__name__}: {exc}") from exc
 
 
-class _Collected(list[torch.Tensor]):
-    """Sparse tensors as torch makes them; it takes the list for empty, so that it doesn't warn of a look into them."""
+class _SparseTensors(list[torch.Tensor]):
+    """torch's list of sparse tensors to validate. It looks empty to torch, which then does not warn about the time."""
 
     def __bool__(self) -> bool:
         return False
 
     def clear(self) -> None:
-        """Keep them: the look is still to come."""
+        """Keep the tensors: they are validated later."""
 
 
 @contextlib.contextmanager
 def checked_sparse() -> Iterator[None]:
-    """Look at the indices of sparse tensors that are loaded here, which are addresses of memory: torch believes them.
+    """Validate the indices of sparse tensors that are loaded inside: torch uses them as addresses unchecked.
 
-    Since 2.14 torch looks as well, with a warning that this takes time; whoever loads through us can't do without.
+    Since 2.14 torch validates them too, but warns that this takes time. Here the validation is not optional.
     """
-    local: Any = getattr(torch.serialization, "_serialization_tls", None)
-    holder, name = local, "sparse_tensors_to_validate"
-    if not hasattr(holder, name):  # until 2.14 all threads share them
+    holder: Any = getattr(torch.serialization, "_serialization_tls", None)
+    name = "sparse_tensors_to_validate"
+    if not hasattr(holder, name):  # until 2.14 all threads share the list
         holder, name = torch._utils, "_sparse_tensors_to_validate"
-    before, made = getattr(holder, name, None), _Collected()
-    if before is None:  # not where it is known to be; torch looks in its own way
+    before, loaded = getattr(holder, name, None), _SparseTensors()
+    if before is None:  # the list of an unknown version of torch, which validates in its own way
         yield
         return
-    setattr(holder, name, made)
+    setattr(holder, name, loaded)
     try:
         yield
     finally:
         setattr(holder, name, before)
-    if len(made):
-        before.extend(made)
+    if len(loaded):
+        before.extend(loaded)
         validate: Any = torch._utils._validate_loaded_sparse_tensors
         checking: Any = torch.sparse.check_sparse_tensor_invariants
         with checking(enable=True):
@@ -280,39 +266,43 @@ def _pickle_of(records: Mapping[str, memoryview]) -> bytes:
 
 
 def _storages(records: Mapping[str, memoryview]) -> dict[str, int]:
-    """Return the bytes of each storage."""
+    """Return the size of each storage by its key."""
     inner = {name.partition("/")[2]: len(data) for name, data in records.items()}
     return {name.removeprefix("data/"): size for name, size in inner.items() if name.startswith("data/")}
 
 
 def _named(allowed: Iterable[Any]) -> dict[str, Any]:
-    """Return functions and classes by their full names, as torch names them."""
+    """Return functions and classes by the full names that torch's allow-list uses."""
     pairs = [each if isinstance(each, tuple) else (each, "") for each in allowed]
     return {name or f"{each.__module__}.{each.__qualname__}": each for each, name in pairs}
 
 
-def _allowed_names() -> Collection[str]:
-    """Return what torch's allow-list has now."""
+def allowed_names() -> Collection[str]:
+    """Return the full names on torch's allow-list."""
     return _named(torch.serialization.get_safe_globals()).keys()
 
 
 def _enums(data: bytes, member_of: type[enum.Enum] | None) -> list[Any]:
-    """Return the Enum classes that are allowed besides ``safe_globals``: that of the target, those on torch's list."""
+    """Return the Enum classes that are allowed besides ``safe_globals``: the target's, and those on torch's list."""
     found: list[Any] = [] if member_of is None else [member_of]
     if b"getattr" in data:  # torch does not read members by name
-        with _allow_list:
+        with _allow_list_lock:
             found += [each for each in torch.serialization.get_safe_globals() if isinstance(each, enum.EnumMeta)]
     return found
 
 
-def _not_yet_allowed(wanted: Sequence[Any]) -> list[Any]:
-    """Leave out what the process allows already: torch takes away, in the end, whatever it was given."""
-    allowed = torch.serialization.get_safe_globals()
-    return [each for each in wanted if each not in allowed]
+@contextlib.contextmanager
+def extended_allow_list(safe_globals: Sequence[Any]) -> Iterator[None]:
+    """Add plain types and ``safe_globals`` to torch's allow-list; loads that do so take turns."""
+    with _allow_list_lock:
+        allowed = torch.serialization.get_safe_globals()
+        # On exit torch removes all that it was given, even if the process had allowed it before.
+        with torch.serialization.safe_globals([each for each in (*HARMLESS, *safe_globals) if each not in allowed]):
+            yield
 
 
-def why_refused(records: Mapping[str, memoryview], safe_globals: Sequence[Any], error: Exception) -> str:
-    """Return a text of what an object needs to be allowed, and what to do about it."""
+def _why_refused(records: Mapping[str, memoryview], safe_globals: Sequence[Any], error: Exception) -> str:
+    """Return why torch refused an object, and how to allow it, as the end of a sentence."""
     permission = permission_for(_pickle_of(records), _storages(records), safe_globals)
     if permission:
         return f"needs {permission}"
@@ -324,19 +314,14 @@ def why_refused(records: Mapping[str, memoryview], safe_globals: Sequence[Any], 
 
 
 class Permission(NamedTuple):
-    """What a load of an object has to be allowed.
+    """The globals that a load of an object has to be allowed."""
 
-    Attributes:
-        names: the full names of the classes and functions that it has to be given.
-        suffices: whether that is enough; else it takes ``trust=True``.
-    """
-
-    names: tuple[str, ...]
-    suffices: bool
+    names: tuple[str, ...]  # full names for ``safe_globals``
+    suffices: bool  # False: it takes ``trust=True``
 
 
 def permission_for(data: bytes, storages: Mapping[str, int], given: Sequence[Any] = ()) -> str:
-    """Return a text of what to pass to a load of a pickle, given some of it; nothing if it needs nothing."""
+    """Return the globals that a pickle needs besides those given, and how to allow them; "" if it needs none."""
     needed = _permission(data, storages, given)
     if not needed.names:
         return ""
@@ -348,7 +333,7 @@ def permission_for(data: bytes, storages: Mapping[str, int], given: Sequence[Any
 
 
 def foreign_names(named: Mapping[Any, bool]) -> dict[str, bool]:
-    """Return the full names of those classes and functions of a value that are not plain data's, as `encode_object`."""
+    """Return the full names of those that `encode_object` collected, without those of plain data."""
     names = {
         f"{getattr(each, '__module__', '')}.{getattr(each, '__qualname__', '')}": is_named
         for each, is_named in named.items()
@@ -357,17 +342,12 @@ def foreign_names(named: Mapping[Any, bool]) -> dict[str, bool]:
 
 
 def needed_for(blob: bytes, foreign: Mapping[str, bool]) -> Permission:
-    """Return what a load of an object will have to be allowed.
-
-    Args:
-        blob: what `encode_object` made.
-        foreign: its `foreign_names`. Pickles that take long to follow are judged by them alone.
-    """
+    """Return what a load of an encoded object has to be allowed; long pickles are judged by `foreign_names` alone."""
     records = read_archive(blob)
     data = _pickle_of(records)
-    if len(data) <= _FOLLOWED_BYTES:
+    if len(data) <= _INTERPRETED_BYTES:
         return _permission(data, _storages(records))
-    known = {*_allowed_names(), *torch_names()}
+    known = {*allowed_names(), *torch_names()}
     if any(_may_have(name) for name, is_named in foreign.items() if is_named):
         known.add(_GETATTR)
     names = tuple(name for name, is_named in foreign.items() if is_named and name not in known)
@@ -375,7 +355,7 @@ def needed_for(blob: bytes, foreign: Mapping[str, bool]) -> Permission:
 
 
 def _permission(data: bytes, storages: Mapping[str, int], given: Sequence[Any] = ()) -> Permission:
-    known = _named((*HARMLESS, *given)).keys() | _allowed_names()
+    known = _named((*HARMLESS, *given)).keys() | allowed_names()
     needs = needs_of(data, storages, known | (set() if storages else HARMLESS_NAMES))
     if not all(_may_have(name, attribute) for name, attribute in needs.lookups):
         needs = needs._replace(names=tuple(dict.fromkeys((*needs.names, _GETATTR))))
@@ -383,7 +363,7 @@ def _permission(data: bytes, storages: Mapping[str, int], given: Sequence[Any] =
 
 
 def _may_have(name: str, member: str = "") -> bool:
-    """Whether what has a full name may be an Enum class with a member; one in another class is not named by itself."""
+    """Return whether a full name may be an Enum class with a member; nested classes have no global of their own."""
     found = _lookup(name) if name else _OTHER
     if isinstance(found, enum.EnumMeta):
         return "." not in found.__qualname__ and not is_no_member(found, member)
@@ -391,7 +371,7 @@ def _may_have(name: str, member: str = "") -> bool:
 
 
 def _suffices(needs: Needs) -> bool:
-    """Whether it is enough to allow the names: what they stand for here makes what the pickle makes of it."""
+    """Return whether allowing the names is enough for torch to load the pickle."""
     return (
         needs.is_complete
         and not (needs.fills and needs.has_storages)
@@ -401,7 +381,7 @@ def _suffices(needs: Needs) -> bool:
 
 
 def _can_be_listed(names: Sequence[str]) -> bool:
-    """Whether classes and functions have the names that a list of them would give them, and torch takes them."""
+    """Return whether an allow-list can hold these names, and torch accepts them on it."""
     return not any(
         _lookup(name) is _OTHER or name.startswith(("builtins.", "posix.", "nt.", "os.", "sys.")) for name in names
     )
@@ -413,13 +393,13 @@ _OTHER = object()
 
 
 def _lookup(name: str) -> Any:
-    """Find what a full name stands for here; None if it is not imported, `_OTHER` if it has another name."""
+    """Find a class or function by its full name; None if it is not imported, `_OTHER` if its real name differs."""
     parts = name.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:cut]))
         if found is not None:
-            for part in parts[cut:]:  # not by getattr, which may import what a module is to have
-                found = getattr(found, "__dict__", {}).get(part)
+            for attribute in parts[cut:]:  # not by getattr, which may trigger a lazy import
+                found = getattr(found, "__dict__", {}).get(attribute)
             if not isinstance(found, type | FunctionType | BuiltinFunctionType):
                 return _OTHER
             return found if f"{found.__module__}.{found.__qualname__}" == name else _OTHER
@@ -427,7 +407,7 @@ def _lookup(name: str) -> Any:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that the machine lacks memory or descriptors, and nothing of the value."""
+    """Return whether an error is due to a lack of memory or descriptors, not to the value."""
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
         or (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM))

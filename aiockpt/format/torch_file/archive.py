@@ -1,4 +1,4 @@
-"""The records of a ``torch.save`` file, and stand-ins for the storages that its pickle refers to.
+"""The records of a ``torch.save`` file, and placeholders for the storages that its pickle refers to.
 
 Source of the layout: ``torch/serialization.py`` and ``caffe2/serialize/inline_container.cc``.
 """
@@ -29,34 +29,21 @@ _RESTORE = "restore it, or use an older checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """The records of a ``torch.save`` file.
-
-    Attributes:
-        name: the file.
-        length: its length in bytes.
-        records: by name, without the archive's own in front.
-        fetch: gives the bytes at (offset, size) of the file.
-        following: for the offset of each record's header, that of the next.
-        alignment: what offsets of payloads are a multiple of.
-    """
+    """The records of a ``torch.save`` file."""
 
     name: str
     length: int
-    records: Mapping[str, Record]
-    fetch: Callable[[int, int], bytes]
-    following: Mapping[int, int]
-    alignment: int = _ALIGNMENT
+    records: Mapping[str, Record]  # by name, without the archive's name in front
+    fetch: Callable[[int, int], bytes]  # returns the bytes at (offset, size)
+    following: Mapping[int, int]  # from the offset of a record's header to that of the next record
+    alignment: int = _ALIGNMENT  # of the payloads' offsets
 
     def storage_bytes(self) -> dict[str, int]:
-        """Give the length of each storage, by the key that the pickle gives it."""
+        """Return the size of each storage, by its key in the pickle."""
         return {name[5:]: record.size for name, record in self.records.items() if name.startswith("data/")}
 
     def read(self, record_name: str) -> bytes:
-        """Read a small record, and check its CRC where it has one.
-
-        Raises:
-            CorruptCheckpointError: it is damaged or reaches out of the file.
-        """
+        """Read a small record and check its CRC, if it has one."""
         record = self.records[record_name]
         data = self.fetch(self.payload_offset(record), record.size)
         if len(data) != record.size or (record.crc and crc32(data) != record.crc):
@@ -64,11 +51,7 @@ class TorchArchive:
         return data
 
     def payload_offset(self, record: Record) -> int:
-        """Find where a record's bytes begin, if possible without reading the header before them.
-
-        Raises:
-            CorruptCheckpointError: the header is damaged, or the record reaches out of the file.
-        """
+        """Return the offset of a record's bytes, if possible without reading the header before them."""
         at = self._usual_offset(record)
         if at is None:
             try:
@@ -83,7 +66,7 @@ class TorchArchive:
         return at
 
     def _usual_offset(self, record: Record) -> int | None:
-        """Compute the offset as torch's writer does, and give it if the next record begins where it then must."""
+        """Compute the offset as torch's writer does; return it if the position of the next record confirms it."""
         wide_at, wide_size = record.header_offset >= _WIDE, record.size >= _WIDE
         extra = 4 + (4 if wide_at or wide_size else 0) + (8 if wide_at else 0) + (16 if wide_size else 0)
         start = record.header_offset + _LOCAL_HEADER_BYTES + len(record.name.encode()) + extra
@@ -97,12 +80,7 @@ def _damaged(name: str, exc: Exception) -> CorruptCheckpointError:
 
 
 def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> TorchArchive:
-    """Read the directory of a ``torch.save`` file.
-
-    Raises:
-        CorruptCheckpointError: it is damaged or cut short.
-        LoadError: it is a file of torch, but of another kind.
-    """
+    """Read the directory of a ``torch.save`` file."""
     head = fetch(0, min(length, 64))
     if not head.startswith(_ZIP):
         if _LEGACY in head:
@@ -145,43 +123,27 @@ def _check_kind(archive: TorchArchive) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredStorage:
-    """A storage of a file.
+    """A storage of a file."""
 
-    Attributes:
-        stand_in: the storage without memory that tensors refer to.
-        nbytes: how long the pickle says that it is.
-        place: where its record's bytes are.
-        crc: their CRC-32, or None where the writer left it out.
-    """
-
-    stand_in: torch.UntypedStorage
-    nbytes: int
-    place: ItemRange
-    crc: int | None
+    placeholder: torch.UntypedStorage  # has no memory
+    nbytes: int  # according to the pickle
+    range: ItemRange  # of its record's bytes
+    crc: int | None  # of these bytes; None if the writer left it out
 
 
 @dataclass(frozen=True, slots=True)
-class StandIns:
-    """Makes the stand-ins, one for each record.
-
-    Attributes:
-        archive: the file.
-        by_key: the storages by the key that the pickle gives them.
-    """
+class Placeholders:
+    """Makes the placeholders of storages, one for each record."""
 
     archive: TorchArchive
-    by_key: dict[str, StoredStorage] = field(default_factory=dict)
+    by_key: dict[str, StoredStorage] = field(default_factory=dict)  # by key in the pickle
 
     def by_address(self) -> dict[int, StoredStorage]:
-        """Give the storages by the address of their stand-in, which every view of it leads to."""
-        return {stored.stand_in._cdata: stored for stored in self.by_key.values()}
+        """Return the storages by the address of their placeholder, which every view of it has."""
+        return {stored.placeholder._cdata: stored for stored in self.by_key.values()}
 
     def load(self, pid: Any) -> Any:
-        """Give the stand-in that a persistent id of the pickle stands for.
-
-        Raises:
-            CorruptCheckpointError: it stands for none, or its record is missing or too short.
-        """
+        """Return the placeholder of a persistent id in the pickle."""
         kind, storage_type, key, _location, numel = pid if type(pid) is tuple and len(pid) == 5 else (None,) * 5
         dtype = torch.uint8 if storage_type is torch.UntypedStorage else getattr(storage_type, "dtype", None)
         if (
@@ -204,7 +166,7 @@ class StandIns:
                 f"{_RESTORE}"
             )
         typed: Any = torch.storage.TypedStorage
-        return typed(wrap_storage=stored.stand_in, dtype=dtype, _internal=True)
+        return typed(wrap_storage=stored.placeholder, dtype=dtype, _internal=True)
 
     def _make(self, key: str, nbytes: int) -> StoredStorage:
         record = self.archive.records.get(f"data/{key}")
@@ -214,7 +176,7 @@ class StandIns:
                 f"the record data/{key} of {self.archive.name} {found}, where a storage of {nbytes} bytes should be; "
                 f"{_RESTORE}"
             )
-        place = ItemRange(self.archive.name, self.archive.payload_offset(record), record.size)
+        stored_at = ItemRange(self.archive.name, self.archive.payload_offset(record), record.size)
         untyped: Any = torch.UntypedStorage
-        # Zero stands for a CRC that was not computed.
-        return StoredStorage(untyped(nbytes, device="meta"), nbytes, place, record.crc or None)
+        # Zero: the CRC was not computed.
+        return StoredStorage(untyped(nbytes, device="meta"), nbytes, stored_at, record.crc or None)

@@ -1,8 +1,8 @@
-"""Whole ``torch.save`` files: their structure, with the place of each tensor instead of its bytes.
+"""The structure of ``torch.save`` files, with the byte range of each tensor instead of its bytes.
 
-The pickle in such a file is read by torch's own restricted unpickler, as ``torch.load(weights_only=True)``
-does, but every storage is a stand-in without memory. So the structure holds *meta* tensors, each of which
-leads back to the record of the file where its bytes are.
+The pickle in such a file is read by torch's own restricted unpickler, as ``torch.load(weights_only=True)`` does, but
+every storage is a placeholder without memory. So the structure holds *meta* tensors, each of which leads back to the
+record of the file that holds its bytes.
 
 Source of the layout: ``torch/serialization.py`` and ``caffe2/serialize/inline_container.cc``.
 """
@@ -12,25 +12,27 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import ChunkEntry, TensorEntry, TensorItem
-from aiockpt.format.item.objects import HARMLESS, _allow_list, _not_yet_allowed, is_shortage, permission_for
+from aiockpt.format.item.objects import allowed_names, extended_allow_list, is_shortage, permission_for
 from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle
 from aiockpt.format.pickle.machine import PickleError
-from aiockpt.format.torch_file.archive import StandIns, open_archive
-from aiockpt.format.torch_file.nesting_limits import is_too_much
+from aiockpt.format.torch_file.archive import Placeholders, open_archive
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from aiockpt.format.torch_file.archive import StoredStorage
 
-_UNPLACEABLE = {
+_UNSUPPORTED = {  # functions whose tensors are not stored as one run of bytes
     "_rebuild_qtensor": "a quantized tensor",
     "_rebuild_nested_tensor": "a nested tensor",
     "_rebuild_wrapper_subclass": "a tensor subclass without storage",
@@ -42,23 +44,14 @@ _UNPLACEABLE = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchFile:
-    """What a ``torch.save`` file holds.
-
-    Attributes:
-        name: the file.
-        value: what was saved, of any type; its tensors are meta tensors, to be looked up by `entry`.
-    """
+    """The contents of a ``torch.save`` file."""
 
     name: str
-    value: Any
+    value: Any  # as saved, except that all tensors are meta tensors, which `entry` looks up
     _storages: Mapping[int, StoredStorage] = field(repr=False)
 
     def entry(self, tensor: torch.Tensor, key: str = "a tensor") -> TensorEntry:
-        """Tell where the bytes of a tensor of ``value`` are.
-
-        Args:
-            tensor: a tensor or parameter of ``value``. Those that share a storage have the same place.
-            key: its name, for messages.
+        """Return the byte range of a tensor of ``value``; tensors that share a storage have the same range.
 
         Raises:
             LoadError: it is no plain strided tensor, or the file holds no bytes of it.
@@ -66,7 +59,7 @@ class TorchFile:
         """
         kind = _kind_of(tensor)
         if kind is not None:
-            raise _unplaceable(self.name, key, kind)
+            raise _unsupported(self.name, key, kind)
         stored = self._storages.get(tensor.untyped_storage()._cdata)
         if stored is None:
             raise LoadError(
@@ -74,8 +67,7 @@ class TorchFile:
                 "leave it out, or read the file with torch.load"
             )
         shape, stride, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        end = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1
-        if min((*stride, offset), default=0) < 0 or (0 not in shape and end * tensor.dtype.itemsize > stored.nbytes):
+        if not view_fits(offset, shape, stride, tensor.dtype.itemsize, stored.nbytes):
             raise CorruptCheckpointError(
                 f"{self.name}: {key} with sizes {list(shape)}, strides {list(stride)} and offset {offset} reaches out "
                 f"of its storage of {stored.nbytes} bytes; the file is damaged"
@@ -86,16 +78,16 @@ class TorchFile:
             stride=stride,
             storage_offset=offset,
             payload_offset=0,
-            nbytes=stored.place.length,
+            nbytes=stored.range.length,
             crc=stored.crc,
             conj=tensor.is_conj(),
             neg=tensor.is_neg(),
         )
-        return TensorEntry(tensor.dtype, shape, (ChunkEntry((0,) * len(shape), shape, stored.place, item),))
+        return TensorEntry(tensor.dtype, shape, (ChunkEntry((0,) * len(shape), shape, stored.range, item),))
 
 
 def _kind_of(tensor: torch.Tensor) -> str | None:
-    """Say what a tensor is, if it is not a plain one."""
+    """Return the kind of a tensor that is not a plain one, else None."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
     if tensor.is_nested or tensor.is_quantized:
@@ -105,7 +97,7 @@ def _kind_of(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _unplaceable(name: str, key: str, kind: str) -> LoadError:
+def _unsupported(name: str, key: str, kind: str) -> LoadError:
     return LoadError(
         f"{name}: {key} is {kind}, which is not stored as one run of bytes; read the file with torch.load, "
         "and save it again without, or as a plain tensor"
@@ -113,7 +105,7 @@ def _unplaceable(name: str, key: str, kind: str) -> LoadError:
 
 
 class _TensorFinder(pickle.Pickler):
-    """Pickles into nowhere, until it meets a tensor or a storage."""
+    """Pickles a value and raises at the first tensor or storage."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
@@ -126,14 +118,13 @@ class _FoundError(Exception):
 
 
 def holds_tensors(value: Any) -> bool:
-    """Tell whether an object of ``TorchFile.value`` has a tensor or a storage somewhere inside.
+    """Return whether an object of ``TorchFile.value`` contains a tensor or a storage, which have no memory here.
 
-    Such an object is no good by itself, for what it holds has no memory. One that can't be looked into counts
-    as holding tensors.
+    An object that can't be pickled counts as containing one.
     """
     try:
         _TensorFinder(io.BytesIO()).dump(value)
-    except Warning:  # an error only because the program makes errors of warnings
+    except Warning:  # the program turns warnings into errors
         raise
     except Exception:  # a user's __reduce__ may raise anything
         return True
@@ -148,54 +139,49 @@ def read_torch_file(
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
 ) -> TorchFile:
-    """Read the structure of a ``torch.save`` file, and none of the bytes of its tensors.
+    """Read the structure of a ``torch.save`` file of ``length`` bytes, and none of the bytes of its tensors.
 
-    Args:
-        name: the file, which the places of the tensors will name.
-        length: its length in bytes.
-        fetch: gives the bytes at (offset, size) of the file.
-        safe_globals: functions and classes that the pickle may use besides torch's own list.
-        trust: unpickle anything, which runs whatever code the pickle asks for.
+    ``fetch`` returns the bytes at (offset, size) of the file; other arguments as in ``aiockpt.load``.
 
     Raises:
-        UnsafeCheckpointError: the pickle needs something that was not allowed.
-        CorruptCheckpointError: the file is damaged or cut short.
-        LoadError: it is of a kind that can't be read in this way; the message names another.
+        UnsafeCheckpointError: the pickle needs a global that was not allowed.
+        CorruptCheckpointError: the file is damaged or truncated.
+        LoadError: the file is of a kind that can't be read in this way; the message names another way.
     """
     archive = open_archive(name, length, fetch)
-    stand_ins = StandIns(archive)
+    placeholders = Placeholders(archive)
     data = archive.read("data.pkl")
     try:
         _check_functions(data)
         unpickle = _unpickle_trusting if trust else _unpickle_restricted
-        value = unpickle(data, stand_ins, safe_globals)
+        value = unpickle(data, placeholders, safe_globals)
     except LoadError:
         raise
-    except Warning:  # an error only because the program makes errors of warnings
+    except Warning:  # the program turns warnings into errors
         raise
-    except Exception as exc:  # a damaged pickle raises nearly anything, and so does a class that wants values
+    except Exception as exc:  # a damaged pickle raises nearly anything, and so does a class that needs the values
         if is_shortage(exc):
             raise LoadError(f"{name} can't be read now, for lack of memory or descriptors: {exc}") from exc
         permission = "" if trust else permission_for(data, archive.storage_bytes(), safe_globals)
-        raise _explained(name, exc, permission, trust=trust, checked=bool(archive.records["data.pkl"].crc)) from exc
+        raise _error_of(name, exc, permission, trust=trust, checked=bool(archive.records["data.pkl"].crc)) from exc
     finally:
         _forget_sparse_tensors()
-    if is_too_much(value, len(data)):
+    if _expands_too_much(value, len(data)):
         raise LoadError(
             f"{name} holds one container many times, which holds another many times, or itself; it has more parts than "
             "can be taken apart. If you trust the file, read it with torch.load."
         )
-    return TorchFile(name, value, stand_ins.by_address())
+    return TorchFile(name, value, placeholders.by_address())
 
 
-class _UnplaceableError(Exception):
-    """The pickle makes a tensor that no stand-in can be made for; the argument says of which kind."""
+class _UnsupportedError(Exception):
+    """The pickle makes a tensor that no placeholder can replace; the argument is its kind."""
 
 
-def _explained(name: str, exc: Exception, permission: str, *, trust: bool, checked: bool) -> LoadError:
-    """Say what it means that unpickling failed, and what to do about it."""
-    if isinstance(exc, _UnplaceableError):
-        return _unplaceable(name, "something in it", str(exc))
+def _error_of(name: str, exc: Exception, permission: str, *, trust: bool, checked: bool) -> LoadError:
+    """Return the error for a failure of unpickling, with what to do about it."""
+    if isinstance(exc, _UnsupportedError):
+        return _unsupported(name, "something in it", str(exc))
     refused = isinstance(exc, pickle.UnpicklingError) and not trust and exc.__cause__ is None
     if permission and (refused or isinstance(exc, ForeignNameError)):
         return UnsafeCheckpointError(f"{name} needs {permission}")
@@ -218,12 +204,12 @@ def _explained(name: str, exc: Exception, permission: str, *, trust: bool, check
 
 
 def _check_functions(data: bytes) -> None:
-    for function, kind in _UNPLACEABLE.items():
+    for function, kind in _UNSUPPORTED.items():
         if f"ctorch._utils\n{function}\n".encode() in data:
-            raise _UnplaceableError(kind)
+            raise _UnsupportedError(kind)
 
 
-def _unpickle_restricted(data: bytes, stand_ins: StandIns, safe_globals: Sequence[Any]) -> Any:
+def _unpickle_restricted(data: bytes, placeholders: Placeholders, safe_globals: Sequence[Any]) -> Any:
     try:
         kind: Any = importlib.import_module("torch._weights_only_unpickler").Unpickler
     except (ImportError, AttributeError) as exc:
@@ -232,12 +218,9 @@ def _unpickle_restricted(data: bytes, stand_ins: StandIns, safe_globals: Sequenc
             "use a version of torch from 2.6 to 2.13, or pass trust=True if you trust the file"
         ) from exc
     unpickler = kind(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = stand_ins.load
-    # torch's allow-list is global to the process, so loads that extend it take turns.
-    with _allow_list, torch.serialization.safe_globals(_not_yet_allowed((*HARMLESS, *safe_globals))):
-        listed = [each if isinstance(each, tuple) else (each, "") for each in torch.serialization.get_safe_globals()]
-        allowed = {name or f"{each.__module__}.{each.__qualname__}" for each, name in listed}
-        check_object_pickle(data, stand_ins.archive.storage_bytes(), allowed)
+    unpickler.persistent_load = placeholders.load
+    with extended_allow_list(safe_globals):
+        check_object_pickle(data, placeholders.archive.storage_bytes(), allowed_names())
         return unpickler.load()
 
 
@@ -245,8 +228,8 @@ class _TrustingUnpickler(pickle.Unpickler):
     """Unpickles anything, as ``torch.load(weights_only=False)`` does."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in _UNPLACEABLE:
-            raise _UnplaceableError(_UNPLACEABLE[name])
+        if module == "torch._utils" and name in _UNSUPPORTED:
+            raise _UnsupportedError(_UNSUPPORTED[name])
         if "Storage" in name:
             try:
                 storage_type: Any = torch.serialization.StorageType
@@ -256,14 +239,86 @@ class _TrustingUnpickler(pickle.Unpickler):
         return super().find_class("torch._tensor" if module == "torch.tensor" else module, name)
 
 
-def _unpickle_trusting(data: bytes, stand_ins: StandIns, _safe_globals: Sequence[Any]) -> Any:
+def _unpickle_trusting(data: bytes, placeholders: Placeholders, _safe_globals: Sequence[Any]) -> Any:
     unpickler = _TrustingUnpickler(io.BytesIO(data), encoding="utf-8")
-    unpickler.persistent_load = stand_ins.load  # type: ignore[method-assign]
+    unpickler.persistent_load = placeholders.load  # type: ignore[method-assign]
     return unpickler.load()
 
 
 def _forget_sparse_tensors() -> None:
-    """Take stand-ins off the list of sparse tensors that the next ``torch.load`` would look into."""
+    """Remove meta tensors from the list of sparse tensors that the next ``torch.load`` would validate."""
     get = getattr(torch._utils, "_get_sparse_tensors_to_validate", None)
     pending = getattr(torch._utils, "_sparse_tensors_to_validate", []) if get is None else get()
     pending[:] = [tensor for tensor in pending if not tensor.is_meta]
+
+
+# --- limits of expansion ------------------------------------------------------------------------------
+# A pickle may hold one container many times, which holds another many times, and so on: a few hundred bytes stand for
+# more leaves than can be counted. That costs nothing until the state dict is flattened: then every leaf gets a name.
+
+_PARTS_PER_BYTE = 64
+_LEAST_PARTS = 2_000_000
+_LEAST_LETTERS = 64 << 20
+_MANY = 1 << 62
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+_CONTAINERS = (Mapping, *_SEQUENCES)
+
+
+class _Expansion(NamedTuple):
+    """The size of a flattened value."""
+
+    parts: int  # itself and everything in it, as often as it is there
+    letters: int  # of the names of these, below the value's own
+
+
+_LEAF = _Expansion(1, 0)
+
+
+def _expands_too_much(value: Any, nbytes: int) -> bool:
+    """Return whether a value holds itself, or is larger when flattened than an honest pickle of ``nbytes`` bytes.
+
+    Takes time in proportion to its distinct parts.
+    """
+    expansion = _expansion(value)
+    return (
+        expansion is None
+        or expansion.parts > _PARTS_PER_BYTE * nbytes + _LEAST_PARTS
+        or expansion.letters > _PARTS_PER_BYTE * nbytes + _LEAST_LETTERS
+    )
+
+
+def _expansion(value: Any) -> _Expansion | None:
+    """Add up each container once; return None if one holds itself."""
+    known: dict[int, _Expansion | None] = {}  # None: its parts are being added up
+    pending = [(value, _parts(value))]
+    known[id(value)] = None
+    while pending:
+        container, parts = pending[-1]
+        for _, part in parts:
+            if not isinstance(part, _CONTAINERS):
+                continue
+            if id(part) not in known:
+                known[id(part)] = None
+                pending.append((part, _parts(part)))
+                break
+            if known[id(part)] is None:
+                return None
+        else:
+            known[id(container)] = _sum(container, known)
+            pending.pop()
+    return known[id(value)]
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return iter(value.items())
+    return ((None, part) for part in value) if isinstance(value, _SEQUENCES) else iter(())
+
+
+def _sum(container: Any, known: Mapping[int, _Expansion | None]) -> _Expansion:
+    count, letters = 1, 0
+    for key, part in _parts(container):
+        within = known.get(id(part)) or _LEAF
+        count += within.parts
+        letters += within.letters + within.parts * (len(key) if type(key) is str else 8)
+    return _Expansion(min(count, _MANY), min(letters, _MANY))
