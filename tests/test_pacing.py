@@ -49,14 +49,14 @@ def test_a_rate_is_kept_whatever_the_sizes_and_pauses_earn_nothing() -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("window", [TWO_CHUNKS, StagingWindow(bytes_per_s=CHUNK)])
 async def test_who_is_hurried_leaves_no_debt(window) -> None:
-    pacing = Throttle(window, lambda function: function())
-    first, second = pacing.pace(), pacing.pace()
-    first.hurry()
+    throttle = Throttle(window, lambda function: function())
+    first, second = throttle.for_next_save(), throttle.for_next_save()
+    first.unthrottle()
     for _ in range(200):
-        await first.admit(CHUNK)
-    pacing.open()
+        await first.acquire(CHUNK)
+    throttle.open()
     assert not second.is_held
-    await second.admit(CHUNK)
+    await second.acquire(CHUNK)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from aiockpt.options import EngineOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.job import SaveJob
-    from aiockpt.staging.shared import SharedMemory
+    from aiockpt.staging.pool import SharedMemory
 
     Owner = SaveJob | Call[Any]
 
@@ -278,7 +278,7 @@ class Engine:
             self._start()
             if self._leads:
                 self.line.supersede(job.path)
-            job.pace = self._pacing.pace()
+            job.pace = self._pacing.for_next_save()
             self._enter(job)
 
     def refuse(self, job: SaveJob) -> None:

@@ -46,12 +46,12 @@ class PoolSizer:
         if not self._bounded:
             chunk = self._pool.chunk_bytes
             most = (available_memory_bytes() + self._pool.made * chunk) // 2
-            self._pool.allow(max(1, min(self._wanted(nbytes), most // chunk)))
+            self._pool.raise_capacity(max(1, min(self._wanted(nbytes), most // chunk)))
 
     async def prewarm(self, nbytes: int, stagers: Sequence[Stager]) -> None:
         """Make staging memory for a state of this size, and fault it in with several threads."""
         self.reserve(nbytes)
-        await self._touch(self._pool.fresh(self._wanted(nbytes)), stagers)
+        await self._touch(self._pool.lease_new(self._wanted(nbytes)), stagers)
 
     async def fill(self, stagers: Sequence[Stager]) -> None:
         """Make what the pool may still grow by, while nothing is in flight.
@@ -60,7 +60,7 @@ class PoolSizer:
         one, which finds memory that was touched, would otherwise have to fault in the rest.
         """
         try:
-            await self._touch(self._pool.fresh(self._wanted(self._nbytes)), stagers, only_if_idle=True)
+            await self._touch(self._pool.lease_new(self._wanted(self._nbytes)), stagers, only_if_idle=True)
         except (OSError, MemoryError, RuntimeError) as exc:
             logger.warning("no more staging memory could be made ahead of the next save: %s", exc)
 

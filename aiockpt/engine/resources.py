@@ -15,9 +15,8 @@ from aiockpt.saving.pipeline import SaveTools
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.host_cache import HostCache
-from aiockpt.staging.pool import ChunkPool
+from aiockpt.staging.pool import ChunkPool, SharedMemory
 from aiockpt.staging.scatter import AcceleratorPlacer
-from aiockpt.staging.shared import SharedMemory
 from aiockpt.writing.process.supervisor import WriterHost
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class EngineResources:
                 raise TypeError(f"{device} is no accelerator")
             placer = self.placers[device] = AcceleratorPlacer(stager)
             if self._options.staging_bytes is None:  # some to be read into while others are copied
-                self.pool.allow(2 * self._options.writing_threads)
+                self.pool.raise_capacity(2 * self._options.writing_threads)
         return placer
 
     def close(self) -> None:

@@ -230,7 +230,7 @@ class SaveJob:
     def hurry(self) -> None:
         """Copy without a pause from now on, for somebody waits; from any thread."""
         self.awaited.set()
-        self.pace.hurry()
+        self.pace.unthrottle()
 
     def fence(self, timeout: float | None) -> None:
         """See `SaveHandle.fence`."""
@@ -361,7 +361,7 @@ class SaveJob:
 
         Not where somebody waits for the copies: whose thread waits runs no operator.
         """
-        has_host_tensors = any(not stager.lags for stager in self.stagers)
+        has_host_tensors = any(not stager.is_async for stager in self.stagers)
         eager = self.capture.eager  # copied at the call itself
         is_any_left = any(tensor is not None and leaf not in eager for leaf, tensor in enumerate(self.capture.tensors))
         if has_host_tensors and is_any_left and not (self.overlooked or self.fenced):
@@ -380,12 +380,12 @@ class SaveJob:
             if self.copied:
                 return
             self._compare()
-            if tensors is None or not any(stager.lags for stager in self.stagers):
+            if tensors is None or not any(stager.is_async for stager in self.stagers):
                 self._look()
                 self.overlooked = True
                 return
             memory = {_memory(part) for tensor in tensors for part in _parts(tensor)} - {None}
-            host_is_copied = not all(stager.lags for stager in self.stagers)  # host memory has one that doesn't
+            host_is_copied = not all(stager.is_async for stager in self.stagers)  # host memory has one that doesn't
 
             def is_safe(tensor: torch.Tensor) -> bool:
                 if tensor.layout is not torch.strided or tensor.is_quantized:

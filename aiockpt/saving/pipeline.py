@@ -372,7 +372,7 @@ class _Save:
                 # Never wait for a chunk while holding one that could be written and given back.
                 await put(before)
                 before = None
-            await pace.admit(stop - start)
+            await pace.acquire(stop - start)
             lease = await leases.acquire()
             filled = StagingChunk(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
             leases.pending[lease] = filled.pending

@@ -1,4 +1,4 @@
-"""What every stager does: put the bytes of tensors into their places of a chunk."""
+"""Stagers copy the bytes of tensors into chunks, at the offsets that a layout assigns."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class LayoutMismatchError(Exception):
-    """A tensor is not what a kept layout assumed: the save has to be planned anew. Never leaves the engine."""
+    """A tensor differs from a reused layout: the save must be planned again. Never leaves the engine."""
 
 
 class Pending(Protocol):
-    """Copies that were issued and may be still under way."""
+    """Copies that were issued and may not be complete."""
 
     async def wait(self) -> None:
-        """Return when the bytes are in the chunk. Cancellation waits for that too."""
+        """Wait until the bytes are in the chunk; if cancelled, wait for that first."""
 
 
 class Done:
@@ -40,44 +40,33 @@ class Done:
 
 
 class Stager(ABC):
-    """Copies pieces of tensors on one kind of device into chunks.
+    """Copies pieces of tensors on one kind of device into chunks."""
 
-    Attributes:
-        lags: whether copies may be still under way when they are issued.
-    """
-
-    lags: bool = True
+    is_async: bool = True  # `issue` may return before its copies are complete
 
     @abstractmethod
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> Pending:
-        """Start to copy ``pieces`` into ``chunk``; those of other devices are left alone, and so is their place.
+        """Start to copy ``pieces`` into ``chunk``. Pieces of other devices, and their bytes, are not touched.
 
-        When this returns, the copies are ordered before whatever the fence makes the caller's stream do
-        next; when the result's `wait` returns, the bytes are there.
-
-        Raises:
-            LayoutMismatchError: a tensor is not what the layout assumed.
+        Once this returns, `fence` orders the caller's stream behind the copies; once the result's `wait` returns, the
+        bytes are in the chunk. Raises `LayoutMismatchError` if a tensor differs from the layout.
         """
 
     def fence(self) -> None:
-        """Let this thread's current stream of the device wait for all copies issued so far. Does not block.
+        """Make this thread's current stream of the device wait for all copies issued so far. Does not block.
 
-        May be called from any thread.
+        Thread-safe.
         """
 
     async def pin(self, chunk: Chunk) -> None:
-        """Prepare a chunk for fast copies ahead of its first use, where that helps."""
+        """Lock a chunk's memory ahead of its first use, if that makes copies faster."""
 
     def close(self) -> None:
-        """Undo what `pin` did, and let go of the device. Blocks."""
+        """Unlock the chunks, and release the device. Blocks."""
 
 
-def check(leaf: int, capture: Snapshot, layout: Layout) -> tuple[torch.Tensor, TensorSpec]:
-    """Give a leaf's tensor and spec, if they still agree.
-
-    Raises:
-        LayoutMismatchError: they don't.
-    """
+def matching(leaf: int, capture: Snapshot, layout: Layout) -> tuple[torch.Tensor, TensorSpec]:
+    """Return a leaf's tensor and spec; raise LayoutMismatchError if they no longer agree."""
     tensor, spec = capture.tensors[leaf], layout.specs[leaf]
     if tensor is None or spec is None or not spec.describes(tensor):
         raise LayoutMismatchError(capture.structure.names[leaf])
@@ -85,36 +74,25 @@ def check(leaf: int, capture: Snapshot, layout: Layout) -> tuple[torch.Tensor, T
 
 
 def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor's storage covers it, whatever its strides: it may have been freed since the call.
-
-    Raises:
-        StageError: it does not.
-    """
+    """Raise StageError if a tensor's storage does not cover it: the storage may have been freed since the call."""
     if is_freed(tensor):
         raise StageError(freed_message(name))
 
 
 def restore(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """See the bytes that were taken from a contiguous tensor as that tensor, lazily conjugated or negated as it is."""
-    copy = raw.clone().view(tensor.dtype).view(tensor.shape)  # a copy, for the place in the arena may be odd
+    """Return the tensor whose raw bytes were copied at the call, with its lazy conjugation and negation."""
+    copy = raw.clone().view(tensor.dtype).view(tensor.shape)  # a copy: its offset in the arena may not be aligned
     copy = torch.conj(copy) if tensor.is_conj() else copy
     return torch._neg_view(copy) if tensor.is_neg() else copy
 
 
 RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By size in bytes, dtypes that are copied bit by bit."""
+"""By size in bytes, dtypes whose copies keep every bit."""
 
 
 def copy_strided(piece: Piece, tensor: torch.Tensor, spec: TensorSpec, target: torch.Tensor) -> None:
-    """Copy a piece of a tensor whose memory is not laid out as it is stored.
-
-    Args:
-        piece: which bytes of the stored tensor.
-        tensor: the tensor, of any strides.
-        spec: its description.
-        target: the piece's place in the chunk, dtype uint8.
-    """
-    # Seen with its dimensions in stored order, the tensor is row-major.
+    """Copy a piece of a tensor of any strides to ``target``, dtype uint8, in the order in which it is stored."""
+    # With its dimensions permuted to stored order, the tensor is row-major.
     order = sorted(range(tensor.dim()), key=lambda d: (-spec.saved_stride[d], d))
     source = tensor.detach().permute(order)
     if not (tensor.is_conj() or tensor.is_neg()):

@@ -1,4 +1,4 @@
-"""Staging of tensors in host memory: plain copies in a few threads."""
+"""Stages tensors in host memory: plain copies in a few threads."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ if TYPE_CHECKING:
 
 
 SMALL_BYTES = 32 << 10
-"""Below this, copying takes less time than letting go of the interpreter and getting it back."""
+"""Below this, copying takes less time than releasing the GIL and acquiring it again."""
 
 _CPU = torch.device("cpu")
 
 
 class CpuStager(Stager):
-    """Copies from host memory; each call takes one of the copy threads for one chunk.
+    """Copies from host memory; each call uses one copy thread for one chunk.
 
-    Args:
-        workers: the copy threads. One fills about half of the memory's bandwidth, so two help and more don't.
+    One thread uses about half of the memory bandwidth, so two help and more don't.
     """
 
-    lags = False
+    is_async = False
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -46,7 +45,7 @@ class CpuStager(Stager):
 
 
 def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> None:
-    """Copy the pieces of host tensors into a chunk. Blocks; the copying itself releases the interpreter."""
+    """Copy the pieces of host tensors into a chunk. Blocks; larger copies release the GIL."""
     base = chunk.address
     tensors, specs, eager, arenas = capture.tensors, layout.specs, capture.eager, capture.arenas
     arena = arenas[_CPU].data_ptr() if _CPU in arenas else 0
@@ -57,17 +56,17 @@ def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout
             continue
         if tensor is None or spec is None or not spec.describes(tensor):
             raise LayoutMismatchError(capture.structure.names[leaf])
-        early = eager.get(leaf)
-        if early is not None:
-            if stop > early[1]:
+        copied = eager.get(leaf)
+        if copied is not None:
+            if stop > copied[1]:
                 raise LayoutMismatchError(capture.structure.names[leaf])
             if spec.is_raw:
-                copy_small(base + at, arena + early[0] + start, stop - start)
+                copy_small(base + at, arena + copied[0] + start, stop - start)
             else:
-                source = restore(arenas[_CPU][early[0] : sum(early)], tensor)
+                source = restore(arenas[_CPU][copied[0] : sum(copied)], tensor)
                 copy_strided(piece, source, spec, chunk.tensor[at : at + stop - start])
         elif spec.is_raw:
-            storage = tensor.untyped_storage()  # held so that nobody can let go of the memory while it is read
+            storage = tensor.untyped_storage()  # this reference keeps the memory from being freed while it is read
             check_memory(capture.structure.names[leaf], tensor)
             copy = copy_small if stop - start < SMALL_BYTES else ctypes.memmove
             copy(base + at, tensor.data_ptr() + start, stop - start)

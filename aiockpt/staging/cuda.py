@@ -1,8 +1,8 @@
-"""Staging of tensors on an accelerator: asynchronous copies on a stream of their own into pinned chunks.
+"""Stages tensors on an accelerator: asynchronous copies into pinned chunks, on a separate stream.
 
-The stream first waits for the event that `save()` recorded in the caller's stream, so the copies see what
-the caller's program had computed by then. Nothing here synchronises the device: a thread sleeps on the
-event behind a chunk's copies.
+The stream first waits for the event that `save()` recorded in the caller's stream, so the copies see what the caller's
+program had computed by then. Nothing here synchronises the device: a thread sleeps on the event that follows a chunk's
+copies. Large pieces are copied one by one; small ones are packed on the device and copied together.
 """
 
 from __future__ import annotations
@@ -10,29 +10,38 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import torch
+
 from aiockpt.core.threads import Workers
 from aiockpt.errors import StageError
-from aiockpt.staging.base import Stager
-from aiockpt.staging.device_packing import ChunkFiller
+from aiockpt.staging.base import LayoutMismatchError, Stager, check_memory, copy_strided, matching, restore
 from aiockpt.staging.runtime import runtime_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot
+    from aiockpt.planning.specs import TensorSpec
     from aiockpt.staging.base import Pending
     from aiockpt.staging.pool import Chunk
     from aiockpt.staging.runtime import Runtime
 
 logger = logging.getLogger("aiockpt")
 
+PACK_BYTES = 256 << 10
+"""Pieces up to this size are packed on the device and copied together: a copy of any size costs some 10 us."""
+PACKED_BYTES = 4 << 20
+"""So much is packed before it is copied; packing takes as much device memory."""
+GAP_BYTES = 4096
+"""The framing between two items is shorter; pieces further apart are copied separately."""
+LEAST_BYTES = 64 << 10
+"""If the device has no memory to make a piece dense, the piece is split, down to this size."""
+
 
 class Copies:
-    """Copies in a stream of ours, with the event behind them."""
+    """Copies in a staging stream, and the event that follows them."""
 
     def __init__(self, event: torch.Event, runtime: Runtime, workers: Workers, sources: list[torch.Tensor]) -> None:
         self._event = event
@@ -42,7 +51,7 @@ class Copies:
         self._sources = sources
 
     async def wait(self) -> None:
-        """Return when they are done; a thread sleeps until then."""
+        """Wait until they are done; a thread sleeps on the event."""
         try:
             await self._workers.run(self._runtime.sleep_until, self._event)
         except RuntimeError as exc:
@@ -51,17 +60,12 @@ class Copies:
 
 
 class AcceleratorStager(Stager):
-    """Copies from one device, in one thread and one stream of its own.
-
-    Args:
-        device: the device, with its index.
-        runtime: how to reach it; the one that fits if None.
-    """
+    """Copies from one device, in one thread and one stream of its own."""
 
     def __init__(self, device: torch.device, runtime: Runtime | None = None) -> None:
         self.device = device
         self._runtime = runtime if runtime is not None else runtime_of(device)
-        self.lags = self._runtime.non_blocking
+        self.is_async = self._runtime.non_blocking
         self._issuer = Workers(1, f"aiockpt-stage-{device}")
         self._waiter = Workers(2, f"aiockpt-wait-{device}")
         self._pinned: list[Chunk] = []
@@ -73,7 +77,7 @@ class AcceleratorStager(Stager):
         return Copies(event, self._runtime, self._waiter, sources)
 
     def fence(self) -> None:
-        """Let this thread's current stream wait for all copies issued so far; see `Stager.fence`."""
+        """Make this thread's current stream wait for all copies issued so far; see `Stager.fence`."""
         self._runtime.order_behind(self._runtime.record())
 
     async def pin(self, chunk: Chunk) -> None:
@@ -81,13 +85,13 @@ class AcceleratorStager(Stager):
         await self._issuer.run(self._pin, chunk)
 
     def _pin(self, chunk: Chunk) -> None:
-        """Lock a chunk's memory, once; in the stager's own thread, whose device is set."""
+        """Lock a chunk's memory, once, in the stager's own thread: there the device is current."""
         self._runtime.enter()
         if chunk.pinned or not self._pins:
             return
         chunk.pinned = self._pins = self._runtime.pin(chunk.address, len(chunk.view))
         if chunk.pinned:
-            self._pinned.append(chunk)  # which keeps its memory: what is unmapped while locked could not be told apart
+            self._pinned.append(chunk)  # keeps it mapped: memory must not be unmapped while it is registered
         elif self.device.type == "cuda":
             logger.warning(
                 "staging memory could not be locked for %s, so copies are slower; look at the limit of locked memory, "
@@ -96,7 +100,7 @@ class AcceleratorStager(Stager):
             )
 
     def close(self) -> None:
-        """Unlock the chunks, end the threads, and let go of the stream."""
+        """Unlock the chunks, end the threads, and release the stream."""
         self._waiter.close()
         self._issuer.executor.submit(self._unpin).result()
         self._issuer.close()
@@ -124,7 +128,120 @@ class AcceleratorStager(Stager):
                     filler.add(piece)
                 filler.flush()
             except BaseException:
-                # The chunk goes back to the pool: nothing may be still on its way into it.
+                # The chunk returns to the pool: no copy into it may be in flight.
                 self._runtime.sleep_until(self._runtime.record())
                 raise
             return self._runtime.record(), filler.sources
+
+
+class ChunkFiller:
+    """Enqueues the copies of one chunk in the current stream, piece by piece; ends with `flush`."""
+
+    def __init__(
+        self, chunk: Chunk, device: torch.device, capture: Snapshot, layout: Layout, *, non_blocking: bool
+    ) -> None:
+        self._chunk = chunk
+        self._device = device
+        self._capture = capture
+        self._layout = layout
+        self._non_blocking = non_blocking
+        self._small: list[tuple[int, int, torch.Tensor]] = []
+        self._begin = self._end = 0
+        self._gaps: dict[int, torch.Tensor] = {}
+        # Memory of the state that the copies read. Memory allocated here needs no reference: it returns to the stream's
+        # part of the allocator, in order with the copies.
+        self.sources = [capture.arenas[device]] if device in capture.arenas else []
+
+    def add(self, piece: Piece) -> None:
+        """Copy a piece, or keep it for the next `flush`."""
+        leaf, start, stop, at = piece
+        spec = self._layout.specs[leaf]
+        if spec is not None and spec.device != self._device:
+            self.flush()  # a packed copy overwrites the gaps between its pieces, and this piece must not be in one
+            return
+        tensor, spec = matching(leaf, self._capture, self._layout)
+        eager = self._capture.eager.get(leaf)
+        if eager is not None:
+            offset, nbytes = eager
+            if stop > nbytes:
+                raise LayoutMismatchError(self._capture.structure.names[leaf])
+            arena = self._capture.arenas[self._device]
+            if spec.is_raw:
+                self._add(at, stop - start, arena.narrow(0, offset + start, stop - start))
+                return
+            tensor = restore(arena.narrow(0, offset, nbytes), tensor)
+        elif spec.is_raw:
+            source = self._bytes_of(piece, tensor)
+            self.sources.append(source)
+            self._add(at, stop - start, source)
+            return
+        check_memory(self._capture.structure.names[leaf], tensor)
+        self.sources.append(tensor)
+        self._add_strided(piece, tensor, spec)
+
+    def flush(self) -> None:
+        """Pack the small pieces that were kept, with the gaps between them, and copy them together."""
+        small, self._small = self._small, []
+        if not small:
+            return
+        parts: list[torch.Tensor] = []
+        position = self._begin
+        try:
+            for at, nbytes, source in small:
+                if at > position:  # framing, which is written after the copy
+                    parts.append(self._gap(at - position))
+                parts.append(source)
+                position = at + nbytes
+            packed = torch.cat(parts) if len(parts) > 1 else parts[0]
+        except torch.OutOfMemoryError:
+            for at, nbytes, source in small:
+                self._copy(at, nbytes, source)
+            return
+        self._copy(self._begin, position - self._begin, packed)
+
+    def _bytes_of(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a piece of a tensor that is stored as it is in memory."""
+        nbytes = tensor.nbytes
+        check_memory(self._capture.structure.names[piece.leaf], tensor)
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return flat if piece.stop - piece.start == nbytes else flat[piece.start : piece.stop]
+
+    def _add_strided(self, piece: Piece, tensor: torch.Tensor, spec: TensorSpec) -> None:
+        """Make a piece dense on the device; in parts, if there is no memory for the whole."""
+        _, start, stop, at = piece
+        try:
+            dense = torch.empty(stop - start, dtype=torch.uint8, device=self._device)
+            copy_strided(piece, tensor, spec, dense)
+        except torch.OutOfMemoryError:
+            self.flush()
+            half = (stop - start) // 2 // LEAST_BYTES * LEAST_BYTES
+            if not half:
+                raise
+            self._add_strided(piece._replace(stop=start + half), tensor, spec)
+            self._add_strided(piece._replace(start=start + half, at=at + half), tensor, spec)
+            return
+        self._add(at, stop - start, dense)
+
+    def _add(self, at: int, nbytes: int, source: torch.Tensor) -> None:
+        if nbytes > PACK_BYTES:
+            self.flush()
+            self._copy(at, nbytes, source)
+            return
+        end = at + nbytes
+        if self._small and (at - self._end > GAP_BYTES or end - self._begin > PACKED_BYTES):
+            self.flush()
+        if not self._small:
+            self._begin = at
+        self._small.append((at, nbytes, source))
+        self._end = end
+
+    def _copy(self, at: int, nbytes: int, source: torch.Tensor) -> None:
+        self._chunk.tensor[at : at + nbytes].copy_(source, non_blocking=self._non_blocking)
+
+    def _gap(self, nbytes: int) -> torch.Tensor:
+        """Return so many zero bytes; cached by length, of which framing has few."""
+        if not self._gaps:
+            self._gaps[GAP_BYTES] = torch.zeros(GAP_BYTES, dtype=torch.uint8, device=self._device)
+        if nbytes not in self._gaps:
+            self._gaps[nbytes] = self._gaps[GAP_BYTES][:nbytes]
+        return self._gaps[nbytes]

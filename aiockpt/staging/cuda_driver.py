@@ -1,4 +1,4 @@
-"""What is asked of the CUDA driver itself, for torch has no way to."""
+"""Calls of the CUDA driver API that torch does not expose."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _spare_lock = threading.Lock()
 
 
 def take_stream(device: torch.device) -> Any:
-    """Give a stream that nobody else has, to be given back with `give_stream_back`.
+    """Return a stream that nothing else in the process uses; return it with `give_stream_back`.
 
-    Torch gives its streams out in turn, from a few: one of them may be a stream that the program uses, and may
-    capture a graph in. Where the driver can't be asked, it is one of these all the same.
+    Torch hands out its few streams in turn: the program may use the same one, and capture a graph in it. Without a
+    driver, the result is such a stream all the same.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _spare_lock:
@@ -38,9 +38,9 @@ def take_stream(device: torch.device) -> Any:
 
 
 def give_stream_back(stream: Any) -> None:
-    """Let a stream be used again.
+    """Keep a stream for the next caller.
 
-    It is never destroyed: torch's allocator keeps memory for each stream, which would be of use to none after that.
+    It is never destroyed: torch's allocator keeps memory for each stream, which would be lost with it.
     """
     if isinstance(stream, torch.cuda.ExternalStream):
         with _spare_lock:
@@ -48,7 +48,7 @@ def give_stream_back(stream: Any) -> None:
 
 
 def allow_captures() -> bool:
-    """Let this thread allocate, lock memory and wait while another thread captures a CUDA graph; for good.
+    """Allow this thread, for good, to allocate, lock memory and wait while another thread captures a CUDA graph.
 
     Otherwise such calls fail, and the capture with them; see cuThreadExchangeStreamCaptureMode in CUDA's driver API.
     """
@@ -56,7 +56,7 @@ def allow_captures() -> bool:
 
 
 def _new_stream(index: int) -> int | None:
-    """Make a stream in the context that torch uses, which is kept as long as the process lives."""
+    """Create a stream in torch's primary context, which is retained as long as the process lives."""
     driver = _driver()
     if driver is None or driver.cuInit(0) != 0:
         return None
@@ -80,7 +80,7 @@ def _new_stream(index: int) -> int | None:
 
 @contextlib.contextmanager
 def _captures_allowed() -> Iterator[None]:
-    """The same for a moment, in a thread that may be anybody's."""
+    """Do the same as `allow_captures` for a moment, in a thread of the caller's."""
     mode = ctypes.c_int(_THREAD_LOCAL)
     exchanged = _exchange(mode)
     try:
@@ -91,14 +91,14 @@ def _captures_allowed() -> Iterator[None]:
 
 
 def _exchange(mode: ctypes.c_int) -> bool:
-    """Set this thread's mode, and give the one that it had in its place."""
+    """Set this thread's capture mode, and store its previous mode in ``mode``."""
     driver = _driver()
     return driver is not None and driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)) == 0
 
 
 @cache
 def _driver() -> Any:
-    """Load the driver; None on another system, or with HIP."""
+    """Return the loaded driver; None on another system, or with HIP."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         for name in (

@@ -1,8 +1,8 @@
-"""Host memory for tensors that are loaded: page-aligned, in huge pages, and used again once it was let go of.
+"""Host memory for loaded tensors: page-aligned, in huge pages, and reused once the tensors are freed.
 
-Filling fresh memory costs more than reading the bytes from the page cache, for the system clears every page
-first. So the memory of tensors that have died is kept, marked with MADV_FREE: the next load of tensors of these
-sizes finds it without faults, and the system takes it back whenever it runs short; see madvise(2).
+Filling fresh memory costs more than reading the bytes from the page cache, because the kernel clears every page first.
+So the memory of freed tensors is kept, marked with MADV_FREE: the next load of tensors of these sizes reuses it without
+page faults, and the kernel reclaims it whenever it runs short; see madvise(2).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FREE = getattr(mmap, "MADV_FREE", None)
 
 
 class _Block:
-    """A mapping whose bytes from ``skip`` on start at a huge page's border."""
+    """A mapping whose bytes from ``skip`` on are aligned to a huge page."""
 
     __slots__ = ("nbytes", "skip", "whole")
 
@@ -34,18 +34,14 @@ class _Block:
         self.whole = private_mapping(nbytes + slack)
         self.skip = -ctypes.addressof(ctypes.c_char.from_buffer(self.whole)) % HUGE_PAGE_BYTES if slack else 0
         huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        # Whole huge pages only: one for the rest would take more memory than the tensor.
+        # Whole huge pages only: another one for the rest would take more memory than the tensor.
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError, ValueError):
                 self.whole.madvise(mmap.MADV_HUGEPAGE, self.skip, huge)
 
 
 class HostCache:
-    """Gives memory to new tensors, and keeps what comes back when they die. May be used from any thread.
-
-    Args:
-        limit_bytes: the most to keep.
-    """
+    """Allocates memory for new tensors, and keeps up to ``limit_bytes`` of freed tensors' memory. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -53,32 +49,22 @@ class HostCache:
         self._free: dict[int, list[_Block]] = defaultdict(list)
         self._free_bytes = 0
         self._order: deque[_Block] = deque()
-        # Tensors die anywhere, within `take` too: so this end takes no lock.
+        # Tensors are freed in any thread, even within `take`, so the finalizer takes no lock: deque is thread-safe.
         self._returned: deque[_Block] = deque()
         self._closed = False
 
     @property
     def kept_bytes(self) -> int:
-        """How much memory waits for its next use."""
+        """How much memory is kept for reuse."""
         with self._lock:
-            self._sort_in()
+            self._collect_returned()
             return self._free_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Give memory of undefined contents.
-
-        Args:
-            nbytes: how much, at least 1.
-
-        Returns:
-            A tensor of dtype uint8 and shape ``(nbytes,)`` that starts at a page's border.
-
-        Raises:
-            LoadError: the system has none.
-        """
+        """Return uninitialised memory, at least 1 byte, as a page-aligned tensor of dtype uint8."""
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         with self._lock:
-            self._sort_in()
+            self._collect_returned()
             block = self._free[size].pop() if self._free.get(size) else None
             if block is not None:
                 self._order.remove(block)
@@ -94,7 +80,7 @@ class HostCache:
         return tensor
 
     def close(self) -> None:
-        """Let go of everything that is kept, and keep nothing from now on. Idempotent."""
+        """Free everything that is kept, and keep nothing from now on. Idempotent."""
         self._closed = True
         with self._lock:
             self._free.clear()
@@ -102,26 +88,26 @@ class HostCache:
             self._free_bytes = 0
             self._returned.clear()
 
-    def _sort_in(self) -> None:
-        """Take over what came back; with the lock held."""
+    def _collect_returned(self) -> None:
+        """Move returned blocks to the free lists; with the lock held."""
         while self._returned:
             block = self._returned.popleft()
             self._free[block.nbytes].append(block)
             self._order.append(block)
             self._free_bytes += block.nbytes
-        while self._free_bytes > self.limit_bytes:  # the oldest goes first, for its size may never be asked for again
+        while self._free_bytes > self.limit_bytes:  # the oldest first: its size may never be needed again
             oldest = self._order.popleft()
             self._free[oldest.nbytes].remove(oldest)
             self._free_bytes -= oldest.nbytes
 
 
 def _give_back(owner: weakref.ref[HostCache], block: _Block) -> None:
-    """Keep the memory of a tensor that has died; its contents don't matter any more."""
-    memory = owner()
-    if memory is None or memory._closed or _FREE is None:
+    """Keep the memory of a freed tensor. Runs as its finalizer."""
+    cache = owner()
+    if cache is None or cache._closed or _FREE is None:
         return
     try:
         block.whole.madvise(_FREE, block.skip, block.nbytes)
     except OSError:
-        return  # this kernel can't: the memory goes back to the system
-    memory._returned.append(block)
+        return  # not supported by this kernel: the memory is freed
+    cache._returned.append(block)

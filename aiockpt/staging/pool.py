@@ -1,44 +1,40 @@
-"""Staging memory: fixed-size, page-aligned chunks, leased from one pool and used again and again."""
+"""Staging memory: fixed-size, page-aligned chunks that are leased from a pool and reused."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
-from typing import TYPE_CHECKING
+import weakref
+from functools import cache
+from typing import Any
 
 import anyio
 import torch
 
-if TYPE_CHECKING:
-    from aiockpt.staging.shared import SharedMemory
+from aiockpt.errors import AiockptError
 
 HUGE_PAGE_BYTES = 2 << 20
 
 copy_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.PyDLL(None)))
-"""Copy memory (target, source, bytes) and keep the interpreter: for pieces so small that letting go costs more."""
+"""memmove(target, source, nbytes) without releasing the GIL: cheaper for small pieces."""
 
 
 def private_mapping(nbytes: int) -> mmap.mmap:
-    """Map anonymous memory, private to the process: shared memory, Python's default, seldom gets huge pages."""
+    """Map private anonymous memory: shared memory, Python's default, seldom gets huge pages."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class MappedMemory:
-    """Anonymous memory that starts at a huge page's border, not touched yet.
-
-    Attributes:
-        address: of the first byte.
-        view: the bytes.
-        tensor: the same bytes as a tensor of dtype uint8; it keeps the memory alive.
-    """
+    """Private anonymous memory, aligned to a huge page, not faulted in yet."""
 
     __slots__ = ("address", "tensor", "view")
 
     def __init__(self, nbytes: int) -> None:
         whole = private_mapping(nbytes + HUGE_PAGE_BYTES)
-        # Huge pages, where the kernel has them; and no copies in children, which would be made while we write.
+        # Huge pages if the kernel has them. No copy-on-write for forked children: our writes would copy every page.
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             with contextlib.suppress(OSError, AttributeError):
                 whole.madvise(getattr(mmap, advice))
@@ -46,27 +42,18 @@ class MappedMemory:
         skip = -begin % HUGE_PAGE_BYTES
         self.address = begin + skip
         self.view = memoryview(whole)[skip : skip + nbytes]
+        # The same bytes as dtype uint8; it keeps the memory alive.
         self.tensor = torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=skip)
 
 
 class Chunk:
-    """One piece of staging memory; see `MappedMemory` for its attributes.
-
-    Attributes:
-        number: its place in the memory that it was cut from.
-        pinned: it is locked in memory for a device.
-
-    Args:
-        nbytes: its size.
-        number: see above.
-        shared: the memory to cut it from; None for memory of its own.
-    """
+    """A piece of staging memory: private, or number ``number`` of those in shared memory."""
 
     __slots__ = ("_mapping", "address", "number", "pinned", "tensor", "view")
 
     def __init__(self, nbytes: int, number: int = 0, shared: SharedMemory | None = None) -> None:
         self.number = number
-        self.pinned = False
+        self.pinned = False  # locked in memory for a device
         self._mapping: MappedMemory | SharedMemory
         if shared is None:
             self._mapping = mapping = MappedMemory(nbytes)
@@ -79,17 +66,12 @@ class Chunk:
         self.tensor = shared.tensor[begin : begin + nbytes]
 
     def touch(self) -> None:
-        """Fault all pages in. Blocks; releases the interpreter."""
+        """Fault all pages in. Blocks; releases the GIL."""
         ctypes.memset(self.address, 0, len(self.view))
 
 
 class Lease:
-    """The right to use one chunk until it is released. To be released on the engine's loop, once or more.
-
-    Attributes:
-        chunk: the chunk.
-        replaced: it is in quarantine, and somebody else may have another chunk in its place.
-    """
+    """The right to use a chunk until it is released. Use it only on the engine's loop."""
 
     __slots__ = ("_pool", "_quarantined", "chunk", "replaced")
 
@@ -97,33 +79,30 @@ class Lease:
         self._pool: ChunkPool | None = pool
         self._quarantined = False
         self.chunk = chunk
-        self.replaced = False
+        self.replaced = False  # in quarantine, and the pool may make another chunk in its place
 
     @property
     def released(self) -> bool:
-        """Whether the chunk was given back."""
+        """Whether the chunk is back in the pool."""
         return self._pool is None
 
     def release(self) -> None:
-        """Give the chunk back. Idempotent."""
+        """Return the chunk to the pool. Idempotent."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool._take_back(self, quarantined=self._quarantined)
 
     def quarantine(self) -> None:
-        """Set the chunk apart: a thread holds it that may never come back. If it does, it is released all the same."""
+        """Set the chunk apart, because its thread hangs and may never release it. If it does, the chunk is returned."""
         if self._pool is not None and not self._quarantined:
             self._quarantined = True
             self.replaced = self._pool._set_apart()
 
 
 class ChunkPool:
-    """A bounded number of chunks, made when first needed.
+    """A bounded number of chunks, allocated on first use: each privately, or all in shared memory.
 
-    Args:
-        chunk_bytes: the size of each, a multiple of 4096.
-        capacity: how many there may be at most; see `allow`.
-        shared: the memory to cut them from; None: each has memory of its own.
+    ``chunk_bytes`` is a multiple of 4096.
     """
 
     def __init__(self, chunk_bytes: int, capacity: int, shared: SharedMemory | None = None) -> None:
@@ -147,22 +126,22 @@ class ChunkPool:
 
     @property
     def leased(self) -> int:
-        """How many chunks are out."""
+        """Number of chunks in use, except those in quarantine."""
         return self._leased
 
     @property
     def made(self) -> int:
-        """How many chunks exist."""
+        """Number of chunks that exist."""
         return self._made
 
     @property
     def quarantined(self) -> int:
-        """How many chunks are held by threads that may never come back."""
+        """Number of chunks held by threads that hang."""
         return self._quarantined
 
     @property
     def in_reach(self) -> int:
-        """How many chunks one save may have at most, by and by: not those that hang, and have not been replaced."""
+        """Number of chunks that one save can get over time: all except those in quarantine without a replacement."""
         return self.capacity - (self._quarantined - self._replaced)
 
     @property
@@ -170,8 +149,8 @@ class ChunkPool:
         """Whether `acquire` would return at once."""
         return self._permits.value > 0
 
-    def allow(self, capacity: int) -> None:
-        """Raise the bound to ``capacity`` chunks, as far as there is memory; it is never lowered."""
+    def raise_capacity(self, capacity: int) -> None:
+        """Raise the capacity, as far as the shared memory reaches. It is never lowered."""
         capacity = min(capacity, self._most - self._replaced)
         for _ in range(self.capacity, capacity):
             self._permits.release()
@@ -187,10 +166,10 @@ class ChunkPool:
             raise
         return self._lease(chunk)
 
-    def fresh(self, count: int) -> list[Lease]:
-        """Make chunks until ``count`` exist, as far as the bound allows; to be touched, then released.
+    def lease_new(self, count: int) -> list[Lease]:
+        """Create chunks until ``count`` exist, as far as the capacity allows, and lease them.
 
-        They are leased, so that nobody gets one while it is being touched.
+        The caller touches and releases them. Leased, no save gets one whose pages are being faulted in.
         """
         leases: list[Lease] = []
         try:
@@ -205,7 +184,7 @@ class ChunkPool:
         return leases
 
     def drop(self) -> None:
-        """Let go of all memory that is not leased."""
+        """Free all chunks that are not leased."""
         for chunk in self._free:
             self._forget(chunk)
         self._free.clear()
@@ -231,9 +210,9 @@ class ChunkPool:
         self._spare.append(chunk.number)
 
     def _set_apart(self) -> bool:
-        """Count a chunk as held by a thread that may never come back; tell whether there may be another in its place.
+        """Count a chunk as quarantined; return whether it may be replaced.
 
-        There may, until as much is held so as the pool may have: a disk that hangs must not take all memory.
+        At most as many are replaced as the pool's capacity: a disk that hangs must not use up all memory.
         """
         self._leased -= 1
         self._quarantined += 1
@@ -254,3 +233,74 @@ class ChunkPool:
             return
         self._free.append(lease.chunk)
         self._permits.release()
+
+
+# --- memory that another process can map ----------------------------------------------------------
+
+_LEAST_SHARED_BYTES = 64 << 20
+
+
+class SharedMemory:
+    """Memory for all chunks, in one mapping of one memfd_create(2) file, which dies with the last process that has it.
+
+    At most ``nbytes`` large, and less if the process may not map so much. Pages exist once they are touched.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise AiockptError("writer='process' needs Linux (memfd_create); use writer='thread' here")
+        self.fd = os.memfd_create("aiockpt-staging", os.MFD_CLOEXEC)
+        try:
+            self.address, nbytes = _map_most(self.fd, nbytes)
+        except OSError as exc:
+            os.close(self.fd)
+            raise AiockptError(
+                f"can't map {nbytes} bytes of staging memory to share with a process: {exc}; set staging_bytes to less"
+            ) from exc
+        self.nbytes = nbytes
+        whole = (ctypes.c_char * nbytes).from_address(self.address)
+        weakref.finalize(whole, _libc().munmap, self.address, nbytes).atexit = False
+        self.view = memoryview(whole).cast("B")
+        self.tensor = torch.frombuffer(whole, dtype=torch.uint8)  # keeps the mapping alive
+
+    def close(self) -> None:
+        """Close the file. The last chunk and the last process that maps it free the memory. Idempotent."""
+        self.view, self.tensor = memoryview(b""), torch.empty(0, dtype=torch.uint8, device="cpu")
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _map_most(fd: int, nbytes: int) -> tuple[int, int]:
+    """Map as much of a file as the process may; return the address and the size."""
+    while True:
+        try:
+            os.ftruncate(fd, nbytes)
+            return map_shared(fd, nbytes), nbytes
+        except OSError:
+            nbytes //= 2
+            if nbytes < _LEAST_SHARED_BYTES:
+                raise
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def map_shared(fd: int, nbytes: int) -> int:
+    """Map a file, and return the address. Python's own mmap would keep a duplicate of the descriptor."""
+    libc = _libc()
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    # Huge pages if the system allows them for shared memory; and no mapping in forked children.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        libc.madvise(address, nbytes, getattr(mmap, advice))
+    return int(address)

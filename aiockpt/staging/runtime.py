@@ -1,4 +1,4 @@
-"""What staging asks of a device, whatever its kind: streams, events, and host memory that it copies to directly."""
+"""The operations of a device that staging needs, whatever its kind: streams, events and pinned host memory."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ if TYPE_CHECKING:
 
 
 class Runtime(Protocol):
-    """A device, and a stream of our own on it; `runtime_of` gives the one that fits.
+    """A device and a staging stream on it; created by `runtime_of`."""
 
-    Attributes:
-        non_blocking: whether copies may be left under way until an event behind them comes.
-    """
-
-    non_blocking: bool
+    non_blocking: bool  # copies may be in flight until an event behind them is reached
 
     def enter(self) -> None:
-        """Make the device current in this thread, where that is kept for each thread."""
+        """Make the device current in this thread, if the current device is per thread."""
 
     def stream(self) -> AbstractContextManager[object]:
         """Make the staging stream current in this thread."""
 
     def wait_for(self, event: torch.Event) -> None:
-        """Let the staging stream wait for an event."""
+        """Make the staging stream wait for an event."""
 
     def record(self) -> torch.Event:
         """Record an event in the staging stream."""
@@ -41,23 +37,23 @@ class Runtime(Protocol):
         """Record an event in this thread's current stream of the device."""
 
     def order_behind(self, event: torch.Event) -> None:
-        """Let this thread's current stream of the device wait for an event. Does not block."""
+        """Make this thread's current stream of the device wait for an event. Does not block."""
 
     def sleep_until(self, event: torch.Event) -> None:
-        """Block until an event has come."""
+        """Block until an event is reached."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Lock host memory so that the device copies to it directly; False where that can't be done."""
+        """Lock host memory so that the device copies to it directly; return False if that is not possible."""
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
 
     def close(self) -> None:
-        """Let go of the staging stream, whose work is done."""
+        """Release the staging stream, whose work is done."""
 
 
 def current_streams() -> dict[torch.device, Any]:
-    """Give this thread's current stream of each device, where new tensors belong to one."""
+    """Return this thread's current stream of each device whose allocator assigns new tensors to a stream."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return {}
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -65,13 +61,13 @@ def current_streams() -> dict[torch.device, Any]:
 
 
 def making_in(stream: Any) -> AbstractContextManager[object]:
-    """Let new tensors belong to a stream that `current_streams` gave; None changes nothing."""
+    """Allocate new tensors in a stream of `current_streams`; None changes nothing."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 @contextlib.contextmanager
 def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
-    """Let this thread read tensors of a device once an event has come; with operators that block."""
+    """Make this thread's blocking operators on a device run behind an event."""
     runtime = runtime_of(device)
     try:
         runtime.enter()
@@ -83,26 +79,26 @@ def reading_behind(device: torch.device, event: torch.Event) -> Iterator[None]:
 
 
 def runtime_of(device: torch.device) -> Runtime:
-    """Give the way to reach a device, with a new stream."""
+    """Return the runtime of a device, with a new staging stream."""
     if device.type == "cuda":
         return CudaRuntime(device)
     return StreamRuntime(device) if _has_streams(device.type) else PlainRuntime(device)
 
 
 def ready_event(device: torch.device) -> torch.Event | None:
-    """Record where this thread's current stream of a device is; None where devices have no events."""
+    """Record an event in this thread's current stream of a device; None if such devices have no events."""
     if device.type == "cuda":
         return _cuda_event(torch.cuda.current_stream(device))
     return _event(device, torch.accelerator.current_stream(device)) if _has_streams(device.type) else None
 
 
 def has_events(device: torch.device) -> bool:
-    """Tell whether copies from a device may be left under way until an event comes."""
+    """Return whether copies from a device may be in flight until an event is reached."""
     return device.type == "cuda" or _has_streams(device.type)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Tell whether this thread's current stream of a device is capturing a graph."""
+    """Return whether this thread's current stream of a device is capturing a graph."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
@@ -122,7 +118,7 @@ class CudaRuntime:
         self._stream = take_stream(device)
 
     def enter(self) -> None:
-        """Make the device current in this thread: device 0 would get a context otherwise."""
+        """Make the device current in this thread; otherwise device 0 would get a context."""
         torch.cuda.set_device(self._device)
         if not hasattr(_thread, "allows_captures"):
             _thread.allows_captures = allow_captures()
@@ -132,11 +128,11 @@ class CudaRuntime:
         return torch.cuda.stream(self._stream)
 
     def wait_for(self, event: torch.Event) -> None:
-        """Let the staging stream wait for an event."""
+        """Make the staging stream wait for an event."""
         self._stream.wait_event(event)
 
     def record(self) -> torch.Event:
-        """Record an event in the staging stream; waiting for it sleeps."""
+        """Record an event in the staging stream; a wait for it sleeps."""
         return _cuda_event(self._stream, blocking=True)
 
     def record_current(self) -> torch.Event:
@@ -144,20 +140,20 @@ class CudaRuntime:
         return _cuda_event(torch.cuda.current_stream(self._device))
 
     def order_behind(self, event: torch.Event) -> None:
-        """Let this thread's current stream of the device wait for an event."""
+        """Make this thread's current stream of the device wait for an event."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def sleep_until(self, event: torch.Event) -> None:
-        """Block until an event has come."""
+        """Block until an event is reached."""
         self.enter()
         event.synchronize()
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Register the memory with the CUDA driver: for all devices, at its own size."""
+        """Register the memory with the CUDA driver, for all devices."""
         portable = 1
         if int(_cudart().cudaHostRegister(address, nbytes, portable)) == 0:
             return True
-        # The failure stays the thread's last error, and the next kernel would be blamed for it.
+        # The failure stays the thread's last error, and torch would report it for the next kernel: clear it.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
         return False
@@ -167,12 +163,12 @@ class CudaRuntime:
         _cudart().cudaHostUnregister(address)
 
     def close(self) -> None:
-        """Let the stream be used by another."""
+        """Return the stream for reuse."""
         give_stream_back(self._stream)
 
 
 class StreamRuntime:
-    """A device of another kind that has streams and events, through ``torch.accelerator``."""
+    """A device of another kind with streams and events, through ``torch.accelerator``."""
 
     non_blocking = True
 
@@ -185,12 +181,12 @@ class StreamRuntime:
         torch.accelerator.set_device_index(self._device.index or 0)
 
     def stream(self) -> AbstractContextManager[object]:
-        """Make the staging stream current in this thread, which is staging's own, for good."""
+        """Make the staging stream current in this thread for good: the thread belongs to staging."""
         torch.accelerator.set_stream(self._stream)
         return contextlib.nullcontext()
 
     def wait_for(self, event: torch.Event) -> None:
-        """Let the staging stream wait for an event."""
+        """Make the staging stream wait for an event."""
         self._stream.wait_event(event)
 
     def record(self) -> torch.Event:
@@ -202,16 +198,16 @@ class StreamRuntime:
         return _event(self._device, torch.accelerator.current_stream(self._device))
 
     def order_behind(self, event: torch.Event) -> None:
-        """Let this thread's current stream of the device wait for an event."""
+        """Make this thread's current stream of the device wait for an event."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
     def sleep_until(self, event: torch.Event) -> None:
-        """Block until an event has come."""
+        """Block until an event is reached."""
         self.enter()
         event.synchronize()
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Do nothing: there is no common way to register memory."""
+        """Do nothing: there is no portable way to register memory."""
         return False
 
     def unpin(self, address: int) -> None:
@@ -222,7 +218,7 @@ class StreamRuntime:
 
 
 class PlainRuntime:
-    """A device without streams: copies block, in order with whatever else it was given to do."""
+    """A device without streams: copies block, in order with its other work."""
 
     non_blocking = False
 
@@ -230,21 +226,21 @@ class PlainRuntime:
         self._device = device
 
     def enter(self) -> None:
-        """Do nothing: copies find their device by their tensors."""
+        """Do nothing: the tensors of a copy determine its device."""
 
     def stream(self) -> AbstractContextManager[object]:
-        """Keep the only stream there is."""
+        """Do nothing: there is one stream."""
         return contextlib.nullcontext()
 
     def wait_for(self, event: torch.Event) -> None:
         """Do nothing: the device works in order."""
 
     def record(self) -> torch.Event:
-        """Give an event that has come: copies block."""
+        """Return an event that was reached: copies block."""
         return _PAST
 
     def record_current(self) -> torch.Event:
-        """Give an event that has come: the device works in order."""
+        """Return an event that was reached: the device works in order."""
         return _PAST
 
     def order_behind(self, event: torch.Event) -> None:
@@ -254,7 +250,7 @@ class PlainRuntime:
         """Do nothing: copies block."""
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Do nothing: there is no common way to register memory."""
+        """Do nothing: there is no portable way to register memory."""
         return False
 
     def unpin(self, address: int) -> None:
@@ -275,8 +271,8 @@ def _event(device: torch.device, stream: torch.Stream) -> torch.Event:
 
 
 def _cuda_event(stream: Any, *, blocking: bool = False) -> torch.Event:
-    # Not torch.Event: that one leaves `blocking` aside, so that who waits for it spins; and it goes back to the
-    # thread's device by a way that makes a context there, be it never used.
+    # Not torch.Event: it ignores `blocking`, so that a waiter spins; and it restores the thread's device in a way that
+    # creates a context there, even if that device is never used.
     event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
     event.record(stream)
     return cast("torch.Event", event)
@@ -288,7 +284,7 @@ def _cudart() -> Any:
 
 @cache
 def _has_streams(kind: str) -> bool:
-    """Tell whether devices of a kind have streams and events of their own."""
+    """Return whether devices of a kind have streams and events."""
     device = torch.device(kind)
     try:
         event = torch.Event(device)

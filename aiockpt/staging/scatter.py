@@ -1,4 +1,4 @@
-"""Placing what was read: from host memory into tensors, wherever they are."""
+"""Copies values that were read from host memory into tensors on any device."""
 
 from __future__ import annotations
 
@@ -22,26 +22,18 @@ if TYPE_CHECKING:
 
 
 class Placement(NamedTuple):
-    """Values in host memory, and the part of a tensor that they belong to.
+    """Values in host memory, and the region of a tensor to fill with them."""
 
-    Attributes:
-        region: where they go; of any dtype, device and strides.
-        data: the values, in a shape that broadcasts to the region's.
-        conj: they are stored conjugated.
-        neg: they are stored negated.
-    """
-
-    region: torch.Tensor
-    data: torch.Tensor
-    conj: bool = False
-    neg: bool = False
+    region: torch.Tensor  # of any dtype, device and strides
+    data: torch.Tensor  # in a shape that broadcasts to the region's
+    conj: bool = False  # stored conjugated
+    neg: bool = False  # stored negated
 
 
 def place(placement: Placement, *, non_blocking: bool = False) -> torch.Tensor:
-    """Copy, casting where the dtypes differ, bit by bit where they don't.
+    """Copy the values, bit for bit if the dtypes are equal, else with a cast.
 
-    Returns:
-        What is read; to be kept until a copy that does not block is done.
+    Return the tensor that is read: the caller keeps it until a copy that does not block is done.
     """
     region, data, conj, neg = placement
     with torch.no_grad():
@@ -57,12 +49,7 @@ def place(placement: Placement, *, non_blocking: bool = False) -> torch.Tensor:
 
 
 class AcceleratorPlacer:
-    """Copies to one device, in one thread and one stream of its own.
-
-    Args:
-        stager: the device's stager, which locks chunks in memory.
-        runtime: how to reach the device; the one that fits if None.
-    """
+    """Copies to one device, in one thread and one stream of its own; the device's stager pins the chunks."""
 
     def __init__(self, stager: AcceleratorStager, runtime: Runtime | None = None) -> None:
         self.device = stager.device
@@ -72,32 +59,27 @@ class AcceleratorPlacer:
         self._waiter = Workers(2, f"aiockpt-placed-{self.device}")
 
     async def begin(self, ready: torch.Event | None) -> None:
-        """Let the copies to come wait for an event of the caller's stream, whose work may use the targets."""
+        """Make later copies wait for an event of the caller's stream, whose work may still use the targets."""
         await self._issuer.run(self._begin, ready)
 
     async def new(
         self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], stream: Any = None
     ) -> list[torch.Tensor]:
-        """Make tensors on the device, to be filled by `issue`.
+        """Create tensors on the device, to be filled by `issue`.
 
-        Args:
-            shapes: their shapes and dtypes.
-            stream: the stream that will use them, so that their memory goes back in order with its work; None for
-                the device's default stream.
-
-        Raises:
-            LoadError: the device has not enough memory.
+        ``stream`` is the stream that will use them: their memory is then freed in order with its work. None: the
+        device's default stream.
         """
         return await self._issuer.run(self._new, shapes, stream)
 
     async def issue(self, placements: Sequence[Placement], chunk: Chunk) -> Pending:
-        """Enqueue copies whose data is in ``chunk``; when the result's `wait` returns, they are done."""
+        """Enqueue copies whose data is in ``chunk``; they are done once the result's `wait` returns."""
         await self._stager.pin(chunk)
         event, sources = await self._issuer.run(self._enqueue, placements)
         return Copies(event, self._runtime, self._waiter, sources)
 
     def close(self) -> None:
-        """End the threads, and let go of the stream."""
+        """End the threads, and release the stream."""
         self._waiter.close()
         self._issuer.close()
         self._runtime.close()
@@ -114,7 +96,7 @@ class AcceleratorPlacer:
                 made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
             except torch.OutOfMemoryError as exc:
                 raise LoadError(f"{self.device} has no memory for what is to be loaded: {exc}") from exc
-            # The allocator may have given memory that work in its stream still uses.
+            # The allocator may return memory that queued work of its stream still uses.
             self._runtime.wait_for(self._runtime.record_current())
         return made
 
@@ -124,7 +106,7 @@ class AcceleratorPlacer:
             try:
                 sources = [place(placement, non_blocking=self._runtime.non_blocking) for placement in placements]
             except BaseException:
-                # The chunk goes back to the pool: nothing may still read it.
+                # The chunk returns to the pool: no copy may still read it.
                 self._runtime.sleep_until(self._runtime.record())
                 raise
             return self._runtime.record(), sources

@@ -1,6 +1,6 @@
-"""When staging may copy: a window that the caller sets, so that copies and training don't crowd each other.
+"""Throttles staging by the caller's `StagingWindow`, so that copies and training don't compete for bandwidth.
 
-What may be copied when is decided by `Budget`, which knows no clock and no loop; `Throttle` waits accordingly.
+`Budget` decides what may be copied when, without a clock or a loop; `Throttle` waits accordingly.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ logger = logging.getLogger("aiockpt")
 
 
 class Budget:
-    """What a window allows at a time; pure: times are given.
+    """The bytes that a window allows, as a function of time.
 
-    An allowance may be overdrawn by one copy, never by more, and those after it wait until that is made up for.
+    One copy may overdraw the allowance. Later copies wait until the debt is paid.
     """
 
     def __init__(self, window: StagingWindow) -> None:
@@ -39,13 +39,13 @@ class Budget:
             self._credit = min(allowed, self._credit + allowed)
 
     def wait_s(self, now: float) -> float:
-        """Tell how long the next copy has to wait: 0 for not at all, infinity for until a window opens."""
+        """Return how long the next copy has to wait; infinity: until a window opens."""
         if self._window.bytes_per_window is not None and self._credit <= 0:
             return math.inf
         return max(0.0, self._free_at - now)
 
     def take(self, nbytes: int, now: float) -> None:
-        """Use up so many bytes."""
+        """Spend so many bytes."""
         if self._window.bytes_per_window is not None:
             self._credit = max(self._credit, 0) - nbytes
         if self._window.bytes_per_s is not None:
@@ -53,11 +53,9 @@ class Budget:
 
 
 class Throttle:
-    """Lets copies go as a window allows, for all saves of an engine; waits in its loop.
+    """Delays the copies of all saves of an engine, as a window requires; None: not at all.
 
-    Args:
-        window: what is allowed; None for everything.
-        post: lets the engine's loop call a function, from any thread; never raises.
+    ``post`` schedules a function on the engine's loop from any thread, and never raises.
     """
 
     def __init__(self, window: StagingWindow | None, post: Callable[[Callable[[], object]], object]) -> None:
@@ -66,47 +64,47 @@ class Throttle:
         self._has_windows = window is not None and window.bytes_per_window is not None
         self._post = post
         self._numbers = itertools.count(1)
-        self._hurried = 0
-        self._news: anyio.Event | None = None
+        self._unthrottled = 0  # the number of the last save that is no longer delayed
+        self._changed: anyio.Event | None = None
         self._opened_at = -math.inf
 
-    def pace(self) -> SaveThrottle:
-        """Give the next save its pace; saves are staged in this order."""
+    def for_next_save(self) -> SaveThrottle:
+        """Return the throttle of the next save; saves are staged in this order."""
         return SaveThrottle(self, next(self._numbers))
 
     def open(self) -> None:
-        """Open a window; from any thread. Does not wait."""
+        """Open a window. Thread-safe; does not wait."""
         if self._has_windows:
             self._post(self._open)
 
-    def hurry(self, number: int) -> None:
-        """Let a save, and those before it, go on without a pause; from any thread."""
-        if self._budget is not None and number > self._hurried:
-            self._post(partial(self._hurry, number))
+    def unthrottle(self, number: int) -> None:
+        """Stop delaying a save and those before it. Thread-safe."""
+        if self._budget is not None and number > self._unthrottled:
+            self._post(partial(self._unthrottle, number))
 
     def wait_s(self, number: int) -> float:
-        """Tell how long the next copy of a save would wait."""
-        if self._budget is None or number <= self._hurried:
+        """Return how long the next copy of a save would wait."""
+        if self._budget is None or number <= self._unthrottled:
             return 0.0
         return self._budget.wait_s(anyio.current_time())
 
-    async def admit(self, number: int, nbytes: int) -> None:
+    async def acquire(self, number: int, nbytes: int) -> None:
         """Wait until a save may copy so many bytes. Safe to cancel."""
         if self._budget is None:
             return
         begun = anyio.current_time()
         while wait_s := self.wait_s(number):
-            if math.isinf(wait_s):  # a rate is kept whatever happens; windows may have been forgotten
+            if math.isinf(wait_s):  # a rate always applies, but the program may have stopped calling window()
                 wait_s = max(begun, self._opened_at) + self._patience_s - anyio.current_time()
                 if wait_s <= 0:
                     logger.warning("no window() for %s s: staging goes on without", self._patience_s)
-                    self._hurry(number)
+                    self._unthrottle(number)
                     return
-            if self._news is None:
-                self._news = anyio.Event()
+            if self._changed is None:
+                self._changed = anyio.Event()
             with anyio.move_on_after(wait_s):
-                await self._news.wait()
-        if number > self._hurried:  # who is hurried leaves no debt to those that come after
+                await self._changed.wait()
+        if number > self._unthrottled:  # an unthrottled save leaves no debt to later ones
             self._budget.take(nbytes, anyio.current_time())
 
     def _open(self) -> None:
@@ -115,36 +113,36 @@ class Throttle:
         self._opened_at = anyio.current_time()
         self._wake()
 
-    def _hurry(self, number: int) -> None:
-        self._hurried = max(self._hurried, number)
+    def _unthrottle(self, number: int) -> None:
+        self._unthrottled = max(self._unthrottled, number)
         self._wake()
 
     def _wake(self) -> None:
-        news, self._news = self._news, None
-        if news is not None:
-            news.set()
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            changed.set()
 
 
 class SaveThrottle:
-    """The pace of one save; without arguments, that of a save whose copies wait for nothing."""
+    """The throttle of one save; without arguments, it never delays a copy."""
 
-    __slots__ = ("_number", "_pacing")
+    __slots__ = ("_number", "_throttle")
 
-    def __init__(self, pacing: Throttle | None = None, number: int = 0) -> None:
-        self._pacing = pacing
+    def __init__(self, throttle: Throttle | None = None, number: int = 0) -> None:
+        self._throttle = throttle
         self._number = number
 
     @property
     def is_held(self) -> bool:
         """Whether the next copy would wait."""
-        return self._pacing is not None and self._pacing.wait_s(self._number) > 0
+        return self._throttle is not None and self._throttle.wait_s(self._number) > 0
 
-    async def admit(self, nbytes: int) -> None:
+    async def acquire(self, nbytes: int) -> None:
         """Wait until so many bytes may be copied. Safe to cancel."""
-        if self._pacing is not None:
-            await self._pacing.admit(self._number, nbytes)
+        if self._throttle is not None:
+            await self._throttle.acquire(self._number, nbytes)
 
-    def hurry(self) -> None:
-        """Let this save, and those before it, go on without a pause; from any thread."""
-        if self._pacing is not None:
-            self._pacing.hurry(self._number)
+    def unthrottle(self) -> None:
+        """Stop delaying this save and those before it. Thread-safe."""
+        if self._throttle is not None:
+            self._throttle.unthrottle(self._number)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from aiockpt.staging.pool import HUGE_PAGE_BYTES, ChunkPool
-from aiockpt.staging.shared import SharedMemory
+from aiockpt.staging.pool import HUGE_PAGE_BYTES, ChunkPool, SharedMemory
 
 pytestmark = pytest.mark.asyncio
 
@@ -58,17 +57,17 @@ async def test_waiting_is_first_come_first_served_and_safe_to_cancel() -> None:
 
 async def test_the_bound_grows_and_chunks_are_made_ahead() -> None:
     pool = ChunkPool(4096, 1)
-    pool.allow(3)
-    pool.allow(2)
+    pool.raise_capacity(3)
+    pool.raise_capacity(2)
     assert pool.capacity == 3
-    fresh = pool.fresh(10)
+    fresh = pool.lease_new(10)
     assert len(fresh) == pool.made == pool.leased == 3
     assert not pool.available  # nobody gets a chunk that is being touched, which zeroes it
-    assert pool.fresh(10) == []
+    assert pool.lease_new(10) == []
     for lease in fresh:
         lease.chunk.touch()
         lease.release()
-    assert pool.fresh(10) == []
+    assert pool.lease_new(10) == []
     leases = [await pool.acquire() for _ in range(3)]
     assert pool.made == 3
     for lease in leases:
@@ -136,7 +135,7 @@ async def test_shared_memory_has_a_place_for_each_chunk_and_no_more() -> None:
     third.release()
     again.release()
     pool.drop()
-    fresh = pool.fresh(2)
+    fresh = pool.lease_new(2)
     assert len({lease.chunk.number for lease in fresh}) == 2
     for lease in fresh:
         lease.release()
@@ -152,7 +151,7 @@ async def test_what_hangs_and_is_not_replaced_takes_no_place_beyond_the_bound() 
     for lease in held:
         lease.quarantine()
     assert (pool.in_reach, pool.made) == (2, 6)
-    fresh = pool.fresh(100)
+    fresh = pool.lease_new(100)
     assert {lease.chunk.number for lease in [*held, *fresh]} == set(range(8))
     assert all(len(lease.chunk.view) == 4096 for lease in fresh)
     for lease in [*held, *fresh]:
@@ -162,7 +161,7 @@ async def test_what_hangs_and_is_not_replaced_takes_no_place_beyond_the_bound() 
     held = [await small.acquire() for _ in range(4)]
     for lease in held:
         lease.quarantine()
-    small.allow(8)
+    small.raise_capacity(8)
     more = []
     while small.available:
         more.append(await small.acquire())
