@@ -130,6 +130,13 @@ def test_links_lead_somewhere(file: Path) -> None:
         assert (file.parent / target).is_file(), target
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_files_that_are_named_are_there(file: Path) -> None:
+    root, package = README.parent, DOCS.parent
+    for name in re.findall(r"`([\w./-]+(?:\.py|/))`", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)):
+        assert (root / name).exists() or (package / name).exists(), name
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 250
 

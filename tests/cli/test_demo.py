@@ -34,14 +34,14 @@ def start(temporary, *options, **kwargs):
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory):
-    """Perform two demos side by side; give for each its exit code, output and directory."""
+    """Run two demos side by side; return the output, exit code and directory of each."""
     options = {"exact": ("--dir",), "forgetful": ("--forget-rng",)}
     homes = {name: tmp_path_factory.mktemp(name) for name in options}
     running = {}
-    for name, words in options.items():
-        where = (str(homes[name] / "runs"),) if "--dir" in words else ()
+    for name, arguments in options.items():
+        where = (str(homes[name] / "runs"),) if "--dir" in arguments else ()
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        running[name] = start(homes[name], *words, *where, **pipes)
+        running[name] = start(homes[name], *arguments, *where, **pipes)
     try:
         return {
             name: (process.communicate(timeout=TIMEOUT_S)[0], process.returncode, homes[name])
