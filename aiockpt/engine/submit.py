@@ -21,6 +21,7 @@ from aiockpt.saving.job import SaveJob, choose_form, format_for
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.snapshot.live import Stateful
 from aiockpt.snapshot.sampling import check_validation
+from aiockpt.storage.base import shared_storage
 from aiockpt.storage.local.storage import absolute
 
 if TYPE_CHECKING:
@@ -211,6 +212,8 @@ class Submitter:
         fallback = self._fallback_for(where, storage, together=together)
         self._look(storage, where, fallback, overwrite=options.overwrite)
         self._check_transforms(options, where, together=together)
+        if together or self._engine.options.writer is not None:
+            shared_storage(storage)
         if self._engine.options.writer is not None:
             check_portable(storage, *self._transforms)
         try:

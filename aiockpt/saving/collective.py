@@ -22,6 +22,7 @@ from aiockpt.saving.collective_leader import CollectiveResources, GlobalSave
 from aiockpt.saving.result import world_result
 from aiockpt.saving.strategy import SaveStrategy, Transferred
 from aiockpt.staging.base import LayoutMismatchError
+from aiockpt.storage.base import shared_storage
 from aiockpt.writing.process.orphan_commit import Leadership, RecoveryRecord
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
-    from aiockpt.storage.base import Transaction
+    from aiockpt.storage.base import SharedTransaction
     from aiockpt.writing.file_writer import ChunkWriter
 
 logger = logging.getLogger("aiockpt")
@@ -69,7 +70,7 @@ class CollectiveSave(SaveStrategy):
         self._compute = compute
         self._io = io
         self._what = f"the save of {job.path}"
-        self._transaction: Transaction | None = None
+        self._transaction: SharedTransaction | None = None
         self._leading = GlobalSave(job, form.name, world, compute, io)
         self._ticket = ""
         self._token = 0
@@ -142,12 +143,12 @@ class CollectiveSave(SaveStrategy):
             self._holdings = await self._compute.run(inventory_of, survey, job.capture)
         return await self._compute.run(planner.lay_out, job.capture, self._form, survey, orders.token, leaves)
 
-    async def begin(self) -> Transaction:
+    async def begin(self) -> SharedTransaction:
         """Take part in what rank 0 has begun."""
         self._transaction = self._leading.transaction
         if self._transaction is None:
             job = self._job
-            self._transaction = await job.storage.join(job.path, self._ticket, workers=self._io)
+            self._transaction = await shared_storage(job.storage).join(job.path, self._ticket, workers=self._io)
         return self._transaction
 
     async def ticket(self) -> str:

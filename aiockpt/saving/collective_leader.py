@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from aiockpt.errors import SaveError
 from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of
 from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary, Written
+from aiockpt.storage.base import shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.saving.job import SaveJob
-    from aiockpt.storage.base import Transaction
+    from aiockpt.storage.base import SharedTransaction
 
 _ALIKE = {"overwrite": "overwrite", "decentralized": "decentralized planning", "form": "the form (io_threads, hints)"}
 
@@ -60,7 +61,7 @@ class GlobalSave:
     """
 
     def __init__(self, job: SaveJob, form: str, world: CollectiveResources, compute: Workers, io: Workers) -> None:
-        self.transaction: Transaction | None = None
+        self.transaction: SharedTransaction | None = None
         self._job = job
         self._form = form
         self._books = world.books
@@ -91,7 +92,8 @@ class GlobalSave:
             self._books[self._form] = book
         self._book = book
         job = self._job
-        self.transaction = await job.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
+        storage = shared_storage(job.storage)
+        self.transaction = await storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         shares: Sequence[list[int] | None] = (
             book.plan.assignments if fresh and book is not None else [None] * len(calls)
         )

@@ -1,4 +1,15 @@
-"""The interface between the engine and a place where checkpoints are kept."""
+"""The interfaces between the engine and a storage, which a user's own storage implements.
+
+=============================  ============================================================================
+to implement                   for
+=============================  ============================================================================
+`Storage`, `Transaction`       saves of one process, and all loads
+`SharedStorage`,               saves of several ranks, and of a writer process: several processes write the
+`SharedTransaction`            files of one checkpoint, and one may finish what another has begun
+=============================  ============================================================================
+
+`aiockpt.testing.StorageConformance` tests an implementation.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +29,8 @@ if TYPE_CHECKING:
 Status = Literal["open", "published", "gone"]
 """Of a transaction: it is still being written, is under its final name, or was removed."""
 
-
 Identity = tuple[int, int]
-
-
-_ONE_PROCESS = "this storage takes the files of one process only; save with process_group=None"
+"""Distinguishes a transaction from all others, whatever its name."""
 
 
 class FileSink(ABC):
@@ -32,9 +40,9 @@ class FileSink(ABC):
     async def write(self, view: memoryview) -> None:
         """Write the next bytes.
 
-        All writes but the last are of whole blocks of 4096 bytes. The last may be longer than what is left
-        of the announced size, with zeros, up to a whole block; without an announced size it ends where the file
-        ends. Cancellation waits until ``view`` is no longer in use.
+        Every write except the last one is of whole blocks of 4096 bytes. The last one may be padded with zeros to a
+        whole block, beyond the announced size; without an announced size the file ends where the last write ends.
+        If cancelled, it returns only when ``view`` is no longer in use.
 
         Raises:
             WriteError: with the cause chained.
@@ -42,7 +50,7 @@ class FileSink(ABC):
 
     @abstractmethod
     async def finish(self) -> None:
-        """Make the file durable at its announced size, or with what was written, and close it.
+        """Make the file durable at its announced size, or with all that was written, and close it.
 
         Raises:
             WriteError: with the cause chained.
@@ -50,16 +58,16 @@ class FileSink(ABC):
 
 
 class Transaction(ABC):
-    """A checkpoint that is being written. Nobody sees it before `commit`."""
+    """A checkpoint that is being written. It is invisible before `commit`."""
 
     @abstractmethod
     async def create(self, name: str, nbytes: int | None) -> FileSink:
-        """Start a file.
+        """Start a file. Several files may be open at once.
 
         Args:
             name: its path relative to the checkpoint. The empty name is the checkpoint itself, which then is
                 this one file instead of a directory; no other file is created beside it.
-            nbytes: its size; None where it is known only when all is written.
+            nbytes: its size; None if it is known only when everything is written.
 
         Raises:
             WriteError: with the cause chained.
@@ -67,100 +75,107 @@ class Transaction(ABC):
 
     @abstractmethod
     async def commit(self) -> None:
-        """Publish the checkpoint, durably and at once.
+        """Publish the checkpoint, durably and atomically.
 
-        When it fails, nothing was published, or it was taken back. Of a transaction that was joined it makes the
-        own part durable, for who began it publishes all.
+        If it fails, nothing was published, or it was taken back.
 
         Raises:
             CommitError: with the cause chained.
-            CheckpointExistsError: something has come to the path meanwhile.
+            CheckpointExistsError: something has appeared at the path meanwhile.
         """
 
     def revoke(self) -> None:
-        """Let a `commit` that has begun, but hangs, publish nothing any more: it fails if it can. Does not block."""
+        """Make a hanging `commit` fail instead of publishing, if that is still possible. Does not block."""
 
     @abstractmethod
     async def abort(self) -> None:
         """Remove everything written so far. Idempotent; after `commit` it does nothing.
 
-        Of a transaction that was joined it closes the own files, which who began it removes.
-
         Raises:
             WriteError: something could not be removed.
         """
 
+
+class SharedTransaction(Transaction):
+    """A transaction of several processes: one has begun it, others join it or take it over.
+
+    For a process that has joined it, `commit` makes its own files durable and `abort` closes them; the owner
+    publishes or removes all of them. Sidecar files are messages between the processes; they are never part of the
+    checkpoint.
+    """
+
     @property
+    @abstractmethod
     def ticket(self) -> str:
-        """What other processes need to take part; see `Storage.join`."""
-        raise SaveError(_ONE_PROCESS)
-
-    async def sizes(self) -> Mapping[str, int]:
-        """Give the size in bytes of each file that can be seen from here, whichever process wrote it.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
-        raise SaveError(_ONE_PROCESS)
+        """The name by which other processes join it; see `SharedStorage.join`."""
 
     @property
     def identity(self) -> Identity | None:
-        """What tells it from all others, whatever it is called; None where that is not known."""
+        """Distinguishes it from all others, whatever its name; None if that is not known."""
         return None
 
+    @abstractmethod
+    async def sizes(self) -> Mapping[str, int]:
+        """Return the size in bytes of each file that this process can see, whichever process wrote it.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+
+    @abstractmethod
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        """Leave a word for other processes that take part; it is never part of the checkpoint.
+        """Write a sidecar file for the other processes.
 
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError(_ONE_PROCESS)
 
+    @abstractmethod
     async def get_sidecar(self, name: str) -> bytes | None:
-        """Give a word that was left, as much of it as there is; None if there is none.
+        """Return the contents of a sidecar file, which may be incomplete; None if there is none.
 
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError(_ONE_PROCESS)
 
+    @abstractmethod
     async def delete_sidecar(self, name: str) -> None:
-        """Remove a word, if it is there.
+        """Remove a sidecar file, if it exists.
 
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError(_ONE_PROCESS)
 
-    async def release(self) -> None:
-        """Stop taking part in a transaction that was joined, which belongs to others from now on. Idempotent."""
-
-    async def finalize(self) -> None:
-        """Complete what is under its final name, though who published it is gone: durably, and nothing beside it.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
-        raise SaveError(_ONE_PROCESS)
-
+    @abstractmethod
     async def delete_file(self, name: str) -> None:
-        """Remove a file that another process has written, if it is there.
+        """Remove a file of the checkpoint that another process has written, if it exists.
 
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError(_ONE_PROCESS)
 
+    @abstractmethod
     async def status(self) -> Status:
-        """Tell what has become of a transaction that was joined.
+        """Return what has become of a transaction that was joined or taken over.
 
         Raises:
             WriteError: with the cause chained.
         """
-        raise SaveError(_ONE_PROCESS)
+
+    @abstractmethod
+    async def finalize(self) -> None:
+        """Make a published checkpoint durable and remove what it replaced, though its publisher is dead.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Stop taking part: the files belong to the other processes from now on. Idempotent."""
 
     async def discard_all(self) -> None:
-        """Remove what all processes have written: for those that joined, when who began it is gone.
+        """Remove the files of all processes; called by those that joined if the owner is dead.
 
         Raises:
             WriteError: something could not be removed.
@@ -186,7 +201,7 @@ class Source(ABC):
             name: the file.
             offset: where to begin, in bytes.
             view: where the bytes go.
-            seen: is given each part of ``view``, in order, when its bytes have just come.
+            seen: called with each piece of ``view``, in order, as soon as its bytes are there.
 
         Raises:
             CorruptCheckpointError: the file ends before, or is missing.
@@ -208,7 +223,7 @@ class Source(ABC):
             at += length
 
     def settled(self, place: ItemRange) -> ItemRange:
-        """Give the place of an item with its true length, where that shows only when it is read. Blocks then.
+        """Return the range of an item with its true length, which may be known only when it is read. May block.
 
         Raises:
             LoadError: it can't be read.
@@ -216,7 +231,7 @@ class Source(ABC):
         return place
 
     def comes_whole(self, name: str) -> bool:
-        """Tell whether a file is made as it is read, from its beginning on, so that it is best read at once."""
+        """Return whether a file is decoded on the fly, so that it is best read sequentially and at once."""
         return False
 
     def map(self, name: str) -> mmap.mmap:
@@ -228,7 +243,7 @@ class Source(ABC):
         raise LoadError(f"{name} is not on a file system, so it can't be mapped; load it without mmap=True")
 
     def share(self) -> None:
-        """Be told that other processes of this host read the same bytes at the same time, so that they are got once."""
+        """Note that other processes of this host read the same bytes now, so that the disk should read them once."""
 
     @abstractmethod
     def close(self) -> None:
@@ -236,72 +251,50 @@ class Source(ABC):
 
 
 class Storage(ABC):
-    """A place where checkpoints are kept."""
+    """A place where checkpoints are kept, each written by one process."""
 
-    @abstractmethod
     def resolve(self, path: str) -> str:
-        """Give the one name that a path has here, such as the absolute path. Does not block.
+        """Return the one canonical name of a path, such as the absolute path. Does not block.
 
         Raises:
             AiockptError: the path does not belong here.
         """
+        return path
 
-    @abstractmethod
     def check(self, path: str, *, overwrite: bool) -> None:
-        """Refuse a path that is taken. Called at `save()`, in the caller's thread; blocks for a look at most.
+        """Refuse a path that is taken, before anything is captured; `begin` and `commit` do so again.
+
+        Called at `save()`, in the caller's thread: it may block for a look at most.
 
         Raises:
             CheckpointExistsError: the path exists, and may not or can't safely be overwritten.
         """
 
-    def new_ticket(self, path: str) -> str | None:
-        """Choose a `Transaction.ticket` for a transaction to come; None if there is nothing to choose."""
-        return None
-
     @abstractmethod
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
-        """Start to write a checkpoint; blocking work goes to ``workers``.
+    async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
+        """Start to write a checkpoint.
 
         Args:
-            path: where it is to be.
+            path: its final path.
             overwrite: replace what is there.
-            workers: for blocking work.
-            ticket: see `new_ticket`.
+            workers: threads for blocking work: ``await workers.run(function, *args)``.
 
         Raises:
             WriteError: with the cause chained.
             CheckpointExistsError: see `check`.
         """
 
-    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
-        """Take part in a transaction that another process has begun.
-
-        Args:
-            path: as there.
-            ticket: its `Transaction.ticket`.
-            workers: for blocking work.
+    @abstractmethod
+    async def open(self, path: str, *, workers: Workers) -> Source:
+        """Open a checkpoint for reading.
 
         Raises:
-            WriteError: what the other process has begun can't be seen from here.
+            CheckpointNotFoundError: there is none.
+            CorruptCheckpointError: there is something that was never finished.
         """
-        raise SaveError(f"{path}: {_ONE_PROCESS}")
-
-    async def take_over(
-        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
-    ) -> Transaction:
-        """Take a transaction over from the process that has begun it, which is gone, to commit or to abort it.
-
-        Args:
-            path: as there.
-            ticket: its `Transaction.ticket`.
-            overwrite: as there.
-            workers: for blocking work.
-            identity: its `Transaction.identity`.
-        """
-        raise SaveError(f"{path}: {_ONE_PROCESS}")
 
     async def delete(self, path: str, *, workers: Workers) -> None:
-        """Remove a checkpoint: at once from its name, then its files. Who has it open can go on reading.
+        """Remove a checkpoint: atomically from its path, then its files. An open `Source` can go on reading.
 
         Raises:
             CheckpointNotFoundError: there is none.
@@ -314,8 +307,8 @@ class Storage(ABC):
 
         Args:
             directory: where checkpoints are kept.
-            older_than_s: from what age on to remove also what may be others', in seconds; None: never.
-            workers: for blocking work.
+            older_than_s: the age in seconds from which on to remove also what may belong to others; None: never.
+            workers: threads for blocking work.
 
         Returns:
             The paths of what was removed.
@@ -325,11 +318,71 @@ class Storage(ABC):
         """
         return []
 
+
+class SharedStorage(Storage):
+    """A storage in which several processes can write one checkpoint together."""
+
     @abstractmethod
-    async def open(self, path: str, *, workers: Workers) -> Source:
-        """Open a checkpoint for reading.
+    def new_ticket(self, path: str) -> str:
+        """Choose the `SharedTransaction.ticket` of a transaction to come."""
+
+    @abstractmethod
+    async def begin(
+        self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
+    ) -> SharedTransaction:
+        """Start to write a checkpoint; see `Storage.begin`.
+
+        Args:
+            path: its final path.
+            overwrite: replace what is there.
+            workers: threads for blocking work.
+            ticket: what `new_ticket` has returned, maybe in another process; None: choose one.
+        """
+
+    @abstractmethod
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
+        """Take part in a transaction that another process has begun.
+
+        Args:
+            path: the path that it was begun with.
+            ticket: its `SharedTransaction.ticket`.
+            workers: threads for blocking work.
 
         Raises:
-            CheckpointNotFoundError: there is none.
-            CorruptCheckpointError: there is something that was never finished.
+            WriteError: what the other process has begun can't be seen from here.
         """
+
+    @abstractmethod
+    async def take_over(
+        self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
+    ) -> SharedTransaction:
+        """Take over a transaction whose owner is dead, to commit or to abort it.
+
+        Args:
+            path: the path that it was begun with.
+            ticket: its `SharedTransaction.ticket`.
+            overwrite: replace what is at the path.
+            workers: threads for blocking work.
+            identity: its `SharedTransaction.identity`.
+        """
+
+
+def shared_storage(storage: Storage) -> SharedStorage:
+    """Return a storage that several processes can write to; raise SaveError if it can't be shared."""
+    if isinstance(storage, SharedStorage):
+        return storage
+    raise SaveError(_one_process_only(storage))
+
+
+def shared_transaction(transaction: Transaction) -> SharedTransaction:
+    """Return a transaction that other processes can join; raise SaveError if it can't be shared."""
+    if isinstance(transaction, SharedTransaction):
+        return transaction
+    raise SaveError(_one_process_only(transaction))
+
+
+def _one_process_only(this: Storage | Transaction) -> str:
+    return (
+        f"{type(this).__name__} takes the files of one process only: save with process_group=None and writer='thread', "
+        "or use a storage derived from aiockpt.storage.base.SharedStorage"
+    )

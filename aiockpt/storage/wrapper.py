@@ -1,35 +1,67 @@
-"""A storage that passes everything on to another: the base for those that delay, count or fail."""
+"""A storage that passes everything on to another one: the base of those that delay, count or fail."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from aiockpt.storage.base import FileSink, Identity, Source, Status, Storage, Transaction
+from aiockpt.storage.base import (
+    FileSink,
+    Identity,
+    SharedStorage,
+    SharedTransaction,
+    Source,
+    Status,
+    Storage,
+    Transaction,
+    shared_storage,
+    shared_transaction,
+)
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
+    from aiockpt.format.index import ItemRange
+
+Step = Literal[
+    "begin",
+    "join",
+    "take_over",
+    "create",
+    "write",
+    "finish",
+    "commit",
+    "abort",
+    "sizes",
+    "put_sidecar",
+    "get_sidecar",
+    "delete_sidecar",
+    "delete_file",
+    "status",
+    "finalize",
+    "discard_all",
+    "delete",
+    "clean",
+    "open",
+    "read",
+]
 
 
-class WrapperStorage(Storage):
-    """Passes everything on to ``inner``.
+class WrapperStorage(SharedStorage):
+    """Passes everything on to ``inner``, which need not be a `SharedStorage` if one process saves alone.
 
-    Override `before`, which is awaited before each step of a save, `before_read`, or any method.
+    Override `before`, which is awaited before each `Step` but "read", `before_read`, or any method.
     """
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
 
     async def before(self, step: str, name: str) -> None:
-        """Come before a step, of a file or path.
-
-        The steps are "begin", "join", "create", "write", "finish", "commit", "abort", "delete" and "clean".
-        """
+        """Run before a `Step` of a file, of a sidecar file, or of the checkpoint at a path."""
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
-        """Come before each read from a file, in the thread that reads."""
+        """Run before each read from a file, in the thread that reads."""
 
     def resolve(self, path: str) -> str:
         """See `Storage.resolve`."""
@@ -39,26 +71,35 @@ class WrapperStorage(Storage):
         """See `Storage.check`."""
         self.inner.check(path, overwrite=overwrite)
 
-    def new_ticket(self, path: str) -> str | None:
-        """See `Storage.new_ticket`."""
-        return self.inner.new_ticket(path)
+    def new_ticket(self, path: str) -> str:
+        """See `SharedStorage.new_ticket`."""
+        return shared_storage(self.inner).new_ticket(path)
 
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
-        """See `Storage.begin`."""
+    async def begin(
+        self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
+    ) -> SharedTransaction:
+        """See `SharedStorage.begin`."""
         await self.before("begin", path)
-        inner = await self.inner.begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
+        inner: Transaction
+        if ticket is None:
+            inner = await self.inner.begin(path, overwrite=overwrite, workers=workers)
+        else:
+            shared = shared_storage(self.inner)
+            inner = await shared.begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
         return _WrapperTransaction(self, inner, path)
 
-    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
-        """See `Storage.join`."""
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
+        """See `SharedStorage.join`."""
         await self.before("join", path)
-        return _WrapperTransaction(self, await self.inner.join(path, ticket, workers=workers), path)
+        return _WrapperTransaction(self, await shared_storage(self.inner).join(path, ticket, workers=workers), path)
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
-    ) -> Transaction:
-        """See `Storage.take_over`."""
-        inner = await self.inner.take_over(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
+    ) -> SharedTransaction:
+        """See `SharedStorage.take_over`."""
+        await self.before("take_over", path)
+        shared = shared_storage(self.inner)
+        inner = await shared.take_over(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
         return _WrapperTransaction(self, inner, path)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
@@ -73,10 +114,11 @@ class WrapperStorage(Storage):
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         """See `Storage.open`."""
+        await self.before("open", path)
         return _WrapperSource(self, await self.inner.open(path, workers=workers))
 
 
-class _WrapperTransaction(Transaction):
+class _WrapperTransaction(SharedTransaction):
     def __init__(self, storage: WrapperStorage, inner: Transaction, path: str) -> None:
         self._storage = storage
         self._inner = inner
@@ -100,39 +142,51 @@ class _WrapperTransaction(Transaction):
             await self._inner.abort()
 
     @property
-    def ticket(self) -> str:
-        return self._inner.ticket
+    def _shared(self) -> SharedTransaction:
+        return shared_transaction(self._inner)
 
-    async def sizes(self) -> Mapping[str, int]:
-        return await self._inner.sizes()
+    @property
+    def ticket(self) -> str:
+        return self._shared.ticket
 
     @property
     def identity(self) -> Identity | None:
-        return self._inner.identity
+        return self._shared.identity
+
+    async def sizes(self) -> Mapping[str, int]:
+        await self._storage.before("sizes", self._path)
+        return await self._shared.sizes()
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        await self._inner.put_sidecar(name, data)
+        await self._storage.before("put_sidecar", name)
+        await self._shared.put_sidecar(name, data)
 
     async def get_sidecar(self, name: str) -> bytes | None:
-        return await self._inner.get_sidecar(name)
+        await self._storage.before("get_sidecar", name)
+        return await self._shared.get_sidecar(name)
 
     async def delete_sidecar(self, name: str) -> None:
-        await self._inner.delete_sidecar(name)
-
-    async def release(self) -> None:
-        await self._inner.release()
-
-    async def finalize(self) -> None:
-        await self._inner.finalize()
+        await self._storage.before("delete_sidecar", name)
+        await self._shared.delete_sidecar(name)
 
     async def delete_file(self, name: str) -> None:
-        await self._inner.delete_file(name)
+        await self._storage.before("delete_file", name)
+        await self._shared.delete_file(name)
 
     async def status(self) -> Status:
-        return await self._inner.status()
+        await self._storage.before("status", self._path)
+        return await self._shared.status()
+
+    async def finalize(self) -> None:
+        await self._storage.before("finalize", self._path)
+        await self._shared.finalize()
+
+    async def release(self) -> None:
+        await self._shared.release()
 
     async def discard_all(self) -> None:
-        await self._inner.discard_all()
+        await self._storage.before("discard_all", self._path)
+        await self._shared.discard_all()
 
 
 class _WrapperSink(FileSink):
@@ -169,6 +223,12 @@ class _WrapperSource(Source):
         for offset, length in runs:
             self._storage.before_read(name, offset, length)
         self._inner.read_runs(name, runs, view)
+
+    def settled(self, place: ItemRange) -> ItemRange:
+        return self._inner.settled(place)
+
+    def comes_whole(self, name: str) -> bool:
+        return self._inner.comes_whole(name)
 
     def map(self, name: str) -> mmap.mmap:
         return self._inner.map(name)

@@ -18,7 +18,7 @@ class Fault:
     """One that is planned.
 
     Attributes:
-        step: where; see `aiockpt.testing.hooked.Step`.
+        step: where; see `aiockpt.storage.wrapper.Step`.
         error: what the file system says. Another exception than an OSError is raised as it is, such as a MemoryError.
             None: nothing fails, so that it is slow, or a short read.
         nth: from which occurrence on, counted from 1, of those with such a name.

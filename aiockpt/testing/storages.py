@@ -12,17 +12,17 @@ import anyio
 
 from aiockpt.core.futures import Completion
 from aiockpt.errors import CommitError, CorruptCheckpointError, LoadError, WriteError
+from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing.faults import Chances, Fault
-from aiockpt.testing.hooked import SteppedStorage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.storage.base import SharedTransaction, Storage
 
 
-class GatedStorage(SteppedStorage):
+class GatedStorage(WrapperStorage):
     """Stops before the given steps until it is let go on, from any thread or loop.
 
     ::
@@ -36,7 +36,7 @@ class GatedStorage(SteppedStorage):
 
     Args:
         inner: where things really go.
-        steps: where to stop; see `aiockpt.testing.hooked.Step`.
+        steps: where to stop; see `aiockpt.storage.wrapper.Step`.
     """
 
     def __init__(self, inner: Storage, steps: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class GatedStorage(SteppedStorage):
             await self._gates[step]
 
 
-class HangingStorage(SteppedStorage):
+class HangingStorage(WrapperStorage):
     """Hangs in the thread that does a step, as a disk or a server does that answers no more: nothing can cancel that.
 
     ::
@@ -81,13 +81,15 @@ class HangingStorage(SteppedStorage):
         """Let everything go on, now and later; from any thread."""
         self._works.set()
 
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+    async def begin(
+        self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
+    ) -> SharedTransaction:
         """See `Storage.begin`."""
         self._workers = workers
         return await super().begin(path, overwrite=overwrite, workers=workers, ticket=ticket)
 
-    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
-        """See `Storage.join`."""
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
+        """See `SharedStorage.join`."""
         self._workers = workers
         return await super().join(path, ticket, workers=workers)
 
@@ -98,7 +100,7 @@ class HangingStorage(SteppedStorage):
             await self._workers.run(self._works.wait)
 
 
-class FaultyStorage(SteppedStorage):
+class FaultyStorage(WrapperStorage):
     """Fails at given steps, or at random, as the file system would.
 
     ::
@@ -116,7 +118,7 @@ class FaultyStorage(SteppedStorage):
 
     Args:
         inner: where things really go.
-        step: which step fails; see `aiockpt.testing.hooked.Step`.
+        step: which step fails; see `aiockpt.storage.wrapper.Step`.
         error: what the file system says.
         nth: which occurrence of the step fails, counted from 1.
         times: how many occurrences fail, from there on; None for all.

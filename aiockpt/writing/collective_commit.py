@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.collective.messages import Summary, Written
-    from aiockpt.storage.base import Transaction
+    from aiockpt.storage.base import SharedTransaction
 
 
 WRITER = f"aiockpt {__version__} (torch {torch.__version__})"
@@ -45,7 +45,7 @@ class WorldFacts:
 
 
 async def publish_together(
-    transaction: Transaction,
+    transaction: SharedTransaction,
     plan_cache: GlobalPlanCache | None,
     facts: WorldFacts,
     results: Sequence[Written],
@@ -72,7 +72,7 @@ async def publish_together(
     return plan_cache, plan_cache.summaries({name: each.nbytes for name, each in files.items()})
 
 
-async def _check_visible(transaction: Transaction, results: Sequence[Written]) -> None:
+async def _check_visible(transaction: SharedTransaction, results: Sequence[Written]) -> None:
     """Raise SaveError unless rank 0's host sees the files of all ranks."""
     sizes = await transaction.sizes()
     for rank, written in enumerate(results):

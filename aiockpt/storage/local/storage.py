@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import AiockptError, DeleteError, WriteError
-from aiockpt.storage.base import Identity, Source, Storage, Transaction
+from aiockpt.storage.base import Identity, SharedStorage, SharedTransaction, Source
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.commit import check_free, make_parents
 from aiockpt.storage.local.delete import delete
@@ -42,7 +42,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-class LocalStorage(Storage):
+class LocalStorage(SharedStorage):
     """Keeps each checkpoint in a directory, or in one file.
 
     Args:
@@ -91,7 +91,9 @@ class LocalStorage(Storage):
         """Choose a name for the hidden directory."""
         return new_ticket()
 
-    async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
+    async def begin(
+        self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
+    ) -> SharedTransaction:
         """Make the hidden directory that the files go to, when what killed processes have left beside it is removed."""
         path = self.resolve(path)
         again = self._manner.repeater.run
@@ -123,7 +125,7 @@ class LocalStorage(Storage):
             raise WriteError(f"can't make the directory for {path}: {exc}") from exc
         raise AssertionError("the last attempt returns or raises")
 
-    async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
+    async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
         """Write to the hidden directory that another process has made."""
         path = self.resolve(path)
         hidden = _beside(path, ticket)
@@ -139,7 +141,7 @@ class LocalStorage(Storage):
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
-    ) -> Transaction:
+    ) -> SharedTransaction:
         """Go on with the hidden directory that another process has made."""
         path = self.resolve(path)
         hidden = _beside(path, ticket)
@@ -148,7 +150,7 @@ class LocalStorage(Storage):
             self._manner, path, hidden, overwrite=overwrite, workers=workers, held=held, own=identity
         )
 
-    def append_to(self, path: str, *, workers: Workers) -> Transaction:
+    def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
         """Write files into a directory that is there, for who publishes it by other means."""
         path = self.resolve(path)
         return WithinTransaction(self._manner, path, path, overwrite=False, workers=workers, held=None, own=None)

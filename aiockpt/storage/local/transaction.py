@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import SINGLE_NAME
-from aiockpt.storage.base import FileSink, Identity, Status, Transaction
+from aiockpt.storage.base import FileSink, Identity, SharedTransaction, Status
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     CommitUncertainError,
@@ -52,7 +52,7 @@ class WritePolicy:
     leftovers: OrphanCleaner = field(repr=False)
 
 
-class LocalTransaction(Transaction):
+class LocalTransaction(SharedTransaction):
     """What this process has begun, or has taken over.
 
     Args:
@@ -151,7 +151,7 @@ class LocalTransaction(Transaction):
             await self.release()
 
     async def release(self) -> None:
-        """See `Transaction.release`."""
+        """See `SharedTransaction.release`."""
         if self._held is not None:
             await self._workers.run(self._held.release)
 
@@ -162,11 +162,11 @@ class LocalTransaction(Transaction):
 
     @property
     def ticket(self) -> str:
-        """See `Transaction.ticket`."""
+        """See `SharedTransaction.ticket`."""
         return os.path.basename(self._hidden)
 
     async def sizes(self) -> Mapping[str, int]:
-        """See `Transaction.sizes`."""
+        """See `SharedTransaction.sizes`."""
         try:
             return await self._again("look at", sizes_in, self._hidden)
         except OSError as exc:
@@ -174,29 +174,29 @@ class LocalTransaction(Transaction):
 
     @property
     def identity(self) -> Identity | None:
-        """See `Transaction.identity`."""
+        """See `SharedTransaction.identity`."""
         return self._identity
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        """See `Transaction.put_sidecar`."""
+        """See `SharedTransaction.put_sidecar`."""
         try:
             await self._workers.run(write_word, f"{self._hidden}-{name}", data)
         except OSError as exc:
             raise WriteError(f"can't leave a word beside {self._path}: {exc}") from exc
 
     async def get_sidecar(self, name: str) -> bytes | None:
-        """See `Transaction.get_sidecar`."""
+        """See `SharedTransaction.get_sidecar`."""
         try:
             return await self._again("read", contents, f"{self._hidden}-{name}")
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
     async def delete_sidecar(self, name: str) -> None:
-        """See `Transaction.delete_sidecar`."""
+        """See `SharedTransaction.delete_sidecar`."""
         await self._remove(f"{self._hidden}-{name}")
 
     async def delete_file(self, name: str) -> None:
-        """See `Transaction.delete_file`."""
+        """See `SharedTransaction.delete_file`."""
         await self._remove(os.path.join(self._hidden, name))
 
     async def _remove(self, path: str) -> None:
@@ -206,14 +206,14 @@ class LocalTransaction(Transaction):
             raise WriteError(f"can't remove {path}: {exc}; remove it by hand") from exc
 
     async def status(self) -> Status:
-        """See `Transaction.status`."""
+        """See `SharedTransaction.status`."""
         try:
             return await self._again("look for", fate_of, self._hidden, self._path, self._identity)
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
     async def finalize(self) -> None:
-        """See `Transaction.finalize`."""
+        """See `SharedTransaction.finalize`."""
         self._over = True
         try:
             if await self._workers.run(fate_of, self._hidden, self._path, self._identity) == "published":
@@ -246,7 +246,7 @@ class JoinedTransaction(LocalTransaction):
         await self.release()
 
     async def discard_all(self) -> None:
-        """See `Transaction.discard_all`."""
+        """See `SharedTransaction.discard_all`."""
         await self.abort()
         try:
             await self._workers.run(sweep, self._hidden, self._identity)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiockpt.planning.layout import FileImage
-    from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.storage.base import SharedStorage, SharedTransaction
     from aiockpt.writing.commit import CommitDocuments
     from aiockpt.writing.file_writer import WriterThreads
     from aiockpt.writing.process.messages import Begin, Message
@@ -53,8 +53,8 @@ class ChildSave:
         self._shared = shared
         self._previous = previous
         self._scope = anyio.CancelScope()
-        self._storage: Storage | None = None
-        self._transaction: Transaction | None = None
+        self._storage: SharedStorage | None = None
+        self._transaction: SharedTransaction | None = None
         self._staged: messages.Staged | None = None
         self._all_staged = anyio.Event()
         self._may_publish = anyio.Event()
@@ -152,7 +152,7 @@ class ChildSave:
         else:
             await self._publish(writer, self._staged)
 
-    async def _open(self) -> Transaction:
+    async def _open(self) -> SharedTransaction:
         begin, storage = self._begin, self._storage
         if storage is None:
             raise RuntimeError("a transaction is opened before its storage is known")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, SaveError, WriteError
+from aiockpt.storage.base import shared_storage
 from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk, Later
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.error_transport import load_error
@@ -125,7 +126,7 @@ class RemoteWriter(ChunkWriter):
     async def _begin(self) -> None:
         order = self._order
         joined = await order.ticket()
-        self._ticket = order.storage.new_ticket(order.path) if joined is None else None
+        self._ticket = shared_storage(order.storage).new_ticket(order.path) if joined is None else None
         connection = await self._host.connect()
         layout, images = await self._host.images_for(connection, order.layout)
         connection.register(self._number, self)
@@ -207,7 +208,7 @@ class RemoteWriter(ChunkWriter):
             return "gone"
         self._must_clean_up = False
         try:
-            adopted = await order.storage.take_over(
+            adopted = await shared_storage(order.storage).take_over(
                 order.path, self._ticket, overwrite=order.overwrite, workers=self._workers, identity=self._identity
             )
             status = await adopted.status()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.collective.messages import Written
-    from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.storage.base import SharedStorage, SharedTransaction
     from aiockpt.writing.collective_commit import WorldFacts
     from aiockpt.writing.process.messages import Begin
 
@@ -63,8 +63,8 @@ class OrphanCommit:
         self,
         begin: Begin,
         recovery: bytes,
-        storage: Storage,
-        transaction: Transaction,
+        storage: SharedStorage,
+        transaction: SharedTransaction,
         timeout_s: float,
         workers: Workers,
     ) -> None:
