@@ -1,4 +1,4 @@
-"""Ranks agree, or all fail with the same words."""
+"""Rounds between ranks: all agree, or all fail with the same message."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ async def coordinator(timeout_s: float = LONG_S, group: Any = None) -> AsyncIter
 
 
 async def tagged(values: Sequence[Any]) -> list[Any]:
-    """Reply to each rank with its place and all values."""
-    return [(place, list(values)) for place in range(len(values))]
+    """Reply to each rank with its number and all values."""
+    return [(rank, list(values)) for rank in range(len(values))]
 
 
 async def never(values: Sequence[Any]) -> list[Any]:
@@ -121,7 +121,7 @@ def test_an_error_of_one_rank_reaches_all_and_the_next_round_works(world4: World
 
 
 async def fails_to_decide(rank: int, world_size: int, how: str) -> None:
-    told = []
+    undone = []
 
     async def decide(values: Sequence[Any]) -> list[Any]:
         if how == "few":
@@ -133,7 +133,7 @@ async def fails_to_decide(rank: int, world_size: int, how: str) -> None:
         raise WriteError("no room")
 
     async def undo() -> None:
-        told.append("undone")
+        undone.append(rank)
         if how == "undo":
             raise FileNotFoundError("what is to be undone")
 
@@ -141,7 +141,7 @@ async def fails_to_decide(rank: int, world_size: int, how: str) -> None:
         try:
             await ranks.round("finish", "the save of a", rank, decide, undo)
         finally:
-            assert told == (["undone"] if rank == 0 else [])
+            assert undone == ([0] if rank == 0 else [])
             assert await ranks.round("finish", "the save of b", rank, tagged) == (rank, list(range(world_size)))
 
 
@@ -186,7 +186,7 @@ async def differs(rank: int, world_size: int) -> Any:
         return str(raised.value), await ranks.round("plan", "the save of c", rank, tagged)
 
 
-def test_ranks_that_are_at_different_things_are_told(world4: World) -> None:
+def test_ranks_that_are_at_different_operations_raise(world4: World) -> None:
     outcomes = world4.results(differs)
     (text,) = {text for text, _ in outcomes}
     assert text.startswith("rank 0 is at the save of a while rank 2 is at the save of b: every rank must call")
@@ -225,9 +225,9 @@ async def misses_one(rank: int, world_size: int, victim: int) -> list[str]:
     async with coordinator(SHORT_S) as ranks:
         lanes: list[Lane] = ["plan", "finish"]
         rounds = (ranks.round(lane, "the save of a", rank, never) for lane in lanes)
-        told = await asyncio.gather(*rounds, return_exceptions=True)
-    assert all(isinstance(error, CoordinationError) for error in told), told
-    return [str(error) for error in told]
+        errors = await asyncio.gather(*rounds, return_exceptions=True)
+    assert all(isinstance(error, CoordinationError) for error in errors), errors
+    return [str(error) for error in errors]
 
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
@@ -268,7 +268,7 @@ def test_a_rank_that_was_killed_before_the_first_round_did_not_come() -> None:
         assert "process_group=None" in text
 
 
-# --- ranks that are not there in time; all of these at once, for each takes as long as a timeout -----
+# --- ranks that time out; all cases run at once, since each takes as long as a timeout ---------------
 
 Case = tuple[str, tuple[int, ...], bool]
 """Whether ranks stay away or are late, which ones, and whether all have met before."""
@@ -287,28 +287,29 @@ async def misses_some(ranks: ProcessGroupCoordinator, absent: Sequence[int]) -> 
 
 
 async def waits_in_vain(rank: int, world_size: int) -> list[tuple[str, Any]]:
-    """Go through all cases, each with a coordinator; give for each what this rank was told, and the next round."""
+    """Run all cases, each with a coordinator; return for each this rank's error and the result of its next round."""
     async with contextlib.AsyncExitStack() as stack:
         all_ranks = [await stack.enter_async_context(coordinator(SHORT_S)) for _ in CASES]
         cases = list(zip(all_ranks, CASES, strict=True))
         for ranks, (_, _, warm) in cases:
             if warm:
                 await ranks.round("plan", "the save of warm", rank, tagged)
-        told = await asyncio.gather(*(misses_some(ranks, absent) for ranks, (_, absent, _) in cases))
+        texts_by_case = await asyncio.gather(*(misses_some(ranks, absent) for ranks, (_, absent, _) in cases))
         await asyncio.to_thread(dist.barrier)
         late = [number for number, (how, absent, _) in enumerate(CASES) if how == "late" and rank in absent]
-        words = await asyncio.gather(*(misses_some(all_ranks[number], ()) for number in late))  # the others gave up
-        for number, text in zip(late, words, strict=True):
-            told[number] = text
+        # The other ranks have given up by now.
+        late_texts = await asyncio.gather(*(misses_some(all_ranks[number], ()) for number in late))
+        for number, text in zip(late, late_texts, strict=True):
+            texts_by_case[number] = text
         return [
             (text, await ranks.round("plan", "the save of b", rank * 3, tagged))
-            for text, ranks in zip(told, all_ranks, strict=True)
+            for text, ranks in zip(texts_by_case, all_ranks, strict=True)
         ]
 
 
 @pytest.fixture(scope="module")
 def missed(world4: World) -> dict[Case, list[tuple[str, Any]]]:
-    """Give by case what each rank was told, and what came of its next round."""
+    """Return by case each rank's error, and the result of its next round."""
     outcomes = world4.results(waits_in_vain)
     return {case: [outcome[number] for outcome in outcomes] for number, case in enumerate(CASES)}
 
@@ -319,7 +320,7 @@ def test_ranks_that_stay_away_are_named_and_the_next_round_works(missed, absent:
     outcomes = missed["away", absent, warm]
     (text,) = {failure for rank, (failure, _) in enumerate(outcomes) if rank not in absent}
     names = ", ".join(f"rank {rank}" for rank in absent)
-    if warm:  # then they have said who they are
+    if warm:  # then rank 0 knows their hosts
         assert all(f"rank {rank} on host" in text for rank in absent)
     else:
         assert text.startswith(f"{names} did not come to the save of a within 3 s")
@@ -337,7 +338,7 @@ def test_a_leader_that_stays_away_is_named_and_the_next_round_works(missed, warm
 
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_late_rank_fails_with_the_words_of_the_others(missed, late: int, warm: bool) -> None:
+def test_a_late_rank_fails_with_the_message_of_the_others(missed, late: int, warm: bool) -> None:
     outcomes = missed["late", (late,), warm]
     (text,) = {text for text, _ in outcomes}
     assert text.startswith(f"rank {late}")
@@ -524,7 +525,7 @@ def test_close_leaves_no_thread_and_no_file_descriptor(fail: bool) -> None:
         assert counts[1][0] == []
 
 
-async def in_a_part(rank: int, world_size: int) -> Any:
+async def in_a_subgroup(rank: int, world_size: int) -> Any:
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         with pytest.raises(CoordinationError, match="not a member"):
@@ -540,14 +541,14 @@ async def in_a_part(rank: int, world_size: int) -> Any:
 
 
 def test_a_group_of_some_ranks(world4: World) -> None:
-    outcomes = world4.results(in_a_part)
+    outcomes = world4.results(in_a_subgroup)
     assert (outcomes[0], outcomes[2]) == (None, None)
     assert outcomes[1][:2] == ((0, 2), (0, [11, 33]))
     assert outcomes[3][:2] == ((1, 2), (1, [11, 33]))
     assert outcomes[1][2] == outcomes[3][2]
 
 
-async def part_stays_away(rank: int, world_size: int) -> str:
+async def subgroup_stays_away(rank: int, world_size: int) -> str:
     group = dist.new_group([1, 3])
     if rank != 1:
         return ""
@@ -557,6 +558,6 @@ async def part_stays_away(rank: int, world_size: int) -> str:
     return str(raised.value)
 
 
-def test_ranks_of_a_part_are_named_as_the_job_names_them(world4: World) -> None:
-    text = world4.results(part_stays_away)[1]
+def test_ranks_of_a_subgroup_are_named_with_their_global_rank(world4: World) -> None:
+    text = world4.results(subgroup_stays_away)[1]
     assert text.startswith("rank 1 of the process group (global rank 3) did not come to the save of a")

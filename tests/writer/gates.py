@@ -1,4 +1,4 @@
-"""Storages that stop or fail in a writer process, led from outside by named pipes."""
+"""Storages that stop or fail in a writer process, controlled by the test through named pipes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 
 class PipedStorage(WrapperStorage):
-    """Stops before a step: says so in one pipe, and goes on when it gets a byte from another.
+    """Stops before a step: signals it through one pipe, and continues when it reads a byte from another.
 
     Args:
         folder: where the pipes are, which `Gate` makes.
@@ -44,13 +44,13 @@ class PipedStorage(WrapperStorage):
                 await anyio.to_thread.run_sync(self._stop)
 
     def _stop(self) -> None:
-        (self._folder / "reached").open("wb").close()  # until somebody reads
+        (self._folder / "reached").open("wb").close()  # blocks until the test reads
         with (self._folder / "go").open("rb") as go:
             go.read(1)
 
 
 class KilledAfterCommit(WrapperStorage):
-    """Ends its process at once when a checkpoint is published."""
+    """Kills its process right after a checkpoint is published."""
 
     def __init__(self) -> None:
         super().__init__(LocalStorage())
@@ -67,7 +67,7 @@ class _Killed(_WrapperTransaction):
 
 
 class BrokenStorage(WrapperStorage):
-    """Fails at a step, in the process that gets there; of one path or file alone, if that is given."""
+    """Fails at a step, in the process that reaches it; only for one path or file, if a name is given."""
 
     def __init__(self, step: str, name: str = "") -> None:
         super().__init__(LocalStorage())
@@ -92,7 +92,7 @@ class Gate:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Give the end of pipes that another process has made."""
+        """Return the end of pipes that another process has made."""
         gate = cls.__new__(cls)
         gate.folder = folder
         return gate
@@ -101,7 +101,7 @@ class Gate:
         return PipedStorage(self.folder, step, nth)
 
     def wait(self) -> None:
-        """Wait until a process stands at the step."""
+        """Wait until a process has stopped at the step."""
         fd = os.open(self.folder / "reached", os.O_RDONLY | os.O_NONBLOCK)
         poll = select.poll()
         poll.register(fd, select.POLLIN | select.POLLHUP)
@@ -111,13 +111,13 @@ class Gate:
             os.close(fd)
 
     def open(self) -> None:
-        """Let it go on."""
+        """Let the process continue."""
         with (self.folder / "go").open("wb") as go:
             go.write(b"x")
 
 
 def writers_of(pid: int) -> list[psutil.Process]:
-    """Give the writer processes of a trainer; wait until there is one."""
+    """Return the writer processes of a trainer; wait until there is one."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         found = [
@@ -130,7 +130,7 @@ def writers_of(pid: int) -> list[psutil.Process]:
 
 
 def ended(pid: int, timeout_s: float = WAIT_S) -> bool:
-    """Wait until a process, of whoever, has ended."""
+    """Wait until a process, not only a child, has ended; return whether it was in time."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

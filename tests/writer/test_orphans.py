@@ -1,4 +1,4 @@
-"""Trainers that are killed: what was staged becomes a checkpoint, all else is removed, and nothing runs on."""
+"""Killed trainers: staged saves become checkpoints, all others are removed, and the writer process ends."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ room = 1 << 22 if moment == "staged" else 1 << 17
 ckpt = aiockpt.SyncCheckpointer(writer="process", chunk_bytes=1 << 16, staging_bytes=room)
 ckpt.prewarm(large_state(1))
 (writer,) = writers_of(os.getpid())
-if plan == "fork" and os.fork() == 0:  # who is forked has the trainer's end of the socket as well
+if plan == "fork" and os.fork() == 0:  # the forked process has the trainer's end of the socket too
     signal.pause()
 if plan == "overwrite":
     ckpt.save(large_state(2), folder / "c")
@@ -54,7 +54,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _trainer(folder: Path, *args: str) -> tuple[subprocess.Popen[str], int]:
-    """Start a trainer; give it, and its writer's number."""
+    """Start a trainer; return it and the pid of its writer."""
     shown = subprocess.PIPE
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, str(folder), *args], stdin=shown, stdout=shown, text=True, cwd=os.getcwd()
@@ -73,7 +73,7 @@ def test_what_was_staged_is_committed(plan: str, tmp_path: Path) -> None:
     trainer, writer = _trainer(tmp_path, "write", "staged", plan)
     gate.wait()
     assert trainer.wait(60) == -signal.SIGKILL
-    for pipe in (trainer.stdin, trainer.stdout):  # which what it has forked holds open as well
+    for pipe in (trainer.stdin, trainer.stdout):  # a forked process holds them open too
         pipe.close()
     children = [
         each for each in psutil.process_iter(["ppid", "cmdline"]) if str(tmp_path) in (each.info["cmdline"] or [])
@@ -154,7 +154,7 @@ def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> A
 
 
 def _run(folder: Path, dead: list[int], moment: str) -> list[Any]:
-    """Let three ranks save; wait for the writers of all."""
+    """Save with three ranks; wait until the writers of all have ended."""
     with World(3, may_start=True) as world:
         outcomes = world.run(_save, folder, dead, moment)
         for gate in folder.glob("gate*"):

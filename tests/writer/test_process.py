@@ -1,4 +1,4 @@
-"""Saves through a writer process: the same checkpoints, whoever fails."""
+"""Saves through a writer process: the same checkpoints, and no leftovers when a process fails."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
 
 
 def test_other_formats_hooks_and_overwriting(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
-    state, told = large_state(3), []
+    state, calls = large_state(3), []
     kept.save(state, tmp_path / "one.safetensors", format="safetensors")
     kept.save(state, tmp_path / "set", format="safetensors", shard_bytes=600_000)
     for name in ("one.safetensors", "set"):
@@ -70,12 +70,12 @@ def test_other_formats_hooks_and_overwriting(kept: aiockpt.SyncCheckpointer, tmp
             state,
             tmp_path / "c",
             overwrite=True,
-            pre_commit=lambda path: told.append((path, os.path.exists(path))),
-            post_commit=lambda path: told.append((path, os.path.exists(path))),
+            pre_commit=lambda path: calls.append((path, os.path.exists(path))),
+            post_commit=lambda path: calls.append((path, os.path.exists(path))),
         )
         assert_same(state, kept.load(tmp_path / "c"))
     path = str(tmp_path / "c")
-    assert told == [(path, False), (path, True), (path, True), (path, True)]
+    assert calls == [(path, False), (path, True), (path, True), (path, True)]
     with pytest.raises(aiockpt.SaveError, match="not this one"):
         kept.save(state, tmp_path / "d", pre_commit=_refuse)
     kept.save({}, tmp_path / "empty")
