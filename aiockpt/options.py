@@ -1,45 +1,58 @@
-"""Options of checkpointers, of writer processes and of loads, each checked where it is made."""
+"""Options of checkpointers, writer processes, saves and loads. Each is declared, typed and documented here alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
+from aiockpt.coordination.choose import check_group
 from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.storage.local.retries import DEFAULT_RETRIES
 
 if TYPE_CHECKING:
+    from aiockpt.coordination.choose import ProcessGroupLike
     from aiockpt.format.transforms.base import Transform
+    from aiockpt.format.transforms.rules import CompressRule
+    from aiockpt.storage.base import Storage
+    from aiockpt.storage.local.retries import Retries
 
-_CPU = torch.device("cpu")
-
+Path = str | os.PathLike[str]
 MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str]
-
-DEFAULT_CHUNK_BYTES = 16 << 20
-
+Hook = Callable[[str], "Awaitable[object] | object"]
+"""A function or coroutine function that is called with the path of the checkpoint."""
 
 OnBusy = Literal["wait", "skip", "supersede", "error"]
 OnFailure = Literal["raise", "warn"]
+Planning = Literal["central", "decentralized"]
+SaveFormat = Literal["dcp", "safetensors"]
+Validation = Literal["versions", "hash"]
 
+DEFAULT_CHUNK_BYTES = 16 << 20
 _IONICE = {"realtime": 1, "best-effort": 2, "idle": 3}
+_CPU = torch.device("cpu")
+
+
+# --- checkpointers ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessWriter:
-    """A process of its own that computes CRCs, writes and commits; for ``writer=``.
+    """A separate process that computes CRCs, writes and commits; for ``writer=``.
 
-    It shares staging memory with the trainer, and outlives it: what was staged becomes a checkpoint even if the
+    It shares staging memory with the trainer and outlives it: a save that was staged becomes a checkpoint even if the
     trainer is killed.
 
     Attributes:
-        nice: how far it steps back when others want the processor, 0 to 19; see nice(1).
+        nice: how far the process yields the CPU to others, 0 to 19; see nice(1).
         ionice: "idle", or "best-effort" or "realtime" with a level of 0 to 7, as in ``("best-effort", 7)``; see
-            ionice(1). None: as the trainer.
-        agreement_timeout: of several ranks, when a trainer has died: how long, in seconds, the writers wait for each
-            other while nothing goes on, before they remove the unfinished checkpoint.
+            ionice(1). None: the same as the trainer.
+        agreement_timeout: with several ranks, after a trainer has died: seconds without progress for which the writers
+            wait for each other before they remove the unfinished checkpoint.
     """
 
     nice: int = 0
@@ -57,7 +70,7 @@ class ProcessWriter:
 
     @property
     def ionice_numbers(self) -> tuple[int, int] | None:
-        """The class and level, as the kernel counts them."""
+        """The class and level as the kernel numbers them."""
         if self.ionice is None:
             return None
         try:
@@ -69,38 +82,24 @@ class ProcessWriter:
             ) from None
 
 
-def check_writer(writer: object) -> ProcessWriter | None:
-    """Give the process that is to write; None for threads.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if writer == "thread":
-        return None
-    if writer == "process":
-        return ProcessWriter()
-    if isinstance(writer, ProcessWriter):
-        return writer
-    raise ValueError(f"writer is {writer!r}; it must be 'thread', 'process' or an aiockpt.ProcessWriter")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingWindow:
-    """How much may be copied when, so that staging leaves the bus and the memory to training.
+    """A throttle for staging, so that it leaves the bus and the memory to training.
 
     ::
 
-        StagingWindow(bytes_per_s=4e9)             # so many bytes per second
-        StagingWindow(bytes_per_window=64 << 20)   # so many after each `await ckpt.window()`, once per step, say
+        StagingWindow(bytes_per_s=4e9)             # a rate in bytes per second
+        StagingWindow(bytes_per_window=64 << 20)   # an allowance after each `await ckpt.window()`, such as per step
 
-    Copies come in whole chunks (``chunk_bytes``); a chunk that is larger than the allowance uses up several.
-    A save is staged without a pause from the moment on that somebody waits for it: at `fence()`, in a step behind
-    `guard()`, for `staged`, for ``written.result()``, or when the checkpointer closes.
+    Staging copies whole chunks (``chunk_bytes``); a chunk larger than the allowance uses up several allowances.
+    A save is no longer throttled once a caller waits for it: in `fence()`, in a step behind `guard()`, for `staged`,
+    for ``written.result()``, or when the checkpointer closes.
 
     Attributes:
-        bytes_per_s: bytes per second; None for as fast as it goes.
-        bytes_per_window: bytes after each `window()`; what is left of them does not add up. None: no windows.
-        patience_s: seconds without a `window()` after which a save goes on all the same.
+        bytes_per_s: bytes per second; None: no limit.
+        bytes_per_window: bytes after each `window()`; what is left of an allowance is not carried over. None: no
+            windows.
+        patience_s: seconds without a `window()` after which a save continues anyway.
     """
 
     bytes_per_s: float | None = None
@@ -118,34 +117,85 @@ class StagingWindow:
             raise ValueError("a StagingWindow needs bytes_per_s or bytes_per_window")
 
 
-def check_window(window: StagingWindow | None) -> StagingWindow | None:
-    """Check an option's type.
-
-    Raises:
-        TypeError: it is something else, such as a number that could mean either allowance.
-    """
-    if window is None or isinstance(window, StagingWindow):
-        return window
-    raise TypeError(
-        f"staging_window is {window!r}; it must be a StagingWindow, with bytes_per_s for a rate or bytes_per_window "
-        "for an allowance per step"
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How an engine works; see `aiockpt.AsyncCheckpointer` for the meaning of each."""
+class CheckpointerOptions:
+    """Options of a checkpointer.
 
+    Attributes:
+        process_group: the ranks that save together. Each of them calls `save` with its part of the state, the same
+            number of times and in the same order; together they write one checkpoint. "default": all ranks of
+            ``torch.distributed`` if that is initialised at the first use, else this process alone. None: this process
+            alone. The group itself is not used to communicate: a gloo group of the same ranks is created at the first
+            save.
+        coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
+            take to write counts too.
+        planning: which rank decides who writes what, at the first save and after a change of the state. "central":
+            rank 0 decides, so that everything is written once and the work is balanced. "decentralized": each rank
+            decides for itself and waits for no other. One copy of each DTensor is written; plain tensors and objects
+            are written by every rank that has them, and those of the lowest rank are used.
+        staging_bytes: upper limit of the staging memory, in bytes. None: the size of the state, but at most half of
+            the available memory. A larger state streams through the staging memory: it is written as fast, but
+            `staged` comes later.
+        chunk_bytes: size of one piece of staging memory and of one write, in bytes. None: 16 MiB.
+        io_threads: number of threads that write, and of files for a large state; twice as many threads read. None: 4.
+        direct_io: bypass the page cache where the file system allows it.
+        fsync: make every file and directory durable before `written`. Without it, a crash of the machine can lose a
+            checkpoint that was reported as written.
+        retries: how often and how fast to repeat a write or another operation that the file system refused for a
+            reason that may pass, such as a server that restarts. A full disk or a failing device is not retried. A
+            number: that many attempts after the first. None or 0: no retry.
+        drain_timeout: seconds that closing waits for saves in flight before it cancels them.
+        on_busy: what happens to a save while ``max_in_flight`` others are in flight, that is, not yet written.
+            "wait": it is queued; its tensors must not change until `staged`. `ready` waits until a save would not be
+            queued. "skip": it is not made. "supersede": it is queued, and cancels the queued saves before it that are
+            behind the first ``max_in_flight`` and not staged. "error": the call raises `CheckpointerBusyError`.
+            A skipped or superseded save is over at once: `staged` comes, since its tensors may change, and `written`
+            raises `SaveSkippedError`. That is not reported in any other way, except by ``handle.skipped`` and
+            `statistics`. With several ranks, rank 0 decides for all.
+        max_in_flight: see ``on_busy``. With 1, a save is copied as fast as memory allows. With 2, copying may have to
+            wait until the save before is written, if the staging memory is not large enough for both.
+        on_failure: "raise": a failed save raises from `staged` and `written`; if nobody awaits these, from the next
+            `save` or from closing. "warn": the failure is logged as an error, `staged` comes anyway, and only
+            `written` raises; `statistics` has the errors. In both cases the call itself raises if its arguments are
+            wrong.
+        save_timeout: seconds that a save may take, counted from the end of the save before. After that it is cancelled
+            with `SaveTimeoutError`. If a thread of it hangs in the file system, the saves behind it go on without it;
+            the staging memory that the thread holds is not used again until the thread returns, and up to as much
+            again may be allocated instead. None: no limit.
+        fallback_path: a directory for checkpoints that can't be written or published under their own path; there
+            they keep their name. Or a function from the path to another path. The result has the new ``path``, and
+            the error as ``spoilt``. Nothing is overwritten there. The staging memory of the save is kept until it is
+            published, so a state larger than the staging memory can use the fallback only while it is not staged.
+            For one process.
+        staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
+        writer: who computes CRCs, writes and commits. "thread": threads of this process. "process", or a
+            `ProcessWriter`: a separate process, which is started in the background at the first use, shares staging
+            memory with this one and outlives it. A save that was staged becomes a checkpoint even if this process is
+            killed, unless it has a ``pre_commit`` hook. Linux only; a ``storage`` must be picklable.
+        transforms: encodings of every item in checkpoints of DCP's format, such as encryption. They are applied in
+            this order when saving, after compression, and undone when loading; see `Transform`.
+        validate: how changes of tensors before `staged` are detected, unless `save` says otherwise; see there.
+    """
+
+    process_group: ProcessGroupLike = "default"
+    coordination_timeout: float = 1800.0
+    planning: Planning = "central"
     staging_bytes: int | None = None
     chunk_bytes: int | None = None
     io_threads: int | None = None
+    direct_io: bool = True
+    fsync: bool = True
+    retries: Retries | int | None = DEFAULT_RETRIES
     drain_timeout: float = 1800.0
-    staging_window: StagingWindow | None = None
-    writer: ProcessWriter | None = None
     on_busy: OnBusy = "wait"
     max_in_flight: int = 1
     on_failure: OnFailure = "raise"
     save_timeout: float | None = None
+    fallback_path: Path | Callable[[str], Path] | None = None
+    staging_window: StagingWindow | None = None
+    writer: Literal["thread", "process"] | ProcessWriter = "thread"
+    transforms: Sequence[Transform] = ()
+    validate: Validation = "versions"
 
     def __post_init__(self) -> None:
         least_of = {"staging_bytes": BLOCK_BYTES, "chunk_bytes": BLOCK_BYTES, "io_threads": 1, "max_in_flight": 1}
@@ -155,60 +205,168 @@ class EngineOptions:
                 raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
         if not self.drain_timeout >= 0:
             raise ValueError(f"drain_timeout must not be negative, not {self.drain_timeout!r}")
-        for name, known in (("on_busy", get_args(OnBusy)), ("on_failure", get_args(OnFailure))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, known))}")
-        if self.save_timeout is not None and not self.save_timeout > 0:
-            raise ValueError(f"save_timeout must be positive, not {self.save_timeout!r}")
+        for name in ("coordination_timeout", "save_timeout"):
+            value = getattr(self, name)
+            if not (value is None and name == "save_timeout") and not value > 0:
+                raise ValueError(f"{name} must be positive, not {value!r}")
+        known_of = {"planning": Planning, "on_busy": OnBusy, "on_failure": OnFailure, "validate": Validation}
+        for name, known in known_of.items():
+            check_choice(name, getattr(self, name), known)
+        check_group(self.process_group)
+        if self.fallback_path is not None and not callable(self.fallback_path):
+            os.fspath(self.fallback_path)
+        if self.writer not in ("thread", "process") and not isinstance(self.writer, ProcessWriter):
+            raise ValueError(f"writer is {self.writer!r}; it must be 'thread', 'process' or an aiockpt.ProcessWriter")
+        if self.staging_window is not None and not isinstance(self.staging_window, StagingWindow):
+            raise TypeError(
+                f"staging_window is {self.staging_window!r}; it must be a StagingWindow, with bytes_per_s for a rate "
+                "or bytes_per_window for an allowance per step"
+            )
+
+    @property
+    def process_writer(self) -> ProcessWriter | None:
+        """The process that writes; None: threads of this process."""
+        if self.writer == "process":
+            return ProcessWriter()
+        return self.writer if isinstance(self.writer, ProcessWriter) else None
+
+    @property
+    def warn_only(self) -> bool:
+        """Whether failed saves are logged and not raised."""
+        return self.on_failure == "warn"
 
     @property
     def writing_threads(self) -> int:
-        """How many threads write, and into how many files."""
+        """Number of threads that write, and of files that they write into."""
         return self.io_threads or 4
 
     @property
     def chunk(self) -> int:
-        """The chunk size: a whole number of blocks, not more than all staging memory."""
+        """The chunk size: a whole number of blocks, not larger than all staging memory."""
         chunk = self.chunk_bytes or DEFAULT_CHUNK_BYTES
         if self.staging_bytes is not None:
             chunk = min(chunk, self.staging_bytes)
         return max(BLOCK_BYTES, chunk // BLOCK_BYTES * BLOCK_BYTES)
 
 
+def check_choice(name: str, value: object, known: object) -> None:
+    """Raise ValueError unless an option has one of the values of a ``Literal``."""
+    choices = get_args(known)
+    if value not in choices:
+        either = " or ".join(map(repr, choices)) if len(choices) == 2 else f"one of {', '.join(map(repr, choices))}"
+        raise ValueError(f"{name} is {value!r}; it must be {either}")
+
+
+# --- saving -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Options of a save. They are checked by the save, not here: if one is wrong, the other ranks must be notified.
+
+    Attributes:
+        overwrite: atomically replace a checkpoint at this path: a directory, a file of ``torch.save`` or safetensors,
+            or an empty directory. If the path is a link, the link is replaced, not its target. A directory that holds
+            anything that its checkpoint does not name is refused, with a list of these files.
+        metadata: JSON-able values, stored in `.aiockpt.json`. For safetensors also in the header of each file, where
+            values that are not text are stored as JSON.
+        format: "dcp": readable by ``torch.distributed.checkpoint``. "safetensors": readable by ``safetensors`` and
+            ``transformers``. It stores plain tensors only, under dotted names and in row-major order; a tied tensor is
+            stored under its first name, and the header's metadata maps each other name to that. A directory gets
+            ``model.safetensors``, or a set of files with ``model.safetensors.index.json``, and `.aiockpt.json` with
+            their CRCs. None: "safetensors" if the path ends in ``.safetensors``, else "dcp".
+        shard_bytes: for a safetensors directory: the most bytes of tensors in one file, unless a single tensor is
+            larger. None: 5 GB.
+        separation_hint: prefixes of names. Items with such a prefix go to files of their own, whose names begin with
+            the prefix, so that for example the optimizer's part can be moved or deleted alone. For the "dcp" format.
+        pre_commit: a function or coroutine function that is called with the path when all bytes are durable and
+            nothing is published. If it fails, the save fails. It runs in a worker thread, a coroutine in an event loop
+            of its own there; with several ranks, each runs its own hook. It may load, open, verify and delete with
+            this checkpointer. Calls that would wait for the hook itself raise `SaveError`: to save, to wait for a
+            save, and to close.
+        post_commit: the same, called when the checkpoint is published, before `written` comes. If it fails, the save
+            has still succeeded: the error is logged, and is ``post_commit_error`` of the result.
+        storage: where the checkpoint is stored; None: the file system.
+        compress: which items to compress. None: none. "zstd" or `aiockpt.Zstd`: all. A mapping from names, names of
+            containers and patterns (see ``keys`` of `load`) to one of these or None: the first match counts, and
+            items without a match are not compressed. Or a function of name and tensor that returns one of these; it
+            is not called for objects. An item that would hardly become smaller is stored uncompressed. Loading needs
+            no option, and ``torch.distributed.checkpoint`` can read it too. For the "dcp" format.
+        validate: how changes of tensors before `staged` are detected. "versions": by version counters, as described
+            above. "hash": by these, and by comparing 64 bytes in every 64 KiB of each tensor that is not copied at the
+            call with the bytes that are there when everything is staged. This detects every write of whole tensors or
+            of 64 KiB in one piece, however it was made, and a write of ``n`` bytes in one piece with a probability of
+            about ``n / 65536``; the sampled places differ from save to save. It does not detect a write that is undone
+            before `staged`. It blocks the caller for about 2 ms per GiB and 6 us per tensor, takes as long again
+            before `staged`, and keeps a thousandth of the state until then. None: the checkpointer's ``validate``.
+    """
+
+    overwrite: bool = False
+    metadata: Mapping[str, Any] | None = None
+    format: SaveFormat | None = None
+    shard_bytes: int | None = None
+    separation_hint: str | Sequence[str] | None = None
+    pre_commit: Hook | None = None
+    post_commit: Hook | None = None
+    storage: Storage | None = None
+    compress: CompressRule = None
+    validate: Validation | None = None
+
+
 # --- loading ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """How to load; see `aiockpt.AsyncCheckpointer.load`."""
+class OpenOptions:
+    """Options of reading a checkpoint.
+
+    Attributes:
+        verify: check the CRC of everything that is read, where one is stored.
+        safe_globals: classes and functions that pickled objects may use, besides those that torch allows.
+        trust: unpickle objects without restriction, which runs whatever code they contain. It also lifts the limit on
+            the decompressed size of objects, which is 64 MiB in all plus a hundred times their stored size.
+        storage: where the checkpoint is stored; None: the file system.
+    """
+
+    verify: bool = True
+    safe_globals: Sequence[Any] = ()
+    trust: bool = False
+    storage: Storage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions(OpenOptions):
+    """Options of a load.
+
+    Attributes:
+        map_location: the device of new tensors, as in ``torch.load``. None: host memory, even if targets are on an
+            accelerator (the ``load_state_dict`` of optimizers moves them to their parameters). NumPy arrays are
+            always created in host memory, except that "meta" returns a tensor without memory.
+        keys: load only these: names, names of containers (with everything in them), and glob patterns such as
+            ``"model.*.weight"``, whose ``*`` matches dots too. Positions of lists that are left out are None.
+        dtype: cast floating-point tensors to this dtype, as ``nn.Module.to`` does.
+        strict: raise if the checkpoint lacks a key of ``state_dict`` or of ``keys``. False: leave such keys as they
+            are and warn once, with a `MissingKeysWarning` that has them as ``keys``. Modules get the same value for
+            their ``load_state_dict``. Other objects decide for themselves, if anything is stored for them.
+        missing: a list to which the keys are appended that ``strict=False`` allowed to be missing.
+        mmap: return tensors that are backed by the files. Nothing is read before it is used, so no CRC is checked.
+            Writing to a tensor changes a private copy of the page, never the file. The files must not be written to
+            while the tensors live; replacing or deleting the checkpoint is safe. Not with a ``state_dict``,
+            ``dtype`` or ``map_location``.
+    """
 
     map_location: MapLocation | None = None
-    keys: Sequence[str] | None = None
+    keys: str | Sequence[str] | None = None
     dtype: torch.dtype | None = None
     strict: bool = True
     missing: list[str] | None = None
-    verify: bool = True
     mmap: bool = False
-    safe_globals: Sequence[Any] = ()
-    trust: bool = False
-    transforms: Sequence[Transform] = ()
 
 
 def check_options(options: LoadOptions, *, into: bool) -> None:
-    """Check that options go together.
-
-    Args:
-        options: how to load.
-        into: whether there is a target.
-
-    Raises:
-        TypeError: one is of the wrong kind.
-        ValueError: two contradict each other.
-    """
+    """Raise TypeError or ValueError if options are of the wrong type or contradict each other, or a target (into)."""
     if options.missing is not None and not isinstance(options.missing, list):
-        raise TypeError(
-            f"missing must be a list, to which the keys are added that were not there, not {options.missing!r}"
-        )
+        raise TypeError(f"missing must be a list, to which the missing keys are appended, not {options.missing!r}")
     dtype, where = options.dtype, options.map_location
     if isinstance(options.safe_globals, str) or not isinstance(options.safe_globals, Iterable):
         raise TypeError(f"safe_globals must be a list of classes and functions, not {options.safe_globals!r}")
@@ -220,17 +378,18 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
         raise TypeError(f"map_location must be a device, its name, a dict or a function, not {where!r}")
     try:
         torch.empty(0, device=target_device(where))
-    except (RuntimeError, AssertionError, NotImplementedError) as exc:  # what a missing device raises depends on it
+    except (RuntimeError, AssertionError, NotImplementedError) as exc:  # depends on the device that is missing
         reason = str(exc).partition("\n")[0]
         raise ValueError(f"tensors can't be put on {where!r} here: {reason}") from exc
     if options.mmap and (into or dtype is not None or where is not None):
         raise ValueError(
-            "mmap=True gives tensors of the files as they are: not into a state dict, nor with dtype= or map_location="
+            "mmap=True returns tensors that are backed by the files: not for a state_dict, nor with dtype= or "
+            "map_location="
         )
 
 
 def target_device(where: MapLocation | None) -> torch.device:
-    """Give the device that new tensors are made on; a function that moves storages gets them in host memory."""
+    """Return the device to create new tensors on; a function that moves storages gets them in host memory."""
     if isinstance(where, dict):
         where = where.get("cpu", "cpu")
     if not isinstance(where, str | torch.device):

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
+from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.facade import CheckpointerBase
-from aiockpt.engine.submit import Path, SaveOptions, StateDict
+from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
 from aiockpt.errors import AiockptError, SaveError
-from aiockpt.format.keys import check_patterns
-from aiockpt.options import LoadOptions, check_options
 from aiockpt.reading.reader import SyncCheckpointReader
 from aiockpt.saving.handle import SaveResult
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-    import torch
-
-    from aiockpt.format.transforms.rules import CompressRule
-    from aiockpt.options import MapLocation
+    from aiockpt.options import Path
     from aiockpt.reading.verify.report import VerifyReport
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.saving.hooks import Hook
-    from aiockpt.saving.job import SaveFormat
-    from aiockpt.snapshot.sampling import Validation
     from aiockpt.storage.base import Storage
 
 
@@ -53,129 +45,41 @@ class SyncCheckpointer(CheckpointerBase):
                 raise
             error.add_note(f"closing the checkpointer also failed: {exc}")
 
-    def save(
-        self,
-        state_dict: StateDict,
-        path: Path,
-        *,
-        overwrite: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-        format: SaveFormat | None = None,
-        shard_bytes: int | None = None,
-        separation_hint: str | Sequence[str] | None = None,
-        pre_commit: Hook | None = None,
-        post_commit: Hook | None = None,
-        storage: Storage | None = None,
-        compress: CompressRule = None,
-        validate: Validation | None = None,
-    ) -> SaveResult:
+    @parameters_of(SaveRequest)
+    def save(self, request: SaveRequest) -> SaveResult:
         """Save a state dict and block until it is durable; see `AsyncCheckpointer.save`.
 
-        With ``on_failure="warn"`` nothing is raised when the writing fails, and the result has the ``error``.
+        With ``on_failure="warn"``, a failed write does not raise; the result has it as ``error``.
         """
-        handle = self.submit(
-            state_dict,
-            path,
-            overwrite=overwrite,
-            metadata=metadata,
-            format=format,
-            shard_bytes=shard_bytes,
-            separation_hint=separation_hint,
-            pre_commit=pre_commit,
-            post_commit=post_commit,
-            storage=storage,
-            compress=compress,
-            validate=validate,
-        )
+        handle = self._submitter.submit(request)
         try:
             return handle.written.result()
         except SaveError as exc:
-            if not self._forgiving:
+            if not self._options.warn_only:
                 raise
             return SaveResult.of_failure(handle.path, exc, handle._elapsed())
 
-    def submit(
-        self,
-        state_dict: StateDict,
-        path: Path,
-        *,
-        overwrite: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-        format: SaveFormat | None = None,
-        shard_bytes: int | None = None,
-        separation_hint: str | Sequence[str] | None = None,
-        pre_commit: Hook | None = None,
-        post_commit: Hook | None = None,
-        storage: Storage | None = None,
-        compress: CompressRule = None,
-        validate: Validation | None = None,
-    ) -> SaveHandle:
+    @parameters_of(SaveRequest)
+    def submit(self, request: SaveRequest) -> SaveHandle:
         """Start to save; see `AsyncCheckpointer.save`.
 
-        Until `staged`, steps of optimizers alone are seen from their beginning: call `fence` before whatever else
+        Until `staged`, only optimizer steps are detected from their beginning: call `fence` before anything else that
         changes the tensors in place.
 
         Returns:
-            The handle; ``stage, write = submit(...)`` gives its two futures, each with ``result(timeout)``.
+            The handle; ``stage, write = submit(...)`` unpacks its two futures, each with ``result(timeout)``.
         """
-        options = SaveOptions(
-            overwrite=overwrite,
-            metadata=metadata,
-            format=format,
-            shard_bytes=shard_bytes,
-            separation_hint=separation_hint,
-            pre_commit=pre_commit,
-            post_commit=post_commit,
-            storage=storage,
-            compress=compress,
-            validate=validate,
-        )
-        return self._submit(state_dict, path, options)
+        return self._submitter.submit(request)
 
-    def load(
-        self,
-        path: Path,
-        state_dict: StateDict | None = None,
-        *,
-        map_location: MapLocation | None = None,
-        keys: str | Sequence[str] | None = None,
-        dtype: torch.dtype | None = None,
-        strict: bool = True,
-        missing: list[str] | None = None,
-        verify: bool = True,
-        mmap: bool = False,
-        safe_globals: Sequence[Any] = (),
-        trust: bool = False,
-        storage: Storage | None = None,
-    ) -> Any:
+    @parameters_of(LoadRequest)
+    def load(self, request: LoadRequest) -> Any:
         """Load a checkpoint, blocking; see `AsyncCheckpointer.load`."""
-        options = LoadOptions(
-            map_location=map_location,
-            keys=check_patterns(keys),
-            dtype=dtype,
-            strict=strict,
-            missing=missing,
-            verify=verify,
-            mmap=mmap,
-            safe_globals=safe_globals,
-            trust=trust,
-        )
-        return self._load(path, state_dict, options, storage).result()
+        return self._load(request).result()
 
-    def open(
-        self,
-        path: Path,
-        *,
-        verify: bool = True,
-        safe_globals: Sequence[Any] = (),
-        trust: bool = False,
-        storage: Storage | None = None,
-    ) -> SyncCheckpointReader:
-        """Look into a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
-        storage, where = self._located(path, storage)
-        options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, transforms=self._transforms)
-        check_options(options, into=False)
-        return SyncCheckpointReader(self._engine, storage, where, options, self)
+    @parameters_of(OpenRequest)
+    def open(self, request: OpenRequest) -> SyncCheckpointReader:
+        """Inspect a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
+        return SyncCheckpointReader(self._engine, *self._opening(request), self)
 
     def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
@@ -198,7 +102,7 @@ class SyncCheckpointer(CheckpointerBase):
         Raises:
             TimeoutError: it was busy all the time.
         """
-        self._engine.line.ready().result(timeout)
+        self._engine.queue.ready().result(timeout)
 
     def prewarm(self, state_dict: StateDict) -> None:
         """Make and fault in staging memory for such a state, blocking; see `AsyncCheckpointer.prewarm`."""

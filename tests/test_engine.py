@@ -19,7 +19,7 @@ import torch
 import aiockpt
 from aiockpt.core.futures import Completion
 from aiockpt.engine.engine import Engine
-from aiockpt.options import LoadOptions
+from aiockpt.engine.requests import LoadRequest
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import GatedStorage
@@ -73,12 +73,12 @@ def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
         save = ckpt.submit(STATE, folder / "e")
         save._control.give_up("the test wants it")  # type: ignore[attr-defined]
         note(lambda: save.written)
-    note(lambda: ckpt._load(folder / "a", None, LoadOptions(), None)._call.completion)
+    note(lambda: ckpt._load(LoadRequest(folder / "a"))._call.completion)
     with contextlib.suppress(aiockpt.AiockptError):
-        call = ckpt._load(folder / "b", None, LoadOptions(), None)._call
+        call = ckpt._load(LoadRequest(folder / "b"))._call
         call.cancel()
         call.completion.ended(60)
-    note(engine.line.ready)
+    note(engine.queue.ready)
     engine.close().ended(60)
     assert engine._thread is not None
     engine.join()
@@ -126,7 +126,7 @@ def test_an_exception_that_belongs_to_nobody_ends_all_that_is_pending(
     with aiockpt.SyncCheckpointer() as ckpt:
         saves = [ckpt.submit(STATE, tmp_path / name, storage=gate) for name in "ab"]
         load = ckpt._engine.call(lambda _: asyncio.Event().wait(), "a call that never ends")
-        ready = ckpt._engine.line.ready()
+        ready = ckpt._engine.queue.ready()
         gate.reached["begin"].result(60)
         ckpt._engine._loop.call_soon_threadsafe(_raise)  # type: ignore[union-attr]
         for save in saves:

@@ -146,7 +146,7 @@ def test_compiled_steps_wait_each_time(tmp_path: Path) -> None:
 
         def jobs():
             asked.append(torch.compiler.is_compiling())
-            return ckpt._engine.staging()
+            return ckpt._engine.queue.staging()
 
         with StepGuard(trainer.optimizer, jobs, 60):
             states, saves = _train(ckpt, trainer, tmp_path, lambda: None)

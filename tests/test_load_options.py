@@ -174,7 +174,7 @@ def test_a_mapped_checkpoint_may_be_replaced(ckpt, tmp_path: Path) -> None:
 def test_mmap_goes_with_nothing_that_copies(ckpt, tmp_path: Path) -> None:
     ckpt.save({"w": torch.ones(3)}, tmp_path / "c")
     for more in ({"dtype": torch.float16}, {"map_location": "meta"}):
-        with pytest.raises(ValueError, match="mmap=True gives tensors of the files as they are"):
+        with pytest.raises(ValueError, match="mmap=True returns tensors that are backed by the files"):
             ckpt.load(tmp_path / "c", mmap=True, **more)
     with pytest.raises(ValueError, match="not into a state dict"):
         ckpt.load(tmp_path / "c", {"w": torch.zeros(3)}, mmap=True)

@@ -664,7 +664,7 @@ async def test_a_generous_pool_grows_only_to_what_a_state_needs(tmp_path: Path) 
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4096 * CHUNK) as ckpt:
         for number in range(3):
             await ckpt.save({"x": torch.ones(3)}, tmp_path / str(number))
-        assert ckpt._engine.tools.pool.made <= 1 + ckpt._engine.io_threads
+        assert ckpt._engine.tools.pool.made <= 1 + ckpt._engine.options.writing_threads
 
 
 def test_odd_timeouts(tmp_path: Path) -> None:

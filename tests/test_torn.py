@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.options import Validation
 from aiockpt.snapshot.sample_points import DISTANCE_BYTES, LINE_BYTES, SamplePoint, place_of, strided_parts
-from aiockpt.snapshot.sampling import Samples, Validation
+from aiockpt.snapshot.sampling import Samples
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same, random_tensor, storable_dtypes

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import anyio
 import torch
 
+from aiockpt.coordination.choose import choose_coordinator, is_distributed
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.threads import Duty, Origin, new_event_loop
 from aiockpt.engine.queue import SaveQueue
@@ -37,13 +38,14 @@ from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.base import Coordinator
     from aiockpt.engine.queue import Failures, Statistics
-    from aiockpt.options import EngineOptions
+    from aiockpt.format.transforms.base import Transform
+    from aiockpt.options import CheckpointerOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.job import SaveJob
     from aiockpt.staging.pool import SharedMemory
@@ -71,12 +73,13 @@ class Engine:
     _tasks: TaskGroup
     _main_task: asyncio.Task[Any]
 
-    def __init__(self, options: EngineOptions, failures: Failures) -> None:
+    def __init__(self, options: CheckpointerOptions, transforms: Sequence[Transform], failures: Failures) -> None:
         self.options = options
-        self.io_threads = options.writing_threads
+        self._transforms = transforms
+        self._was_distributed = is_distributed()
         self.origin = Origin()
-        self.line = SaveQueue(options.on_busy, options.max_in_flight, options.on_failure, self.origin, failures)
-        self._lock = self.line.lock
+        self.queue = SaveQueue(options.on_busy, options.max_in_flight, options.on_failure, self.origin, failures)
+        self._lock = self.queue.lock
         self._stuck = False
         self._died: BaseException | None = None
         self._is_orphan = False
@@ -95,7 +98,7 @@ class Engine:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "running" if self._thread else "idle"
-        return f"<Engine {state}, {len(self.line)} saves in flight>"
+        return f"<Engine {state}, {len(self.queue)} saves in flight>"
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -205,7 +208,7 @@ class Engine:
             calls = list(self._calls)
         error = AiockptError(f"the engine has failed: {cause!r}")
         error.__cause__ = cause
-        pending: list[Owner] = [*self.line.fail_all(error), *calls]
+        pending: list[Owner] = [*self.queue.fail_all(error), *calls]
         for owner in pending:
             owner.fail(cause)
         if self._loop is not None:  # else it has ended by itself
@@ -218,8 +221,9 @@ class Engine:
         self._stop = anyio.Event()
         self._tools = tools = EngineResources(
             self.options,
+            self._transforms,
             lambda: self._world,
-            lambda: len(self.line) > 0 or self._closed is not None,
+            lambda: len(self.queue) > 0 or self._closed is not None,
             origin=self.origin,
             shared=shared,
         )
@@ -252,16 +256,17 @@ class Engine:
             raise RuntimeError("the engine has not been started")
         return self._tools
 
-    def meet(self, choose: Callable[[], Coordinator | None], *, decentralized: bool) -> Coordinator | None:
-        """Give the way to the other ranks; it is chosen at the first use that finds any, and stays."""
+    def coordinator(self) -> Coordinator | None:
+        """Return the coordinator with the other ranks, chosen when there first are any; None if there are none."""
         with self._lock:
             if self._world is None:
-                coordinator = choose()
+                group, timeout_s = self.options.process_group, self.options.coordination_timeout
+                coordinator = choose_coordinator(group, timeout_s, was_distributed=self._was_distributed)
                 if coordinator is None:
                     return None
-                self._world = CollectiveResources(
-                    coordinator, LocalPlanner(prefix_of(coordinator.rank)), decentralized=decentralized
-                )
+                decentralized = self.options.planning == "decentralized"
+                planner = LocalPlanner(prefix_of(coordinator.rank))
+                self._world = CollectiveResources(coordinator, planner, decentralized=decentralized)
             return self._world.coordinator
 
     # --- work -------------------------------------------------------------------------------------
@@ -274,10 +279,10 @@ class Engine:
             CheckpointerClosedError: the engine is closed.
         """
         with self._lock:
-            self.line.raise_unseen()
+            self.queue.raise_unreported()
             self._start()
-            if self._leads:
-                self.line.supersede(job.path)
+            if self.leads:
+                self.queue.supersede(job.path)
             job.pace = self._pacing.for_next_save()
             self._enter(job)
 
@@ -292,30 +297,21 @@ class Engine:
 
     def _enter(self, job: SaveJob) -> None:
         job.post = lambda function: self._post(function, job)
-        self.line.add(job)
+        self.queue.add(job)
         self._post(lambda: self._admit(job))
 
     @property
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
         """Whether this process decides which saves are left out: it saves alone, or is rank 0."""
         return self._world is None or self._world.coordinator.leads
-
-    def admit(self, path: str) -> None:
-        """Decide whether a save that comes now is made; see `SaveQueue.admit`."""
-        if self._leads:
-            self.line.admit(path)
-
-    def staging(self) -> list[SaveJob]:
-        """Give the saves whose tensors are not all copied, in order."""
-        return self.line.staging() if self.origin.is_here else []
 
     def statistics(self) -> Statistics:
         """Sum up what has become of the saves."""
         self.origin.check_process()
         if self._tools is None:
-            return self.line.statistics(0, 0)
+            return self.queue.statistics(0, 0)
         pool = self._tools.pool
-        return self.line.statistics(pool.made * pool.chunk_bytes, pool.quarantined * pool.chunk_bytes)
+        return self.queue.statistics(pool.made * pool.chunk_bytes, pool.quarantined * pool.chunk_bytes)
 
     def open_window(self) -> None:
         """Let staging copy what is allowed for one more window, see `StagingWindow`."""
@@ -330,7 +326,7 @@ class Engine:
             self._tasks.start_soon(self._run, job, self._last)
         except BaseException as exc:  # delivered to who waits for the save
             job.fail(exc)
-            self.line.remove(job)
+            self.queue.remove(job)
             return
         self._last = job
 
@@ -348,7 +344,7 @@ class Engine:
                 job.let_pass()
                 spare = tools.io_workers.count
                 tools.io_workers.spare(spare)
-                self.line.abandon(job)
+                self.queue.abandon(job)
 
         try:
             async with anyio.create_task_group() as tasks:
@@ -361,7 +357,7 @@ class Engine:
             raise
         finally:
             tools.io_workers.spare(-spare)
-            self.line.remove(job)
+            self.queue.remove(job)
             await let_pass_in_turn(job, previous)
             job.pre_commit = job.post_commit = None  # which may hold the checkpointer, as others hold the job
             if self._last is job:
@@ -447,12 +443,12 @@ class Engine:
         if not self._is_orphan:
             return
         with self._lock:
-            is_busy = len(self.line) > 0 or not all(call.completion.done() for call in list(self._calls))
+            is_busy = len(self.queue) > 0 or not all(call.completion.done() for call in list(self._calls))
             if is_busy or self._closed is not None:
                 return
             self._closed = Completion("the end of closing", self.origin)
             self._closed._settle(None)
-        self.line.log_unseen()
+        self.queue.log_unreported()
         self._stop.set()
 
     def join(self) -> None:
@@ -464,7 +460,7 @@ class Engine:
         error: BaseException | None = None
         try:
             self._drain()
-            self.line.raise_unseen()
+            self.queue.raise_unreported()
         except BaseException as exc:  # delivered to who closes
             error = exc
         try:
@@ -484,18 +480,18 @@ class Engine:
         """
         timeout = min(self.options.drain_timeout, threading.TIMEOUT_MAX)
         deadline = time.monotonic() + timeout
-        for job in self.staging():
+        for job in self.queue.staging():
             job.hurry()
-        self.line.ends_within(timeout)
-        late = self.line.jobs
+        self.queue.ends_within(timeout)
+        late = self.queue.jobs
         for job in reversed(late):
             job.cancel()
-        stuck = not self.line.ends_within(_CANCEL_GRACE_S / 3, abandoned=True)
+        stuck = not self.queue.ends_within(_CANCEL_GRACE_S / 3, abandoned=True)
         if stuck and self._world is not None:  # other ranks may have been waited for
             self._world.coordinator.abandon()
         if stuck and self._tools is not None and self._tools.writer is not None:
             self._tools.writer.kill()
-        stuck = stuck and not self.line.ends_within(_CANCEL_GRACE_S * 2 / 3 if late else 0.0, abandoned=True)
+        stuck = stuck and not self.queue.ends_within(_CANCEL_GRACE_S * 2 / 3 if late else 0.0, abandoned=True)
         self._stuck = stuck
         self._drain_calls(deadline)
         _tell_of_cancelled(late, timeout)

@@ -119,9 +119,11 @@ class SaveQueue:
 
     def staging(self) -> list[SaveJob]:
         """Give the saves whose tensors are not all copied, in order."""
+        if not self._origin.is_here:
+            return []
         return [job for job in self.jobs if not job.handle.staged.done() and not job.refused]
 
-    def holds(self, path: str, *, overwrite: bool) -> bool:
+    def is_path_busy(self, path: str, *, overwrite: bool) -> bool:
         """Tell whether a save to this path is in the way of another."""
         with self.lock:
             if any(path in job.paths for job in self._abandoned):
@@ -254,7 +256,7 @@ class SaveQueue:
 
     # --- what has become of them -------------------------------------------------------------------
 
-    def raise_unseen(self) -> None:
+    def raise_unreported(self) -> None:
         """Raise the error of an earlier save that nobody has been told of."""
         with self.lock:
             for job in list(self._unseen):
@@ -270,11 +272,11 @@ class SaveQueue:
                     error.add_note(f"(this is the failure of the earlier save to {job.path}, which nobody awaited)")
                     raise error
 
-    def log_unseen(self) -> None:
+    def log_unreported(self) -> None:
         """Log the errors of saves that nobody has been told of, and that nobody is left to be told of."""
         while True:
             try:
-                self.raise_unseen()
+                self.raise_unreported()
             except Exception:
                 logger.exception("a save has failed, and nobody has the checkpointer any more")
             else:

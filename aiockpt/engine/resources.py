@@ -20,11 +20,12 @@ from aiockpt.staging.scatter import AcceleratorPlacer
 from aiockpt.writing.process.supervisor import WriterHost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
-    from aiockpt.options import EngineOptions
+    from aiockpt.format.transforms.base import Transform
+    from aiockpt.options import CheckpointerOptions
     from aiockpt.saving.collective_leader import CollectiveResources
     from aiockpt.staging.base import Stager
 
@@ -56,7 +57,8 @@ class EngineResources:
 
     def __init__(
         self,
-        options: EngineOptions,
+        options: CheckpointerOptions,
+        transforms: Sequence[Transform],
         world: Callable[[], CollectiveResources | None],
         unwanted: Callable[[], bool],
         *,
@@ -77,8 +79,8 @@ class EngineResources:
         capacity = _chunks(options)
         self._shared = shared
         self.writer: WriterHost | None = None
-        if options.writer is not None and shared is not None:
-            self.writer = WriterHost(options.writer, options.chunk, count, shared)
+        if options.process_writer is not None and shared is not None:
+            self.writer = WriterHost(options.process_writer, options.chunk, count, shared)
         self.pool = ChunkPool(options.chunk, capacity, self._shared)
         self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, unwanted=unwanted)
         self.saves = SaveTools(
@@ -93,7 +95,7 @@ class EngineResources:
             writer=self.writer,
         )
         self._memory = HostCache(available_memory_bytes() // 2)
-        self.loads = LoadTools(self._load_workers, self._memory, self.pool, self._placer_for)
+        self.loads = LoadTools(self._load_workers, self._memory, self.pool, self._placer_for, transforms)
 
     def stager_for(self, device: torch.device) -> Stager:
         """Give what copies from a device; make it at its first use."""
@@ -129,20 +131,20 @@ class EngineResources:
                 stack.callback(placer.close)
 
 
-def shared_memory(options: EngineOptions) -> SharedMemory | None:
+def shared_memory(options: CheckpointerOptions) -> SharedMemory | None:
     """Make the staging memory that a writer process is to share; None where threads write.
 
     Raises:
         OSError: there is no descriptor for it.
         AiockptError: there is no such memory.
     """
-    if options.writer is None:
+    if options.process_writer is None:
         return None
     is_bounded = options.staging_bytes is not None
     most = _chunks(options) * options.chunk if is_bounded else available_memory_bytes() // 2
     return SharedMemory(max(1, most // options.chunk) * options.chunk)
 
 
-def _chunks(options: EngineOptions) -> int:
+def _chunks(options: CheckpointerOptions) -> int:
     """Return how many chunks there may be at first."""
     return 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)

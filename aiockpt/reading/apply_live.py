@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.errors import LoadError, MissingKeysWarning
 from aiockpt.snapshot.live import refuse_awaitable
 
@@ -47,7 +48,7 @@ class Filled:
                 self.unexpected = _with(self.unexpected, each.name, getattr(result, "unexpected_keys", ()))
             done.append(each.name or type(each.value).__name__)
 
-    def warn(self, missing: list[str] | None, stacklevel: int) -> None:
+    def warn(self, missing: list[str] | None) -> None:
         """Warn about missing and unexpected keys, and append the missing ones to the caller's list."""
         if missing is not None:
             missing.extend(self.missing)
@@ -64,7 +65,7 @@ class Filled:
                 MissingKeysWarning(
                     f"{self.path} {'; it '.join(problems)}", tuple(self.missing), tuple(self.unexpected)
                 ),
-                stacklevel=stacklevel + 1,
+                stacklevel=outer_stacklevel(),
             )
 
 
@@ -122,7 +123,7 @@ class Loading:
     def _finish(self, filled: Filled, error: BaseException | None) -> Any:
         if error is not None:
             raise error
-        filled.warn(self._missing, stacklevel=4)
+        filled.warn(self._missing)
         return filled.value
 
     def _drop(self, _: Filled) -> None:

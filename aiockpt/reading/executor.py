@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import ItemRange, TensorItem
+    from aiockpt.format.transforms.base import Transform
     from aiockpt.options import LoadOptions
     from aiockpt.reading.read_plan import ObjectRead, TensorRead
     from aiockpt.staging.host_cache import HostCache
@@ -68,6 +69,7 @@ class LoadTools:
     memory: HostCache
     pool: ChunkPool
     placer_for: Callable[[torch.device], AcceleratorPlacer]
+    transforms: Sequence[Transform] = ()  # of the checkpointer; undone while reading
     streams: Mapping[torch.device, Any] = field(default_factory=dict)
 
     async def new(

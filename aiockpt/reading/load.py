@@ -49,7 +49,7 @@ async def load_checkpoint(
         ready: for each accelerator, the moment in the caller's stream from which on targets may be filled.
         gathering: the other ranks, if they load as well, and all are to succeed or fail.
     """
-    source = DecodedSource(await storage.open(path, workers=tools.workers), path, options.transforms)
+    source = DecodedSource(await storage.open(path, workers=tools.workers), path, tools.transforms)
     try:
         index, _ = await tools.workers.run(
             read_index, source, path, safe_globals=options.safe_globals, trust=options.trust

@@ -140,7 +140,7 @@ class OpenCheckpoint:
 
 async def index_of(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> OpenCheckpoint:
     """Open a checkpoint: read its index."""
-    source = DecodedSource(await storage.open(path, workers=tools.workers), path, options.transforms)
+    source = DecodedSource(await storage.open(path, workers=tools.workers), path, tools.transforms)
     try:
         index, _ = await tools.workers.run(
             read_index, source, path, safe_globals=options.safe_globals, trust=options.trust

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import Duty, Origin
 from aiockpt.errors import SaveError
 
-Hook = Callable[[str], "Awaitable[object] | object"]
-"""A function or coroutine function, called with the path of the checkpoint."""
+if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
+    from aiockpt.options import Hook
 
 
 def run_hook(hook: Hook, path: str, what: str, origin: Origin) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Self
 
 import anyio
 import torch
@@ -36,14 +36,12 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
+    from aiockpt.options import Hook, SaveFormat
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.planning.planner import FileFormat
     from aiockpt.saving.handle import SaveResult
-    from aiockpt.saving.hooks import Hook
     from aiockpt.staging.base import Stager
     from aiockpt.storage.base import Storage
-
-SaveFormat = Literal["dcp", "safetensors"]
 
 _OPERATOR_S = 0.02
 """How long an operator in place may go on after the copies were made, to be seen all the same."""

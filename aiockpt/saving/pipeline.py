@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.core.threads import Workers
+    from aiockpt.options import Hook
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.collective_leader import CollectiveResources
     from aiockpt.saving.handle import SaveResult
-    from aiockpt.saving.hooks import Hook
     from aiockpt.saving.job import SaveJob
     from aiockpt.saving.strategy import SaveStrategy
     from aiockpt.staging.base import Stager

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from random import Random
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,20 +22,6 @@ from aiockpt.staging.runtime import reading_behind, ready_event
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
     from contextlib import AbstractContextManager
-
-Validation = Literal["versions", "hash"]
-
-
-def check_validation(validate: object) -> Validation:
-    """Give how changes are looked for.
-
-    Raises:
-        ValueError: there is no such way.
-    """
-    for known in get_args(Validation):
-        if validate == known:
-            return known  # type: ignore[no-any-return]
-    raise ValueError(f"validate is {validate!r}; it must be 'versions' or 'hash'")
 
 
 @dataclass(slots=True, eq=False)

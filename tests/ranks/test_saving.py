@@ -248,7 +248,7 @@ def save_again(rank: int, world_size: int, path: Path) -> list[tuple[int, int]]:
     state: dict[str, Any] = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
     seen: list[tuple[int, int]] = []
     with aiockpt.SyncCheckpointer() as ckpt:
-        coordinator = ckpt._coordinator()
+        coordinator = ckpt._engine.coordinator()
         assert coordinator is not None
         inner = coordinator.round
 

@@ -44,7 +44,7 @@ async def write_torch_file(
     storage: Storage, path: str, target: str, options: LoadOptions, tools: LoadTools, *, overwrite: bool
 ) -> None:
     """Convert; see `aiockpt.dcp.format_utils.dcp_to_torch_save`."""
-    source = DecodedSource(await storage.open(path, workers=tools.workers), path, options.transforms)
+    source = DecodedSource(await storage.open(path, workers=tools.workers), path, tools.transforms)
     try:
         index, _ = await tools.workers.run(
             read_index, source, path, safe_globals=options.safe_globals, trust=options.trust

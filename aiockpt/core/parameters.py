@@ -1,0 +1,78 @@
+"""Methods whose parameters are the fields of a dataclass: declared, typed and documented in one place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+
+_AFTER_ARGS = re.compile(r"^(Returns|Raises|Yields):", re.MULTILINE)
+
+
+def parameters_of(request: Callable[P, R]) -> Callable[[Callable[[S, R], T]], Callable[Concatenate[S, P], T]]:
+    """Call a method with one instance of a dataclass, which is built from the caller's arguments.
+
+    Type checkers, `inspect.signature` and `help` show the fields of the dataclass as the method's parameters. The
+    ``Attributes:`` of the dataclass and of its bases become the ``Args:`` of the method.
+    """
+
+    def decorate(method: Callable[[S, R], T]) -> Callable[Concatenate[S, P], T]:
+        own, fields = inspect.signature(method), inspect.signature(request)
+        self_parameter, _ = own.parameters.values()
+
+        def build(self: S, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+            try:
+                fields.bind(*args, **kwargs)
+            except TypeError as exc:  # Python's own message would name the dataclass
+                raise TypeError(f"{type(self).__name__}.{method.__name__}() {exc}") from None
+            return request(*args, **kwargs)
+
+        call: Any
+        if inspect.iscoroutinefunction(method):
+
+            @functools.wraps(method)
+            async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+                return await method(self, build(self, args, kwargs))
+        else:
+
+            @functools.wraps(method)
+            def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+                return method(self, build(self, args, kwargs))
+
+        parameters = [self_parameter, *fields.parameters.values()]
+        call.__signature__ = fields.replace(parameters=parameters, return_annotation=own.return_annotation)
+        call.__doc__ = _with_args(method.__doc__, request)
+        return call  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def _with_args(doc: str | None, request: object) -> str | None:
+    """Return a docstring with an ``Args:`` section that is made of the attributes of a dataclass."""
+    if doc is None:  # python -OO
+        return None
+    doc = inspect.cleandoc(doc)
+    kinds = request.__mro__ if isinstance(request, type) else ()
+    docs = [inspect.cleandoc(kind.__doc__ or "") for kind in kinds]
+    attributes = "\n".join(text.partition("Attributes:\n")[2].rstrip() for text in docs if "Attributes:\n" in text)
+    args = f"Args:\n{attributes}"
+    after = _AFTER_ARGS.search(doc)
+    return f"{doc}\n\n{args}\n" if after is None else f"{doc[: after.start()]}{args}\n\n{doc[after.start() :]}"
+
+
+def outer_stacklevel() -> int:
+    """Return the stack level, as seen by the caller, of the first frame outside this package; for `warnings.warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "aiockpt":
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,66 @@
+"""The facades' options: declared once, and known to `inspect.signature`, `help` and error messages everywhere."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+import aiockpt
+from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest
+from aiockpt.options import CheckpointerOptions, SaveOptions
+
+KINDS = [aiockpt.AsyncCheckpointer, aiockpt.SyncCheckpointer]
+METHODS = [
+    *((kind, "__init__", CheckpointerOptions) for kind in KINDS),
+    *((kind, "save", SaveRequest) for kind in KINDS),
+    *((kind, "load", LoadRequest) for kind in KINDS),
+    *((kind, "open", OpenRequest) for kind in KINDS),
+    (aiockpt.SyncCheckpointer, "submit", SaveRequest),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "request_type"), METHODS)
+def test_signature_and_help_have_every_option(kind: Any, name: str, request_type: type[Any]) -> None:
+    method = getattr(kind, name)
+    signature = inspect.signature(method)
+    assert list(signature.parameters) == ["self", *inspect.signature(request_type).parameters]
+    for each in fields(request_type):
+        assert f"\n    {each.name}: " in method.__doc__, each.name
+        assert signature.parameters[each.name].annotation == each.type
+    assert method.__doc__.count("Args:") == 1
+    assert "\n\nArgs:\n    " in method.__doc__
+    assert method.__name__ == name
+
+
+def test_the_state_and_the_path_may_be_named_and_options_must_be() -> None:
+    parameters = inspect.signature(aiockpt.AsyncCheckpointer.save).parameters
+    assert [parameters[name].kind.name for name in ("state_dict", "path")] == ["POSITIONAL_OR_KEYWORD"] * 2
+    assert all(parameters[each.name].kind.name == "KEYWORD_ONLY" for each in fields(SaveOptions))
+    assert inspect.iscoroutinefunction(aiockpt.AsyncCheckpointer.load)
+    assert not inspect.iscoroutinefunction(aiockpt.AsyncCheckpointer.save)
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(TypeError, match=r"SyncCheckpointer.__init__\(\) got an unexpected keyword argument 'nice'"):
+        aiockpt.SyncCheckpointer(nice=3)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(TypeError, match=r"SyncCheckpointer.submit\(\) got .* 'overwrit'"):
+            ckpt.submit({}, "a", overwrit=True)
+        with pytest.raises(TypeError, match=r"SyncCheckpointer.save\(\) missing a required argument: 'path'"):
+            ckpt.save({})
+        with pytest.raises(TypeError, match=r"SyncCheckpointer.load\(\) too many positional arguments"):
+            ckpt.load("a", {}, "cpu")
+
+
+async def _load(ckpt: aiockpt.AsyncCheckpointer, **options: Any) -> Any:
+    async with ckpt:
+        return await ckpt.load("a", **options)
+
+
+@pytest.mark.asyncio
+async def test_an_unknown_option_of_a_coroutine_is_named() -> None:
+    with pytest.raises(TypeError, match=r"AsyncCheckpointer.load\(\) got .* 'devices'"):
+        await _load(aiockpt.AsyncCheckpointer(), devices="cpu")
