@@ -176,7 +176,7 @@ def test_mmap_goes_with_nothing_that_copies(ckpt, tmp_path: Path) -> None:
     for more in ({"dtype": torch.float16}, {"map_location": "meta"}):
         with pytest.raises(ValueError, match="mmap=True returns tensors that are backed by the files"):
             ckpt.load(tmp_path / "c", mmap=True, **more)
-    with pytest.raises(ValueError, match="not into a state dict"):
+    with pytest.raises(ValueError, match="not for a state_dict"):
         ckpt.load(tmp_path / "c", {"w": torch.zeros(3)}, mmap=True)
 
 
