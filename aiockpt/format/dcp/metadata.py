@@ -1,7 +1,7 @@
-"""The `.metadata` file of a DCP checkpoint: what it says, and how to read it without trusting it.
+"""Reading the `.metadata` file of a DCP checkpoint without trusting it.
 
-The file is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``. It is read by `read_pickle`, with
-the handful of names that such a file may contain, each standing for a plain record of this module.
+The file is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``. It is read by `read_pickle`, which maps the
+few globals that such a file may name to plain records of this module.
 
 Source of the layout: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (`_StorageInfo`).
 """
@@ -68,7 +68,7 @@ class _StorageMeta(Record):
 
 
 class _Plan(Record):
-    """A part of the plans that Megatron-Core leaves in `.metadata` for its next save; nothing is read from it."""
+    """A piece of the plans that Megatron-Core leaves in `.metadata` for its next save; it is not used."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ _INFO_NAMES = ("relative_path", "offset", "length")
 
 def _path(*parts: Any) -> None:
     if not all(type(part) is str for part in parts):
-        raise TypeError("a path of something else than texts")
+        raise TypeError("a path of something other than texts")
 
 
 def _ignored(*_args: Any) -> None:
@@ -99,27 +99,23 @@ _NAMES: dict[tuple[str, str], Any] = {
     (DCP_MODULE, "StorageMeta"): _StorageMeta,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _Plan,
-    (_PLANNER_MODULE, "SavePlan"): _Plan,
-    (_PLANNER_MODULE, "WriteItem"): _Plan,
-    (_PLANNER_MODULE, "TensorWriteData"): _Plan,
-    (_PLANNER_MODULE, "BytesIOWriteData"): _Plan,
+    **{(_PLANNER_MODULE, name): _Plan for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")},
     (_PLANNER_MODULE, "WriteItemType"): Function(_ignored),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): _Plan,
     ("torch.serialization", "_get_layout"): Function(_ignored),
-    ("pathlib", "PosixPath"): Function(_path),
-    ("pathlib", "WindowsPath"): Function(_path),
-    ("pathlib", "PurePosixPath"): Function(_path),
-    ("pathlib._local", "PosixPath"): Function(_path),
-    ("pathlib._local", "WindowsPath"): Function(_path),
-    ("pathlib._local", "PurePosixPath"): Function(_path),
+    **{
+        (module, name): Function(_path)
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath")
+    },
 }
 
 
 class _Decoder:
-    """Turns a `.metadata` file into an `Index`, believing nothing.
+    """Turns an untrusted `.metadata` file into an `Index`.
 
-    Values of the pickle may be shared by many others: whatever costs more than a fixed time is looked into
-    once for each value, or counted against the length of the file.
+    Values of the pickle may be shared: whatever costs more than a fixed time is checked once for each value, or counted
+    against the length of the file.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -127,9 +123,9 @@ class _Decoder:
         self._chunks_left = len(data)
         self._transforms_left = len(data)
         self._is_transformed = False
-        # By name and offsets, as text: hashes of texts can't be foreseen, so that nobody can make them collide.
-        self._places: dict[tuple[str, str | None], ItemRange] = {}
-        # By id: what was checked. The values keep living, so that no other gets their id.
+        # By name and offsets as text: hashes of texts can't be foreseen, so a file can't make them collide.
+        self._ranges: dict[tuple[str, str | None], ItemRange] = {}
+        # Checked values by id. They stay referenced, so no other value gets their id.
         self._sizes: dict[int, tuple[Sizes, str]] = {}
         self._tensors: dict[int, tuple[Record, torch.dtype, Sizes, list[_Chunk]]] = {}
 
@@ -139,7 +135,7 @@ class _Decoder:
             raise TypeError("it holds something other than checkpoint metadata")
         fields = loaded.fields()
         for index, info in _dict_of(fields, "storage_data").items():
-            self._add_place(index, info)
+            self._add_range(index, info)
         described = _dict_of(fields, "state_dict_metadata")
         entries = {_text(name): self._entry(name, value) for name, value in described.items()}
         paths = self._paths(_dict_of(fields, "planner_data"), entries)
@@ -169,12 +165,12 @@ class _Decoder:
         return sizes
 
     def _checked(self, sizes: Any) -> tuple[Sizes, str]:
-        """Give a size that `_size` made, or makes now, and its text."""
+        """Return a size that `_size` has checked, or checks now, and its text."""
         return self._sizes.get(id(sizes)) or self._sizes[id(self._size(sizes))]
 
-    def _add_place(self, index: Any, info: Any) -> None:
+    def _add_range(self, index: Any, info: Any) -> None:
         if type(index) is not _MetadataIndex or type(info) is not _StorageInfo:
-            raise TypeError("storage_data holds something else than places")
+            raise TypeError("storage_data holds something other than byte ranges")
         if index.names == _INDEX_NAMES:
             name, _, offset = index.values
         else:
@@ -188,7 +184,7 @@ class _Decoder:
             file, begin, length = (fields.get(each) for each in _INFO_NAMES)
             transforms = self._transforms(name, fields.get("transform_descriptors"))
         where = ItemRange(_text(file), _count(begin), _count(length), transforms)
-        self._places[_text(name), None if offset is None else self._checked(offset)[1]] = where
+        self._ranges[_text(name), None if offset is None else self._checked(offset)[1]] = where
 
     def _transforms(self, name: Any, descriptors: Any) -> tuple[str, ...]:
         if not descriptors:
@@ -199,20 +195,20 @@ class _Decoder:
         self._is_transformed = True
         return tuple(map(_text, descriptors))
 
-    def _place(self, name: str, offsets: str | None) -> ItemRange:
-        place = self._places.pop((name, offsets), None)
-        if place is None:
+    def _range_of(self, name: str, offsets: str | None) -> ItemRange:
+        where = self._ranges.pop((name, offsets), None)
+        if where is None:
             raise ValueError(f"it does not say where {name[:200]} is stored")
-        return place
+        return where
 
     def _entry(self, name: str, described: Any) -> Entry:
         if type(described) is _BytesStorageMetadata:
-            return ObjectEntry(self._place(name, None))
+            return ObjectEntry(self._range_of(name, None))
         known = self._tensors.get(id(described))
         if known is None:
             known = self._tensors[id(described)] = (described, *self._tensor(name, described))
         _, dtype, shape, chunks = known
-        return TensorEntry(dtype, shape, tuple([ChunkEntry(o, n, self._place(name, t)) for o, n, t in chunks]))
+        return TensorEntry(dtype, shape, tuple([ChunkEntry(o, n, self._range_of(name, t)) for o, n, t in chunks]))
 
     def _tensor(self, name: str, described: Any) -> tuple[torch.dtype, Sizes, list[_Chunk]]:
         if type(described) is not _TensorStorageMetadata:
@@ -296,9 +292,7 @@ def _count(value: Any) -> int:
 
 
 def decode_metadata(data: bytes) -> Index:
-    """Read a `.metadata` file, ours or DCP's, without running anything that it names.
-
-    Takes time and memory in proportion to the length of the file, whatever is in it.
+    """Read a `.metadata` file, ours or DCP's, without running anything, in time and memory linear in its length.
 
     Raises:
         UnsafeCheckpointError: it names a function or class that metadata does not need.

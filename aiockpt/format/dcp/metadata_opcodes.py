@@ -1,4 +1,4 @@
-"""The opcodes of `.metadata`, and its end: where the items are. Free of torch, for a process that only writes.
+"""The opcodes of `.metadata`, and its tail: the byte ranges of the items. Free of torch, for the writer process.
 
 For the source of the layout see `aiockpt.format.dcp.metadata_writer`.
 """
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class Opcodes:
-    """Emits pickle opcodes; a value that was remembered is written once and referred to afterwards."""
+    """Emits pickle opcodes. A value that was put into the memo is written once and referred to afterwards."""
 
     def __init__(self, remembered: int = 0) -> None:
         self.out: list[bytes] = []
-        self.remembered = remembered
+        self.remembered = remembered  # length of the memo
         self._memo: dict[Any, bytes] = {}
 
     def put(self, key: Any) -> bytes:
-        """Remember the value on top of the stack under ``key``; give the opcodes that push it again."""
+        """Add the value on top of the stack to the memo under ``key``; return the opcodes that push it again."""
         number = self.remembered.to_bytes(4, "little")
         self.remembered += 1
         self.out.append(b"r" + number)
@@ -35,7 +35,7 @@ class Opcodes:
         return reference
 
     def get(self, key: Any) -> bool:
-        """Push the remembered value, if there is one."""
+        """Push the value of a key from the memo and return True; return False if there is none."""
         reference = self._memo.get(key)
         if reference is None:
             return False
@@ -49,7 +49,7 @@ class Opcodes:
             self.put(value)
 
     def name(self, module: str, name: str) -> None:
-        """Push what a module has under a name."""
+        """Push a global."""
         if not self.get((module, name)):
             self.text(module)
             self.text(name)
@@ -65,10 +65,10 @@ class Opcodes:
             self.put(key)
 
     def prepared(self, push: Callable[..., None], *args: Any) -> bytes:
-        """Remember a value without using it yet; give the opcodes that push it."""
+        """Add a value to the memo without using it yet; return the opcodes that push it."""
         begin = len(self.out)
         push(*args)
-        if not self.out[-1].startswith(b"r"):  # it was remembered before: take back the push
+        if not self.out[-1].startswith(b"r"):  # it was in the memo: undo the push
             reference = self.out.pop()
             del self.out[begin:]
             return reference
@@ -77,7 +77,7 @@ class Opcodes:
 
 
 def text_opcodes(value: str) -> bytes:
-    """Give the opcodes that push a string."""
+    """Return the opcodes that push a string."""
     data = value.encode("utf-8", "surrogatepass")
     if len(data) < 256:
         return b"\x8c%c" % len(data) + data
@@ -85,7 +85,7 @@ def text_opcodes(value: str) -> bytes:
 
 
 def int_opcodes(value: int) -> bytes:
-    """Give the opcodes that push a non-negative integer."""
+    """Return the opcodes that push a non-negative integer."""
     if value < 256:
         return b"K%c" % value
     if value < 65_536:
@@ -98,63 +98,49 @@ def int_opcodes(value: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MetadataHead:
-    """The part of `.metadata` that does not depend on where objects are; see `finish_metadata`."""
+    """The part of `.metadata` that does not depend on the byte ranges of objects; see `finish_metadata`."""
 
     data: bytes
-    remembered: int
+    remembered: int  # length of the memo
 
 
 class EncodedItem(NamedTuple):
-    """An item as it was stored.
+    """An item as it was stored."""
 
-    Attributes:
-        offset: where in the file, in bytes.
-        length: in how many bytes.
-        crc: the CRC-32 of these.
-        raw_bytes: the bytes of the item itself.
-        transforms: descriptors of what was done to it, the last first; none: it is stored as it is.
-    """
-
-    offset: int
-    length: int
-    crc: int
-    raw_bytes: int
-    transforms: tuple[str, ...] = ()
+    offset: int  # in the file, in bytes
+    length: int  # in bytes
+    crc: int  # CRC-32 of the stored bytes
+    raw_bytes: int  # length of the item before transforms
+    transforms: tuple[str, ...] = ()  # descriptors, the last applied first; empty: stored as it is
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataDraft:
-    """A `.metadata` of items whose places are known only when they are written.
-
-    Attributes:
-        head: what does not depend on places.
-        files: the names of the files with items.
-        keys: for each file and each of its items what is read from it: names, each with the offsets of the chunk, or
-            None for an object.
-    """
+    """A `.metadata` of items whose byte ranges are known only when they are written."""
 
     head: MetadataHead
     files: Sequence[str]
+    # By file and item: the names that are read from it, each with the offsets of its chunk, or None for an object.
     keys: Sequence[Sequence[Sequence[tuple[str, tuple[int, ...] | None]]]] = field(repr=False)
 
     def finish(self, encoded: Sequence[Sequence[EncodedItem]]) -> bytes:
-        """Complete it with what the items of each file have come to."""
+        """Complete it with the items of each file as they were stored."""
         rows: list[Row] = []
         for file, keys_of, items in zip(self.files, self.keys, encoded, strict=True):
             for keys, item in zip(keys_of, items, strict=True):
-                place = ItemRange(file, item.offset, item.length, item.transforms)
-                rows += [(text_opcodes(name), None if at is None else (0, at), place) for name, at in keys]
+                where = ItemRange(file, item.offset, item.length, item.transforms)
+                rows += [(text_opcodes(name), None if at is None else (0, at), where) for name, at in keys]
         return self.head.data + _tail(self.head.remembered, rows)
 
 
 def finish_metadata(head: MetadataHead, objects: Sequence[tuple[str, ItemRange]]) -> bytes:
-    """Complete `.metadata` with the places of the objects."""
+    """Complete `.metadata` with the byte ranges of the objects."""
     return head.data + metadata_tail(head.remembered, objects)
 
 
 def metadata_tail(remembered: int, objects: Sequence[tuple[str, ItemRange]]) -> bytes:
-    """Encode what follows a head that remembers so many values: the places of the objects, and the end."""
-    return _tail(remembered, [(text_opcodes(name), None, place) for name, place in objects])
+    """Encode what follows a head with a memo of this length: the byte ranges of the objects, and the end."""
+    return _tail(remembered, [(text_opcodes(name), None, where) for name, where in objects])
 
 
 def _tail(remembered: int, rows: Sequence[Row]) -> bytes:
@@ -169,7 +155,7 @@ def _tail(remembered: int, rows: Sequence[Row]) -> bytes:
 
 
 def storage_data(ops: Opcodes, items: Sequence[Row]) -> None:
-    """Add entries to the dict on top of the stack: opcodes of the name; number and offsets of the chunk; the place."""
+    """Add entries to the dict on top of the stack: opcodes of the name; number and offsets of the chunk; byte range."""
     out = ops.out
     index_head = ops.prepared(ops.name, DCP_MODULE, "MetadataIndex") + b")\x81}(" + ops.prepared(ops.text, "fqn")
     info = ops.prepared(ops.name, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
@@ -188,21 +174,21 @@ def storage_data(ops: Opcodes, items: Sequence[Row]) -> None:
                 index_head,
                 name,
                 index_tails[chunk],
-                info_heads[place.file],
-                int_opcodes(place.offset),
+                info_heads[where.file],
+                int_opcodes(where.offset),
                 length,
-                int_opcodes(place.length),
-                info_tails[place.transforms],
+                int_opcodes(where.length),
+                info_tails[where.transforms],
                 b"ub",
             )
         )
-        for name, chunk, place in items
+        for name, chunk, where in items
     )
     out.append(b"u")
 
 
 def _transforms(ops: Opcodes, descriptors: tuple[str, ...]) -> bytes:
-    """Give the opcodes of the field that says what was done to an item; none for nothing."""
+    """Return the opcodes of the field of transforms; empty if there are none."""
     if not descriptors:
         return b""
     name = ops.prepared(ops.text, "transform_descriptors")

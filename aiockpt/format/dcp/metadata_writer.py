@@ -1,8 +1,7 @@
 """Writing `.metadata`, opcode by opcode.
 
-Not by building the objects and pickling them, for three reasons: objects that many tensors have in common are
-stored once, the part that stays the same between saves is reused as bytes, and no C function holds the
-interpreter for the whole of it.
+Building the objects and pickling them would be simpler, but: objects that many tensors have in common are stored once,
+the part that stays the same between saves is reused as bytes, and no C function holds the GIL for the whole of it.
 
 Source of the layout: ``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py`` (`_StorageInfo`);
 ``pickletools.py`` of CPython for the opcodes.
@@ -10,35 +9,57 @@ Source of the layout: ``torch/distributed/checkpoint/metadata.py`` and ``filesys
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from aiockpt.format.dcp.metadata_opcodes import MetadataHead, Opcodes, int_opcodes, storage_data, text_opcodes
-from aiockpt.format.dcp.metadata_rows import CutEntry, PlaceTable, RowParts, cut_rows
 from aiockpt.format.index import Entry, ObjPath, TensorEntry
 from aiockpt.format.names import DCP_MODULE
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
     import torch
+    from numpy.typing import NDArray
 
-    Cut = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    Chunks = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # offsets and sizes
+
+_MOST_ROWS = 1 << 18
+_REFERENCE_BYTES = 5
+
+
+class ShardedEntry(NamedTuple):
+    """A tensor of several shards, whose byte ranges are in a `RangeTable`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Chunks  # the same object for tensors that are sharded alike
+    ranks: tuple[int, ...]  # the writer of each shard
+    leaves: tuple[int, ...]  # the number of each shard among the leaves of its writer
+
+
+class RangeTable(NamedTuple):
+    """The byte ranges of all leaves of all ranks, as columns."""
+
+    files: list[str]
+    begin_of: NDArray[np.int64]  # by rank: the row of its first leaf
+    file_of: NDArray[np.int32]  # by row: the index in `files`
+    offsets: NDArray[np.int64]  # by row, in bytes
+    lengths: NDArray[np.int64]  # by row, in bytes
 
 
 def encode_metadata(
-    entries: Sequence[tuple[str, Entry | CutEntry]],
+    entries: Sequence[tuple[str, Entry | ShardedEntry]],
     paths: Mapping[str, ObjPath],
-    table: PlaceTable | None = None,
+    table: RangeTable | None = None,
     *,
     placed: bool = True,
 ) -> MetadataHead:
-    """Encode everything that does not depend on where objects are.
+    """Encode everything that does not depend on the byte ranges of objects.
 
-    Args:
-        entries: name and entry of each item, in the order of the state dict.
-        paths: the path in the state dict of each name.
-        table: where the parts of tensors are that were cut.
-        placed: it is known where tensors are; if not, leave that out, see `MetadataDraft`.
+    ``entries`` are in the order of the state dict; ``table`` has the byte ranges of sharded entries. Without ``placed``
+    the byte ranges of tensors are left out too; see `MetadataDraft`.
     """
     ops = Opcodes()
     out = ops.out
@@ -51,8 +72,8 @@ def encode_metadata(
     for name, entry in entries:
         out.append(text_opcodes(name))
         references.append(ops.put(name))
-        if isinstance(entry, CutEntry):
-            _tensor_metadata(ops, entry.dtype, entry.shape, entry.cut, id(entry.cut))
+        if isinstance(entry, ShardedEntry):
+            _tensor_metadata(ops, entry.dtype, entry.shape, entry.chunks, id(entry.chunks))
         elif isinstance(entry, TensorEntry):
             chunks = tuple((chunk.offsets, chunk.sizes) for chunk in entry.chunks)
             _tensor_metadata(ops, entry.dtype, entry.shape, chunks, chunks)
@@ -65,11 +86,11 @@ def encode_metadata(
     out.append(b"}(")
     for (name, _), reference in zip(entries, references, strict=True):
         out.append(reference + b"(")
-        for part in paths[name]:
-            if isinstance(part, int):
-                out.append(int_opcodes(part))
+        for step in paths[name]:
+            if isinstance(step, int):
+                out.append(int_opcodes(step))
             else:
-                ops.text(part)
+                ops.text(step)
         out.append(b"t")
     out.append(b"u")
     ops.text("storage_data")
@@ -84,13 +105,14 @@ def encode_metadata(
         ],
     )
     if table is not None:
-        cut = [(reference, entry) for (_, entry), reference in zip(entries, references, strict=True)]
-        _cut_storage(ops, [(reference, entry) for reference, entry in cut if isinstance(entry, CutEntry)], table)
+        pairs = [(reference, entry) for (_, entry), reference in zip(entries, references, strict=True)]
+        sharded = [(reference, entry) for reference, entry in pairs if isinstance(entry, ShardedEntry)]
+        _sharded_storage(ops, sharded, table)
     return MetadataHead(b"".join(out), ops.remembered)
 
 
 def _tensor_metadata(
-    ops: Opcodes, dtype: torch.dtype, shape: tuple[int, ...], chunks: Cut, chunks_key: Hashable
+    ops: Opcodes, dtype: torch.dtype, shape: tuple[int, ...], chunks: Chunks, chunks_key: Hashable
 ) -> None:
     """Push a TensorStorageMetadata; ``chunks_key`` is equal for equal chunks."""
     key = ("tensor", dtype, shape, chunks_key)
@@ -144,8 +166,24 @@ def _properties(ops: Opcodes, dtype: torch.dtype) -> None:
     ops.put(key)
 
 
-def _cut_storage(ops: Opcodes, items: Sequence[tuple[bytes, CutEntry]], table: PlaceTable) -> None:
-    """Add entries for every part of tensors that were cut: references to the name, and the tensor."""
+# --- rows of shards -----------------------------------------------------------------------------------
+# Tensors whose shards begin at the same offsets have rows with the same opcodes, except for the tensor's name, the file
+# and two numbers. So their rows are one array, whose columns are filled in at once.
+
+
+class _RowTemplate(NamedTuple):
+    """The opcodes of the rows of one tensor, without those that differ from tensor to tensor."""
+
+    head: bytes  # before the reference to the name
+    tails: Sequence[bytes]  # by shard: between name and file
+    info: bytes  # before the reference to the file
+    offset: bytes  # before the offset in the file
+    length: bytes  # before the length
+    files: Sequence[bytes]  # references to the files, all of the same length
+
+
+def _sharded_storage(ops: Opcodes, items: Sequence[tuple[bytes, ShardedEntry]], table: RangeTable) -> None:
+    """Add a row for every shard; each item is a reference to the name, and the tensor."""
     out = ops.out
     head = ops.prepared(ops.name, DCP_MODULE, "MetadataIndex") + b")\x81}(" + ops.prepared(ops.text, "fqn")
     info = ops.prepared(ops.name, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
@@ -153,16 +191,53 @@ def _cut_storage(ops: Opcodes, items: Sequence[tuple[bytes, CutEntry]], table: P
     index, offset, length = (ops.prepared(ops.text, key) for key in ("index", "offset", "length"))
     files = [ops.prepared(ops.text, file) for file in table.files]
     begins_of: dict[int, tuple[tuple[int, ...], ...]] = {}
-    alike: dict[tuple[tuple[int, ...], ...], list[tuple[bytes, CutEntry]]] = {}
+    alike: dict[tuple[tuple[int, ...], ...], list[tuple[bytes, ShardedEntry]]] = {}
     for reference, entry in items:
-        begins = begins_of.get(id(entry.cut))
+        begins = begins_of.get(id(entry.chunks))
         if begins is None:
-            begins = begins_of[id(entry.cut)] = tuple(offsets for offsets, _ in entry.cut)
+            begins = begins_of[id(entry.chunks)] = tuple(offsets for offsets, _ in entry.chunks)
         alike.setdefault(begins, []).append((reference, entry))
-    for begins, some in alike.items():
+    for begins, group in alike.items():
         numbers = (index + b"J" + number.to_bytes(4, "little") + offset for number in range(len(begins)))
         tails = [number + ops.prepared(ops.size, begin) for number, begin in zip(numbers, begins, strict=True)]
-        parts = RowParts(head, tails, info_head, offset, length, files)
-        names, tensors = zip(*some, strict=True)
-        for rows in cut_rows(names, tensors, table, parts):
+        template = _RowTemplate(head, tails, info_head, offset, length, files)
+        names, tensors = zip(*group, strict=True)
+        for rows in _shard_rows(names, tensors, table, template):
             out.append(b"(" + rows + b"u")
+
+
+def _shard_rows(
+    names: Sequence[bytes], tensors: Sequence[ShardedEntry], table: RangeTable, template: _RowTemplate
+) -> Iterator[bytes]:
+    """Yield the rows of tensors whose shards begin at the same offsets; ``names`` are references to theirs."""
+    far = max(int(column.max(initial=0)) for column in (table.offsets, table.lengths)) >= 1 << 31
+    number, value = (b"\x8a\x08", "<i8") if far else (b"J", "<i4")
+    blank = bytes(_REFERENCE_BYTES)
+    zero = bytes(np.dtype(value).itemsize)
+    between = (number + zero).join((template.offset, template.length, b"ub"))
+    opcodes = [template.head + blank + tail + template.info + blank + between for tail in template.tails]
+    begin = len(template.head) + _REFERENCE_BYTES
+    file = begin + len(template.tails[0]) + len(template.info)
+    offset = file + _REFERENCE_BYTES + len(template.offset) + len(number)
+    length = offset + len(zero) + len(template.length) + len(number)
+    row = np.dtype(
+        {
+            "names": ["name", "file", "offset", "length"],
+            "formats": [f"V{_REFERENCE_BYTES}", f"V{_REFERENCE_BYTES}", value, value],
+            "offsets": [len(template.head), file, offset, length],
+            "itemsize": len(opcodes[0]),
+        }
+    )
+    one = np.frombuffer(b"".join(opcodes), row)
+    files = np.frombuffer(b"".join(template.files), f"V{_REFERENCE_BYTES}")
+    step = max(1, _MOST_ROWS // len(one))
+    for at in range(0, len(tensors), step):
+        batch = tensors[at : at + step]
+        where = table.begin_of[[tensor.ranks for tensor in batch]] + np.array([tensor.leaves for tensor in batch])
+        rows = np.empty((len(batch), len(one)), row)
+        rows.view(f"V{row.itemsize}")[:] = one.view(f"V{row.itemsize}")
+        rows["name"] = np.frombuffer(b"".join(names[at : at + step]), f"V{_REFERENCE_BYTES}")[:, None]
+        rows["file"] = files[table.file_of[where]]
+        rows["offset"] = table.offsets[where]
+        rows["length"] = table.lengths[where]
+        yield rows.tobytes()

@@ -12,8 +12,7 @@ import numpy as np
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataHead, metadata_tail
-from aiockpt.format.dcp.metadata_rows import CutEntry, PlaceTable
-from aiockpt.format.dcp.metadata_writer import encode_metadata
+from aiockpt.format.dcp.metadata_writer import RangeTable, ShardedEntry, encode_metadata
 from aiockpt.format.index import Entry, ItemRange, ObjectEntry
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.collective.messages import ItemPlaces, Summary, Written
@@ -103,8 +102,8 @@ class GlobalPlanCache:
     def _encode(self) -> MetadataHead:
         nowhere = ObjectEntry(ItemRange("", 0, 0))
         tensors = self.plan.tensors
-        entries: list[tuple[str, Entry | CutEntry]] = [
-            (name, CutEntry(*tensors[name]) if name in tensors else nowhere) for name in self.plan.paths
+        entries: list[tuple[str, Entry | ShardedEntry]] = [
+            (name, ShardedEntry(*tensors[name]) if name in tensors else nowhere) for name in self.plan.paths
         ]
         with gc_pause():
             return encode_metadata(
@@ -127,10 +126,10 @@ def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
     return GlobalPlanCache(token, ranks, replace(plan_globally(ranks), assignments=assignments))
 
 
-def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> PlaceTable:
+def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> RangeTable:
     """Return one table of the places of all ranks, with a row for every leaf."""
     begins = np.cumsum([0, *leaves])
-    table = PlaceTable([], begins[:-1], *(np.zeros(begins[-1], kind) for kind in (np.int32, np.int64, np.int64)))
+    table = RangeTable([], begins[:-1], *(np.zeros(begins[-1], kind) for kind in (np.int32, np.int64, np.int64)))
     for begin, each in zip(begins, places, strict=False):
         rows = begin + np.array(each.leaves, np.int64)
         table.file_of[rows] = np.array(each.file_of, np.int32) + len(table.files)
