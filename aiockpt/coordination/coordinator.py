@@ -18,6 +18,7 @@ from aiockpt.coordination.outcome import (
     coordination_failure,
     dead_rank_text,
     first_failure,
+    store_failure_text,
     to_exception,
     to_remote_error,
 )
@@ -204,7 +205,7 @@ class ProcessGroupCoordinator(Coordinator):
             try:
                 rendezvous = self._address.rendezvous(state.lane)
             except RuntimeError as exc:
-                raise CoordinationError(f"the store of the process group failed during {operation}: {exc}") from exc
+                raise CoordinationError(store_failure_text(operation, exc)) from exc
             state.follower = Follower(self._address, rendezvous, timeout_s=self._timeout_s, dead_ranks=self._dead_ranks)
         return state.follower.ask(operation, message)
 

@@ -81,6 +81,11 @@ def dead_rank_text(rank_name: str, operation: str) -> str:
     )
 
 
+def store_failure_text(operation: str, error: Exception) -> str:
+    """Return the message for a failure of the process group's store."""
+    return f"the store of the process group failed during {operation}: {error}"
+
+
 def timeout_text(rank_names: str, operation: str, after_s: float) -> str:
     """Return the message for ranks that did not come in time."""
     return f"{rank_names} did not come to {operation} within {after_s:g} s: {SAME_CALLS}"

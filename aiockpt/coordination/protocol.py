@@ -30,6 +30,7 @@ from aiockpt.coordination.outcome import (
     TimedOut,
     coordination_failure,
     dead_rank_text,
+    store_failure_text,
     timeout_text,
     to_remote_error,
 )
@@ -131,7 +132,7 @@ class Leader:
                     return found | {peer.rank: self._give_up_on(peer) for peer in waiting}
                 time.sleep(interval_s)
         except RuntimeError as exc:  # the store's
-            failure = coordination_failure(0, f"the store of the process group failed during {operation}: {exc}")
+            failure = coordination_failure(0, store_failure_text(operation, exc))
             found |= {peer.rank: failure for peer in waiting if peer.link is None}
         return found
 
@@ -228,8 +229,8 @@ class Follower:
             except RuntimeError as exc:  # the store's
                 self._link = None
                 raise CoordinationError(
-                    f"the store of the process group failed during {operation}: {exc}; it is served by rank 0 or by "
-                    f"the launcher of the job, which may have ended"
+                    f"{store_failure_text(operation, exc)}; it is served by rank 0 or by the launcher of the job, "
+                    "which may have ended"
                 ) from exc
             if reply is not None:
                 return reply

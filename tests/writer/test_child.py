@@ -1,4 +1,4 @@
-"""Noticing that a trainer has died."""
+"""Writer process: noticing that the trainer has died."""
 
 from __future__ import annotations
 
