@@ -1,98 +1,13 @@
 """An asyncio-native checkpoint engine for PyTorch, in DCP's own file format.
 
-The public names are imported when they are first used: a process that only writes files needs no torch.
+A public name is imported at its first use: a process that only writes files needs no torch. Type checkers read the
+names from ``__init__.pyi``; a test compares it with the table below.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from aiockpt._version import __version__
-    from aiockpt.checkpointer import AsyncCheckpointer, open
-    from aiockpt.core.futures import Completion
-    from aiockpt.engine.queue import Statistics
-    from aiockpt.errors import (
-        AiockptError,
-        CheckpointerBusyError,
-        CheckpointerClosedError,
-        CheckpointExistsError,
-        CheckpointNotFoundError,
-        CommitError,
-        CoordinationError,
-        CorruptCheckpointError,
-        DeleteError,
-        LoadError,
-        MissingKeysError,
-        MissingKeysWarning,
-        SaveCancelledError,
-        SaveError,
-        SaveSkippedError,
-        SaveTimeoutError,
-        ShapeMismatchError,
-        StageError,
-        TornSnapshotError,
-        UnsafeCheckpointError,
-        WriteError,
-    )
-    from aiockpt.format.transforms.base import Transform
-    from aiockpt.format.transforms.zstd import Zstd
-    from aiockpt.options import ProcessWriter, StagingWindow
-    from aiockpt.reading.info import ChunkInfo, ObjectInfo, TensorInfo
-    from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
-    from aiockpt.reading.verify.report import Problem, VerifyReport
-    from aiockpt.saving.fence import StepGuard
-    from aiockpt.saving.handle import ProgressEvent, SaveHandle, SaveResult
-    from aiockpt.storage.local.retries import Retries
-    from aiockpt.sync_checkpointer import SyncCheckpointer
-
-__all__ = [
-    "AiockptError",
-    "AsyncCheckpointer",
-    "CheckpointExistsError",
-    "CheckpointNotFoundError",
-    "CheckpointReader",
-    "CheckpointerBusyError",
-    "CheckpointerClosedError",
-    "ChunkInfo",
-    "CommitError",
-    "Completion",
-    "CoordinationError",
-    "CorruptCheckpointError",
-    "DeleteError",
-    "LoadError",
-    "MissingKeysError",
-    "MissingKeysWarning",
-    "ObjectInfo",
-    "Problem",
-    "ProcessWriter",
-    "ProgressEvent",
-    "Retries",
-    "SafeGlobalsWarning",
-    "SaveCancelledError",
-    "SaveError",
-    "SaveHandle",
-    "SaveResult",
-    "SaveSkippedError",
-    "SaveTimeoutError",
-    "ShapeMismatchError",
-    "StageError",
-    "StagingWindow",
-    "Statistics",
-    "StepGuard",
-    "SyncCheckpointReader",
-    "SyncCheckpointer",
-    "TensorInfo",
-    "TornSnapshotError",
-    "Transform",
-    "UnsafeCheckpointError",
-    "VerifyReport",
-    "WriteError",
-    "Zstd",
-    "__version__",
-    "open",
-]
+from typing import Any
 
 _HOMES = {
     "_version": ("__version__",),
@@ -136,9 +51,10 @@ _HOMES = {
 }
 _HOME_OF = {name: f"aiockpt.{home}" for home, names in _HOMES.items() for name in names}
 
+__all__ = sorted(_HOME_OF)
+
 
 def __getattr__(name: str) -> Any:
-    """Import a public name."""
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

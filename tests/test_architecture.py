@@ -117,6 +117,13 @@ def test_public_names_are_sorted_and_there() -> None:
     assert all(hasattr(aiockpt, name) for name in aiockpt.__all__)
 
 
+def test_type_checkers_know_every_public_name() -> None:
+    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    names = [(alias.asname, node.module) for node in imports for alias in node.names if alias.asname == alias.name]
+    assert sorted(names) == sorted(aiockpt._HOME_OF.items())
+
+
 def test_the_error_tree_in_the_docstring_is_the_real_one() -> None:
     import aiockpt.errors as errors
 
