@@ -309,7 +309,7 @@ def test_a_cancellation_while_copies_are_checked_leaves_nothing(step: str, tmp_p
     storage = GatedStorage(LocalStorage(), [step])
     with aiockpt.SyncCheckpointer(chunk_bytes=1 << 18) as ckpt:
         save = ckpt.submit(state_of(1), tmp_path / "c", storage=storage)
-        with save._control.check_lock:  # type: ignore[attr-defined]
+        with save._control.consistency._lock:  # type: ignore[attr-defined]
             storage.reached[step].result(60)
             cancelled = save.cancel()
             ckpt._engine.call(lambda _: _turns(), "turns").result()

@@ -270,7 +270,7 @@ def test_parts_of_distributed_tensors_are_looked_at(mesh, tmp_path: Path) -> Non
 
 def test_an_operator_has_time_to_end_and_is_seen_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts only when it has ended, which may be after the copies were made."""
-    monkeypatch.setattr("aiockpt.saving.job._OPERATOR_S", 600.0)
+    monkeypatch.setattr("aiockpt.snapshot.consistency._OPERATOR_S", 600.0)
     value = torch.arange(100_000)
     with aiockpt.SyncCheckpointer() as ckpt:
         save = ckpt.submit({"w": value}, tmp_path / "c")

@@ -290,7 +290,7 @@ def write_items(
     except BaseException:
         job.handle.cancel().result()
         raise
-    return [job.places[number][:3] for number in range(len(values))]
+    return [job.item_ranges[number][:3] for number in range(len(values))]
 
 
 def results_of(items: Sequence[WriteItem], locations: Iterable[ItemLocation]) -> list[WriteResult]:

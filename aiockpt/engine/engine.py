@@ -33,7 +33,8 @@ from aiockpt.format.item.torchzip import tensor_framing
 from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.planning.dcp_plan import prefix_of
 from aiockpt.saving.collective_leader import CollectiveResources
-from aiockpt.saving.pipeline import let_pass_in_turn, run_save
+from aiockpt.saving.pipeline import run_save
+from aiockpt.saving.turn import Turn
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
 
@@ -283,7 +284,7 @@ class Engine:
             self._start()
             if self.leads:
                 self.queue.supersede(job.path)
-            job.pace = self._pacing.for_next_save()
+            job.throttle = self._pacing.for_next_save()
             self._enter(job)
 
     def refuse(self, job: SaveJob) -> None:
@@ -322,15 +323,15 @@ class Engine:
 
     def _admit(self, job: SaveJob) -> None:
         try:
-            job.admit()
-            self._tasks.start_soon(self._run, job, self._last)
+            job.enter_loop(anyio.CancelScope(), Turn(None if self._last is None else self._last.turn))
+            self._tasks.start_soon(self._run, job)
         except BaseException as exc:  # delivered to who waits for the save
             job.fail(exc)
             self.queue.remove(job)
             return
         self._last = job
 
-    async def _run(self, job: SaveJob, previous: SaveJob | None) -> None:
+    async def _run(self, job: SaveJob) -> None:
         tools, spare = self.tools, 0
         limit_s = self.options.save_timeout
 
@@ -341,7 +342,7 @@ class Engine:
         def abandon() -> None:
             nonlocal spare
             if self._world is None:  # else the ranks have to stay in step
-                job.let_pass()
+                job.turn.finish()
                 spare = tools.io_workers.count
                 tools.io_workers.spare(spare)
                 self.queue.abandon(job)
@@ -349,8 +350,8 @@ class Engine:
         try:
             async with anyio.create_task_group() as tasks:
                 if limit_s is not None:
-                    tasks.start_soon(partial(watch, job, previous, limit_s, shake=shake, abandon=abandon))
-                await run_save(job, tools.saves, previous)
+                    tasks.start_soon(partial(watch, job, limit_s, shake=shake, abandon=abandon))
+                await run_save(job, tools.saves)
                 tasks.cancel_scope.cancel()
         except BaseException as exc:
             job.fail(exc)
@@ -358,8 +359,8 @@ class Engine:
         finally:
             tools.io_workers.spare(-spare)
             self.queue.remove(job)
-            await let_pass_in_turn(job, previous)
-            job.pre_commit = job.post_commit = None  # which may hold the checkpointer, as others hold the job
+            await job.turn.finish_in_order()
+            job.drop_hooks()
             if self._last is job:
                 self._last = None
                 await tools.growth.fill(list(tools.stagers.values()))
@@ -481,7 +482,7 @@ class Engine:
         timeout = min(self.options.drain_timeout, threading.TIMEOUT_MAX)
         deadline = time.monotonic() + timeout
         for job in self.queue.staging():
-            job.hurry()
+            job.unthrottle()
         self.queue.ends_within(timeout)
         late = self.queue.jobs
         for job in reversed(late):

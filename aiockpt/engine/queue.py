@@ -121,14 +121,14 @@ class SaveQueue:
         """Give the saves whose tensors are not all copied, in order."""
         if not self._origin.is_here:
             return []
-        return [job for job in self.jobs if not job.handle.staged.done() and not job.refused]
+        return [job for job in self.jobs if not job.handle.staged.done() and not job.spec.refusal]
 
     def is_path_busy(self, path: str, *, overwrite: bool) -> bool:
         """Tell whether a save to this path is in the way of another."""
         with self.lock:
             if any(path in job.paths for job in self._abandoned):
                 return True
-            return not overwrite and any(path in job.paths and not job.refused for job in self._running)
+            return not overwrite and any(path in job.paths and not job.spec.refusal for job in self._running)
 
     # --- when saves come faster than they are written -----------------------------------------------
 
@@ -153,7 +153,11 @@ class SaveQueue:
     @property
     def _running(self) -> list[SaveJob]:
         # Not those that only tell other ranks, or end without a checkpoint: they are in nobody's way.
-        return [job for job in self._jobs if not job.ended and job.verdict is None and job.refused is None]
+        return [
+            job
+            for job in self._jobs
+            if not job.ended and job.consistency.abort_error is None and job.spec.refusal is None
+        ]
 
     @property
     def _busy(self) -> bool:
@@ -167,7 +171,7 @@ class SaveQueue:
             jobs = self._running
             given = [jobs[at] for at in superseded([job.handle.staged.done() for job in jobs], self._most)]
         for job in given:
-            job.give_way(SaveSkippedError(f"the save of {job.path} gave way to that of {path}; nothing of it is left"))
+            job.supersede(SaveSkippedError(f"the save of {job.path} gave way to that of {path}; nothing of it is left"))
 
     def ready(self) -> Completion[None]:
         """Give the moment when a save would find the checkpointer not busy."""
@@ -187,7 +191,7 @@ class SaveQueue:
         with self.lock:
             job.on_end = self.record
             self._jobs.append(job)
-            if job.refused is None:
+            if job.spec.refusal is None:
                 self._unseen.append(job)
                 # An error that was raised leads to the frames that it went through, which may have the checkpointer.
                 job.handle.staged._on_observed = job.handle.written._on_observed = partial(self._see, job)
@@ -202,7 +206,7 @@ class SaveQueue:
             if job.ended:
                 return
             job.ended = True
-            if job.refused is None or job not in self._jobs:
+            if job.spec.refusal is None or job not in self._jobs:
                 self._count(job, error)
 
     def abandon(self, job: SaveJob) -> None:
@@ -230,12 +234,12 @@ class SaveQueue:
         outcome = outcome_of(error)
         self._counts[outcome] += 1
         if outcome == "skipped":
-            self._skipped.append(job.asked)
+            self._skipped.append(job.spec.path)
             logger.info("%s", error)
         elif outcome == "failed" and error is not None:
             failures = self._failures()
             if failures is not None:
-                failures.append((job.asked, error))
+                failures.append((job.spec.path, error))
             if self._on_failure == "warn":
                 logger.error("a checkpoint was not written, training goes on: %s", error, exc_info=error)
 
@@ -286,7 +290,7 @@ class SaveQueue:
         """Sum up."""
         with self.lock:
             return Statistics(
-                in_flight=sum(job.refused is None for job in self._running),
+                in_flight=sum(job.spec.refusal is None for job in self._running),
                 abandoned=len(self._abandoned),
                 written=self._counts["written"],
                 skipped=self._counts["skipped"],

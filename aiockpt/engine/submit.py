@@ -16,7 +16,8 @@ from aiockpt.format.transforms.rules import choose_compression
 from aiockpt.options import Validation, check_choice
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
-from aiockpt.saving.job import SaveJob, choose_form, format_for
+from aiockpt.planning.formats import choose_form, format_for
+from aiockpt.saving.job import SaveJob, SaveSpec
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import shared_storage
 from aiockpt.storage.local.storage import absolute
@@ -84,17 +85,15 @@ class Submitter:
         if self._transforms:
             raise SaveError("items can't be added to another's checkpoint by a checkpointer that has transforms")
         storage, where = locate(directory, None, self._storage)
-        job = SaveJob(
+        spec = SaveSpec(
             path=where,
             storage=storage,
-            overwrite=False,
-            metadata={},
-            capture=capture_items(items, sampled=self._options.validate == "hash"),
+            snapshot=capture_items(items, sampled=self._options.validate == "hash"),
             started=started,
-            origin=self._engine.origin,
             form=DcpFormat(files, separation_hint),
-            part=planner,
+            append_planner=planner,
         )
+        job = SaveJob(spec, self._engine.origin)
         self._engine.submit(job)
         job.captured_s = time.perf_counter() - started
         return job
@@ -102,7 +101,7 @@ class Submitter:
     def _failed(self, path: str, error: BaseException, started: float) -> SaveHandle:
         """Return the handle of a save that ends with the call."""
         warn_only = self._options.warn_only
-        job = SaveJob.of_failure(path, self._storage, error, started, self._engine.origin, forgiving=warn_only)
+        job = SaveJob.of_failure(path, self._storage, error, started, self._engine.origin, warn_only=warn_only)
         self._engine.queue.record(job, error)
         return job.handle
 
@@ -171,22 +170,22 @@ class Submitter:
             form.validate(capture)
         self._warn_of_permissions(capture)
         names, compress = capture.structure.names, request.compress
-        return SaveJob(
+        spec = SaveSpec(
             path=where,
             storage=storage,
             overwrite=request.overwrite,
             metadata=metadata,
-            capture=capture,
+            snapshot=capture,
             started=started,
-            origin=engine.origin,
             form=form,
             pre_commit=request.pre_commit,
             post_commit=request.post_commit,
             compression=None if compress is None else choose_compression(compress, names, capture.tensors),
             transforms=self._transforms,
-            forgiving=self._options.warn_only,
+            warn_only=self._options.warn_only,
             fallback=fallback,
         )
+        return SaveJob(spec, engine.origin)
 
     def _warn_of_permissions(self, capture: Snapshot) -> None:
         """Warn of objects that will need permission to be loaded; once for each set of classes."""

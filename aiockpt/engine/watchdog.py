@@ -22,7 +22,6 @@ logger = logging.getLogger("aiockpt")
 
 async def watch(
     job: SaveJob,
-    previous: SaveJob | None,
     timeout_s: float,
     *,
     shake: Callable[[], object],
@@ -32,13 +31,11 @@ async def watch(
 
     Args:
         job: the save.
-        previous: the one before; the time begins when that is over.
-        timeout_s: how long it may take, in seconds.
+        timeout_s: how long it may take, in seconds, from the end of the save before.
         shake: is called when the save does not end though it was called off.
         abandon: is called when that hasn't helped either.
     """
-    if previous is not None:
-        await previous.told.wait()
+    await job.turn.wait_for("reported")
     await anyio.sleep(timeout_s)
     if _is_published(job):
         return
@@ -59,7 +56,7 @@ async def watch(
             "elsewhere meanwhile"
         ),
     )
-    job.told.set()
+    job.turn.pass_phase("reported")
     logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
     abandon()
 

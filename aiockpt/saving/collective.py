@@ -20,13 +20,13 @@ from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Su
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.saving.collective_leader import CollectiveResources, GlobalSave
 from aiockpt.saving.result import world_result
-from aiockpt.saving.strategy import SaveStrategy, Transferred
+from aiockpt.saving.strategy import SaveStrategy
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import shared_storage
 from aiockpt.writing.process.orphan_commit import Leadership, RecoveryRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
@@ -49,7 +49,6 @@ class CollectiveSave(SaveStrategy):
         job: the save.
         form: the format.
         world: the other ranks, and what is kept for saving with them.
-        previous: the save before, whose rounds come before this one's.
         compute: threads to plan in.
         io: threads to write in.
     """
@@ -59,14 +58,12 @@ class CollectiveSave(SaveStrategy):
         job: SaveJob,
         form: DcpFormat,
         world: CollectiveResources,
-        previous: SaveJob | None,
         compute: Workers,
         io: Workers,
     ) -> None:
         self._job = job
         self._form = form
         self._world = world
-        self._previous = previous
         self._compute = compute
         self._io = io
         self._what = f"the save of {job.path}"
@@ -82,8 +79,7 @@ class CollectiveSave(SaveStrategy):
     async def plan(self) -> SavePlan:
         """Agree with the other ranks on who writes what. A cancellation takes effect when they have agreed."""
         with anyio.CancelScope(shield=True):  # a rank that leaves alone would leave the others waiting
-            if self._previous is not None:
-                await self._previous.planned.wait()
+            await self._job.turn.wait_for("planned")
             await self._meet()
             mine, offer = await self._look()
             orders = await self._first_round(mine)
@@ -109,14 +105,14 @@ class CollectiveSave(SaveStrategy):
     async def _look(self, *, again: bool = True) -> tuple[PlanRequest | BaseException, LocalProposal | None]:
         job = self._job
         try:
-            if job.refused is not None:
-                return job.refused, None
-            if job.cancel_asked or job.verdict is not None:
-                return job.verdict or SaveCancelledError(f"the save of {job.path} was cancelled"), None
-            offer = await self._compute.run(self._world.planner.propose, job.capture, self._form, again=again)
+            if job.spec.refusal is not None:
+                return job.spec.refusal, None
+            if job.cancel_asked or job.consistency.abort_error is not None:
+                return job.consistency.abort_error or SaveCancelledError(f"the save of {job.path} was cancelled"), None
+            offer = await self._compute.run(self._world.planner.propose, job.snapshot, self._form, again=again)
             holdings = None
             if offer.summary is not None and not self._world.decentralized:
-                holdings = await self._compute.run(inventory_of, offer.summary, job.capture)
+                holdings = await self._compute.run(inventory_of, offer.summary, job.snapshot)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
         return PlanRequest(job.overwrite, self._world.decentralized, self._form.name, offer.token, holdings), offer
@@ -135,33 +131,33 @@ class CollectiveSave(SaveStrategy):
         job, planner = self._job, self._world.planner
         survey = offer.summary
         if survey is None:  # the layout would serve, but another rank's has changed, and with it who writes what
-            survey = (await self._compute.run(planner.propose, job.capture, self._form, again=False)).summary
+            survey = (await self._compute.run(planner.propose, job.snapshot, self._form, again=False)).summary
         leaves = range(len(survey.specs)) if survey is not None and self._world.decentralized else orders.leaves
         if survey is None or leaves is None:
             raise RuntimeError("rank 0 has given no orders to a rank without a plan")
         if self._world.decentralized:
-            self._holdings = await self._compute.run(inventory_of, survey, job.capture)
-        return await self._compute.run(planner.lay_out, job.capture, self._form, survey, orders.token, leaves)
+            self._holdings = await self._compute.run(inventory_of, survey, job.snapshot)
+        return await self._compute.run(planner.lay_out, job.snapshot, self._form, survey, orders.token, leaves)
 
     async def begin(self) -> SharedTransaction:
         """Take part in what rank 0 has begun."""
         self._transaction = self._leading.transaction
         if self._transaction is None:
             job = self._job
-            self._transaction = await shared_storage(job.storage).join(job.path, self._ticket, workers=self._io)
+            self._transaction = await shared_storage(job.spec.storage).join(job.path, self._ticket, workers=self._io)
         return self._transaction
 
     async def ticket(self) -> str:
         """Give the ticket of what rank 0 has begun."""
         return (await self.begin()).ticket
 
-    async def parting(self, plan: SavePlan) -> bytes | None:
-        """Give what the writer processes of the ranks need to agree without the trainers."""
+    async def recovery_record(self, plan: SavePlan) -> bytes | None:
+        """Return what the writer processes of the ranks need to commit without the trainers."""
         if not isinstance(plan, DcpPlan):
             raise TypeError("ranks save together in DCP's format only")
-        return await self._compute.run(self._parted, plan)
+        return await self._compute.run(self._recovery_record, plan)
 
-    def _parted(self, plan: DcpPlan) -> bytes:
+    def _recovery_record(self, plan: DcpPlan) -> bytes:
         coordinator = self._world.coordinator
         lead = None
         if coordinator.leads:
@@ -176,43 +172,42 @@ class CollectiveSave(SaveStrategy):
         items = sum(len(image.slots) for image in plan.layout.images)
         return Written(files, items, objects, places, self._holdings, self._token)
 
-    async def finish(self, transferred: Transferred) -> SaveResult:
-        """Say what this rank has written, and wait until all of it is published."""
-        plan, transaction, leads = transferred.plan, self._transaction, self._world.coordinator.leads
+    async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
+        """Report what this rank has written, and wait until rank 0 has published everything."""
+        transaction, leads = self._transaction, self._world.coordinator.leads
         if transaction is None or not isinstance(plan, DcpPlan):
-            raise RuntimeError("a save can't be finished before it has begun")
+            raise RuntimeError("a save can't be committed before it has begun")
         try:
             if not leads:
                 await transaction.commit()
-            summary = await self._last_round(self._written(plan, transferred.files), transferred.writing)
+            summary = await self._last_round(self._written(plan, writer.files), writer)
         finally:
             await transaction.release()
         if summary is None:
-            summary = _own_summary(plan, transferred.files)
-        return world_result(self._job, transferred.files, transferred.times_s, summary)
+            summary = _own_summary(plan, writer.files)
+        return world_result(self._job, writer.files, times_s, summary)
 
-    async def _last_round(self, mine: Written | BaseException, writing: ChunkWriter | None = None) -> Summary | None:
+    async def _last_round(self, mine: Written | BaseException, writer: ChunkWriter | None = None) -> Summary | None:
         """Bring what was written, or an error, to rank 0; clean up if that fails.
 
         Args:
             mine: what to bring.
-            writing: who has written it; if that is a process of its own, it can agree with those of the other ranks
+            writer: who has written it; if that is a process of its own, it can agree with those of the other ranks
                 when a trainer is gone.
 
         Returns:
             What rank 0 says of the checkpoint; None where the writers have agreed.
         """
-        if self._previous is not None:
-            await self._previous.over.wait()
+        await self._job.turn.wait_for("over")
         self._over = True
         coordinator = self._world.coordinator
-        may_agree = writing is not None and writing.agrees
+        may_agree = writer is not None and writer.outlives_trainer
         undo = None if may_agree else self._leading.undo
         try:
             summary: Summary = await coordinator.round("finish", self._what, mine, self._leading.publish, undo)
         except AiockptError as exc:
             lost = isinstance(exc, CoordinationError)
-            if writing is not None and may_agree and lost and await self._agreed(writing, exc):
+            if writer is not None and may_agree and lost and await self._agreed(writer, exc):
                 return None
             if may_agree:
                 await self._leading.undo()
@@ -221,10 +216,10 @@ class CollectiveSave(SaveStrategy):
             raise
         return summary
 
-    async def _agreed(self, writing: ChunkWriter, error: AiockptError) -> bool:
+    async def _agreed(self, writer: ChunkWriter, error: AiockptError) -> bool:
         """Let the writers of all ranks agree, for a trainer is gone; tell whether they have published."""
         try:
-            await writing.agree()
+            await writer.agree()
         except AiockptError as exc:
             error.add_note(str(exc))
             return False
@@ -253,7 +248,7 @@ class CollectiveSave(SaveStrategy):
             error = torn
         if not isinstance(error, Exception):
             told = f"the save of {self._job.path} was cancelled; nothing of it is left"
-            error = self._job.verdict or SaveCancelledError(told)
+            error = self._job.consistency.abort_error or SaveCancelledError(told)
         if not self._world.coordinator.leads:
             await self._leave(error)
         try:

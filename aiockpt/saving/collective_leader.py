@@ -92,7 +92,7 @@ class GlobalSave:
             self._books[self._form] = book
         self._book = book
         job = self._job
-        storage = shared_storage(job.storage)
+        storage = shared_storage(job.spec.storage)
         self.transaction = await storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         shares: Sequence[list[int] | None] = (
             book.plan.assignments if fresh and book is not None else [None] * len(calls)
@@ -139,7 +139,7 @@ class GlobalSave:
 
     def _facts(self) -> WorldFacts:
         job = self._job
-        return WorldFacts(self._token, job.metadata, {"captured": job.captured_s}, job.started)
+        return WorldFacts(self._token, dict(job.spec.metadata), {"captured": job.captured_s}, job.spec.started)
 
     def parting(self) -> tuple[GlobalPlanCache | None, WorldFacts]:
         """Give what it takes to publish."""

@@ -113,10 +113,10 @@ def hold_back(job: SaveJob, timeout_s: float | None, optimizer: torch.optim.Opti
     While a stream captures a graph nothing is done: it can't wait for what is outside, and nothing runs yet.
     """
     try:
-        if any(is_capturing(device) for device in list(job.capture.events)):
+        if any(is_capturing(device) for device in list(job.snapshot.events)):
             return
         if job.order_behind(timeout_s):
-            job.allow_changes(_changed_by(optimizer))
+            job.consistency.allow_changes(_changed_by(optimizer))
     except TornSnapshotError:
         return  # which the save finds as well
     except TimeoutError:

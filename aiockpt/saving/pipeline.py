@@ -1,10 +1,9 @@
-"""The save pipeline: plan, stage, write, commit. The only module that knows both staging and storage."""
+"""The save pipeline: plan, stage, write, commit. The only module that knows both staging and writing."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,19 +14,19 @@ import anyio.lowlevel
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
-from aiockpt.saving.append import AppendSave
 from aiockpt.saving.collective import CollectiveSave
 from aiockpt.saving.handle import Phase, ProgressEvent
 from aiockpt.saving.hooks import run_hook
-from aiockpt.saving.local import LocalSave
 from aiockpt.saving.staging_session import LeaseScope, StagerRouter, StagingChunk
-from aiockpt.saving.strategy import Transferred
+from aiockpt.saving.strategy import AppendSave, LocalSave
 from aiockpt.staging.base import Done, LayoutMismatchError
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process.client import RemoteWriter, WriteOrder
 from aiockpt.writing.process.error_transport import as_save_error, unwrapped
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     import torch
 
     from aiockpt.core.threads import Workers
@@ -35,26 +34,22 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.collective_leader import CollectiveResources
-    from aiockpt.saving.handle import SaveResult
+    from aiockpt.saving.handle import SaveHandle, SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.saving.strategy import SaveStrategy
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
-    from aiockpt.writing.file_writer import ChunkWriter
     from aiockpt.writing.process.supervisor import WriterHost
 
-logger = logging.getLogger("aiockpt")
+    Writer = FileWriter | RemoteWriter
+    Fill = Callable[[SavePlan, Writer], Awaitable[None]]
 
-Put = Callable[[StagingChunk], Awaitable[None]]
-Transfer = Callable[["SavePlan", "SaveJob | None", "ChunkWriter"], Awaitable[None]]
+logger = logging.getLogger("aiockpt")
 
 
 @dataclass(frozen=True)
 class SaveTools:
-    """What the engine lends to every save.
-
-    ``world`` where there are other ranks to save with, ``writer`` where another process is to write.
-    """
+    """What the engine lends to every save."""
 
     pool: ChunkPool
     planner: Planner
@@ -63,11 +58,11 @@ class SaveTools:
     seal_workers: Workers
     stager_for: Callable[[torch.device], Stager]
     reserve: Callable[[int], None]
-    world: Callable[[], CollectiveResources | None]
-    writer: WriterHost | None = None
+    world: Callable[[], CollectiveResources | None]  # the other ranks to save with
+    writer: WriterHost | None = None  # the process that writes
 
 
-async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> None:
+async def run_save(job: SaveJob, tools: SaveTools) -> None:
     """Run one save to its end, whatever that is; never raises."""
     error: BaseException | None = None
     result: SaveResult | None = None
@@ -75,167 +70,328 @@ async def run_save(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> 
         with job.scope:
             if job.cancel_asked:
                 job.scope.cancel()
-            result = await _Save(job, tools, previous, _course_of(job, tools, previous)).run()
+            result = await _Save(job, tools).run()
         if result is None:
-            error = job.verdict or SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
+            cancelled = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
+            error = job.consistency.abort_error or cancelled
     except BaseException as exc:  # delivered to whoever waits, never dropped
         error = as_save_error(exc)
     finally:
         job.settle(result, error)
 
 
-async def let_pass_in_turn(job: SaveJob, previous: SaveJob | None) -> None:
-    """Let the saves behind one that is over go on, but none of them past those before it. Not to be cancelled."""
-    if previous is not None:
-        await previous.planned.wait()
-        job.planned.set()
-        await previous.staging_over.wait()
-        job.staging_over.set()
-        await previous.over.wait()
-    job.let_pass()
-
-
-def _course_of(job: SaveJob, tools: SaveTools, previous: SaveJob | None) -> SaveStrategy:
-    """Tell whether a save is made alone or with other ranks."""
-    world = tools.world()
-    if world is None and job.part is None:
+def _strategy_for(job: SaveJob, tools: SaveTools) -> SaveStrategy:
+    """Choose how a save is planned and committed."""
+    world, spec = tools.world(), job.spec
+    if world is None and spec.append_planner is None:
         return LocalSave(job, tools.planner, tools.copy_workers, tools.io_workers)
-    form = job.form if job.form is not None else DcpFormat(tools.io_workers.count)
-    if isinstance(form, DcpFormat) and job.part is not None:
-        return AppendSave(job, form, job.part, tools.copy_workers, tools.io_workers)
+    form = spec.form if spec.form is not None else DcpFormat(tools.io_workers.count)
+    if isinstance(form, DcpFormat) and spec.append_planner is not None:
+        return AppendSave(job, form, spec.append_planner, tools.copy_workers, tools.io_workers)
     if world is None or not isinstance(form, DcpFormat):
         raise SaveError(
             f"format={form.name!r} is for one process: pass process_group=None and whole tensors, on one rank"
         )
-    return CollectiveSave(job, form, world, previous, tools.copy_workers, tools.io_workers)
+    return CollectiveSave(job, form, world, tools.copy_workers, tools.io_workers)
 
 
-def _keep() -> None:
-    """Give nothing back yet: it may have to be written once more."""
+class _Progress:
+    """How far a save is, reported to its handle."""
 
-
-class _Save:
-    """The course of one save."""
-
-    _leases: LeaseScope
-
-    def __init__(self, job: SaveJob, tools: SaveTools, previous: SaveJob | None, course: SaveStrategy) -> None:
-        self._job = job
-        self._tools = tools
-        self._course = course
-        self._previous = previous
+    def __init__(self, handle: SaveHandle) -> None:
+        self._handle = handle
         self._staged_bytes = 0
         self._written_bytes = 0
         self._total_bytes = 0
+
+    def report(self, phase: Phase) -> None:
+        """Report a phase."""
+        numbers = (self._staged_bytes, self._written_bytes, self._total_bytes)
+        self._handle._report(ProgressEvent(phase, *numbers, self._handle._elapsed()))
+
+    def planned(self, total_bytes: int) -> None:
+        """Begin to count, with a new plan."""
+        self._total_bytes, self._staged_bytes, self._written_bytes = total_bytes, 0, 0
+        self.report("planned")
+
+    def staged(self, nbytes: int) -> None:
+        """Count bytes that are in staging memory."""
+        self._staged_bytes += nbytes
+        self.report("staging")
+
+    def wrote(self, nbytes: int) -> None:
+        """Count bytes that a file has taken."""
+        self._written_bytes += nbytes
+        self.report("writing")
+
+    def write_again(self) -> None:
+        """Count what is written from the beginning."""
+        self._written_bytes = 0
+
+
+class _Save:
+    """One save, from its snapshot to its result."""
+
+    _leases: LeaseScope
+
+    def __init__(self, job: SaveJob, tools: SaveTools) -> None:
+        self._job = job
+        self._tools = tools
+        self._strategy = _strategy_for(job, tools)
+        self._progress = _Progress(job.handle)
         self._planned_s = 0.0
         self._staged_s = 0.0
-        self._images_left = 0
-        self._writing: ChunkWriter | None = None
         self._plan: SavePlan | None = None
-        self._keeps = False
-        self._parts: list[tuple[int, FilledChunk]] = []
+        self._writer: Writer | None = None
+        self._images_left = 0
+        self._keeps_chunks = False  # for a second attempt, at the fallback
+        self._kept: list[tuple[int, FilledChunk]] = []
 
     async def run(self) -> SaveResult:
-        previous, self._previous = self._previous, None
         job = self._job
         async with LeaseScope(self._tools.pool) as self._leases:
-            job.quarantine = self._set_apart
+            job.quarantine = self._quarantine
             try:
-                return await self._planned(previous)
+                return await self._save()
             except BaseException as exc:
-                if job.fallback is None or not self._is_storage_failure(exc):
+                if job.spec.fallback is None or not self._is_storage_failure(exc):
                     raise
-                return await self._divert(unwrapped(exc), job.fallback, previous)
+                return await self._save_to_fallback(unwrapped(exc), job.spec.fallback)
 
-    async def _planned(self, previous: SaveJob | None) -> SaveResult:
-        """Plan, and carry it out; plan once more if the kept layout turns out not to fit."""
-        if not self._course.plans_anew:
-            return await self._attempt(previous)
+    async def _save(self) -> SaveResult:
+        """Plan and save; plan once more if the kept layout turns out not to fit the tensors."""
+        if not self._strategy.can_replan:
+            return await self._save_as_planned()
         try:
-            return await self._attempt(previous)
+            return await self._save_as_planned()
         except* LayoutMismatchError as group:
             mismatch = as_save_error(group)
-        # A tensor is not what the kept layout says, though it has the same name: plan from the beginning.
-        self._course.forget()
+        # A tensor has another shape or dtype than in the kept layout, though it has the same name.
+        self._strategy.invalidate_plan()
         try:
-            return await self._attempt(previous)
+            return await self._save_as_planned()
         except* LayoutMismatchError:
             raise TornSnapshotError(
                 f"{mismatch.__cause__} changed its shape, dtype or device while {self._job.path} was being saved; "
                 "await `staged` before changing tensors"
             ) from None
 
-    async def _attempt(self, previous: SaveJob | None) -> SaveResult:
+    async def _save_as_planned(self) -> SaveResult:
         await self._leases.give_back()
-        self._staged_bytes = self._written_bytes = 0
-        self._parts.clear()
+        self._kept.clear()
         begin = time.perf_counter()
-        self._plan = plan = await self._course.plan()
-        self._job.planned.set()
+        self._plan = plan = await self._strategy.plan()
+        self._job.turn.pass_phase("planned")
         self._planned_s = time.perf_counter() - begin
-        self._total_bytes = plan.layout.nbytes
-        self._report("planned")
-        return await self._carry_out(plan, previous, self._transfer)
+        self._progress.planned(plan.layout.nbytes)
+        return await self._write_and_commit(plan, self._stage)
 
-    async def _carry_out(self, plan: SavePlan, previous: SaveJob | None, transfer: Transfer) -> SaveResult:
-        """Write what was planned, and publish it; or leave nothing of it."""
-        job, course = self._job, self._course
+    async def _write_and_commit(self, plan: SavePlan, fill: Fill) -> SaveResult:
+        """Write everything and publish it, or leave nothing of it: the course of every save.
+
+        Args:
+            plan: what to write.
+            fill: puts every chunk to the writer: from the tensors, or from staging memory that was kept.
+        """
+        job, strategy = self._job, self._strategy
         try:
-            self._writing = writing = self._writing_of(plan, previous)
-            await transfer(plan, previous, writing)
+            self._writer = writer = self._writer_for(plan)
+            await fill(plan, writer)  # ends when every file is written
             # A cancellation that came while the copies were checked has ended the writing, and nothing else yet.
             await anyio.lowlevel.checkpoint_if_cancelled()
-            self._report("written")
-            if previous is not None:  # which may be on its second way
-                await previous.over.wait()
-            if job.pre_commit is not None:
-                await self._tools.io_workers.run(run_hook, job.pre_commit, job.path, "pre_commit", job.origin)
+            self._progress.report("written")
+            await job.turn.wait_for("over")  # the save before may be on its way to the fallback
+            if job.spec.pre_commit is not None:
+                await self._run_hook(job.spec.pre_commit, "pre_commit")
                 await anyio.lowlevel.checkpoint_if_cancelled()
             with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
-                result = await course.finish(Transferred(plan, writing.files, writing.crcs, self._times_s(), writing))
-                await writing.over()
+                result = await strategy.commit(plan, writer, self._times_s())
+                await writer.close()
         except BaseException as exc:
             with anyio.CancelScope(shield=True):
-                if self._writing is not None:
-                    await self._writing.abandon()
-                error = await course.fail(unwrapped(exc))
+                if self._writer is not None:
+                    await self._writer.abandon()
+                error = await strategy.fail(unwrapped(exc))
             if error is unwrapped(exc):
                 raise
             raise error from error.__cause__
-        self._report("committed")
+        self._progress.report("committed")
         job.committed = True
-        return result if job.post_commit is None else await self._after(result, job.post_commit)
+        return result if job.spec.post_commit is None else await self._after(result, job.spec.post_commit)
 
-    def _set_apart(self) -> None:
-        """Set apart what a hanging thread holds, and let it publish nothing when it comes back."""
+    # --- writing ------------------------------------------------------------------------------------
+
+    def _writer_for(self, plan: SavePlan) -> Writer:
+        job, layout, tools = self._job, plan.layout, self._tools
+        names = [""] if plan.is_single_file else [image.name for image in layout.images]
+        codings = None
+        if job.spec.is_transformed and isinstance(plan, DcpPlan):
+            codings = codings_of(plan, job.spec.compression, job.spec.transforms)
+        if tools.writer is not None and job.spec.append_planner is None:
+            order = WriteOrder(
+                path=job.path,
+                storage=job.spec.storage,
+                overwrite=job.overwrite,
+                names=names,
+                layout=layout,
+                heads=plan.heads,
+                started=job.spec.started,
+                codings=codings,
+                again=job.fallback_error is not None,
+            )
+            return RemoteWriter(tools.writer, order, self._progress, tools.io_workers)
+        threads = WriterThreads(tools.seal_workers, tools.io_workers)
+        after = job.turn.before_is_over
+        return FileWriter(
+            layout.images, plan.heads, names, threads, after=after, progress=self._progress, codings=codings
+        )
+
+    async def _begin(self, writer: Writer) -> None:
+        """Begin the transaction, beside the staging: a file server may take its time."""
+        if isinstance(writer, RemoteWriter):
+            writer.begin(await self._strategy.ticket())
+        else:
+            writer.begin(await self._strategy.begin())
+
+    async def _hand_over(self, plan: SavePlan, writer: Writer) -> None:
+        """Give the writer what the commit needs, and announce that everything is staged."""
+        if not writer.outlives_trainer:
+            self._announce_staged()
+        documents = await self._strategy.documents(plan)
+        recovery = await self._strategy.recovery_record(plan) if writer.outlives_trainer else None
+        await writer.hand_over(
+            CommitInputs(
+                documents,
+                self._times_s(),
+                self._job.spec.started,
+                waits=self._job.spec.pre_commit is not None,
+                recovery=recovery,
+            )
+        )
+        if writer.outlives_trainer:  # from now on the save survives this process, which `staged` promises
+            self._announce_staged()
+
+    def _times_s(self) -> dict[str, float]:
+        return {"captured": self._job.captured_s, "planned": self._planned_s, "staged": self._staged_s}
+
+    def _announce_staged(self) -> None:
+        job = self._job
+        if not job.handle.staged.done():
+            job.snapshot.release()
+            job.turn.pass_phase("staged")
+            self._progress.report("staged")
+            job.handle.staged._settle(None)
+
+    # --- staging ------------------------------------------------------------------------------------
+
+    async def _stage(self, plan: SavePlan, writer: Writer) -> None:
+        """Copy every tensor into chunks, in the order of the files, and put them to the writer."""
+        job, layout = self._job, plan.layout
+        await job.turn.wait_for("staged")
+        self._tools.reserve(layout.nbytes)
+        router = StagerRouter(layout, job.snapshot, self._tools.stager_for)
+        job.consistency.stagers = router.stagers
+        self._images_left = len(layout.images)
+        if not layout.images:
+            job.consistency.issued.set()
+        # So many files at a time, in order, as they are written.
+        turn = anyio.Semaphore(self._tools.io_workers.count)
+        fits = self._tools.pool.in_reach >= self._chunks_of(plan)
+        self._keeps_chunks = job.spec.fallback is not None and fits
+        async with anyio.create_task_group() as tasks:
+            writer.start(tasks)
+            tasks.start_soon(self._begin, writer)
+            async with anyio.create_task_group() as staging:
+                for number, image in enumerate(layout.images):
+                    staging.start_soon(self._stage_file, number, image, router, writer, turn)
+            await self._tools.copy_workers.run(job.consistency.check_for_changes)
+            self._staged_s = job.handle._elapsed()
+            await self._hand_over(plan, writer)
+
+    def _chunks_of(self, plan: SavePlan) -> int:
+        step = self._tools.pool.chunk_bytes
+        return sum(max(1, -(-image.nbytes // step)) for image in plan.layout.images)
+
+    async def _stage_file(
+        self, number: int, image: FileImage, router: StagerRouter, writer: Writer, turn: anyio.Semaphore
+    ) -> None:
+        """Fill the chunks of one file, in order, as the pool gives them out."""
+        put = partial(self._put, writer, number)
+        try:
+            async with turn:
+                await self._fill_chunks(image, router, put)
+        finally:
+            writer.end(number)
+
+    async def _fill_chunks(
+        self, image: FileImage, router: StagerRouter, put: Callable[[StagingChunk], Awaitable[None]]
+    ) -> None:
+        step, throttle, leases = self._tools.pool.chunk_bytes, self._job.throttle, self._leases
+        before: StagingChunk | None = None
+        for start in range(0, max(image.nbytes, 1), step):
+            stop = min(start + step, image.nbytes)
+            is_done = before is not None and isinstance(before.pending, Done)
+            if before is not None and (is_done or throttle.is_held or not leases.available):
+                # Never wait for a chunk while holding one that could be written and given back.
+                await put(before)
+                before = None
+            await throttle.acquire(stop - start)
+            lease = await leases.acquire()
+            filled = StagingChunk(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
+            leases.pending[lease] = filled.pending
+            if stop == image.nbytes:
+                self._images_left -= 1
+                if self._images_left == 0:
+                    self._job.consistency.issued.set()
+            if before is not None:
+                await put(before)
+            before = filled
+        if before is not None:
+            await put(before)
+
+    async def _put(self, writer: Writer, number: int, staged: StagingChunk) -> None:
+        """Wait for the copy, and put the chunk to the writer."""
+        await staged.pending.wait()
+        self._progress.staged(staged.stop - staged.start)
+        lease = staged.lease
+        release = _keep if self._keeps_chunks else lease.release
+        chunk = FilledChunk(lease.chunk.view, staged.start, staged.stop, release, lease.chunk.number)
+        if self._keeps_chunks:
+            self._kept.append((number, chunk))
+        await writer.put(number, chunk)
+
+    # --- failures, and what comes after -------------------------------------------------------------
+
+    def _quarantine(self) -> None:
+        """Set apart what a thread that hangs holds, and keep it from publishing when it comes back."""
         self._leases.quarantine()
-        if self._writing is not None:
-            self._writing.revoke()
+        if self._writer is not None:
+            self._writer.revoke()
 
     def _is_storage_failure(self, error: BaseException) -> bool:
         job = self._job
-        is_called_off = job.verdict is not None or job.scope.cancel_called
+        is_called_off = job.consistency.abort_error is not None or job.scope.cancel_called
         return isinstance(unwrapped(error), (WriteError, CommitError)) and not is_called_off
 
-    async def _divert(self, error: BaseException, fallback: str, previous: SaveJob | None) -> SaveResult:
-        """Save to the other path what could not be saved to the one that was asked for.
+    async def _save_to_fallback(self, error: BaseException, fallback: str) -> SaveResult:
+        """Save to the fallback what could not be saved to the path that was asked for.
 
-        While it is not staged, from the tensors, which have not changed; else from staging memory.
+        If everything is staged, from staging memory; before that from the tensors, which have not changed.
         """
         job = self._job
-        is_staged = job.copied
-        if not (self._parts if is_staged else job.rewind()):
+        is_staged = job.consistency.copied
+        if not (self._kept if is_staged else job.consistency.reset_for_restage()):
             error.add_note(f"it was too late to save it to {fallback}: more staging_bytes would keep what is staged")
             raise error
-        job.path, job.spoilt = fallback, error
-        job.overwrite = False  # of what is there nobody has said that it may be replaced
+        job.path, job.fallback_error = fallback, error
+        job.overwrite = False  # nobody has allowed to replace what is at the fallback
         logger.warning("%s; it is saved to %s instead", error, fallback)
         try:
             if is_staged and self._plan is not None:
-                self._written_bytes = 0
-                result = await self._carry_out(self._plan, previous, self._transfer_again)
+                self._progress.write_again()
+                result = await self._write_and_commit(self._plan, self._write_again)
             else:
-                result = await self._planned(previous)
+                result = await self._save()
         except BaseException as worse:
             if not isinstance(unwrapped(worse), Exception):
                 raise
@@ -243,166 +399,29 @@ class _Save:
             raise error from error.__cause__
         return replace(result, spoilt=error)
 
+    async def _write_again(self, plan: SavePlan, writer: Writer) -> None:
+        """Put the chunks that were kept to another writer."""
+        async with anyio.create_task_group() as tasks:
+            writer.start(tasks)
+            tasks.start_soon(self._begin, writer)
+            for number, chunk in self._kept:
+                await writer.put(number, chunk)
+            for number in range(len(plan.layout.images)):
+                writer.end(number)
+            await self._hand_over(plan, writer)
+
+    async def _run_hook(self, hook: Hook, what: str) -> None:
+        await self._tools.io_workers.run(run_hook, hook, self._job.path, what, self._job.origin)
+
     async def _after(self, result: SaveResult, hook: Hook) -> SaveResult:
-        """Run what comes after the commit; it can't undo that."""
+        """Run the post_commit hook, which can't undo the commit."""
         try:
-            await self._tools.io_workers.run(run_hook, hook, self._job.path, "post_commit", self._job.origin)
+            await self._run_hook(hook, "post_commit")
         except SaveError as exc:
             logger.exception("%s is published all the same", self._job.path)
             return replace(result, post_commit_error=exc)
         return result
 
-    async def _transfer(self, plan: SavePlan, previous: SaveJob | None, writing: ChunkWriter) -> None:
-        """Stage and write all files. Staging waits for nothing but staging memory."""
-        job = self._job
-        layout = plan.layout
-        if previous is not None:
-            await previous.staging_over.wait()
-        self._tools.reserve(self._total_bytes)
-        router = StagerRouter(layout, job.capture, self._tools.stager_for)
-        job.stagers = router.stagers
-        self._images_left = len(layout.images)
-        if not layout.images:
-            job.issued.set()
-        # So many files at a time, in order, as they are written.
-        turn = anyio.Semaphore(self._tools.io_workers.count)
-        leases = self._leases
-        self._keeps = job.fallback is not None and self._tools.pool.in_reach >= self._chunks_of(plan)
-        async with anyio.create_task_group() as tasks:
-            writing.start(tasks)
-            async with anyio.create_task_group() as staging:
-                for number, image in enumerate(layout.images):
-                    put = partial(self._pass_on, writing, number)
-                    staging.start_soon(self._stage, image, router, leases, put, partial(writing.end, number), turn)
-            await self._tools.copy_workers.run(job.check_for_changes)
-            self._staged_s = job.handle._elapsed()
-            await self._hand_over(plan, writing)
 
-    async def _hand_over(self, plan: SavePlan, writing: ChunkWriter) -> None:
-        """Let the writing have what is left to do, and tell that all is copied."""
-        job = self._job
-        await writing.hand_over(self._prepared(plan))
-        if not job.handle.staged.done():
-            job.capture.release()
-            job.staging_over.set()
-            self._report("staged")
-            job.handle.staged._settle(None)
-
-    def _chunks_of(self, plan: SavePlan) -> int:
-        step = self._tools.pool.chunk_bytes
-        return sum(max(1, -(-image.nbytes // step)) for image in plan.layout.images)
-
-    async def _transfer_again(self, plan: SavePlan, previous: SaveJob | None, writing: ChunkWriter) -> None:
-        """Write all files from the staging memory that was kept."""
-        async with anyio.create_task_group() as tasks:
-            writing.start(tasks)
-            for number, part in self._parts:
-                await writing.put(number, part)
-            for number in range(len(plan.layout.images)):
-                writing.end(number)
-            await self._hand_over(plan, writing)
-
-    def _prepared(self, plan: SavePlan) -> CommitInputs:
-        """Say what is left to do when the files are written."""
-        job, course = self._job, self._course
-        return CommitInputs(
-            ending=partial(course.ending, plan),
-            times_s=self._times_s(),
-            started=job.started,
-            waits=job.pre_commit is not None,
-            check=job.check_verdict,
-            parting=partial(course.parting, plan),
-        )
-
-    def _writing_of(self, plan: SavePlan, previous: SaveJob | None) -> ChunkWriter:
-        job, layout = self._job, plan.layout
-        names = [""] if plan.is_single_file else [image.name for image in layout.images]
-        codings = None
-        if job.is_transformed and isinstance(plan, DcpPlan):
-            codings = codings_of(plan, job.compression, job.transforms)
-        if self._tools.writer is not None and job.part is None:
-            order = WriteOrder(
-                path=job.path,
-                storage=job.storage,
-                overwrite=job.overwrite,
-                names=names,
-                layout=layout,
-                heads=plan.heads,
-                started=job.started,
-                ticket=self._course.ticket,
-                codings=codings,
-                again=job.spoilt is not None,
-            )
-            return RemoteWriter(self._tools.writer, order, self._wrote, self._tools.io_workers)
-
-        async def turn() -> None:
-            if previous is not None:
-                await previous.over.wait()
-
-        tools = WriterThreads(self._tools.seal_workers, self._tools.io_workers)
-        return FileWriter(layout.images, plan.heads, names, tools, self._course.begin, turn, self._wrote, codings)
-
-    def _wrote(self, nbytes: int) -> None:
-        self._written_bytes += nbytes
-        self._report("writing")
-
-    async def _stage(
-        self,
-        image: FileImage,
-        router: StagerRouter,
-        leases: LeaseScope,
-        put: Put,
-        end: Callable[[], None],
-        turn: anyio.Semaphore,
-    ) -> None:
-        """Fill the chunks of one file, in order, as the pool gives them out."""
-        try:
-            async with turn:
-                await self._fill(image, router, leases, put)
-        finally:
-            end()
-
-    async def _fill(self, image: FileImage, router: StagerRouter, leases: LeaseScope, put: Put) -> None:
-        step, pace = self._tools.pool.chunk_bytes, self._job.pace
-        before: StagingChunk | None = None
-        for start in range(0, max(image.nbytes, 1), step):
-            stop = min(start + step, image.nbytes)
-            is_done = before is not None and isinstance(before.pending, Done)
-            if before is not None and (is_done or pace.is_held or not leases.available):
-                # Never wait for a chunk while holding one that could be written and given back.
-                await put(before)
-                before = None
-            await pace.acquire(stop - start)
-            lease = await leases.acquire()
-            filled = StagingChunk(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
-            leases.pending[lease] = filled.pending
-            if stop == image.nbytes:
-                self._images_left -= 1
-                if self._images_left == 0:
-                    self._job.issued.set()
-            if before is not None:
-                await put(before)
-            before = filled
-        if before is not None:
-            await put(before)
-
-    async def _pass_on(self, writing: ChunkWriter, number: int, filled: StagingChunk) -> None:
-        await filled.pending.wait()
-        self._staged_bytes += filled.stop - filled.start
-        self._report("staging")
-        lease = filled.lease
-        chunk = lease.chunk
-        release = _keep if self._keeps else lease.release
-        part = FilledChunk(chunk.view, filled.start, filled.stop, release, chunk.number)
-        if self._keeps:
-            self._parts.append((number, part))
-        await writing.put(number, part)
-
-    def _times_s(self) -> dict[str, float]:
-        return {"captured": self._job.captured_s, "planned": self._planned_s, "staged": self._staged_s}
-
-    def _report(self, phase: Phase) -> None:
-        handle = self._job.handle
-        handle._report(
-            ProgressEvent(phase, self._staged_bytes, self._written_bytes, self._total_bytes, handle._elapsed())
-        )
+def _keep() -> None:
+    """Keep the chunk: it may have to be written once more."""

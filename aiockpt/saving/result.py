@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.saving.job import SaveJob
 
 
-def ending_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
+def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
     """Encode what makes a checkpoint of the files with items; None if it is one file. Takes long for many tensors."""
     if plan.is_single_file:
         return None
@@ -28,17 +28,17 @@ def ending_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
     manifest = Manifest(
         writer=WRITER,
         created=now(),
-        metadata=job.metadata,
+        metadata=dict(job.spec.metadata),
         totals={
             "tensors": tensors,
             "objects": objects,
             "tensor_bytes": plan.layout.tensor_bytes,
             "file_bytes": plan.layout.nbytes,
         },
-        containers=job.capture.containers,
+        containers=job.snapshot.containers,
     )
     names = [image.name for image in plan.layout.images]
-    if job.is_transformed and isinstance(plan, DcpPlan):
+    if job.spec.is_transformed and isinstance(plan, DcpPlan):
         return CommitDocuments(names, {}, manifest, None, draft_of(plan))
     return CommitDocuments(names, plan.documents(), manifest, plan.index())
 
@@ -50,7 +50,9 @@ def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: M
         sizes = {job.path.rpartition("/")[2]: plan.layout.nbytes}
     return SaveResult(
         path=job.path,
-        nbytes=sum(sizes[image.name] for image in plan.layout.images) if job.is_transformed else plan.layout.nbytes,
+        nbytes=sum(sizes[image.name] for image in plan.layout.images)
+        if job.spec.is_transformed
+        else plan.layout.nbytes,
         tensor_bytes=plan.layout.tensor_bytes,
         tensors=tensors,
         objects=objects,

@@ -1,78 +1,181 @@
-"""What differs between saves that are made alone and those that are made together: all but staging and writing."""
+"""How a save is planned, begun and committed: by one process, by several ranks, or into a directory that is there."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from aiockpt.errors import AiockptError, SaveError
+from aiockpt.format.index import ItemRange
+from aiockpt.planning.dcp_plan import DcpPlan
+from aiockpt.saving.result import documents_of, result_of
+from aiockpt.storage.local.storage import LocalStorage
 
-    from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.planner import SavePlan
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from aiockpt.core.threads import Workers
+    from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.planning.dcp_plan import DcpFormat
+    from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.handle import SaveResult
+    from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.commit import CommitDocuments
     from aiockpt.writing.file_writer import ChunkWriter
 
 
-@dataclass(frozen=True, slots=True)
-class Transferred:
-    """What was written, once all of it is in its files.
-
-    Attributes:
-        plan: what was to be written.
-        files: the files with items.
-        crcs: for each image the CRC-32 of each slot's payload.
-        times_s: durations so far, in seconds.
-        writing: who has written it.
-    """
-
-    plan: SavePlan = field(repr=False)
-    files: dict[str, FileFacts]
-    crcs: Sequence[Sequence[int]] = field(repr=False)
-    times_s: Mapping[str, float]
-    writing: ChunkWriter = field(repr=False)
-
-
 class SaveStrategy(ABC):
-    """How one save is planned, begun and ended; between that, its bytes are staged and written."""
+    """Plans, begins and commits one save. Between that, its bytes are staged and written in one way for all."""
 
-    plans_anew = False
-    """Whether `plan` may be called a second time, after `forget`."""
+    can_replan = False  # `plan` may be called a second time, after `invalidate_plan`
 
     @abstractmethod
     async def plan(self) -> SavePlan:
-        """Decide what to write.
+        """Decide what to write. If it raises, nothing has to be undone."""
 
-        Raises:
-            AiockptError: the save has failed, and `end` is not to be called.
-        """
-
-    def forget(self) -> None:
+    def invalidate_plan(self) -> None:
         """Drop what is kept of earlier plans: it turned out not to fit."""
 
     @abstractmethod
     async def begin(self) -> Transaction:
-        """Start to write."""
-
-    async def ending(self, plan: SavePlan) -> CommitDocuments | None:
-        """Encode what makes a checkpoint of the files with items; None where that is for somebody else."""
-        return None
-
-    async def parting(self, plan: SavePlan) -> bytes | None:
-        """Give what the writers of several ranks need to agree without the trainers, pickled; None for one rank."""
-        return None
+        """Begin the transaction that this process writes to."""
 
     async def ticket(self) -> str | None:
-        """Give what a writer process needs to take part in what rank 0 has begun; None: it is to begin itself."""
+        """Return what a writer process needs to join the transaction of rank 0; None: it begins its own."""
+        return None
+
+    async def documents(self, plan: SavePlan) -> CommitDocuments | None:
+        """Encode the metadata and the manifest; None if another process writes them."""
+        return None
+
+    async def recovery_record(self, plan: SavePlan) -> bytes | None:
+        """Return what the writer processes of several ranks need to commit without the trainers; None for one rank."""
         return None
 
     @abstractmethod
-    async def finish(self, transferred: Transferred) -> SaveResult:
+    async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Publish what was written. Not to be cancelled: from here on it is done or undone, not half."""
 
     @abstractmethod
     async def fail(self, error: BaseException) -> BaseException:
-        """Undo what was done since `plan`; give the error to raise. Not to be cancelled."""
+        """Undo what was done since `plan`; return the error to raise. Not to be cancelled."""
+
+
+async def _abort(transaction: Transaction | None, error: BaseException) -> BaseException:
+    """Remove what was written; if that fails too, add a note to the error that led here."""
+    if transaction is not None:
+        try:
+            await transaction.abort()
+        except AiockptError as exc:
+            error.add_note(str(exc))
+    return error
+
+
+class LocalSave(SaveStrategy):
+    """A save of one process.
+
+    Args:
+        job: the save.
+        planner: keeps the layouts of earlier saves.
+        compute: threads to plan in.
+        io: threads to write in.
+    """
+
+    can_replan = True
+
+    def __init__(self, job: SaveJob, planner: Planner, compute: Workers, io: Workers) -> None:
+        self._job = job
+        self._planner = planner
+        self._compute = compute
+        self._io = io
+        self._transaction: Transaction | None = None
+
+    async def plan(self) -> SavePlan:
+        """Lay out the whole snapshot."""
+        return await self._compute.run(self._planner.plan, self._job.snapshot, self._job.spec.form)
+
+    def invalidate_plan(self) -> None:
+        """Drop the kept layouts."""
+        self._planner.invalidate()
+
+    async def begin(self) -> Transaction:
+        """Begin the transaction."""
+        job = self._job
+        self._transaction = await job.spec.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
+        return self._transaction
+
+    async def documents(self, plan: SavePlan) -> CommitDocuments | None:
+        """Encode the metadata and the manifest."""
+        return await self._io.run(documents_of, self._job, plan)
+
+    async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
+        """Write the documents, and publish."""
+        await writer.write_documents()
+        self._job.consistency.raise_if_aborted()  # by its save_timeout, say
+        sizes = await writer.commit()
+        return result_of(self._job, plan, sizes, times_s)
+
+    async def fail(self, error: BaseException) -> BaseException:
+        """Remove what was written."""
+        transaction, self._transaction = self._transaction, None
+        return await _abort(transaction, error)
+
+
+class AppendSave(SaveStrategy):
+    """A save that adds files to a directory, which its caller makes a checkpoint of.
+
+    Args:
+        job: the save; its path is the directory.
+        form: how the files are laid out.
+        planner: plans the files.
+        compute: threads to plan in.
+        io: threads to write in.
+    """
+
+    def __init__(self, job: SaveJob, form: DcpFormat, planner: LocalPlanner, compute: Workers, io: Workers) -> None:
+        self._job = job
+        self._form = form
+        self._planner = planner
+        self._compute = compute
+        self._io = io
+        self._transaction: Transaction | None = None
+
+    async def plan(self) -> DcpPlan:
+        """Lay out the whole snapshot."""
+        return await self._compute.run(self._plan)
+
+    def _plan(self) -> DcpPlan:
+        snapshot, form, planner = self._job.snapshot, self._form, self._planner
+        offer = planner.propose(snapshot, form, again=True)
+        if offer.summary is None and offer.plan is not None:
+            return offer.plan
+        survey = offer.summary
+        if survey is None:
+            raise RuntimeError("a planner has neither a plan nor a survey")
+        return planner.lay_out(snapshot, form, survey, 0, range(len(survey.specs)))
+
+    async def begin(self) -> Transaction:
+        """Check that files can be added to the directory."""
+        storage = self._job.spec.storage
+        if not isinstance(storage, LocalStorage):
+            raise SaveError("files can be added to directories only")
+        self._transaction = storage.append_to(self._job.path, workers=self._io)
+        return self._transaction
+
+    async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
+        """Make the files durable, and record where each leaf is."""
+        if self._transaction is None or not isinstance(plan, DcpPlan):
+            raise RuntimeError("a save can't be committed before it has begun")
+        await self._transaction.commit()
+        ranges = self._job.item_ranges
+        for image in plan.layout.images:
+            for slot in image.slots:
+                ranges[slot.leaf] = ItemRange(image.name, slot.offset, slot.framing.length)
+        ranges.update(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
+        sizes = {name: facts.nbytes for name, facts in writer.files.items()}
+        return result_of(self._job, plan, sizes, times_s)
+
+    async def fail(self, error: BaseException) -> BaseException:
+        """Remove the files."""
+        return await _abort(self._transaction, error)

@@ -1,7 +1,7 @@
-"""What makes a checkpoint of files with items: the documents beside them, and the manifest.
+"""The documents that are written last, after all data files: `.metadata` and the manifest.
 
-All that goes into them is known before the items are written, but for sizes, CRCs and times; so an ending can be
-sent to another process, which completes the checkpoint without the state dict.
+Everything in them is known before the items are written, except sizes, CRCs and times. So they can be sent to another
+process, which completes the checkpoint without the state dict.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifes
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from aiockpt.core.threads import Workers
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.manifest.index_writer import IndexDraft
     from aiockpt.format.transforms.item_transforms import TransformedDraft
@@ -26,21 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CommitDocuments:
-    """What is written when all items are.
+    """The metadata and the manifest of a checkpoint, encoded as far as they are known."""
 
-    Attributes:
-        images: the names of the files with items, in order.
-        documents: the files beside them and the manifest.
-        manifest: what it says, but for files, index and times.
-        index: its index; None for a format that has its own.
-        transformed: describes the items where they are not stored as they are.
-    """
-
-    images: Sequence[str]
-    documents: Mapping[str, bytes] = field(repr=False)
-    manifest: Manifest
-    index: IndexDraft | None = field(repr=False)
-    transformed: TransformedDraft | None = field(repr=False, default=None)
+    images: Sequence[str]  # the files with items, in order
+    documents: Mapping[str, bytes] = field(repr=False)  # except the manifest
+    manifest: Manifest  # without files, index and times
+    index: IndexDraft | None = field(repr=False)  # None: the format has its own
+    transformed: TransformedDraft | None = field(repr=False, default=None)  # None: items are stored as they are
 
     def encode(
         self,
@@ -49,14 +40,7 @@ class CommitDocuments:
         times_s: Mapping[str, float],
         encoded: Sequence[Sequence[EncodedItem]] | None = None,
     ) -> dict[str, bytes]:
-        """Give the manifest and the documents, in the order in which they are to be written.
-
-        Args:
-            written: the files with items.
-            crcs: for each of them the CRC-32 of each slot's payload.
-            times_s: durations in seconds.
-            encoded: for each of them what its items have come to, where they are not stored as they are.
-        """
+        """Return the manifest and the documents, in the order in which they are to be written."""
         documents, totals = self.documents, self.manifest.totals
         section = None
         if self.transformed is not None and encoded is not None:
@@ -68,41 +52,6 @@ class CommitDocuments:
         manifest = replace(self.manifest, files=files, times_s=times_s, totals=totals)
         index = None if self.index is None else self.index.finish(crcs)
         return {MANIFEST_NAME: encode_manifest(manifest, index, section), **documents}
-
-
-async def commit_checkpoint(
-    transaction: Transaction,
-    ending: CommitDocuments | None,
-    written: Mapping[str, FileFacts],
-    crcs: Sequence[Sequence[int]],
-    times_s: Mapping[str, float],
-    workers: Workers,
-    encoded: Sequence[Sequence[EncodedItem]] | None = None,
-    check: Callable[[], object] = lambda: None,
-) -> dict[str, int]:
-    """Write what makes it a checkpoint, and publish it.
-
-    Args:
-        transaction: where the files are.
-        ending: what is left to write; None for a checkpoint that is one file.
-        written: see `CommitDocuments.encode`.
-        crcs: see `CommitDocuments.encode`.
-        times_s: see `CommitDocuments.encode`.
-        workers: for what takes long.
-        encoded: see `CommitDocuments.encode`.
-        check: is called right before publishing, and may raise what is then raised instead.
-
-    Returns:
-        The size in bytes of each file but the manifest.
-    """
-    sizes = {name: facts.nbytes for name, facts in written.items()}
-    if ending is not None:
-        documents = await workers.run(ending.encode, written, crcs, times_s, encoded)
-        await write_documents(transaction, documents)
-        sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
-    check()
-    await transaction.commit()
-    return sizes
 
 
 async def write_documents(transaction: Transaction, documents: Mapping[str, bytes | bytearray]) -> None:

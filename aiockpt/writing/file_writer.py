@@ -1,6 +1,6 @@
-"""The writing half of a save: chunks come filled, are sealed, and go to their files.
+"""Write filled chunks to files: seal or encode them, one ahead of the disk, and write each file in order.
 
-It runs in the process that saves or in one of its own, so nothing here knows tensors.
+This runs in the trainer or in the writer process, so nothing here knows tensors.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
+from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.layout import Sealer, align_up
-from aiockpt.writing.commit import commit_checkpoint
+from aiockpt.writing.commit import write_documents
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -34,65 +35,34 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.commit import CommitDocuments
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FilledChunk:
-    """A filled chunk: the payload of the bytes ``start`` to ``stop`` of a file.
-
-    Attributes:
-        view: the chunk.
-        start: where it begins in the file.
-        stop: where it ends in the file.
-        release: gives the chunk back.
-        chunk: the number of the chunk, where it is shared with another process.
-    """
+    """The payload of the bytes ``start`` to ``stop`` of a file, in a chunk of staging memory."""
 
     view: memoryview
     start: int
     stop: int
-    release: Callable[[], None]
-    chunk: int = 0
+    release: Callable[[], None]  # gives the chunk back to the pool
+    number: int = 0  # of the chunk, where a writer process maps the same memory
 
 
 @dataclass(frozen=True, slots=True)
 class CommitInputs:
-    """What is left to do when the files with items are written.
+    """What is needed, besides the files with items, to commit the checkpoint. Known once everything is staged."""
 
-    Attributes:
-        ending: encodes what makes a checkpoint of them; gives None where that is not for this process to write.
-        times_s: durations so far, in seconds.
-        started: when the save was called, by the clock that all processes of the host share.
-        waits: publish when told to, not before.
-        parting: of several ranks, what their writers need to agree without the trainers, pickled.
-        check: raises an error where the checkpoint is not to be published any more.
-    """
-
-    ending: Callable[[], Awaitable[CommitDocuments | None]]
+    documents: CommitDocuments | None  # None: rank 0 writes them, or there are none
     times_s: Mapping[str, float]
-    started: float
-    waits: bool = False
-    parting: Callable[[], Awaitable[bytes | None]] | None = None
-    check: Callable[[], object] = lambda: None
+    started: float  # when the save was called, by time.perf_counter(), which all processes of a host share
+    waits: bool = False  # a pre_commit hook decides: not to be committed unless asked to
+    recovery: bytes | None = None  # several ranks: the pickled RecoveryRecord of this one
 
 
-class Later(Generic[T]):
-    """A value that comes later, within one event loop."""
+class WriteProgress(Protocol):
+    """Counts the bytes that were written."""
 
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-        self._values: list[T] = []
-
-    def set(self, value: T) -> None:
-        """Give the value to whoever waits for it."""
-        self._values.append(value)
-        self._event.set()
-
-    async def get(self) -> T:
-        """Wait for the value."""
-        await self._event.wait()
-        return self._values[0]
+    def wrote(self, nbytes: int) -> None:
+        """Add bytes that a file has taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,79 +74,77 @@ class WriterThreads:
 
 
 class ChunkWriter(ABC):
-    """The writing of the files of one save.
+    """Writes the files of one save, in this process or in another.
 
-    Attributes:
-        files: size and CRC of each file whose bytes are all sealed.
-        crcs: for each image the CRC-32 of each slot's payload.
-        agrees: it outlives this process, so that those of several ranks can `agree`.
+    The order of calls: `start`; `begin`, from a task beside the staging; `put` for each chunk; `end` for each file;
+    `hand_over` when everything is staged; then `write_documents` and `commit`, or `abandon`.
     """
 
-    files: dict[str, FileFacts]
-    agrees = False
+    files: dict[str, FileFacts]  # size and CRC of each file whose bytes are all sealed
+    outlives_trainer = False  # it goes on when this process dies, and can `agree` with those of other ranks
 
     @property
     @abstractmethod
     def crcs(self) -> Sequence[Sequence[int]]:
-        """See above."""
+        """The CRC-32 of each slot's payload, for each image."""
 
     @abstractmethod
     def start(self, tasks: TaskGroup) -> None:
-        """Begin, and be ready for parts; the tasks end when all files are written."""
+        """Start the tasks that write; they end when all files are written."""
 
     @abstractmethod
-    async def put(self, number: int, part: FilledChunk) -> None:
-        """Take the next part of a file; the parts of each come in order. Waits for no other part."""
+    async def put(self, number: int, chunk: FilledChunk) -> None:
+        """Take the next chunk of a file; those of one file come in order. Waits for no other chunk."""
 
     @abstractmethod
     def end(self, number: int) -> None:
-        """Take note that a file has no more parts, or will not get them."""
+        """Take note that a file has no more chunks, or will not get them."""
 
     @abstractmethod
-    async def hand_over(self, prepared: CommitInputs) -> None:
-        """Be told that all parts have come, and what is left to do then."""
+    async def hand_over(self, inputs: CommitInputs) -> None:
+        """Take what the commit needs: all chunks have come."""
 
     @abstractmethod
-    async def publish(self) -> dict[str, int]:
-        """Complete the checkpoint, and publish it; for who saves alone.
+    async def write_documents(self) -> None:
+        """Write the metadata and the manifest, unless that is a part of `commit`."""
+
+    @abstractmethod
+    async def commit(self) -> dict[str, int]:
+        """Publish the checkpoint of one process under its final name, durably.
 
         Returns:
-            The size in bytes of each file but the manifest.
+            The size in bytes of each file except the manifest.
         """
 
     def revoke(self) -> None:
-        """Let a `publish` that hangs publish nothing any more, if that can be had. Does not block."""
+        """Keep a `commit` that hangs in a thread from publishing anything later. Does not block."""
 
     async def abandon(self) -> None:
-        """See that nobody works at it any more, after a failure. Not to be cancelled."""
+        """Stop after a failure, and return when nobody works at it any more. Not to be cancelled."""
 
     async def agree(self) -> None:
-        """Publish together with the writers of the other ranks, of whose processes some are gone; or remove all.
+        """Commit with the writers of the other ranks, some of whose trainers are dead, or remove everything.
 
         Raises:
             SaveError: it was removed.
         """
         raise SaveError("threads can't go on without the processes of other ranks")
 
-    async def over(self) -> None:
-        """Be told that the checkpoint was published by another rank. Not to be cancelled."""
+    async def close(self) -> None:
+        """End: rank 0 has published the checkpoint. Not to be cancelled."""
 
 
 class FileWriter(ChunkWriter):
-    """Writes them, in this process.
+    """Writes the files in this process.
 
     Args:
         images: the files.
-        heads: what each begins with.
+        heads: the first bytes of each.
         names: what each is called.
-        tools: the threads.
-        begin: gives the transaction to write to.
-        turn: is waited for before the first file is made: that earlier saves are over.
-        report: is called with the bytes that were written, each time.
-        codings: what becomes of the items of each image; None: they are stored as they are.
-
-    Attributes:
-        encoded: for each image what its items have come to, where they are not stored as they are.
+        threads: for computing and for the disk.
+        after: set when the save before is over; no file is created earlier.
+        progress: counts what is written.
+        codings: how the items of each image are encoded; None: they are stored as they are.
     """
 
     def __init__(
@@ -184,42 +152,41 @@ class FileWriter(ChunkWriter):
         images: Sequence[FileImage],
         heads: Sequence[bytes],
         names: Sequence[str],
-        tools: WriterThreads,
-        begin: Callable[[], Awaitable[Transaction]],
-        turn: Callable[[], Awaitable[object]],
-        report: Callable[[int], None],
+        threads: WriterThreads,
+        *,
+        after: anyio.Event | None = None,
+        progress: WriteProgress | None = None,
         codings: Sequence[ImageCoding] | None = None,
     ) -> None:
         self._images = images
         self._names = names
-        self._tools = tools
-        self._begin = begin
-        self._turn = turn
-        self._report = report
-        self._transaction: Later[Transaction] = Later()
-        self._begun: Transaction | None = None
+        self._threads = threads
+        self._after = after
+        self._progress = progress
+        self._transaction: Transaction | None = None
+        self._begun = anyio.Event()
         self._sealers = [Sealer(image, head) for image, head in zip(images, heads, strict=True)]
         self._inputs: list[MemoryObjectSendStream[FilledChunk]] = []
-        self._prepared: CommitInputs | None = None
+        self._commit_inputs: CommitInputs | None = None
         self._finished = 0
+        self._sizes: dict[str, int] = {}
         self._encoders = None if codings is None else [ImageEncoder(coding) for coding in codings]
         self.files: dict[str, FileFacts] = {}
 
     @property
-    def encoded(self) -> list[list[EncodedItem]] | None:
-        """See above."""
+    def _encoded(self) -> list[list[EncodedItem]] | None:
         return None if self._encoders is None else [encoder.encoded for encoder in self._encoders]
 
     @property
     def crcs(self) -> list[list[int]]:
-        """For each image the CRC-32 of each slot's payload."""
+        """The CRC-32 of each slot's payload, for each image."""
         return [sealer.crcs for sealer in self._sealers]
 
     def start(self, tasks: TaskGroup) -> None:
-        """Begin, and be ready for parts; the tasks end when all files are written."""
-        tasks.start_soon(self._open)
-        # So many files at a time, in order: the first of them can always go on, whatever chunks the others hold.
-        turn = anyio.Semaphore(self._tools.io_workers.count)
+        """Start the tasks that write; they end when all files are written."""
+        # The first io_workers files are written at once, in order: the first of them can always go on, whatever chunks
+        # the others hold.
+        turn = anyio.Semaphore(self._threads.io_workers.count)
         for number, (image, sealer, name) in enumerate(zip(self._images, self._sealers, self._names, strict=True)):
             filled_in, filled_out = anyio.create_memory_object_stream[FilledChunk](math.inf)
             sealed_in, sealed_out = anyio.create_memory_object_stream[FilledChunk](1)
@@ -230,45 +197,55 @@ class FileWriter(ChunkWriter):
                 tasks.start_soon(self._encode, image, sealer, self._encoders[number], filled_out, sealed_in)
             tasks.start_soon(self._write, image, name, sealed_out, turn)
 
-    async def put(self, number: int, part: FilledChunk) -> None:
-        """Take the next part of a file."""
-        self.take(number, part)
+    def begin(self, transaction: Transaction) -> None:
+        """Take the transaction to write to; chunks may have come before."""
+        self._transaction = transaction
+        self._begun.set()
 
-    def take(self, number: int, part: FilledChunk) -> None:
-        """Take the next part of a file, without waiting."""
+    async def put(self, number: int, chunk: FilledChunk) -> None:
+        """Take the next chunk of a file."""
+        self.put_nowait(number, chunk)
+
+    def put_nowait(self, number: int, chunk: FilledChunk) -> None:
+        """Take the next chunk of a file, without waiting."""
         with contextlib.suppress(anyio.BrokenResourceError):  # its writer has failed, which ends the save
-            self._inputs[number].send_nowait(part)
+            self._inputs[number].send_nowait(chunk)
 
     def end(self, number: int) -> None:
-        """Take note that a file has no more parts, or will not get them."""
+        """Take note that a file has no more chunks, or will not get them."""
         self._inputs[number].close()
 
-    async def hand_over(self, prepared: CommitInputs) -> None:
-        """Keep what is left to do."""
-        self._prepared = prepared
+    async def hand_over(self, inputs: CommitInputs) -> None:
+        """Keep what the commit needs."""
+        self._commit_inputs = inputs
 
-    async def publish(self) -> dict[str, int]:
-        """Write what makes it a checkpoint, and publish it."""
-        prepared = self._prepared
-        if prepared is None:
-            raise RuntimeError("a save can't be published before it is staged")
+    async def write_documents(self) -> None:
+        """Write the metadata and the manifest."""
+        inputs, transaction = self._commit_inputs, self._transaction
+        if inputs is None or transaction is None:
+            raise RuntimeError("a save can't be committed before it is staged")
         if self._finished != len(self._images):
             raise SaveError(f"{self._finished} of {len(self._images)} files were written; nothing is published")
-        io, transaction = self._tools.io_workers, await self._transaction.get()
-        ending = await prepared.ending()
-        times_s = {**prepared.times_s, "data_written": time.perf_counter() - prepared.started}
-        return await commit_checkpoint(
-            transaction, ending, self.files, self.crcs, times_s, io, self.encoded, prepared.check
-        )
+        self._sizes = {name: facts.nbytes for name, facts in self.files.items()}
+        if inputs.documents is not None:
+            times_s = {**inputs.times_s, "data_written": time.perf_counter() - inputs.started}
+            documents = await self._threads.io_workers.run(
+                inputs.documents.encode, self.files, self.crcs, times_s, self._encoded
+            )
+            await write_documents(transaction, documents)
+            self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
+
+    async def commit(self) -> dict[str, int]:
+        """Commit the transaction."""
+        if self._transaction is None:
+            raise RuntimeError("a save can't be committed before it has begun")
+        await self._transaction.commit()
+        return self._sizes
 
     def revoke(self) -> None:
         """Revoke the transaction."""
-        if self._begun is not None:
-            self._begun.revoke()
-
-    async def _open(self) -> None:
-        self._begun = await self._begin()
-        self._transaction.set(self._begun)
+        if self._transaction is not None:
+            self._transaction.revoke()
 
     async def _seal(
         self,
@@ -277,14 +254,14 @@ class FileWriter(ChunkWriter):
         receive: MemoryObjectReceiveStream[FilledChunk],
         send: MemoryObjectSendStream[FilledChunk],
     ) -> None:
-        """Complete the parts of one file, one ahead of the writing."""
+        """Complete the chunks of one file with what stands around payloads, one ahead of the writing."""
         with receive, send:
-            async for part in receive:
-                await self._tools.seal_workers.run(sealer.seal, part.view, part.start, part.stop)
-                if part.stop == image.nbytes:
+            async for chunk in receive:
+                await self._threads.seal_workers.run(sealer.seal, chunk.view, chunk.start, chunk.stop)
+                if chunk.stop == image.nbytes:
                     self.files[image.name] = FileFacts(image.nbytes, sealer.file_crc)
                 with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
-                    await send.send(part)
+                    await send.send(chunk)
 
     async def _encode(
         self,
@@ -294,40 +271,50 @@ class FileWriter(ChunkWriter):
         receive: MemoryObjectReceiveStream[FilledChunk],
         send: MemoryObjectSendStream[FilledChunk],
     ) -> None:
-        """Complete the parts of one file, and pass on what their items come to."""
+        """Complete the chunks of one file, encode its items, and pass the result on."""
 
         async def pass_on(view: memoryview, start: int, stop: int, release: Callable[[], None]) -> None:
             with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
                 await send.send(FilledChunk(view, start, stop, release))
 
-        run, output = self._tools.seal_workers.run, EncodedOutput(encoder, pass_on)
+        run, output = self._threads.seal_workers.run, EncodedOutput(encoder, pass_on)
         with receive, send:
-            async for part in receive:
-                await run(sealer.seal, part.view, part.start, part.stop)
-                encoder.take(part.view, part.start, part.stop)
+            async for chunk in receive:
+                await run(sealer.seal, chunk.view, chunk.start, chunk.stop)
+                encoder.take(chunk.view, chunk.start, chunk.stop)
                 while await run(output.fill, await output.buffer()):
                     await output.pass_on()
-                part.release()
-                self._report(part.stop - part.start)
-                if part.stop == image.nbytes:
+                chunk.release()
+                self._count(chunk.stop - chunk.start)
+                if chunk.stop == image.nbytes:
                     await output.pass_on()
                     self.files[image.name] = FileFacts(encoder.nbytes, encoder.crc)
 
     async def _write(
         self, image: FileImage, name: str, receive: MemoryObjectReceiveStream[FilledChunk], turn: anyio.Semaphore
     ) -> None:
-        """Write the parts of one file as they come."""
+        """Write the chunks of one file as they come."""
+        is_encoded = self._encoders is not None
         with receive:
             async with turn:
-                await self._turn()
-                is_encoded = self._encoders is not None
-                sink = await (await self._transaction.get()).create(name, None if is_encoded else image.nbytes)
-                async for part in receive:
-                    length = part.stop - part.start if is_encoded else align_up(part.stop - part.start, BLOCK_BYTES)
+                if self._after is not None:
+                    await self._after.wait()
+                await self._begun.wait()
+                if self._transaction is None:
+                    raise RuntimeError("a save has begun without a transaction")
+                sink = await self._transaction.create(name, None if is_encoded else image.nbytes)
+                async for chunk in receive:
+                    length = chunk.stop - chunk.start
+                    if not is_encoded:
+                        length = align_up(length, BLOCK_BYTES)
                     if length:
-                        await sink.write(part.view[:length])
-                    part.release()
-                    if not is_encoded:  # which is counted as it is encoded
-                        self._report(part.stop - part.start)
+                        await sink.write(chunk.view[:length])
+                    chunk.release()
+                    if not is_encoded:  # encoded items are counted by what they were made from
+                        self._count(chunk.stop - chunk.start)
                 await sink.finish()
                 self._finished += 1
+
+    def _count(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress.wrote(nbytes)

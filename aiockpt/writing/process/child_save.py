@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.layout import FileImage
     from aiockpt.storage.base import SharedStorage, SharedTransaction
-    from aiockpt.writing.commit import CommitDocuments
     from aiockpt.writing.file_writer import WriterThreads
     from aiockpt.writing.process.messages import Begin, Message
 
@@ -101,7 +100,7 @@ class ChildSave:
             self._write(self._writer, message.image, chunk)
 
     def _write(self, writer: FileWriter, number: int, chunk: FilledChunk) -> None:
-        writer.take(number, chunk)
+        writer.put_nowait(number, chunk)
         if chunk.stop == self._images[number].nbytes:
             writer.end(number)
 
@@ -133,13 +132,12 @@ class ChildSave:
             begin.heads,
             begin.names,
             self._shared.threads,
-            self._open,
-            self._wait_for_previous,
-            lambda _: None,
-            None if begin.codings is None else pickle.loads(begin.codings),
+            after=None if self._previous is None else self._previous._done,
+            codings=None if begin.codings is None else pickle.loads(begin.codings),
         )
         async with anyio.create_task_group() as tasks:
             writer.start(tasks)
+            tasks.start_soon(self._open, writer)
             self._writer = writer
             for number, chunk in self._early_chunks:
                 self._write(writer, number, chunk)
@@ -152,7 +150,7 @@ class ChildSave:
         else:
             await self._publish(writer, self._staged)
 
-    async def _open(self) -> SharedTransaction:
+    async def _open(self, writer: FileWriter) -> None:
         begin, storage = self._begin, self._storage
         if storage is None:
             raise RuntimeError("a transaction is opened before its storage is known")
@@ -164,19 +162,16 @@ class ChildSave:
                 begin.path, overwrite=begin.overwrite, workers=workers, ticket=begin.ticket
             )
             self._shared.post(messages.Began(self.number, self._transaction.identity))
-        return self._transaction
+        writer.begin(self._transaction)
 
     async def _publish(self, writer: FileWriter, staged: messages.Staged) -> None:
         """Publish the transaction that this process has begun."""
         self._shared.post(messages.FilesWritten(self.number, writer.files, ()))
         await self._may_publish.wait()
-
-        async def documents() -> CommitDocuments | None:
-            return staged.documents
-
-        await writer.hand_over(CommitInputs(documents, staged.times_s, self._begin.started))
+        await writer.hand_over(CommitInputs(staged.documents, staged.times_s, self._begin.started))
         with anyio.CancelScope(shield=True):  # from here on it is completed or undone, never half
-            sizes = await writer.publish()
+            await writer.write_documents()
+            sizes = await writer.commit()
             self._transaction = None
             self._shared.post(messages.Published(self.number, sizes))
 

@@ -10,12 +10,12 @@ import anyio
 
 from aiockpt.errors import AiockptError, SaveError, WriteError
 from aiockpt.storage.base import shared_storage
-from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk, Later
+from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.error_transport import load_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Callable, Sequence
 
     from anyio.abc import TaskGroup
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.encoding import ImageCoding
     from aiockpt.planning.planner import Layout
     from aiockpt.storage.base import Identity, Status, Storage
+    from aiockpt.writing.file_writer import WriteProgress
     from aiockpt.writing.process.messages import Message
     from aiockpt.writing.process.supervisor import WriterConnection, WriterHost
 
@@ -39,7 +40,6 @@ class WriteOrder:
     layout: Layout = field(repr=False)
     heads: Sequence[bytes] = field(repr=False)  # the first bytes of each file
     started: float  # when the save was called
-    ticket: Callable[[], Awaitable[str | None]]  # of the transaction to join; None: the process begins one
     codings: Sequence[ImageCoding] | None = field(repr=False, default=None)  # None: items are stored unchanged
     again: bool = False  # a retry: later saves have begun already
 
@@ -47,16 +47,18 @@ class WriteOrder:
 class RemoteWriter(ChunkWriter):
     """Has the files of one save written by a writer process."""
 
-    agrees = True
+    outlives_trainer = True
 
-    def __init__(self, host: WriterHost, order: WriteOrder, report: Callable[[int], None], workers: Workers) -> None:
+    def __init__(self, host: WriterHost, order: WriteOrder, progress: WriteProgress, workers: Workers) -> None:
         self._host = host
         self._order = order
-        self._report = report  # called with the number of bytes written, each time
+        self._progress = progress
         self._workers = workers  # for cleaning up
         self._number = host.new_save_number()
-        self._connection: Later[WriterConnection] = Later()
-        self._registered: WriterConnection | None = None
+        self._may_begin = anyio.Event()
+        self._joined: str | None = None
+        self._begun = anyio.Event()
+        self._connection: WriterConnection | None = None
         self._release_chunk: dict[int, Callable[[], None]] = {}
         self._changed = anyio.Event()
         self._written: messages.FilesWritten | None = None
@@ -80,7 +82,7 @@ class RemoteWriter(ChunkWriter):
         match message:
             case messages.ChunkWritten():
                 self._release_chunk.pop(message.chunk)()
-                self._report(message.nbytes)
+                self._progress.wrote(message.nbytes)
                 return
             case messages.Began():
                 self._identity = message.identity
@@ -105,8 +107,8 @@ class RemoteWriter(ChunkWriter):
 
     def _end(self) -> None:
         self._ended = True
-        if self._registered is not None:
-            self._registered.unregister(self._number)
+        if self._connection is not None:
+            self._connection.unregister(self._number)
 
     # --- calls of the save -------------------------------------------------------------------------
 
@@ -123,14 +125,19 @@ class RemoteWriter(ChunkWriter):
                 await self.abandon()
             raise
 
+    def begin(self, joined: str | None) -> None:
+        """Let the save begin in the process: join a transaction of rank 0 by its ticket, or begin one if it is None."""
+        self._joined = joined
+        self._may_begin.set()
+
     async def _begin(self) -> None:
-        order = self._order
-        joined = await order.ticket()
+        await self._may_begin.wait()
+        order, joined = self._order, self._joined
         self._ticket = shared_storage(order.storage).new_ticket(order.path) if joined is None else None
         connection = await self._host.connect()
         layout, images = await self._host.images_for(connection, order.layout)
         connection.register(self._number, self)
-        self._registered = connection
+        self._connection = connection
         await connection.send(
             messages.Begin(
                 save=self._number,
@@ -148,7 +155,14 @@ class RemoteWriter(ChunkWriter):
                 again=order.again,
             )
         )
-        self._connection.set(connection)
+        self._begun.set()
+
+    async def _connected(self) -> WriterConnection:
+        """Wait until the save has begun in the process."""
+        await self._begun.wait()
+        if self._connection is None:
+            raise RuntimeError("a save has begun without a process")
+        return self._connection
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds; raise if the save ends before."""
@@ -163,27 +177,29 @@ class RemoteWriter(ChunkWriter):
         await self._changed.wait()
         self._changed = anyio.Event()
 
-    async def put(self, number: int, part: FilledChunk) -> None:
+    async def put(self, number: int, chunk: FilledChunk) -> None:
         """Send a filled chunk."""
-        connection = await self._connection.get()
-        self._release_chunk[part.chunk] = part.release
-        connection.post(messages.ChunkFilled(self._number, number, part.start, part.stop, part.chunk))
+        connection = await self._connected()
+        self._release_chunk[chunk.number] = chunk.release
+        connection.post(messages.ChunkFilled(self._number, number, chunk.start, chunk.stop, chunk.number))
 
     def end(self, number: int) -> None:
         """Do nothing: the process knows the sizes of the files."""
 
-    async def hand_over(self, prepared: CommitInputs) -> None:
+    async def hand_over(self, inputs: CommitInputs) -> None:
         """Send what the process needs to complete the checkpoint if the trainer dies."""
-        connection = await self._connection.get()
-        documents = await prepared.ending()
-        recovery = None if prepared.parting is None else await prepared.parting()
-        await connection.send(messages.Staged(self._number, documents, prepared.times_s, prepared.waits, recovery))
+        connection = await self._connected()
+        staged = (inputs.documents, inputs.times_s, inputs.waits, inputs.recovery)
+        await connection.send(messages.Staged(self._number, *staged))
         if self._error is not None:  # the process has died, and with it what was staged
             raise self._error
 
-    async def publish(self) -> dict[str, int]:
-        """Have the process complete and publish the checkpoint."""
-        connection = await self._connection.get()
+    async def write_documents(self) -> None:
+        """Do nothing: the process writes them when it is asked to commit."""
+
+    async def commit(self) -> dict[str, int]:
+        """Have the process write the documents and publish the checkpoint."""
+        connection = await self._connected()
         await connection.send(messages.Publish(self._number))
         try:
             await self._wait_until(lambda: self._sizes is not None)
@@ -195,8 +211,8 @@ class RemoteWriter(ChunkWriter):
 
     async def abandon(self) -> None:
         """Cancel the save in the process, and wait until nothing of it is left."""
-        if self._registered is not None and not self._ended:
-            await self._registered.send(messages.Cancel(self._number))
+        if self._connection is not None and not self._ended:
+            await self._connection.send(messages.Cancel(self._number))
             while not self._ended:
                 await self._wait_for_change()
         await self._clean_up()
@@ -221,12 +237,12 @@ class RemoteWriter(ChunkWriter):
 
     async def agree(self) -> None:
         """Have the writer processes of all ranks commit without the trainers."""
-        connection = await self._connection.get()
+        connection = await self._connected()
         await connection.send(messages.CommitAsOrphan(self._number))
         await self._wait_until(lambda: self._sizes is not None)
 
-    async def over(self) -> None:
+    async def close(self) -> None:
         """Notify the process that rank 0 has published."""
-        if self._registered is not None and not self._ended:
-            await self._registered.send(messages.Finish(self._number))
+        if self._connection is not None and not self._ended:
+            await self._connection.send(messages.Finish(self._number))
             self._end()

@@ -1,0 +1,60 @@
+"""The order of saves: each phase of a save waits until the save before it is past the same phase."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import anyio
+
+Phase = Literal["planned", "staged", "over", "reported"]
+
+
+class Turn:
+    """The turn of one save, for the engine's loop.
+
+    ==============  ===================================================================================
+    past a phase    what the next save may do then
+    ==============  ===================================================================================
+    ``planned``     meet the other ranks to plan: all ranks plan in the same order
+    ``staged``      copy its tensors
+    ``over``        create files, run its pre_commit hook and commit: commits keep the order of the calls
+    ``reported``    count its save_timeout: the callers know how this one has ended
+    ==============  ===================================================================================
+    """
+
+    def __init__(self, before: Turn | None) -> None:
+        self._before = before
+        self._past: dict[Phase, anyio.Event] = {
+            "planned": anyio.Event(),
+            "staged": anyio.Event(),
+            "over": anyio.Event(),
+            "reported": anyio.Event(),
+        }
+
+    async def wait_for(self, phase: Phase) -> None:
+        """Wait until the save before is past a phase."""
+        if self._before is not None:
+            await self._before._past[phase].wait()
+
+    @property
+    def before_is_over(self) -> anyio.Event | None:
+        """Set when the save before is over; None if there is none."""
+        return None if self._before is None else self._before._past["over"]
+
+    def pass_phase(self, phase: Phase) -> None:
+        """Let the next save into a phase."""
+        self._past[phase].set()
+
+    def finish(self) -> None:
+        """Let the next save into every phase, at once."""
+        for event in self._past.values():
+            event.set()
+        self._before = None  # else all saves of a run would hang together
+
+    async def finish_in_order(self) -> None:
+        """Let the next save into each phase, but not past the saves before. Not to be cancelled."""
+        phases: tuple[Phase, ...] = ("planned", "staged", "over")
+        for phase in phases:
+            await self.wait_for(phase)
+            self.pass_phase(phase)
+        self.finish()
