@@ -16,7 +16,7 @@ from aiockpt.format.transforms.rules import choose_compression
 from aiockpt.options import Validation, check_choice
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
-from aiockpt.planning.formats import choose_form, format_for
+from aiockpt.saving.formats import choose_form, format_for
 from aiockpt.saving.job import SaveJob, SaveSpec
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import shared_storage
