@@ -13,8 +13,7 @@ from aiockpt.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 _LEAST_COMPARISONS = 1 << 24
 _COMPARISONS_PER_CHUNK = 8192
 
@@ -35,7 +34,7 @@ def overlapping(chunks: Sequence[Box], *, bounded: bool = False) -> list[tuple[i
         if 0 not in chunk[1] and (one := first.setdefault(chunk, number)) != number:
             found.append((number, one))
     dims = len(next(iter(first))[0]) if first else 0
-    # What has another number of dimensions is refused elsewhere.
+    # Chunks with another number of dimensions are refused elsewhere.
     numbers = [number for (offsets, sizes), number in first.items() if len(offsets) == len(sizes) == dims]
     numbers = [number for number in numbers if 0 not in chunks[number][1]]
     if dims and len(numbers) > 1:
@@ -55,21 +54,21 @@ def _swept(chunks: Sequence[Box], numbers: Sequence[int], *, bounded: bool) -> l
     comparisons = (int(reach.sum()) - len(chunks) * (len(chunks) + 1) // 2) * len(begins)
     if bounded and comparisons > _LEAST_COMPARISONS + _COMPARISONS_PER_CHUNK * len(chunks):
         raise CorruptCheckpointError(
-            f"its {len(chunks)} chunks lie beside each other in so many ways that it would take too long to find out "
-            "whether they overlap; its metadata is damaged, or was made to harm"
+            f"its {len(chunks)} chunks are neighbours in so many dimensions that comparing them would take too long; "
+            "its metadata is damaged, or hostile"
         )
     others = [(begins[dim][order], ends[dim][order]) for dim in range(len(begins)) if dim != along]
-    told = np.zeros(len(chunks), bool)
+    reported = np.zeros(len(chunks), bool)
     found: list[tuple[int, int]] = []
     for at in np.flatnonzero(reach > np.arange(1, len(chunks) + 1)).tolist():
         beside = slice(at + 1, int(reach[at]))
-        meet = ~told[beside]
+        meet = ~reported[beside]
         for begin, end in others:
             meet &= (begin[beside] < end[at]) & (end[beside] > begin[at])
         for other in (np.flatnonzero(meet) + beside.start).tolist():
             one, two = sorted((numbers[order[at]], numbers[order[other]]))
             found.append((two, one))
-            told[other] = True
+            reported[other] = True
     return found
 
 

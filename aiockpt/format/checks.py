@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
     from aiockpt.format.index import Index, ItemRange, ObjPath, TensorItem
 
-MAX_DIMS = 64
-"""The most dimensions that torch gives a tensor."""
+MAX_DIMS = 64  # the most dimensions that torch gives a tensor
 _LIMIT = 2**63
 _CORNERS_PER_CHUNK = 64
 _LEAST_CORNERS = 1 << 18
@@ -77,7 +76,7 @@ def _claim(
     if size is None:
         if place.file.startswith("/") or ".." in place.file.split("/"):
             raise UnsafeCheckpointError(
-                f"{path}: {name} is said to be in {place.file}, outside the checkpoint; it was not read"
+                f"{path}: {name} refers to {place.file}, outside the checkpoint; it was not read"
             )
         raise CorruptCheckpointError(f"{path} lacks the file {place.file}, which holds {name}; use an older checkpoint")
     end = place.offset + place.length
@@ -150,7 +149,7 @@ def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:
             continue
         if one == other or not isinstance(first, TensorEntry) or first != second:
             raise CorruptCheckpointError(
-                f"{path}/{file}: {one} and {other} are said to be the same bytes at offset {begins[at]}, but are "
+                f"{path}/{file}: {one} and {other} share the same bytes at offset {begins[at]}, but are "
                 "not the same tensor; the metadata is damaged"
             )
         tied.add((id(first), id(second)))
@@ -164,7 +163,7 @@ def check_paths(paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, 
     """
     lengths: dict[str, int] = {}
     nodes: dict[str, int] = {}
-    # Paths that know that they lead through no list say so.
+    # Columnar paths report at once that they lead through no list.
     leaves = paths.values() if getattr(paths, "has_positions", True) else ()
     for steps in chain(leaves, [record["path"] for record in containers]):
         if int not in map(type, steps):

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
     from aiockpt.format.manifest.manifest import JsonValue
 
+# Default factories that are kept, by name.
 FACTORIES: dict[str, type] = {
     kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool, deque, OrderedDict, Counter)
 }
-"""What a defaultdict may make its values with, by name."""
 _PLAIN = frozenset({str, int, float, bool, type(None)})
-MOST_BITS = 4096
-"""Of a number that is a key: Python makes no text of much longer ones."""
+MOST_BITS = 4096  # of an integer key: Python converts no much longer ones to text
 _DEEPEST = 16
 _MOST_ALIKE = 64
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -22,7 +22,7 @@ class ItemRange(NamedTuple):
     file: str  # a path relative to the checkpoint
     offset: int  # in the file, in bytes
     length: int  # in bytes
-    transforms: tuple[str, ...] = ()  # descriptors of what was applied before storing, the last first
+    transforms: tuple[str, ...] = ()  # descriptors of the applied transforms, the last first
 
 
 class TensorItem(NamedTuple):
@@ -87,5 +87,5 @@ class Index:
     containers: Sequence[Mapping[str, Any]] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the user's own
     format: Format = "dcp"
-    wrapped: str | None = None  # the key that stands for the whole of what was saved, which was no dict
+    wrapped: str | None = None  # the only key, if what was saved was no dict
     is_transformed: bool = False  # some items have `ItemRange.transforms`, and can't be read as they are stored

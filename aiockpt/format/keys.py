@@ -20,26 +20,20 @@ if TYPE_CHECKING:
 
 _MAGIC = re.compile(r"[*?\[]")
 
+# Wrappers that nest a model under a key of their own.
 _WRAPPERS = {
     "module": "DistributedDataParallel",
     "_orig_mod": "torch.compile",
     "_checkpoint_wrapped_module": "checkpoint_wrapper",
     "_fsdp_wrapped_module": "FullyShardedDataParallel",
 }
-"""What keeps a model under a name of its own."""
 
-_HINTED = 10
-"""So many missing keys are looked at one by one."""
-_BESIDE = 30
-"""So many names on each side of one are."""
-_DEPTH = 16
-"""So many levels of containers are."""
-_COMPARED = 1000
-"""A change of all keys is tried with so many missing ones."""
-_LETTERS = 500
-"""Longer names are left out."""
-_ALIKE = 0.7
-"""The least ratio of `difflib` for a name that looks like another."""
+_HINTED = 10  # missing keys compared one by one
+_BESIDE = 30  # neighbouring names compared on each side of a key
+_DEPTH = 16  # levels of containers compared
+_COMPARED = 1000  # missing keys that a change of all keys is tried with
+_LETTERS = 500  # longer names are not compared
+_ALIKE = 0.7  # least ratio of `difflib` for similar names
 
 
 def check_patterns(keys: object) -> tuple[str, ...] | None:
@@ -194,8 +188,8 @@ def containers_within(
 ) -> list[dict[str, object]]:
     """Return the container records that remain meaningful if only the ``kept`` leaves are."""
     before = [0]
-    around: set[tuple[object, ...]] = set()  # containers of what is kept
-    cut: set[tuple[object, ...]] = set()  # containers of what is left out
+    around: set[tuple[object, ...]] = set()  # containers with kept leaves
+    cut: set[tuple[object, ...]] = set()  # containers with dropped leaves
     for name, path in zip(names, paths, strict=True):
         before.append(before[-1] + (name in kept))
         (around if name in kept else cut).update(path[:depth] for depth in range(len(path)))
@@ -205,7 +199,7 @@ def containers_within(
     for record in containers:
         path = tuple(record["path"])  # type: ignore[arg-type]
         at = min(int(record["at"]), len(names))  # type: ignore[call-overload]
-        # An empty one has no leaves to be known by: it belongs to what is kept as a whole around it.
+        # An empty container has no leaves: it is kept if a container around it is kept as a whole.
         if record["type"] == ARRAY_RECORD:
             if path in arrays:
                 found.append({**record, "at": before[at]})

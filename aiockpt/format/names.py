@@ -1,18 +1,11 @@
 """File names of the checkpoint formats."""
 
-DCP_MODULE = "torch.distributed.checkpoint.metadata"
-"""Where torch defines what `.metadata` holds."""
-DCP_VERSION = "1.0.0"
-"""The version of DCP's format."""
-METADATA_NAME = ".metadata"
-"""The index of DCP's format; the last file to be written."""
-MANIFEST_NAME = ".aiockpt.json"
-"""What DCP's index has no room for."""
-SUFFIX = ".safetensors"
-"""Of every file in that format."""
-INDEX_NAME = "model.safetensors.index.json"
-"""The index of a set of such files."""
-HIDDEN = ".aiockpt-"
-"""The prefix of temporary directories and their sidecar files; see `aiockpt.storage.local.temp_names`."""
+DCP_MODULE = "torch.distributed.checkpoint.metadata"  # where torch defines the classes in `.metadata`
+DCP_VERSION = "1.0.0"  # the version of DCP's format
+METADATA_NAME = ".metadata"  # the index of DCP's format; the last file to be written
+MANIFEST_NAME = ".aiockpt.json"  # the manifest: everything that DCP's index has no room for
+SUFFIX = ".safetensors"  # of safetensors files
+INDEX_NAME = "model.safetensors.index.json"  # of a set of safetensors files
+HIDDEN = ".aiockpt-"  # prefix of temporary directories and their sidecar files; see `aiockpt.storage.local.temp_names`
+# A single-file checkpoint in its temporary directory; without its name and suffix it is not mistaken for complete.
 SINGLE_NAME = "single"
-"""A checkpoint that is one file, while it is in a hidden directory: nobody finds it without its name and suffix."""

@@ -44,7 +44,7 @@ def prefix_of(rank: int) -> str:
 
 @dataclass
 class DcpLayout(Layout):
-    """The layout of a checkpoint in DCP's format, or of one rank's share; the first file begins with the objects."""
+    """The layout of a checkpoint in DCP's format, or of one rank's files; the first file begins with the objects."""
 
     objects: Mapping[int, int]  # for each leaf that is written as an object, the number of its file
 
@@ -83,7 +83,7 @@ class DcpLayout(Layout):
         """Head of the manifest's index, the same for every save."""
         summary = self.summary
         forms: list[ItemForm] = []
-        numbers: dict[int, int] = {}  # by the identity of the framing, of which there is one for each form
+        numbers: dict[int, int] = {}  # by identity: equal forms share one framing
         places = ItemRanges(*([filler] * len(summary.specs) for filler in (-1, 0, 0)))
         form_of, file_of, offset_of = places
         for file, image in enumerate(self.images):
@@ -143,7 +143,7 @@ class DcpFormat(FileFormat):
         return describe(tensor)
 
     def lay_out(self, summary: StateSummary, snapshot: Snapshot, written: RankLeaves | None = None) -> DcpPlan:
-        """Distribute the tensors of a share (None: all) over a few files of about one size."""
+        """Distribute the tensors that this rank writes (None: all) over a few files of about one size."""
         if written is None:
             written = RankLeaves(prefix_of(0), [leaf for leaf in range(len(summary.specs)) if leaf not in summary.tied])
             alone = True
@@ -161,7 +161,7 @@ class DcpFormat(FileFormat):
         for hint, group in groups.items():
             objects_here = object_bytes if not hint else 0
             if not group and not objects_here and (hint or not alone or len(groups) > 1):
-                continue  # who has nothing to write makes no file
+                continue  # a rank with nothing to write makes no file
             framings = [(leaf, framing_of(summary.structure.names[leaf], summary.specs[leaf])) for leaf in group]
             sizes = [framing.length for _, framing in framings]
             buckets = assign_buckets(sizes, bucket_count(sum(sizes) + objects_here, self._max_buckets))
@@ -219,7 +219,7 @@ def framing_of(name: str, spec: TensorSpec | None) -> Framing:
         return tensor_framing(spec.dtype, tuple(spec.shape), spec.saved_stride)
     except Warning:  # an error only because the program makes errors of warnings
         raise
-    except Exception as exc:  # whatever torch.save raises for what it can't store
+    except Exception as exc:  # torch.save raises many types for what it can't store
         if is_shortage(exc):
             raise SaveError(f"{name} can't be saved now, for lack of memory or descriptors: {exc}") from exc
         raise SaveError(f"{name} has the dtype {spec.dtype}, which torch.save can't store: {exc}") from exc

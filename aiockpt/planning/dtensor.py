@@ -1,6 +1,6 @@
-"""Distributed tensors: which part of which whole a rank has.
+"""Distributed tensors: the parts of a whole tensor that a rank has.
 
-The placements of a DTensor are followed from the first mesh dimension to the last: ``Shard`` cuts a dimension as
+DTensor placements are applied from the first mesh dimension to the last: ``Shard`` cuts a dimension as
 `torch.chunk` does; ``_StridedShard``, which FSDP2 uses over tensor parallelism, cuts each of ``split_factor`` pieces
 so and takes one part of every piece. The parts of a ShardedTensor are in its own metadata. A tensor that implements
 DCP's protocol (``torch/distributed/_checkpointable.py``) is asked for them; one that has the attributes of a
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 _PROTOCOL = "__create_write_items__"
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-_FLAT = "_is_flat_param"
-"""What a parameter has into which FSDP1 has put several, and of which each rank has a piece."""
+_FLAT = "_is_flat_param"  # mark of an FSDP1 parameter: several flattened into one, of which each rank has a piece
 _MARKS = ("global_shape", "global_offsets", _FLAT)
 _KINDS: dict[type, str | None] = {}
-_Run = tuple[int, int]
-"""Neighbouring positions along a dimension: the first, and how many."""
+_Run = tuple[int, int]  # adjacent positions along a dimension: the first, and how many
 
 
 class LocalPart(NamedTuple):
@@ -115,7 +113,7 @@ def local_parts(name: str, value: Any) -> list[LocalPart]:
     else:
         raise ShardingError(
             f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which stands for a part of a tensor "
-            "in a way that is not known here; put a DTensor, or the whole tensor, in its place"
+            "in an unknown way; put a DTensor, or the whole tensor, in its place"
         )
     return [LocalPart(tensor, Shard(shape, offsets)) for tensor, offsets in parts if tensor.numel() or not all(shape)]
 
@@ -152,17 +150,17 @@ def _is_described(value: torch.Tensor) -> bool:
     return any(hasattr(value, mark) for mark in _MARKS)
 
 
-# --- tensors that say which parts they are ----------------------------------------------------------
+# --- tensors that describe their parts --------------------------------------------------------------
 
+# Shape of the whole; for each part its values and offsets.
 _Parts = tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]
-"""The shape of a whole, and of each part its values and where it begins."""
 
 
 def _described_parts(name: str, value: Any) -> _Parts:
     """Return the parts that a CheckpointableTensor's attributes describe, as views."""
     try:
         if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise TypeError("its class does not hold its values as they are")
+            raise TypeError("its class does not store its values directly")
         shape = _sizes(value.global_shape)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             local = value.detach().as_subclass(torch.Tensor)
@@ -204,8 +202,8 @@ def _asked_parts(name: str, value: Any) -> _Parts:
         shape, chunk = tuple(item.tensor_data.size), item.tensor_data.chunk
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != tuple(chunk.sizes):
             raise ShardingError(
-                f"{name} is a {type(value).__name__} that says that its part at {tuple(chunk.offsets)} has the sizes "
-                f"{tuple(chunk.sizes)}, and gives a {type(tensor).__name__} of {tuple(getattr(tensor, 'shape', ()))}"
+                f"{name} is a {type(value).__name__} whose part at {tuple(chunk.offsets)} should have the sizes "
+                f"{tuple(chunk.sizes)}, but is a {type(tensor).__name__} of {tuple(getattr(tensor, 'shape', ()))}"
             )
         parts.append((tensor.detach(), tuple(chunk.offsets)))
     return shape, parts
@@ -217,7 +215,7 @@ def _write_items(name: str, value: Any) -> list[Any]:
     except Warning:  # an error only because the program makes errors of warnings
         raise
     except Exception as exc:  # whatever its class does
-        raise ShardingError(f"{name} is a {type(value).__name__} that can't say which parts it has: {exc}") from exc
+        raise ShardingError(f"{name} is a {type(value).__name__} that can't list its parts: {exc}") from exc
     if any(item.tensor_data is None for item in items):
         raise ShardingError(f"{name} is a {type(value).__name__} that stores bytes, not a tensor; put the bytes there")
     return items
@@ -258,9 +256,9 @@ def _dtensor_parts(name: str, value: Any) -> list[LocalPart]:
     pieces = _pieces(shape, cuts, tuple(local.shape))
     if pieces is None:
         raise ShardingError(
-            f"{name} is a DTensor of {shape} whose local part is {tuple(local.shape)}, which is not what its "
-            f"placements {value.placements} on a mesh of {tuple(value.device_mesh.shape)} give; it can't be told "
-            "which part of the tensor that is"
+            f"{name} is a DTensor of {shape} whose local part is {tuple(local.shape)}, which does not match its "
+            f"placements {value.placements} on a mesh of {tuple(value.device_mesh.shape)}; so its position in the "
+            "tensor is unknown"
         )
     return [LocalPart(local if region is None else local[region], Shard(shape, offsets)) for region, offsets in pieces]
 
@@ -282,7 +280,7 @@ def _cuts(name: str, value: Any) -> tuple[_Cut, ...] | None:
             )
         if kind not in ("Shard", "_StridedShard"):
             raise ShardingError(
-                f"{name} is a DTensor with the placement {placement}, which is not known here; call redistribute() "
+                f"{name} is a DTensor with the placement {placement}, which is unknown; call redistribute() "
                 "with Shard or Replicate placements first"
             )
         if place is not None:
@@ -296,7 +294,7 @@ def _pieces(shape: tuple[int, ...], cuts: tuple[_Cut, ...], local: tuple[int, ..
     """Return the pieces of a tensor that make up a local tensor; None if it can't be of this shape."""
     along = _runs(shape, cuts)
     if _run_sizes(along) != local:
-        # FSDP2 cuts what tensor parallelism has left, which for uneven sizes is not what the placements say.
+        # FSDP2 cuts the result of tensor parallelism, which for uneven sizes differs from the placements.
         along = _runs(shape, [cut._replace(split=1) for cut in reversed(cuts)])
         if _run_sizes(along) != local or all(cut.split == 1 for cut in cuts):
             return None

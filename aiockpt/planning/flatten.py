@@ -439,7 +439,7 @@ class Subtrees:
             StructureError: the paths contradict each other.
         """
         names = self.below(name)
-        # Under one more key, for what is built may be a list, or a leaf.
+        # Under one more key, because the result may be a list, or a leaf.
         paths: list[ObjPath] = [("", *_beyond(self._paths[each], name)) for each in names]
         orders = [self._order[each] for each in names]
         records = [self._containers[number] for number in self._records_below(name)]

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from aiockpt.format.item.ziparchive import Framing
 
 
+# Below this, another file costs more in opening and syncing than it gains in parallel writing.
 MIN_BUCKET_BYTES = 8 << 20
-"""Below this, another file costs more in opening and syncing than it gains in parallel writing."""
 
 
 def bucket_count(total_bytes: int, most: int) -> int:
@@ -58,10 +58,8 @@ def split_in_order(sizes: Mapping[int, int], most_bytes: int | None) -> list[lis
 # --- file images ------------------------------------------------------------------------------------
 
 
-ALIGNED_PAYLOAD_BYTES = 1 << 20
-"""Payloads of this size and more start at a multiple of `BLOCK_BYTES` in their file."""
-ITEM_ALIGNMENT = 64
-"""Items start at multiples of this, so that their payloads are aligned for every dtype."""
+ALIGNED_PAYLOAD_BYTES = 1 << 20  # payloads of this size and more start at a multiple of `BLOCK_BYTES` in their file
+ITEM_ALIGNMENT = 64  # items start at multiples of this, so that their payloads are aligned for every dtype
 _SEPARATE_CRC_BYTES = 64 << 10
 _ZEROS = bytes(ITEM_ALIGNMENT)
 _CRC = struct.Struct("<I")

@@ -119,8 +119,8 @@ class FileFormat(ABC):
 # --- planning and reusing layouts -------------------------------------------------------------------
 
 
+# Up to this many tensors are compared with a cached layout when planning; more only when they are staged.
 CHECKED_AHEAD = 20_000
-"""Up to this many tensors are compared with a kept layout when planning; more only when they are staged."""
 
 
 class Planner:

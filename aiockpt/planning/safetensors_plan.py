@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.snapshot import Snapshot
 
-SHARD_BYTES = 5_000_000_000
-"""How large the files of a set may be by default: what the ecosystem's own writers choose."""
+SHARD_BYTES = 5_000_000_000  # of tensors in a file by default, as the ecosystem's own writers choose
 
 _FRAMEWORK = {"format": "pt"}
 

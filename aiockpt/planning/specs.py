@@ -71,7 +71,7 @@ def describe(tensor: torch.Tensor) -> TensorSpec | None:
     conj, neg = _lazy(tensor)
     if (tensor.is_contiguous() or is_dense(shape, stride)) and not (conj or neg):
         return TensorSpec(shape, dtype, stride, stride, True, device)
-    # The strides that Tensor.clone gives, which is what DCP stores a view with.
+    # The strides of Tensor.clone(), with which DCP stores a view.
     blueprint = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return TensorSpec(shape, dtype, stride, torch.empty_like(blueprint).stride(), False, device, conj, neg)
 

@@ -81,7 +81,7 @@ def test_places_outside_of_files_are_corrupt(place: ItemRange, message: str) -> 
 
 @pytest.mark.parametrize("name", ["/a", "../a", "b/../../a", ".."])
 def test_files_outside_of_the_checkpoint_are_unsafe(name: str) -> None:
-    with pytest.raises(UnsafeCheckpointError, match=r"k is said to be in .*, outside the checkpoint"):
+    with pytest.raises(UnsafeCheckpointError, match=r"k refers to .*, outside the checkpoint"):
         check(k=ObjectEntry(ItemRange(name, 0, 1)))
 
 
@@ -197,7 +197,7 @@ def test_bytes_that_are_claimed_twice_are_corrupt(entries: dict[str, Entry]) -> 
 def test_chunks_of_a_tensor_share_nothing() -> None:
     one, other = tensor((4,), [((0,), (2,)), ((2,), (2,))]).chunks
     twice = TensorEntry(torch.float32, (4,), (one, ChunkEntry(other.offsets, other.sizes, one.place)))
-    with pytest.raises(CorruptCheckpointError, match="k and k are said to be the same bytes"):
+    with pytest.raises(CorruptCheckpointError, match="k and k share the same bytes"):
         check(k=twice)
 
 

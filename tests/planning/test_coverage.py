@@ -65,7 +65,7 @@ def test_very_many_chunks_beside_each_other_are_not_compared_for_hours() -> None
     assert overlapping(side_by_side(1000), bounded=True) == []
     assert overlapping([*side_by_side(1000), ((999, 5), (2, 1))], bounded=True) == [(2000, 999), (2000, 1005)]
     assert overlapping([((i, j, k), (1, 1, 1)) for i in range(16) for j in range(16) for k in range(16)]) == []
-    with pytest.raises(aiockpt.CorruptCheckpointError, match="its 60000 chunks lie beside each other in so many ways"):
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="its 60000 chunks are neighbours in so many dimensions"):
         overlapping(side_by_side(30_000), bounded=True)
 
 

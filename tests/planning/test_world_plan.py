@@ -391,10 +391,10 @@ def _without_an_object(result: Written) -> Written:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_without_an_item, "rank 2 was to write"),
-        (_without_an_object, "rank 2 was to write"),
+        (_without_an_item, "rank 2 was assigned"),
+        (_without_an_object, "rank 2 was assigned"),
         (_with_an_item_twice, "rank 2 reports other items"),
-        (_without_a_file, "rank 2 reports items in files that it has not written: .*__2_"),
+        (_without_a_file, "rank 2 reports items in files that it did not write: .*__2_"),
     ],
 )
 def test_what_is_missing_names_the_rank(spoil: Any, said: str) -> None:
@@ -414,7 +414,7 @@ def test_a_later_save_that_lacks_something_is_found() -> None:
     later = written_of(ranks, plan, places=False)
     book.check(later)
     for spoil in (_without_an_item, _without_an_object):
-        with pytest.raises(SaveError, match="rank 3 was to write"):
+        with pytest.raises(SaveError, match="rank 3 was assigned"):
             book.check([*later[:3], spoil(later[3])])
 
 

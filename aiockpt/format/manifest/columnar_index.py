@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ItemForm(NamedTuple):
-    """The form of a tensor item: what items that differ only in their payload have in common."""
+    """The form of a tensor item; items of one form differ only in their payload."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ObjPath
     from aiockpt.format.manifest.columnar_index import ItemForm
 
-_STEP = 8192
-"""How much of a column is encoded at a time, so that no C function holds the interpreter for long."""
+_STEP = 8192  # rows of a column encoded at a time, so that no C function holds the GIL for long
 
 
 class ItemRanges(NamedTuple):
@@ -62,24 +61,25 @@ def encode_index(
         return None
     columns = {
         "files": json.dumps(files),
-        "forms": _column([(str(form.dtype).removeprefix("torch."), *form[1:]) for form in forms]),
-        "names": _column(names),
-        "parents": _column(list(parents)),
+        "forms": encode_column([(str(form.dtype).removeprefix("torch."), *form[1:]) for form in forms]),
+        "names": encode_column(names),
+        "parents": encode_column(list(parents)),
         "sequences": json.dumps(sorted(sequences)),
-        "parent": _column(parent_of),
-        "form": _column(places.form_of),
-        "file": _column(places.file_of),
-        "offset": _column(places.offset_of),
+        "parent": encode_column(parent_of),
+        "form": encode_column(places.form_of),
+        "file": encode_column(places.file_of),
+        "offset": encode_column(places.offset_of),
     }
     return ",".join(f'\n    "{key}": {text}' for key, text in columns.items())
 
 
 def finish_index(head: str, crcs: Sequence[int], objects: Sequence[tuple[int, int, int]]) -> str:
     """Append the CRC-32 of each leaf's payload (anything for objects), and leaf, offset and length of each object."""
-    return f'{{{head},\n    "crc32": {_column(crcs)},\n    "objects": {_column(objects)}\n  }}'
+    return f'{{{head},\n    "crc32": {encode_column(crcs)},\n    "objects": {encode_column(objects)}\n  }}'
 
 
-def _column(values: Sequence[Any]) -> str:
+def encode_column(values: Sequence[Any]) -> str:
+    """Encode a long JSON array."""
     parts = (json.dumps(values[at : at + _STEP], separators=(",", ":"))[1:-1] for at in range(0, len(values), _STEP))
     return f"[{','.join(parts)}]"
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from aiockpt.core.strides import row_strides
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, TensorEntry, TensorItem
+from aiockpt.format.safetensors.writer import DTYPE_NAMES, LENGTH, MAX_HEADER_BYTES, METADATA_KEY, PAIRED_DTYPE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,40 +30,12 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ObjPath
 
 
-HEADER_PROBE_BYTES = 256 << 10
-"""How much of a file's beginning to read first: it holds the header of some two thousand tensors."""
-MAX_HEADER_BYTES = 100_000_000
-"""The longest header that the format allows."""
+HEADER_PROBE_BYTES = 256 << 10  # read first of a file; holds the header of some two thousand tensors
 
-_LENGTH = struct.Struct("<Q")
-_METADATA = "__metadata__"
-_PAIRED = "F4"
 _INT = frozenset({int})
 
-_TORCH_NAMES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    _PAIRED: "float4_e2m1fn_x2",
-}
 _DTYPES: dict[str, torch.dtype] = {
-    theirs: getattr(torch, ours) for theirs, ours in _TORCH_NAMES.items() if hasattr(torch, ours)
+    theirs: getattr(torch, ours) for theirs, ours in DTYPE_NAMES.items() if hasattr(torch, ours)
 }
 
 
@@ -81,12 +53,12 @@ class _Layout:
 
 def header_end(name: str, head: bytes, file_bytes: int) -> int:
     """Return the offset of the first tensor in a file that starts with ``head``, at least 8 bytes."""
-    if file_bytes < _LENGTH.size or len(head) < _LENGTH.size:
+    if file_bytes < LENGTH.size or len(head) < LENGTH.size:
         raise CorruptCheckpointError(
             f"{name} has {min(file_bytes, len(head))} bytes, too few for a safetensors file: it was truncated"
         )
-    (length,) = _LENGTH.unpack_from(head)
-    end: int = _LENGTH.size + length
+    (length,) = LENGTH.unpack_from(head)
+    end: int = LENGTH.size + length
     if length > MAX_HEADER_BYTES:
         raise CorruptCheckpointError(
             f"{name} begins with a header length of {length} bytes, more than the {MAX_HEADER_BYTES} that "
@@ -115,8 +87,8 @@ def decode_header(name: str, data: bytes, file_bytes: int) -> Index:
         raise CorruptCheckpointError(f"{name} gave {len(data)} bytes of its {end} bytes of header: it was truncated")
     try:
         with gc_pause():
-            document = parse_object(data[_LENGTH.size : end])
-            metadata = _texts(document.pop(_METADATA, None))
+            document = parse_object(data[LENGTH.size : end])
+            metadata = _texts(document.pop(METADATA_KEY, None))
             entries = _read_tensors(name, document, end, file_bytes)
             paths: dict[str, ObjPath] = {key: (key,) for key in entries}
     except HeaderError as exc:
@@ -159,7 +131,7 @@ def _texts(metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
-        raise HeaderError(f"has a {_METADATA} that is not a map of texts to texts")
+        raise HeaderError(f"has a {METADATA_KEY} that is not a map of texts to texts")
     return metadata
 
 
@@ -202,7 +174,7 @@ def _layout(name: str, key: str, dtype_name: Any, shape: tuple[int, ...]) -> _La
         raise HeaderError(f"gives the tensor {key!r} an impossible shape of {len(shape)} dimensions")
     if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 1 << 63:
         raise HeaderError(f"gives the tensor {key!r} the impossible shape {list(shape)}")
-    if dtype_name == _PAIRED:  # the file counts halves of bytes, torch counts pairs of them
+    if dtype_name == PAIRED_DTYPE:  # the file counts halves of bytes, torch counts pairs of them
         if not shape or shape[-1] % 2:
             raise LoadError(
                 f"{name}: the tensor {key!r} has {list(shape)} 4-bit values, which torch can't hold in pairs"

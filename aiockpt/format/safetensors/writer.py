@@ -22,17 +22,16 @@ if TYPE_CHECKING:
 
 SINGLE_NAME = "model.safetensors"
 METADATA_KEY = "__metadata__"
-ALIGNMENT = 8
-"""Headers end at multiples of this, which is the size of the largest dtype."""
-MAX_HEADER_BYTES = 100_000_000
-"""The longest header that readers accept."""
+ALIGNMENT = 8  # headers end at multiples of this, which is the size of the largest dtype
+MAX_HEADER_BYTES = 100_000_000  # the longest header that readers accept
 
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 _as_text = json.JSONEncoder(ensure_ascii=False).encode
-_PAIRED = "F4"
-_NAMES = {
+PAIRED_DTYPE = "F4"  # 4-bit values, which torch holds in pairs
+# By the alignment in a file, the last first.
+DTYPE_NAMES = {
     "BOOL": "bool",
-    _PAIRED: "float4_e2m1fn_x2",
+    PAIRED_DTYPE: "float4_e2m1fn_x2",
     "U8": "uint8",
     "I8": "int8",
     "F8_E5M2": "float8_e5m2",
@@ -53,7 +52,9 @@ _NAMES = {
     "U64": "uint64",
 }
 _DTYPES: dict[torch.dtype, tuple[int, str]] = {
-    getattr(torch, ours): (rank, theirs) for rank, (theirs, ours) in enumerate(_NAMES.items()) if hasattr(torch, ours)
+    getattr(torch, ours): (rank, theirs)
+    for rank, (theirs, ours) in enumerate(DTYPE_NAMES.items())
+    if hasattr(torch, ours)
 }
 
 
@@ -67,7 +68,7 @@ class Stored(NamedTuple):
 
 def has_name(dtype: torch.dtype, dim: int) -> bool:
     """Return whether the format has a name for tensors of this dtype and number of dimensions."""
-    return dtype in _DTYPES and (dim > 0 or _DTYPES[dtype][1] != _PAIRED)
+    return dtype in _DTYPES and (dim > 0 or _DTYPES[dtype][1] != PAIRED_DTYPE)
 
 
 def file_order(tensor: Stored) -> tuple[int, str]:
@@ -84,7 +85,7 @@ def describe_tensors(tensors: Iterable[Stored], ends: Iterable[int]) -> str:
     begin = 0
     for (name, dtype, shape), end in zip(tensors, ends, strict=True):
         theirs = _DTYPES[dtype][1]
-        sizes = [*shape[:-1], 2 * shape[-1]] if theirs == _PAIRED else shape  # each element holds two of theirs
+        sizes = [*shape[:-1], 2 * shape[-1]] if theirs == PAIRED_DTYPE else shape  # each element holds two of theirs
         parts.append(
             f'{_as_text(name)}:{{"dtype":"{theirs}","shape":[{",".join(map(str, sizes))}],'
             f'"data_offsets":[{begin},{end}]}}'
@@ -100,8 +101,8 @@ def encode_header(metadata: Mapping[str, str], tensors: str, nbytes: int = 0) ->
     """
     facts = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
     text = f'{{"{METADATA_KEY}":{facts}{"," if tensors else ""}{tensors}}}'.encode()
-    room = max(-(-len(text) // ALIGNMENT) * ALIGNMENT, nbytes - _LENGTH.size)
-    return _LENGTH.pack(room) + text.ljust(room)
+    room = max(-(-len(text) // ALIGNMENT) * ALIGNMENT, nbytes - LENGTH.size)
+    return LENGTH.pack(room) + text.ljust(room)
 
 
 def shard_name(number: int, count: int) -> str:

@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from aiockpt.format.manifest.index_writer import encode_column
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 _MAX_BYTES = 1 << 60
 _MAX_DIMS = 64
-_STEP = 8192  # so that no C function holds the interpreter for long
 
 
 class ItemFacts(NamedTuple):
@@ -57,8 +58,7 @@ def encode_transformed(files: Mapping[str, Sequence[ItemFacts]]) -> str:
 
 def _rows(rows: Sequence[ItemFacts]) -> str:
     short = [row if row.stride is not None else row[:5] for row in rows]
-    parts = (json.dumps(short[at : at + _STEP], separators=(",", ":"))[1:-1] for at in range(0, len(short), _STEP))
-    return f"[{','.join(parts)}]"
+    return encode_column(short)
 
 
 def decode_transformed(section: Any) -> dict[tuple[str, int], ItemFacts]:

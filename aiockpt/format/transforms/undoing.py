@@ -46,7 +46,7 @@ def decode_item(
         TransformFailedError: they can't be decoded, or decode to more bytes.
     """
     for number, transform in enumerate(transforms, 1):
-        # What comes between two transforms is not much longer than what they begin and end with.
+        # The bytes between two transforms are not much longer than the stored or the final ones.
         limit = most if number == len(transforms) else max(stored_bytes, most) * 2 + _SLACK_BYTES
         pieces = _undone_once(transform, pieces, limit)
     yield from pieces

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 MAGIC = b"\x28\xb5\x2f\xfd"
-BLOCK_BYTES = 128 << 10
-"""The most bytes that one block stands for."""
-MOST_RATIO = 32_768
-"""The most bytes that one stored byte stands for: a block of `BLOCK_BYTES` takes four at least."""
+BLOCK_BYTES = 128 << 10  # the most content of one block
+MOST_RATIO = 32_768  # the most content of one stored byte: a block of `BLOCK_BYTES` takes at least four
 _RLE = 1
 _HEADER_BYTES = 18
 _CHECKSUM_FLAG = 4
@@ -130,7 +128,7 @@ ZSTD_NAME = "stream.zstd"
 ZSTD_DESCRIPTOR = f"{ZSTD_NAME}/1"
 DEFAULT_LEVEL = 3
 _STEP_BYTES = 1 << 20
-_STEP_BLOCKS = 32  # at a time: 4 MiB of what they stand for
+_STEP_BLOCKS = 32  # at a time: 4 MiB of output
 _LEVELS = range(-7, 23)
 
 

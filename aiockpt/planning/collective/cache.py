@@ -88,7 +88,7 @@ class GlobalPlanCache:
         tail = metadata_tail(self._remembered, objects)
         try:
             del self._document[self._head_bytes :]
-        except BufferError:  # somebody still looks at the last one
+        except BufferError:  # a view of the last one is still in use
             self._document = self._document[: self._head_bytes]
         self._document += tail
         return self._document
@@ -120,7 +120,7 @@ def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
     """Plan from what all ranks have already written; if several wrote the same part, one copy counts."""
     silent = next((rank for rank, written in enumerate(results) if written.inventory is None), None)
     if silent is not None:
-        raise SaveError(f"rank {silent} has not said what it has written; nothing was published")
+        raise SaveError(f"rank {silent} sent no inventory of what it wrote; nothing was published")
     ranks = [replace(written.inventory, tied={}) for written in results if written.inventory is not None]
     assignments = [list(range(len(inventory.names))) for inventory in ranks]
     return GlobalPlanCache(token, ranks, replace(plan_globally(ranks), assignments=assignments))
@@ -140,27 +140,27 @@ def _table(leaves: Sequence[int], places: Sequence[ItemPlaces]) -> RangeTable:
 
 
 def _payload_bytes(inventory: RankInventory, assignment: Sequence[int]) -> int:
-    """Return the bytes of the tensors of a share."""
+    """Return the bytes of the tensors assigned to a rank."""
     sizes = [form.payload_bytes for form in inventory.forms] + [0]  # for objects, whose form is -1
     return sum(sizes[inventory.form_of[leaf]] for leaf in assignment)
 
 
 def _check_rank(rank: int, assignment: Sequence[int], objects: set[int], written: Written) -> None:
-    """Check that a rank has written its share, each item once."""
+    """Check that a rank has written its assignment, each item once."""
     items = len(assignment) - len(objects)
     places = written.places
     if written.objects.keys() != objects or written.items != items:
         raise SaveError(
-            f"rank {rank} was to write {items} tensors and {len(objects)} objects, and reports {written.items} and "
+            f"rank {rank} was assigned {items} tensors and {len(objects)} objects but reports {written.items} and "
             f"{len(written.objects)}; nothing was published"
         )
     if places is not None:
         wrong = set(places.leaves) ^ (set(assignment) - objects)
         if wrong or len(places.leaves) != items:
-            raise SaveError(f"rank {rank} reports other items than it was to write: {sorted(wrong)[:5]}")
+            raise SaveError(f"rank {rank} reports other items than it was assigned: {sorted(wrong)[:5]}")
         missing = set(places.files) - written.files.keys()
         if missing:
-            raise SaveError(f"rank {rank} reports items in files that it has not written: {sorted(missing)[:5]}")
+            raise SaveError(f"rank {rank} reports items in files that it did not write: {sorted(missing)[:5]}")
 
 
 def files_of(results: Sequence[Written]) -> Mapping[str, FileFacts]:
@@ -169,6 +169,6 @@ def files_of(results: Sequence[Written]) -> Mapping[str, FileFacts]:
     for rank, written in enumerate(results):
         twice = files.keys() & written.files.keys()
         if twice:
-            raise SaveError(f"{min(twice)} was written by rank {rank} and by another one; nothing was published")
+            raise SaveError(f"{min(twice)} was written by rank {rank} and by another rank; nothing was published")
         files |= written.files
     return files

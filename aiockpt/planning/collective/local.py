@@ -36,7 +36,7 @@ class _Kept(NamedTuple):
 
 
 class LocalPlanner:
-    """Plans one rank's share; caches the last layout of each format. ``prefix`` begins the names of its files."""
+    """Plans one rank's files, named ``prefix...``; caches the last layout of each format."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix

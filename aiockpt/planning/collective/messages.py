@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 # --- inventories ------------------------------------------------------------------------------------
 
 
-RankLeaf = tuple[int, int]
-"""A rank, and the number of a leaf there."""
+RankLeaf = tuple[int, int]  # rank, and number of a leaf there
 
 _PROTOCOL = 5
 
@@ -97,13 +96,13 @@ class RankAssignment:
 
     ticket: str | None  # to join the transaction; None: send a full inventory in another round
     token: int  # of the global plan
-    leaves: list[int] | None = field(repr=False)  # to write; None: the same as last time, or what the rank decides
+    leaves: list[int] | None = field(repr=False)  # to write; None: the same as last time, or decided by the rank
     report_places: bool  # report where the items are
     secret: bytes = field(repr=False, default=b"")  # shared by the writer processes of the ranks
 
 
 class ItemPlaces(NamedTuple):
-    """The places of the items of one rank's share, one row for each."""
+    """The places of the items of one rank's assignment, one row for each."""
 
     files: list[str]  # names of the rank's files
     leaves: list[int]
@@ -114,7 +113,7 @@ class ItemPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A rank's report of its written share."""
+    """A rank's report of what it wrote."""
 
     files: dict[str, FileFacts]
     items: int  # number of tensor items

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 # --- sharding patterns ------------------------------------------------------------------------------
 
 
-Cut = tuple["Box", ...]
-"""Offsets and sizes of the parts of a tensor."""
+Cut = tuple["Box", ...]  # offsets and sizes of the parts of a tensor
 _Kind = tuple["ShardForm | None", tuple[int, ...]]
 
 
@@ -43,7 +42,7 @@ class ShardingPattern(NamedTuple):
     nbytes: tuple[int, ...]  # of each part in a file
     holders: tuple[tuple[RankLeaf, ...], ...]  # of each part; for an object all its holders
     first: RankLeaf  # the first holder
-    alone: tuple[int, ...] | None  # the rank of each part if each has only one holder, else None
+    sole_ranks: tuple[int, ...] | None  # the rank of each part if each has only one holder, else None
 
 
 class NamePattern(NamedTuple):
@@ -66,24 +65,26 @@ def find_patterns(ranks: Sequence[RankInventory]) -> dict[str, NamePattern]:
     for number, group in enumerate(groups):
         for leaf, name in enumerate(ranks[group[0]].names):
             where.setdefault(name, []).append((number, leaf))
-    known = list(kinds)
+    kind_list = list(kinds)
     shardings: dict[tuple[tuple[int, bytes], ...], ShardingPattern] = {}
-    found: dict[str, NamePattern] = {}
+    patterns: dict[str, NamePattern] = {}
     for name, places in where.items():
         key = tuple((number, columns[number][leaf]) for number, leaf in places)
         sharding = shardings.get(key)
         if sharding is None:
-            sharding = shardings[key] = _sharding_of(name, [(groups[number], column) for number, column in key], known)
-        found[name] = NamePattern(sharding, tuple(leaf for _, leaf in places))
-    return found
+            sharding = shardings[key] = _sharding_of(
+                name, [(groups[number], column) for number, column in key], kind_list
+            )
+        patterns[name] = NamePattern(sharding, tuple(leaf for _, leaf in places))
+    return patterns
 
 
 def _rank_groups(ranks: Sequence[RankInventory]) -> list[list[int]]:
     """Group the ranks that have the same names."""
     groups: list[list[int]] = []
     alike: dict[tuple[int, str, str], list[list[int]]] = {}
-    for rank, held in enumerate(ranks):
-        names = held.names
+    for rank, inventory in enumerate(ranks):
+        names = inventory.names
         similar = alike.setdefault((len(names), names[0], names[-1]) if names else (0, "", ""), [])
         group = next((each for each in similar if (other := ranks[each[0]].names) is names or other == names), None)
         if group is None:
@@ -95,15 +96,15 @@ def _rank_groups(ranks: Sequence[RankInventory]) -> list[list[int]]:
 
 
 def _columns(group: Sequence[RankInventory], kinds: dict[_Kind, int]) -> list[bytes]:
-    """Give for each leaf what it is on every rank of a crew, as numbers of kinds."""
+    """Return for each leaf its kind on every rank of a group, as numbers."""
     numbers: dict[tuple[int, tuple[int, ...]], int] = {}
     forms: dict[ShardForm, int] = {}
     rows = np.empty((len(group), len(group[0].names)), np.int32)
-    for row, held in zip(rows, group, strict=True):
-        form_of = [forms.setdefault(form, len(forms)) for form in held.forms]
+    for row, inventory in zip(rows, group, strict=True):
+        form_of = [forms.setdefault(form, len(forms)) for form in inventory.forms]
         known = list(forms)
         mine: dict[tuple[int, tuple[int, ...]], int] = {}
-        kind_of = [mine.setdefault(kind, len(mine)) for kind in zip(held.form_of, held.offsets, strict=True)]
+        kind_of = [mine.setdefault(kind, len(mine)) for kind in zip(inventory.form_of, inventory.offsets, strict=True)]
         of_all = []
         for number, offsets in mine:
             form = form_of[number] if number >= 0 else -1
@@ -116,68 +117,72 @@ def _columns(group: Sequence[RankInventory], kinds: dict[_Kind, int]) -> list[by
     return [column.tobytes() for column in np.ascontiguousarray(rows.T)]
 
 
+class _Part(NamedTuple):
+    """A part of a tensor, and its holders so far."""
+
+    form: ShardForm
+    holders: list[RankLeaf]
+
+
 def _sharding_of(name: str, columns: Sequence[tuple[Sequence[int], bytes]], kinds: Sequence[_Kind]) -> ShardingPattern:
-    """Look at a name on all ranks that have it."""
-    held = sorted(
-        (rank, number, kind)
-        for number, (group, column) in enumerate(columns)
+    """Return, after checking it, the pattern of a name from its column in each group of ranks that has it."""
+    rows = sorted(
+        (rank, which, kind)
+        for which, (group, column) in enumerate(columns)
         for rank, kind in zip(group, np.frombuffer(column, np.int32).tolist(), strict=True)
     )
-    first, number, kind = held[0]
-    form = kinds[kind][0]
-    parts: dict[tuple[int, ...], tuple[ShardForm, list[RankLeaf]]] = {}
-    for rank, which, kind in held:
-        mine, offsets = kinds[kind]
-        if mine is not form:
-            _check_alike(name, form, first, mine, rank)
-        if mine is None:
+    first = rows[0][:2]
+    form = kinds[rows[0][2]][0]
+    parts: dict[tuple[int, ...], _Part] = {}
+    for rank, which, kind in rows:
+        own, offsets = kinds[kind]
+        if own is not form:
+            _check_alike(name, form, first[0], own, rank)
+        if own is None:
             continue
-        part = parts.setdefault(offsets, (mine, []))
-        if part[0].sizes != mine.sizes:
+        part = parts.get(offsets)
+        if part is None:
+            part = parts[offsets] = _Part(own, [])
+        elif part.form.sizes != own.sizes:
             raise SaveError(
-                f"{name} has at {offsets} a part of {part[0].sizes} on rank {part[1][0][0]} and one of {mine.sizes} on "
-                f"rank {rank}: they overlap"
+                f"{name} has at {offsets} a part of {part.form.sizes} on rank {part.holders[0][0]} and one of "
+                f"{own.sizes} on rank {rank}: they overlap"
             )
-        part[1].append((rank, which))
+        part.holders.append((rank, which))
     if form is None:
-        return ShardingPattern(None, (), (), (tuple((rank, which) for rank, which, _ in held),), (first, number), None)
+        return ShardingPattern(None, (), (), (tuple(row[:2] for row in rows),), first, None)
     _check_whole(name, form.shape, parts)
-    holders = tuple(tuple(each) for _, each in parts.values())
-    alone = tuple(each[0][0] for each in holders) if all(len(each) == 1 for each in holders) else None
-    cut = tuple((offsets, part.sizes) for offsets, (part, _) in parts.items())
-    return ShardingPattern(form, cut, tuple(part.nbytes for part, _ in parts.values()), holders, (first, number), alone)
+    holders = tuple(tuple(part.holders) for part in parts.values())
+    sole = tuple(each[0][0] for each in holders) if all(len(each) == 1 for each in holders) else None
+    cut = tuple((offsets, part.form.sizes) for offsets, part in parts.items())
+    return ShardingPattern(form, cut, tuple(part.form.nbytes for part in parts.values()), holders, first, sole)
 
 
 def _check_alike(name: str, form: ShardForm | None, first: int, other: ShardForm | None, rank: int) -> None:
-    theirs, mine = _said(form), _said(other)
-    if mine != theirs:
+    one, two = _describe(form), _describe(other)
+    if one != two:
         raise SaveError(
-            f"{name} is {theirs} on rank {first} but {mine} on rank {rank}. What has one name on several ranks "
-            "must be the same there; put the rank into the name of what is not."
+            f"{name} is {one} on rank {first} but {two} on rank {rank}. A name must mean the same on all ranks that "
+            "have it; put the rank into the names of values that differ."
         )
 
 
-def _said(form: ShardForm | None) -> str:
+def _describe(form: ShardForm | None) -> str:
     return "an object" if form is None else f"a {form.dtype} tensor of {form.shape}"
 
 
-def _check_whole(
-    name: str, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], tuple[ShardForm, Sequence[RankLeaf]]]
-) -> None:
+def _check_whole(name: str, shape: tuple[int, ...], parts: Mapping[tuple[int, ...], _Part]) -> None:
     """Check that the parts of a tensor make up all of it, each element once."""
-    volume = 0
-    for offsets, (form, holders) in parts.items():
-        sizes = form.sizes
-        volume += math.prod(sizes)
+    boxes = [(offsets, part.form.sizes) for offsets, part in parts.items()]
+    first_ranks = [part.holders[0][0] for part in parts.values()]
+    for (offsets, sizes), rank in zip(boxes, first_ranks, strict=True):
         if leaves_shape((offsets, sizes), shape):
-            raise SaveError(f"{name} has on rank {holders[0][0]} a part of {sizes} at {offsets}, outside of {shape}")
-    meet = overlapping([(offsets, form.sizes) for offsets, (form, _) in parts.items()]) if len(parts) > 1 else []
-    if meet:
-        one, other = (list(parts.items())[number] for number in meet[0])
-        raise SaveError(
-            f"{name}: the part of {one[1][0].sizes} at {one[0]} on rank {one[1][1][0][0]} overlaps that of "
-            f"{other[1][0].sizes} at {other[0]} on rank {other[1][1][0][0]}"
-        )
+            raise SaveError(f"{name} has on rank {rank} a part of {sizes} at {offsets}, outside of {shape}")
+    overlaps = overlapping(boxes) if len(boxes) > 1 else []
+    if overlaps:
+        one, other = (f"of {boxes[n][1]} at {boxes[n][0]} on rank {first_ranks[n]}" for n in overlaps[0])
+        raise SaveError(f"{name}: the part {one} overlaps that {other}")
+    volume = sum(math.prod(sizes) for _, sizes in boxes)
     if volume != math.prod(shape):
         raise SaveError(
             f"{name}: the ranks have {volume} of its {math.prod(shape)} elements together; every rank that has a part "
@@ -188,8 +193,8 @@ def _check_whole(
 # --- the global plan --------------------------------------------------------------------------------
 
 
+# For each part of a tensor the rank that writes it, and the leaf there.
 _Writers = tuple[tuple[int, ...], tuple[int, ...]]
-"""For each part of a tensor the rank that writes it, and the leaf there."""
 
 
 class GlobalShard(NamedTuple):
@@ -234,28 +239,30 @@ def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
         SaveError: the ranks contradict each other, or lack parts of a tensor; the message names the key.
     """
     with gc_pause():
-        found = find_patterns(ranks)
-        aliases = _aliases(ranks, found)
-        writers = _choose_writers(len(ranks), found, aliases)
+        patterns = find_patterns(ranks)
+        aliases = _aliases(ranks, patterns)
+        writers = _choose_writers(len(ranks), patterns, aliases)
         tensors: dict[str, GlobalTensor] = {}
         objects: dict[str, RankLeaf] = {}
-        for name, (sharding, leaves) in found.items():
+        for name, (sharding, leaves) in patterns.items():
             if sharding.form is None:
                 objects[name] = (sharding.first[0], leaves[sharding.first[1]])
                 continue
             alias = aliases.get(name)
             chosen = (
-                writers[name] if alias is None else _writers_of(sharding.cut, found[alias].sharding.cut, writers[alias])
+                writers[name]
+                if alias is None
+                else _writers_of(sharding.cut, patterns[alias].sharding.cut, writers[alias])
             )
             tensors[name] = GlobalTensor(sharding.form.dtype, sharding.form.shape, sharding.cut, *chosen)
-        paths = {name: ranks[each.sharding.first[0]].paths[_first_leaf(each)] for name, each in found.items()}
-        _check_paths(ranks, found, paths)
+        paths = {name: ranks[each.sharding.first[0]].paths[_first_leaf(each)] for name, each in patterns.items()}
+        _check_paths(ranks, patterns, paths)
         assignments = _assignments(len(ranks), writers, objects)
-        return GlobalPlan(tensors, objects, paths, _containers(ranks, found), assignments)
+        return GlobalPlan(tensors, objects, paths, _containers(ranks, patterns), assignments)
 
 
 def _check_paths(
-    ranks: Sequence[RankInventory], found: Mapping[str, NamePattern], paths: Mapping[str, ObjPath]
+    ranks: Sequence[RankInventory], patterns: Mapping[str, NamePattern], paths: Mapping[str, ObjPath]
 ) -> None:
     """Check that the ranks' state dicts are parts of one."""
     leaves = dict(zip(paths.values(), paths, strict=True))
@@ -269,25 +276,25 @@ def _check_paths(
                 other = leaves[path[:depth]]
                 raise SaveError(
                     f"{name} is within {other}, which is a value of its own on another rank: "
-                    f"{_on(name, found)}, {_on(other, found)}; rename one"
+                    f"{_on(name, patterns)}, {_on(other, patterns)}; rename one"
                 )
     seen: set[int] = set()
-    for rank, held in enumerate(ranks):
-        if id(held.paths) in seen:
+    for rank, inventory in enumerate(ranks):
+        if id(inventory.paths) in seen:
             continue  # many ranks share one list
-        seen.add(id(held.paths))
-        for name, path in zip(held.names, held.paths, strict=True):
+        seen.add(id(inventory.paths))
+        for name, path in zip(inventory.names, inventory.paths, strict=True):
             if path != paths[name]:
                 raise SaveError(f"{name} is at {path} of the state dict on rank {rank} but at {paths[name]} on another")
 
 
-def _on(name: str, found: Mapping[str, NamePattern]) -> str:
-    return f"{name} is on rank {found[name].sharding.first[0]}"
+def _on(name: str, patterns: Mapping[str, NamePattern]) -> str:
+    return f"{name} is on rank {patterns[name].sharding.first[0]}"
 
 
-def _first_leaf(found: NamePattern) -> int:
+def _first_leaf(pattern: NamePattern) -> int:
     """Return the leaf on the first rank that has a name."""
-    return found.leaves[found.sharding.first[1]]
+    return pattern.leaves[pattern.sharding.first[1]]
 
 
 def _assignments(count: int, writers: Mapping[str, _Writers], objects: Mapping[str, RankLeaf]) -> list[list[int]]:
@@ -302,11 +309,11 @@ def _assignments(count: int, writers: Mapping[str, _Writers], objects: Mapping[s
     return assignments
 
 
-def _aliases(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]) -> dict[str, str]:
+def _aliases(ranks: Sequence[RankInventory], patterns: Mapping[str, NamePattern]) -> dict[str, str]:
     """Return the names that are tied, on every rank that has them, to one other name."""
     aliases: dict[str, str] = {}
-    for name in dict.fromkeys(held.names[leaf] for held in ranks for leaf in held.tied):
-        sharding, leaves = found[name]
+    for name in dict.fromkeys(inventory.names[leaf] for inventory in ranks for leaf in inventory.tied):
+        sharding, leaves = patterns[name]
         firsts = {
             _first_of(ranks[rank], leaves[which], offsets)
             for (offsets, _), holders in zip(sharding.cut, sharding.holders, strict=False)
@@ -314,37 +321,37 @@ def _aliases(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]) -
         }
         (first,) = firsts if len(firsts) == 1 else (None,)
         if first is not None and first != name and first not in aliases:
-            theirs = dict(found[first].sharding.cut)
+            theirs = dict(patterns[first].sharding.cut)
             if all(theirs.get(offsets) == sizes for offsets, sizes in sharding.cut):
                 aliases[name] = first
     return {name: first for name, first in aliases.items() if first not in aliases}
 
 
-def _first_of(held: RankInventory, leaf: int, offsets: tuple[int, ...]) -> str | None:
-    first = held.tied.get(leaf)
-    return None if first is None or held.offsets[first] != offsets else held.names[first]
+def _first_of(inventory: RankInventory, leaf: int, offsets: tuple[int, ...]) -> str | None:
+    first = inventory.tied.get(leaf)
+    return None if first is None or inventory.offsets[first] != offsets else inventory.names[first]
 
 
 def _writers_of(cut: Cut, known: Cut, writers: _Writers) -> _Writers:
-    """Return the writers of parts that another tensor has as well."""
+    """Return the writers of parts, which another tensor has too."""
     by_offsets = {part[0]: holder for part, *holder in zip(known, *writers, strict=True)}
     holders = [by_offsets[offsets] for offsets, _ in cut]
     return tuple(rank for rank, _ in holders), tuple(leaf for _, leaf in holders)
 
 
-def _choose_writers(count: int, found: Mapping[str, NamePattern], aliases: Mapping[str, str]) -> dict[str, _Writers]:
+def _choose_writers(count: int, patterns: Mapping[str, NamePattern], aliases: Mapping[str, str]) -> dict[str, _Writers]:
     """Choose one holder of each part: the largest part first, the rank with the least to write so far."""
     chosen: dict[str, list[RankLeaf]] = {}
     writers: dict[str, _Writers] = {}
     loads = [0] * count
     alone: dict[int, tuple[ShardingPattern, int]] = {}
     shared: list[tuple[int, str, int]] = []
-    for name, (sharding, leaves) in found.items():
+    for name, (sharding, leaves) in patterns.items():
         if sharding.form is None or name in aliases:
             continue
-        if sharding.alone is not None:
+        if sharding.sole_ranks is not None:
             of_parts = leaves * len(sharding.cut) if len(leaves) == 1 else _holder_leaves(leaves, sharding)
-            writers[name] = sharding.alone, of_parts
+            writers[name] = sharding.sole_ranks, of_parts
             alone[id(sharding)] = sharding, alone.get(id(sharding), (sharding, 0))[1] + 1
             continue
         chosen[name] = [holders[0] for holders in sharding.holders]
@@ -354,11 +361,11 @@ def _choose_writers(count: int, found: Mapping[str, NamePattern], aliases: Mappi
             else:
                 loads[holders[0][0]] += nbytes
     for sharding, times in alone.values():
-        for rank, nbytes in zip(sharding.alone or (), sharding.nbytes, strict=True):
+        for rank, nbytes in zip(sharding.sole_ranks or (), sharding.nbytes, strict=True):
             loads[rank] += times * nbytes
-    _balance(shared, found, loads, chosen)
+    _balance(shared, patterns, loads, chosen)
     for name, those in chosen.items():
-        leaves = found[name].leaves
+        leaves = patterns[name].leaves
         writers[name] = tuple(rank for rank, _ in those), tuple(leaves[which] for _, which in those)
     return writers
 
@@ -369,7 +376,7 @@ def _holder_leaves(leaves: tuple[int, ...], sharding: ShardingPattern) -> tuple[
 
 def _balance(
     shared: list[tuple[int, str, int]],
-    found: Mapping[str, NamePattern],
+    patterns: Mapping[str, NamePattern],
     loads: list[int],
     chosen: dict[str, list[RankLeaf]],
 ) -> None:
@@ -378,7 +385,7 @@ def _balance(
     # Parts that the same ranks have are chosen from one heap; its loads may be out of date, for they only grow.
     heaps: dict[tuple[RankLeaf, ...], list[tuple[int, RankLeaf]]] = {}
     for nbytes, name, number in shared:
-        holders = found[name].sharding.holders[number]
+        holders = patterns[name].sharding.holders[number]
         heap = heaps.get(holders)
         if heap is None:
             heap = heaps[holders] = [(loads[holder[0]], holder) for holder in holders]
@@ -390,16 +397,16 @@ def _balance(
         chosen[name][number] = holder
 
 
-def _containers(ranks: Sequence[RankInventory], found: Mapping[str, NamePattern]) -> list[dict[str, Any]]:
+def _containers(ranks: Sequence[RankInventory], patterns: Mapping[str, NamePattern]) -> list[dict[str, Any]]:
     """Merge the records of all ranks, placed by the order of all names."""
-    numbers = {name: number for number, name in enumerate(found)}
+    numbers = {name: number for number, name in enumerate(patterns)}
     merged: dict[ObjPath, dict[str, Any]] = {}
     numbered: set[ObjPath] = set()
-    for held in ranks:
-        for record in held.containers:
+    for inventory in ranks:
+        for record in inventory.containers:
             path = tuple(record["path"])
             at = record["at"]
-            place = numbers[held.names[at]] if at < len(held.names) else len(found)
+            place = numbers[inventory.names[at]] if at < len(inventory.names) else len(patterns)
             known = merged.setdefault(path, {**record, "at": place})
             if "keys" in record:
                 known["keys"] = {**known.get("keys", {}), **record["keys"]}
@@ -416,13 +423,15 @@ def _int_keys(ranks: Sequence[RankInventory], path: ObjPath) -> bool | list[str]
     integers: dict[str, None] = {}
     every = True
     seen: set[tuple[int, str]] = set()
-    for held in ranks:
-        known: Any = next((r.get("int_keys", []) for r in held.containers if tuple(r["path"]) == path), [])
-        same = (id(held.paths), repr(known))  # many ranks share one list of paths
+    for inventory in ranks:
+        known: Any = next((r.get("int_keys", []) for r in inventory.containers if tuple(r["path"]) == path), [])
+        same = (id(inventory.paths), repr(known))  # many ranks share one list of paths
         if same in seen:
             continue
         seen.add(same)
-        keys = dict.fromkeys(str(other[depth]) for other in held.paths if other[:depth] == path and len(other) > depth)
+        keys = dict.fromkeys(
+            str(other[depth]) for other in inventory.paths if other[:depth] == path and len(other) > depth
+        )
         every = every and (known is True or not keys)
         integers |= keys if known is True else dict.fromkeys(known)
     return every or list(integers)
