@@ -107,7 +107,7 @@ def build_harmless(data: bytes, allowed: Mapping[str, Any]) -> Any:
         UnknownMemberError: an Enum class no longer has a member.
     """
     if not check_object_pickle(data, {}, HARMLESS_NAMES | allowed.keys()):
-        raise PickleError("it names something else than plain data")
+        raise PickleError("it names something other than plain data")
     machine = _Builder(data, allowed)
     try:
         value = machine.run()
@@ -127,7 +127,7 @@ def build_harmless(data: bytes, allowed: Mapping[str, Any]) -> Any:
 
 def _path(_m: _Builder, kind: Any, *names: Any) -> Any:
     if not all(type(name) is str for name in names):
-        raise PickleError("a path of something else than texts")
+        raise PickleError("a path of something other than texts")
     foreign = pathlib.WindowsPath if sys.platform != "win32" else pathlib.PosixPath
     if kind is foreign:  # a path of another system can't be instantiated here
         kind = pathlib.PureWindowsPath if sys.platform != "win32" else pathlib.PurePosixPath
@@ -136,7 +136,7 @@ def _path(_m: _Builder, kind: Any, *names: Any) -> Any:
 
 def _decimal(_m: _Builder, kind: Any, text: Any) -> Any:
     if type(text) is not str:
-        raise PickleError("a decimal of something else than a text")
+        raise PickleError("a decimal of something other than a text")
     return kind(text)
 
 
@@ -178,7 +178,7 @@ def is_no_member(kind: enum.EnumMeta, name: str) -> bool:
 def _member(m: _Builder, _function: Any, kind: Any, name: Any) -> Any:
     """Find a member of an Enum class, the only use of getattr that is allowed."""
     if id(kind) not in m.allowed or not isinstance(kind, enum.EnumMeta) or type(name) is not str:
-        raise PickleError("an attribute of something else than an allowed Enum class")
+        raise PickleError("an attribute of something other than an allowed Enum class")
     if is_no_member(kind, name):
         raise PickleError("an attribute of an Enum class that is none of its members")
     if name not in kind.__members__:
@@ -243,12 +243,12 @@ def _build(m: _Builder, at: int) -> int:
         m.stack[-1] = built
     elif type(target) in (argparse.Namespace, types.SimpleNamespace):
         if type(state) is not dict or not set(map(type, state)) <= {str}:
-            raise PickleError("a namespace of something else than names")
+            raise PickleError("a namespace of something other than names")
         vars(target).update(state)
     elif type(target) is io.BytesIO:
         data, position, attributes = state
         if type(data) is not bytes or type(position) is not int or attributes is not None or position < 0:
-            raise PickleError("a BytesIO of something else than bytes and a position")
+            raise PickleError("a BytesIO of something other than bytes and a position")
         target.write(data)
         target.seek(position)
     elif id(type(target)) in m.allowed and not isinstance(target, enum.Enum):  # all of the process shares members

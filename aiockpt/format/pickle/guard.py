@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import _compat_pickle
 import importlib
+import math
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aiockpt.format.dtypes import QUANTIZED_STORAGE_DTYPES, STORAGE_DTYPES
-from aiockpt.format.pickle.calls import CALLS, AbstractValue, call_user, depth_of, hash_cost, weight
+from aiockpt.core.strides import view_fits
+from aiockpt.format.checks import MAX_DIMS
+from aiockpt.format.dtypes import DTYPES, QUANTIZED_STORAGE_DTYPES, STORAGE_DTYPES
 from aiockpt.format.pickle.machine import Handler, Machine, PickleError, read_line
 from aiockpt.format.pickle.opcodes import dict_handlers, handler_table, list_handlers, push_new, tuple_handlers
 
@@ -28,6 +31,15 @@ _STORAGE_BYTES = {  # of an element, by storage class
     f"torch.{name}": dtype.itemsize for name, dtype in (STORAGE_DTYPES | QUANTIZED_STORAGE_DTYPES).items()
 }
 _STORAGE_BYTES["torch.storage.UntypedStorage"] = 1
+_MAX_TEXT = 640  # a number of more digits takes time to read
+_MAX_KEY = 2**64  # larger numbers can be chosen to have the same hash
+_LARGE_KEY_COST = 1000
+_RANGE_ELEMENT_BYTES = 40  # a number and the reference to it
+_ELEMENT_BYTES = 8
+_ENTRY_BYTES = 64  # of a set or a dict
+_LATIN = ("latin1", "latin-1")
+_ENDLESS = 1 << 62
+_ELEMENTS_PER_BYTE = {"torch.QUInt4x2Storage": 2, "torch.QUInt2x4Storage": 4}
 
 
 @cache
@@ -87,6 +99,56 @@ def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collec
     return True
 
 
+# --- abstract values -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _AbstractValue:
+    """A value that the pickle would make. Plain numbers, texts and None represent themselves."""
+
+    kind: str
+    size: int = 0  # of a copy, in elements or bytes
+    hashes: int = 1  # steps to hash it, or all that is in a container
+    depth: int = 0  # of nested tuples
+    items: list[Any] | None = None  # of a tuple
+    name: str = ""  # full name of a global, or of a storage's type
+    width: int = 1  # bytes of an element of a storage
+    collisions: int = 0  # pairs of values in a container with one hash
+    hashed: int = 0  # its hash; the same for all values whose hash is not known here
+    hash_counts: dict[int, int] | None = None  # values in a container by hash, of those whose hash can be chosen
+
+    @classmethod
+    def of_tuple(cls, items: list[Any]) -> _AbstractValue:
+        """Return a tuple of the items."""
+        value = cls("tuple", items=items, depth=1)
+        for item in items:
+            value.add(item)
+        # Like a tuple's hash, it depends on the hashes of the items alone, and is as easy to make collide.
+        value.hashed = hash(tuple([item.hashed if isinstance(item, _AbstractValue) else hash(item) for item in items]))
+        return value
+
+    def add(self, item: Any) -> None:
+        """Count one more element."""
+        self.size += 1
+        self.hashes = min(self.hashes + _hash_cost(item), _ENDLESS)
+        self.depth = max(self.depth, _depth_of(item) + (self.kind == "tuple"))
+        if self.kind != "tuple":
+            self.collisions += self._add_hash(item)
+
+    def _add_hash(self, key: Any) -> int:
+        """Count one more value, and return how many have its hash already."""
+        if not isinstance(key, _AbstractValue) or key.kind == "time":
+            return 0  # hashes of texts and times can't be foreseen, and few numbers have one hash
+        if self.hash_counts is None:
+            self.hash_counts = {}
+        before = self.hash_counts.get(key.hashed, 0)
+        self.hash_counts[key.hashed] = before + 1
+        return before
+
+
+# --- the machine -----------------------------------------------------------------------------------
+
+
 class _Guard(Machine):
     def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
         super().__init__(data, self._find, None, _HANDLERS)
@@ -94,7 +156,7 @@ class _Guard(Machine):
         self._allowed = allowed
         self._steps_left = _STEPS_PER_BYTE * len(data) + _LEAST_STEPS
         self._bytes_left = _STEPS_PER_BYTE * len(data) + _LEAST_BYTES
-        self.storages: dict[str, AbstractValue] = {}
+        self.storages: dict[str, _AbstractValue] = {}
 
     def charge(self, steps: int) -> None:
         self._steps_left -= steps
@@ -107,54 +169,56 @@ class _Guard(Machine):
             raise PickleError("it would take far more memory than its bytes can stand for")
 
     def charge_key(self, key: Any) -> None:
-        self.charge(hash_cost(key))
-        if depth_of(key) > _DEEPEST:
+        self.charge(_hash_cost(key))
+        if _depth_of(key) > _DEEPEST:
             raise PickleError("it has a key of tuples in tuples, too deep to be hashed")
 
-    def _find(self, module: str, name: str) -> AbstractValue:
+    def _find(self, module: str, name: str) -> _AbstractValue:
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         full = f"{_compat_pickle.IMPORT_MAPPING.get(module, module)}.{name}"
-        if full not in CALLS and full not in self._allowed and not full.startswith("torch."):
-            self.miss(full)
-        return AbstractValue("global", name=full)
+        if full not in _CALLS and full not in self._allowed and not full.startswith("torch."):
+            self.on_unknown_global(full)
+        return _AbstractValue("global", name=full)
 
-    def miss(self, name: str) -> None:
+    def on_unknown_global(self, name: str) -> None:
         """Handle a global that is neither allowed nor known."""
         raise _RefusedByTorch
 
-    def note(self, target: AbstractValue, *, filled: bool) -> None:
+    def on_mutation(self, target: _AbstractValue, *, filled: bool) -> None:
         """Handle an object that gets a state or, if ``filled``, elements."""
 
     def invoke(self, function: Any, args: list[Any]) -> Any:
         """Return the abstract result of a call, and charge its cost."""
-        if not isinstance(function, AbstractValue) or function.kind != "global":
+        if not isinstance(function, _AbstractValue) or function.kind != "global":
             raise PickleError("it calls what is no function")
-        rule = CALLS.get(function.name)
+        rule = _CALLS.get(function.name)
         if rule is None:
             if function.name not in self._allowed:
                 if function.name in torch_names():
                     raise PickleError(f"it calls {function.name}, which torch.save never does")
-                self.miss_call(function.name)
-            rule = call_user
+                self.on_unknown_call(function.name)
+            rule = _call_user
         return rule(self, function.name, args)
 
-    def miss_call(self, name: str) -> None:
+    def on_unknown_call(self, name: str) -> None:
         """Handle a call of a function of torch that is neither allowed nor known."""
         raise ForeignNameError(name)
 
-    def storage(self, pid: Any) -> AbstractValue:
+    def storage(self, pid: Any) -> _AbstractValue:
         """Return the storage of a persistent id."""
-        if not isinstance(pid, AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
+        if not isinstance(pid, _AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
             raise PickleError("it refers to something other than a storage")
         _, kind, key, _, numel = pid.items
-        width = _STORAGE_BYTES.get(kind.name) if isinstance(kind, AbstractValue) else None
+        width = _STORAGE_BYTES.get(kind.name) if isinstance(kind, _AbstractValue) else None
         if width is None or type(key) is not str or type(numel) is not int or numel < 0:
             raise PickleError("it refers to a storage without a type, a key or a length")
         if numel * width > self._records.get(key, -1):
             raise PickleError(f"storage {key[:100]} would have {numel * width} bytes, more than are stored")
         if not numel:  # empty storages of several types may have one key
-            return AbstractValue("storage", size=0, width=width)
-        known = self.storages.setdefault(key, AbstractValue("storage", size=numel * width, name=kind.name, width=width))
+            return _AbstractValue("storage", size=0, width=width)
+        known = self.storages.setdefault(
+            key, _AbstractValue("storage", size=numel * width, name=kind.name, width=width)
+        )
         if (known.size, known.width) != (numel * width, width):
             raise PickleError(f"storage {key[:100]} has two lengths, or two types")
         return known
@@ -170,13 +234,13 @@ class _Collector(_Guard):
         self.lookups: set[tuple[str, Any]] = set()
         self.fills = False
 
-    def miss(self, name: str) -> None:
+    def on_unknown_global(self, name: str) -> None:
         self.names[name] = None
 
-    def miss_call(self, name: str) -> None:
+    def on_unknown_call(self, name: str) -> None:
         self.names[name] = None
 
-    def note(self, target: AbstractValue, *, filled: bool) -> None:
+    def on_mutation(self, target: _AbstractValue, *, filled: bool) -> None:
         self.fills |= filled
         if not filled and target.kind == "object":
             self.made.add(target.name)
@@ -185,13 +249,203 @@ class _Collector(_Guard):
         made = super().invoke(function, args)
         if function.name == "builtins.getattr":
             owner, attribute = args if len(args) == 2 else (None, None)
-            if isinstance(owner, AbstractValue) and owner.kind == "global" and type(attribute) is str:
+            if isinstance(owner, _AbstractValue) and owner.kind == "global" and type(attribute) is str:
                 self.lookups.add((owner.name, attribute))
             else:
                 self.lookups.add(("", ""))
-        if isinstance(made, AbstractValue) and made.kind == "object":
+        if isinstance(made, _AbstractValue) and made.kind == "object":
             made.name = function.name
         return made
+
+
+# --- rules: the cost and the abstract result of each call ------------------------------------------
+
+
+def _hash_cost(value: Any) -> int:  # in steps
+    if type(value) is int and abs(value) >= _MAX_KEY:
+        return _LARGE_KEY_COST
+    return value.hashes if isinstance(value, _AbstractValue) else 1
+
+
+def _depth_of(value: Any) -> int:
+    return value.depth if isinstance(value, _AbstractValue) else 0
+
+
+def _weight(value: Any) -> int:  # steps to copy it
+    if isinstance(value, _AbstractValue):
+        return min(value.size, _ENDLESS) + 1
+    return len(value) + 1 if type(value) is str else 1
+
+
+def _plain(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+    """Accept a few numbers and short texts, or values made of them."""
+    if len(args) > 16 or any(_weight(arg) > _MAX_TEXT for arg in args):
+        raise PickleError(f"it calls {name} with more than a few short values")
+    if name == "builtins.str" and any(isinstance(arg, _AbstractValue) for arg in args):
+        raise PickleError("it makes a text of something else")
+    return _AbstractValue("time" if name in _TIMES else "plain")
+
+
+def _copy(kind: str, *, hashed: bool = False) -> Any:
+    def rule(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+        made = _AbstractValue(kind)
+        for arg in args:
+            g.charge(_weight(arg))
+            if isinstance(arg, _AbstractValue) and arg.kind != "global":
+                each = _RANGE_ELEMENT_BYTES if arg.kind == "range" else 0
+                g.charge_bytes(arg.size * (each + (_ENTRY_BYTES if hashed else _ELEMENT_BYTES)))
+                if hashed:
+                    g.charge_key(arg)
+                    g.charge(arg.collisions)
+                made.size += arg.size
+                made.hashed = arg.hashed
+                made.hashes = min(made.hashes + arg.hashes, _ENDLESS)
+                made.depth = max(made.depth, arg.depth + 1)
+            elif type(arg) is str:
+                made.size += len(arg)
+        return made
+
+    return rule
+
+
+def _bytes(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+    if len(args) > 1 and (len(args) > 2 or args[1] not in _LATIN):
+        raise PickleError("it encodes a text in a way that bytes are not stored in")
+    size = sum(max(arg, 0) if type(arg) is int else _weight(arg) for arg in args)
+    g.charge(size)
+    return _AbstractValue("bytes", size=size)
+
+
+def _encode(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+    if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
+        raise PickleError("it encodes a text in a way that bytes are not stored in")
+    g.charge(len(args[0]))
+    return _AbstractValue("bytes", size=len(args[0]))
+
+
+def _range(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+    if not 1 <= len(args) <= 3 or any(type(arg) is not int for arg in args) or (len(args) == 3 and args[2] == 0):
+        raise PickleError("it makes a range of something other than numbers")
+    numbers = range(*args)
+    size = (numbers[-1] - numbers[0]) // numbers.step + 1 if numbers else 0
+    return _AbstractValue("range", size=min(size, _ENDLESS), hashes=min(size, _ENDLESS) + 1)
+
+
+def _texts(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+    """Accept texts, as paths and decimals do."""
+    if any(type(arg) is not str for arg in args):
+        raise PickleError(f"it calls {name} with something other than texts")
+    g.charge(sum(map(_weight, args)))
+    return _AbstractValue(
+        "time" if name.startswith("pathlib.") else "plain"
+    )  # hashes of paths can't be foreseen either
+
+
+_PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")
+_NUMPY = ("core.multiarray._reconstruct", "_core.multiarray._reconstruct", "core.multiarray.scalar")
+_TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
+_OTHER_TENSORS = (
+    "_rebuild_parameter",
+    "_rebuild_parameter_with_state",
+    "_rebuild_sparse_tensor",
+    "_rebuild_meta_tensor_no_storage",
+    "_rebuild_wrapper_subclass",
+    "_rebuild_device_tensor_from_numpy",
+    "_rebuild_device_tensor_from_cpu_tensor",
+    "_rebuild_nested_tensor",
+)
+_TIMES = ("datetime.date", "datetime.datetime", "datetime.time")
+
+
+def _anything(kind: str) -> Any:
+    def rule(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+        for arg in args:
+            g.charge(_weight(arg))
+        return _AbstractValue(kind)
+
+    return rule
+
+
+def _call_user(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+    """Accept any arguments, for globals that the user allowed."""
+    if name.startswith("numpy."):
+        # An array is made empty and filled from bytes afterwards: numbers are lengths that are not backed by bytes yet.
+        numbers = [n for arg in args for n in ((arg.items or ()) if isinstance(arg, _AbstractValue) else (arg,))]
+        g.charge(math.prod(abs(n) for n in numbers if type(n) is int))
+    return _anything("object")(g, name, args)  # type: ignore[no-any-return]
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    items = value.items if isinstance(value, _AbstractValue) else None
+    if items is None or len(items) > MAX_DIMS or any(type(n) is not int for n in items):
+        raise PickleError("it makes a tensor whose sizes or strides are none")
+    return tuple(items)
+
+
+def _tensor(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+    if (
+        len(args) < 4
+        or not isinstance(args[0], _AbstractValue)
+        or args[0].kind != "storage"
+        or type(args[1]) is not int
+    ):
+        raise PickleError("it makes a tensor of no storage")
+    storage, offset = args[0], args[1]
+    shape, stride = _numbers(args[2]), _numbers(args[3])
+    width = storage.width
+    if name.endswith("_v3"):
+        known = len(args) > 6 and isinstance(args[6], _AbstractValue)
+        dtype = DTYPES.get(args[6].name.removeprefix("torch.")) if known else None
+        width = dtype.itemsize if dtype is not None else _ENDLESS
+    is_quantized = name.endswith("_rebuild_qtensor")
+    room = storage.size * (_ELEMENTS_PER_BYTE.get(storage.name, 1) if is_quantized else 1)
+    is_overfull = is_quantized and math.prod(shape) * width > room
+    if is_overfull or not view_fits(offset, shape, stride, width, room):
+        raise PickleError(f"it makes a tensor of {shape} that reaches beyond its {storage.size} bytes")
+    return _AbstractValue("tensor")
+
+
+def _from_type(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
+    if len(args) != 4 or not isinstance(args[2], _AbstractValue) or args[2].items is None:
+        raise PickleError("it makes a tensor of a class in an unknown way")
+    g.charge(_weight(args[3]))
+    g.invoke(args[0], args[2].items)
+    return _AbstractValue("tensor")
+
+
+_CALLS: dict[str, Any] = {
+    **{f"builtins.{name}": _plain for name in ("bool", "int", "float", "complex", "str")},
+    **{f"datetime.{name}": _plain for name in ("date", "datetime", "time", "timedelta", "timezone")},
+    "builtins.bytes": _bytes,
+    "builtins.bytearray": _bytes,
+    "builtins.list": _copy("list"),
+    "builtins.tuple": _copy("object"),
+    "builtins.dict": _copy("dict", hashed=True),
+    "builtins.set": _copy("set", hashed=True),
+    "builtins.frozenset": _copy("set", hashed=True),
+    "builtins.range": _range,
+    "builtins.slice": _anything("plain"),
+    "collections.deque": _copy("deque"),
+    "collections.defaultdict": _copy("defaultdict", hashed=True),
+    "collections.OrderedDict": _copy("dict", hashed=True),
+    "collections.Counter": _copy("dict", hashed=True),
+    **{f"{module}.{name}": _texts for module in ("pathlib", "pathlib._local") for name in _PATHS},
+    "decimal.Decimal": _texts,
+    "argparse.Namespace": _call_user,
+    "types.SimpleNamespace": _call_user,
+    "_io.BytesIO": _call_user,
+    **{f"numpy.{name}": _call_user for name in (*_NUMPY, "_core.multiarray.scalar", "ndarray", "dtype")},
+    "_codecs.encode": _encode,
+    "torch.Size": _copy("object"),
+    "torch.device": _plain,
+    "torch.serialization._get_layout": _plain,
+    **{f"torch._utils.{name}": _tensor for name in _TENSORS},
+    **{f"torch._utils.{name}": _anything("tensor") for name in _OTHER_TENSORS},
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+}
+
+
+# --- opcodes ---------------------------------------------------------------------------------------
 
 
 def _unsupported(_g: _Guard, _at: int) -> int:
@@ -206,7 +460,7 @@ def _global(g: _Guard, at: int) -> int:
 
 
 def _short_bytes(g: _Guard, at: int) -> int:
-    g.stack.append(AbstractValue("bytes", size=g.data[at]))
+    g.stack.append(_AbstractValue("bytes", size=g.data[at]))
     return at + 1 + g.data[at]
 
 
@@ -219,12 +473,12 @@ def _extend(g: _Guard, items: list[Any]) -> None:
         target.add(item)
 
 
-def _target(g: _Guard, kind: str) -> AbstractValue:
+def _target(g: _Guard, kind: str) -> _AbstractValue:
     target = g.stack[-1]
-    if not isinstance(target, AbstractValue) or target.kind not in (*_LIKE[kind], "object"):
+    if not isinstance(target, _AbstractValue) or target.kind not in (*_LIKE[kind], "object"):
         raise _RefusedByTorch
     if target.kind != kind:  # in a pickle with tensors torch fills lists and dicts alone
-        g.note(target, filled=True)
+        g.on_mutation(target, filled=True)
     return target
 
 
@@ -240,7 +494,7 @@ def _set_items(g: _Guard, items: list[Any]) -> None:
 
 
 def _args(value: Any) -> list[Any]:
-    if not isinstance(value, AbstractValue) or value.items is None:
+    if not isinstance(value, _AbstractValue) or value.items is None:
         raise PickleError("it calls a function without a tuple of arguments")
     return value.items
 
@@ -255,11 +509,11 @@ def _reduce(g: _Guard, at: int) -> int:
 def _build(g: _Guard, at: int) -> int:
     state = g.stack.pop()
     target = g.stack[-1]
-    if not isinstance(target, AbstractValue) or target.kind not in ("dict", "object"):
+    if not isinstance(target, _AbstractValue) or target.kind not in ("dict", "object"):
         raise PickleError("it gives a state to something that has none")
-    g.note(target, filled=False)
+    g.on_mutation(target, filled=False)
     # A state of two items is a pair of dicts: attributes and slots.
-    cost = weight(state) + sum(map(weight, (state.items or ())[:2])) if isinstance(state, AbstractValue) else 1
+    cost = _weight(state) + sum(map(_weight, (state.items or ())[:2])) if isinstance(state, _AbstractValue) else 1
     g.charge(cost)
     return at
 
@@ -272,11 +526,11 @@ def _persistent(g: _Guard, at: int) -> int:
 _OWN: dict[str, Handler] = {
     "c": _global,
     "U": _short_bytes,
-    "]": push_new(partial(AbstractValue, "list")),
-    "}": push_new(partial(AbstractValue, "dict")),
-    "\x8f": push_new(partial(AbstractValue, "set")),
-    ")": push_new(lambda: AbstractValue.of_tuple([])),
-    **tuple_handlers(AbstractValue.of_tuple),
+    "]": push_new(partial(_AbstractValue, "list")),
+    "}": push_new(partial(_AbstractValue, "dict")),
+    "\x8f": push_new(partial(_AbstractValue, "set")),
+    ")": push_new(lambda: _AbstractValue.of_tuple([])),
+    **tuple_handlers(_AbstractValue.of_tuple),
     **list_handlers(_extend),
     **dict_handlers(_set_items),
     "R": _reduce,

@@ -256,8 +256,8 @@ def _forget_sparse_tensors() -> None:
 # A pickle may hold one container many times, which holds another many times, and so on: a few hundred bytes stand for
 # more leaves than can be counted. That costs nothing until the state dict is flattened: then every leaf gets a name.
 
-_PARTS_PER_BYTE = 64
-_LEAST_PARTS = 2_000_000
+_NODES_PER_BYTE = 64
+_LEAST_NODES = 2_000_000
 _LEAST_LETTERS = 64 << 20
 _MANY = 1 << 62
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -267,7 +267,7 @@ _CONTAINERS = (Mapping, *_SEQUENCES)
 class _Expansion(NamedTuple):
     """The size of a flattened value."""
 
-    parts: int  # itself and everything in it, as often as it is there
+    nodes: int  # itself and everything in it, as often as it is there
     letters: int  # of the names of these, below the value's own
 
 
@@ -277,31 +277,31 @@ _LEAF = _Expansion(1, 0)
 def _expands_too_much(value: Any, nbytes: int) -> bool:
     """Return whether a value holds itself, or is larger when flattened than an honest pickle of ``nbytes`` bytes.
 
-    Takes time in proportion to its distinct parts.
+    Takes time in proportion to its distinct nodes.
     """
     expansion = _expansion(value)
     return (
         expansion is None
-        or expansion.parts > _PARTS_PER_BYTE * nbytes + _LEAST_PARTS
-        or expansion.letters > _PARTS_PER_BYTE * nbytes + _LEAST_LETTERS
+        or expansion.nodes > _NODES_PER_BYTE * nbytes + _LEAST_NODES
+        or expansion.letters > _NODES_PER_BYTE * nbytes + _LEAST_LETTERS
     )
 
 
 def _expansion(value: Any) -> _Expansion | None:
     """Add up each container once; return None if one holds itself."""
-    known: dict[int, _Expansion | None] = {}  # None: its parts are being added up
-    pending = [(value, _parts(value))]
+    known: dict[int, _Expansion | None] = {}  # None: its children are being added up
+    pending = [(value, _children(value))]
     known[id(value)] = None
     while pending:
-        container, parts = pending[-1]
-        for _, part in parts:
-            if not isinstance(part, _CONTAINERS):
+        container, children = pending[-1]
+        for _, child in children:
+            if not isinstance(child, _CONTAINERS):
                 continue
-            if id(part) not in known:
-                known[id(part)] = None
-                pending.append((part, _parts(part)))
+            if id(child) not in known:
+                known[id(child)] = None
+                pending.append((child, _children(child)))
                 break
-            if known[id(part)] is None:
+            if known[id(child)] is None:
                 return None
         else:
             known[id(container)] = _sum(container, known)
@@ -309,16 +309,16 @@ def _expansion(value: Any) -> _Expansion | None:
     return known[id(value)]
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return iter(value.items())
-    return ((None, part) for part in value) if isinstance(value, _SEQUENCES) else iter(())
+    return ((None, child) for child in value) if isinstance(value, _SEQUENCES) else iter(())
 
 
 def _sum(container: Any, known: Mapping[int, _Expansion | None]) -> _Expansion:
     count, letters = 1, 0
-    for key, part in _parts(container):
-        within = known.get(id(part)) or _LEAF
-        count += within.parts
-        letters += within.letters + within.parts * (len(key) if type(key) is str else 8)
+    for key, child in _children(container):
+        within = known.get(id(child)) or _LEAF
+        count += within.nodes
+        letters += within.letters + within.nodes * (len(key) if type(key) is str else 8)
     return _Expansion(min(count, _MANY), min(letters, _MANY))
