@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.core.extent import strided_parts
 from aiockpt.options import Validation
-from aiockpt.snapshot.sample_points import DISTANCE_BYTES, LINE_BYTES, SamplePoint, place_of, strided_parts
-from aiockpt.snapshot.sampling import Samples
+from aiockpt.snapshot.sampling import DISTANCE_BYTES, LINE_BYTES, SamplePoint, Samples, sample_point_of
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same, random_tensor, storable_dtypes
@@ -84,19 +84,19 @@ def test_it_does_not_concern_the_save(name: str, validate, tmp_path: Path) -> No
 
 # --- samples --------------------------------------------------------------------------------------
 
-UNITS = 5 * DISTANCE_BYTES // 4  # elements of 4 bytes, so that a tensor has places in each of five parts
+UNITS = 5 * DISTANCE_BYTES // 4  # elements of 4 bytes, so that a tensor has points in each of five parts
 
 
-def _rows_of(place: SamplePoint) -> list[int]:
-    """Give the elements that a place of a contiguous tensor sees."""
-    begin, step = place.seen.storage_offset(), place.seen.stride(0)
-    return [begin + row * step + column for row in range(place.number) for column in range(place.length)]
+def _rows_of(point: SamplePoint) -> list[int]:
+    """Return the elements of a contiguous tensor that are sampled."""
+    begin, step = point.view.storage_offset(), point.view.stride(0)
+    return [begin + row * step + column for row in range(point.number) for column in range(point.length)]
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.37, 0.999999])
 def test_what_is_64_kib_in_one_piece_is_always_met(chance: float) -> None:
     values = torch.zeros(UNITS)
-    seen = sorted(_rows_of(place_of("x", 0, values, values, chance)))
+    seen = sorted(_rows_of(sample_point_of("x", 0, values, values, chance)))
     assert seen[-1] < UNITS
     longest = max(after - before for before, after in pairwise([-1, *seen, UNITS])) - 1
     assert longest < DISTANCE_BYTES // 4
@@ -108,7 +108,7 @@ def test_every_element_has_its_chance() -> None:
         values = torch.zeros(count)
         met = set()
         for number in range(count):
-            met.update(_rows_of(place_of("x", 0, values, values, number / count)))
+            met.update(_rows_of(sample_point_of("x", 0, values, values, number / count)))
         assert met == set(range(count))
 
 
@@ -118,11 +118,11 @@ def test_small_writes_are_met_as_often_as_is_said() -> None:
     tried = found = 0
     for number in range(20):
         seen = torch.zeros_like(values, dtype=torch.bool)
-        seen[_rows_of(place_of("x", 0, values, values, number / 20))] = True
+        seen[_rows_of(sample_point_of("x", 0, values, values, number / 20))] = True
         pieces = seen.view(-1, 1024).any(1)
         tried, found = tried + pieces.numel(), found + int(pieces.sum())
     assert 0.9 < found / tried * 16 < 1.1
-    firsts = {Samples(["x"], [values])._groups[0].places[0].seen.storage_offset() for _ in range(20)}
+    firsts = {Samples(["x"], [values])._groups[0].points[0].view.storage_offset() for _ in range(20)}
     assert len(firsts) > 15
 
 
@@ -151,13 +151,13 @@ def test_every_form_is_seen_and_takes_no_alarm() -> None:
     forms = _all_forms()
     names, tensors = list(forms), list(forms.values())
     same, changed = Samples(names, tensors), Samples(names, tensors)
-    same.look()
+    same.compare()
     assert same.changed() == []
     for tensor in tensors:
         for part in strided_parts(tensor):
             raw = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())
             raw.bitwise_xor_(1)
-    changed.look()
+    changed.compare()
     assert changed.changed() == names
 
 
@@ -165,7 +165,7 @@ def test_elements_in_holes_are_not_looked_at() -> None:
     base = torch.zeros(500, 600)
     samples = Samples(["x"], [base[:, ::2]])
     base.data[:, 1::2] = 7
-    samples.look()
+    samples.compare()
     assert samples.changed() == []
 
 
@@ -173,7 +173,7 @@ def test_expanded_tensors_are_seen() -> None:
     base = torch.zeros(500, 1)
     samples = Samples(["other", "x"], [torch.zeros(3), base.expand(500, 600)])
     base.data.fill_(1)
-    samples.look()
+    samples.compare()
     assert samples.changed() == ["x"]
 
 
@@ -181,7 +181,7 @@ def test_memory_that_was_freed_is_a_change() -> None:
     tensors = [torch.ones(1000), torch.ones(1000)]
     samples = Samples(["kept", "freed"], tensors)
     tensors[1].untyped_storage().resize_(0)
-    samples.look()
+    samples.compare()
     assert samples.changed() == ["freed"]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from aiockpt.errors import AiockptError, TornSnapshotError
 from aiockpt.saving.job import check_timeout
-from aiockpt.snapshot.optimizer_hooks import tensors_of, wait_before_steps, wait_no_more
+from aiockpt.snapshot.optimizer_hooks import stop_waiting_before_steps, tensors_of, wait_before_steps
 from aiockpt.staging.runtime import is_capturing
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class StepGuard:
 
     def remove(self) -> None:
         """Let steps go on without waiting. Idempotent."""
-        wait_no_more(self._optimizer, self._before)
+        stop_waiting_before_steps(self._optimizer, self._before)
 
     def _wait(self) -> None:
         deadline = None if self._timeout is None else time.monotonic() + self._timeout

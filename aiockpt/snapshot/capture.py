@@ -1,17 +1,19 @@
-"""What `save()` does before it returns: take hold of a state dict, in the caller's thread.
+"""Captures a state dict in the caller's thread, before `save()` returns.
 
-Tensors are held by reference, and so are NumPy arrays, as tensors that share their memory; objects that could change
-are pickled; small tensors are copied at once. For the others a version counter is noted, which tells later whether
-they changed while they were copied. Arrays have none: some of their bytes are noted instead.
+Tensors are held by reference, as are NumPy arrays, through tensors that share their memory. Mutable objects are
+pickled, and small tensors copied, at once. For the other tensors the version counter is recorded, which later shows
+whether they changed before they were copied. Arrays have no such counter: samples of their bytes are kept instead.
 """
 
 from __future__ import annotations
 
 import sys
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.core.extent import freed_message, is_freed
 from aiockpt.errors import SaveError
 from aiockpt.format.item.arrays import ARRAY_RECORD, ARRAY_TYPES, tensor_of
 from aiockpt.format.item.objects import encode_object, foreign_names, is_frozen
@@ -20,11 +22,11 @@ from aiockpt.planning.flatten import FlatState, StructureError, flatten
 from aiockpt.planning.planner import CHECKED_AHEAD
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import unstorable
-from aiockpt.snapshot.eager_copy import copy_at_once
 from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
 from aiockpt.snapshot.sampling import Samples
-from aiockpt.snapshot.shards import PLAIN_TYPES, dense_form, is_coded, take_parts
+from aiockpt.snapshot.shards import PLAIN_TYPES, dense_form, is_encoded, take_local_parts
+from aiockpt.staging.pool import MappedMemory, copy_small
 from aiockpt.staging.runtime import reading_behind, ready_event
 
 if TYPE_CHECKING:
@@ -32,6 +34,12 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.flatten import NameMemo
     from aiockpt.planning.snapshot import Shard
+
+
+EAGER_TENSOR_BYTES = 64 << 10
+"""Tensors up to this size are copied at the call ..."""
+EAGER_BYTES = 16 << 20
+"""... until this much has been copied."""
 
 
 def capture_state(
@@ -42,17 +50,17 @@ def capture_state(
     once: bool = False,
     sampled: bool = False,
 ) -> Snapshot:
-    """Take hold of a state dict. Blocks for the walk over it, and for pickling objects that could change.
+    """Capture a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     Args:
-        state_dict: what to capture; live objects in it are asked for their state dicts.
+        state_dict: live objects in it are asked for their state dicts.
         memo: names of earlier captures, see `aiockpt.planning.flatten.flatten`.
         ranks: how many ranks save their parts of distributed tensors together; None: this process alone.
-        once: leave out the parts of which another rank has the copy that counts.
-        sampled: look at the bytes themselves as well, see `aiockpt.snapshot.sampling.Samples`.
+        once: leave out the parts whose copy on another rank is saved.
+        sampled: keep samples of all tensors, see `aiockpt.snapshot.sampling.Samples`.
 
     Raises:
-        SaveError: naming the key of what can't be saved.
+        SaveError: something can't be saved; the message names its key.
     """
     resolved = resolve(state_dict, SaveError)
     try:
@@ -64,28 +72,20 @@ def capture_state(
     shards: dict[int, Shard] = {}
     wholes: dict[int, torch.Tensor] = {}
     kinds = {type(leaf): leaf for leaf in flat.leaves}
-    if any_distributed(flat.leaves) or any(map(is_coded, kinds.values())):
-        wholes = take_parts(flat, shards, together=ranks is not None, once=once)
+    if any_distributed(flat.leaves) or any(map(is_encoded, kinds.values())):
+        wholes = take_local_parts(flat, shards, together=ranks is not None, once=once)
     try:
-        capture = _hold(flat, shards, sampled=sampled)
+        snapshot = _hold(flat, shards, sampled=sampled)
     except (RecursionError, ValueError, NotImplementedError) as exc:
         raise SaveError(f"{_culprit(flat)} can't be saved: {type(exc).__name__}: {exc}") from exc
-    capture.wholes = [
-        (leaf, whole, whole._version) for leaf, whole in wholes.items() if capture.versions[leaf] is not None
+    snapshot.wholes = [
+        (leaf, whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
     ]
-    return capture
+    return snapshot
 
 
 def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled: bool = False) -> Snapshot:
-    """Take hold of tensors and of objects that are pickled already, as they come.
-
-    Args:
-        items: name and value of each; names need not be distinct.
-        sampled: see `capture_state`.
-
-    Raises:
-        SaveError: naming what can't be saved.
-    """
+    """Capture tensors, and objects that are pickled already; their names need not be distinct."""
     flat = FlatState([name for name, _ in items], [(name,) for name, _ in items])
     blobs = {leaf: value for leaf, (_, value) in enumerate(items) if isinstance(value, bytes)}
     flat.leaves = [None if isinstance(value, bytes) else dense_form(name, value) for name, value in items]
@@ -95,26 +95,26 @@ def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled:
 def _hold(
     flat: FlatState, shards: dict[int, Shard], pickled: Mapping[int, bytes] | None = None, *, sampled: bool
 ) -> Snapshot:
-    """Take hold of leaves, of which some may be pickled already."""
-    if "torch._dynamo" in sys.modules:  # which every optimizer imports; without any this would take a second
+    """Capture leaves, some of which may be pickled already."""
+    if "torch._dynamo" in sys.modules:  # every optimizer imports it; without one, the import would take a second
         watch_optimizers()
     leaves = flat.leaves
     values: dict[int, Any] = {}
     blobs: dict[int, bytes] = dict(pickled or {})
     foreign: dict[int, tuple[str, dict[str, bool]]] = {}
     kinds = set(map(type, leaves))
-    arrays = set() if kinds.isdisjoint(ARRAY_TYPES) else _take_arrays(flat)
+    arrays = set() if kinds.isdisjoint(ARRAY_TYPES) else _replace_arrays(flat)
     if not kinds <= PLAIN_TYPES:
         for leaf, value in enumerate(leaves):
             if type(value) not in PLAIN_TYPES and leaf not in blobs:
-                _take_object(flat.names[leaf], leaf, value, values, blobs, foreign)
+                _capture_object(flat.names[leaf], leaf, value, values, blobs, foreign)
                 leaves[leaf] = None
     tensors = leaves
     if torch.nn.Parameter in kinds:
-        # A parameter's memory may be exchanged through `.data`; the detached tensor keeps what it is now.
+        # Assigning to a parameter's `.data` replaces its memory; the detached tensor keeps the present one.
         tensors = [t.detach() if type(t) is torch.nn.Parameter else t for t in leaves]
     objects = frozenset(values.keys() | blobs.keys())
-    capture = Snapshot(
+    snapshot = Snapshot(
         Structure(flat.names, flat.paths, objects, shards),
         flat.containers,
         tensors,
@@ -124,25 +124,25 @@ def _hold(
         foreign=foreign,
     )
     devices = _check_devices(flat.names, tensors)
-    _check_forms(flat.names, tensors)
-    capture.versions = _versions(tensors)
-    copy_at_once(capture, devices)
+    _check_kinds(flat.names, tensors)
+    snapshot.versions = _versions(tensors)
+    _copy_small_tensors(snapshot, devices)
     samples = None
     if sampled:
-        samples = Samples(flat.names, capture.tensors, besides=capture.eager)
-    elif not arrays <= capture.eager.keys():  # NumPy counts no changes
-        seen = [tensor if leaf in arrays else None for leaf, tensor in enumerate(capture.tensors)]
-        samples = Samples(flat.names, seen, besides=capture.eager)
-    capture.events = _ready_events(devices)
-    capture.behind = reading_behind
-    follow_steps(capture, samples)
-    return capture
+        samples = Samples(flat.names, snapshot.tensors, besides=snapshot.eager)
+    elif not arrays <= snapshot.eager.keys():  # NumPy counts no changes
+        seen = [tensor if leaf in arrays else None for leaf, tensor in enumerate(snapshot.tensors)]
+        samples = Samples(flat.names, seen, besides=snapshot.eager)
+    snapshot.events = _ready_events(devices)
+    snapshot.behind = reading_behind
+    follow_steps(snapshot, samples)
+    return snapshot
 
 
-def _take_arrays(flat: FlatState) -> set[int]:
-    """Put tensors in the places of NumPy arrays, and record which; return their positions."""
+def _replace_arrays(flat: FlatState) -> set[int]:
+    """Replace NumPy arrays by tensors, and record which; return their positions."""
     arrays: set[int] = set()
-    known: dict[int, torch.Tensor | None] = {}  # an array at two places is copied, if at all, once
+    known: dict[int, torch.Tensor | None] = {}  # an array with two keys is copied at most once
     for leaf, value in enumerate(flat.leaves):
         if type(value) not in ARRAY_TYPES:
             continue
@@ -157,16 +157,16 @@ def _take_arrays(flat: FlatState) -> set[int]:
 
 
 def _culprit(flat: FlatState) -> str:
-    """Name the leaf that can't be taken hold of even alone."""
+    """Return the name of the leaf whose capture fails."""
     for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
         try:
             _hold(FlatState([name], [path], [leaf]), {}, sampled=False)
-        except Exception:  # which is what the caller tells
+        except Exception:  # the caller raises it
             return name
     return "the state dict"
 
 
-def _take_object(
+def _capture_object(
     name: str,
     leaf: int,
     value: Any,
@@ -199,8 +199,8 @@ def _check_devices(names: Sequence[str], tensors: Sequence[torch.Tensor | None])
     return devices
 
 
-def _check_forms(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
-    """Refuse tensors that have no memory of their own, or could be stored but not loaded; of very many the first."""
+def _check_kinds(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -> None:
+    """Refuse tensors that have no memory, or that could be stored but not loaded. Of very many, check the first."""
     names, tensors = names[:CHECKED_AHEAD], tensors[:CHECKED_AHEAD]
     forms = {
         (tensor.dtype, tensor.dim(), tensor.is_nested, _is_traced(tensor)) for tensor in tensors if tensor is not None
@@ -220,7 +220,7 @@ def _check_forms(names: Sequence[str], tensors: Sequence[torch.Tensor | None]) -
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no memory, for it is a stand-in of ``torch.func`` or of a compiler."""
+    """Return whether a tensor has no memory, because ``torch.func`` or a compiler traces it."""
     return torch._is_functional_tensor(tensor) or not (
         torch._C._has_storage(tensor) or tensor.layout is not torch.strided
     )
@@ -238,16 +238,94 @@ def _versions(tensors: Sequence[torch.Tensor | None]) -> list[int | None]:
 
 
 def ready_events(state_dict: Mapping[Any, Any]) -> dict[torch.device, torch.Event]:
-    """Record, for each accelerator that holds tensors of a state dict, where the caller's stream is now."""
+    """Record an event in the caller's stream of each accelerator that holds tensors of a state dict."""
     if not torch.accelerator.is_available():
         return {}
     try:
         leaves = flatten(state_dict).leaves
     except StructureError:
-        return {}  # which is told when it is loaded into
+        return {}  # reported by the load that follows
     return _ready_events({leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)})
 
 
 def _ready_events(devices: Iterable[torch.device]) -> dict[torch.device, torch.Event]:
     events = {device: ready_event(device) for device in devices if device.type not in ("cpu", "meta")}
     return {device: event for device, event in events.items() if event is not None}
+
+
+# --- small tensors --------------------------------------------------------------------------------
+
+
+def _copy_small_tensors(snapshot: Snapshot, devices: set[torch.device]) -> None:
+    """Copy small tensors, up to a total: among them those that a forward pass may change.
+
+    Tensors that reach out of their storage are refused. Of very many, those not copied here are checked when staged.
+    """
+    chosen: dict[torch.device, dict[int, int]] = {device: {} for device in devices}
+    (only,) = devices if len(devices) == 1 else (None,)
+    versions = snapshot.versions
+    total = 0
+    for leaf, tensor in enumerate(snapshot.tensors):
+        if total > EAGER_BYTES and leaf >= CHECKED_AHEAD:
+            break
+        if tensor is None:
+            continue
+        if is_freed(tensor):
+            raise SaveError(freed_message(snapshot.structure.names[leaf]))
+        if total > EAGER_BYTES or tensor.layout is not torch.strided or tensor.is_quantized:
+            continue
+        nbytes = tensor.nbytes
+        if not 0 < nbytes <= EAGER_TENSOR_BYTES:
+            continue
+        if tensor.is_contiguous():
+            chosen[only or tensor.device][leaf] = nbytes
+            # Capture the shape and strides too, not only the bytes. `.data` instead of `.detach()`, which releases the
+            # GIL; that `.data` has a version counter of its own does not matter for a tensor that is copied here.
+            snapshot.tensors[leaf] = tensor.data
+        else:
+            try:
+                # The copy has the strides that will be stored, and nothing else refers to it.
+                snapshot.tensors[leaf] = tensor.clone()
+            except torch.OutOfMemoryError:
+                continue  # copied with the large ones
+        versions[leaf] = None
+        total += nbytes
+    for device, sizes in chosen.items():
+        if sizes:
+            try:
+                snapshot.arenas[device] = _pack(snapshot, device, sizes)
+            except torch.OutOfMemoryError:
+                _copy_later(snapshot, sizes)
+
+
+def _copy_later(snapshot: Snapshot, leaves: Iterable[int]) -> None:
+    """Leave tensors to be copied with the large ones: their device has no memory to spare."""
+    for leaf in leaves:
+        tensor = snapshot.tensors[leaf]
+        del snapshot.eager[leaf]
+        snapshot.versions[leaf] = None if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _pack(snapshot: Snapshot, device: torch.device, sizes: dict[int, int]) -> torch.Tensor:
+    tensors = [snapshot.tensors[leaf] for leaf in sizes]
+    ends = list(accumulate(sizes.values()))
+    for (leaf, nbytes), end in zip(sizes.items(), ends, strict=True):
+        snapshot.eager[leaf] = (end - nbytes, nbytes)
+    if device.type != "cpu":
+        # One kernel on the caller's stream, so ordered before later changes of the tensors.
+        return torch.cat([_raw_bytes(tensor) for tensor in tensors if tensor is not None])
+    arena = MappedMemory(ends[-1])
+    target = arena.address
+    for tensor, nbytes in zip(tensors, sizes.values(), strict=True):
+        copy_small(target, tensor.data_ptr(), nbytes)  # type: ignore[union-attr]
+        target += nbytes
+    return arena.tensor
+
+
+def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as bytes, without applying lazy conjugation and negation."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    if tensor.is_neg():
+        tensor = torch._neg_view(tensor)
+    return tensor.reshape(-1).view(torch.uint8)

@@ -120,7 +120,7 @@ class Consistency:
         with self._lock:
             self._compare()
             if samples is not None:
-                samples.look(readable=self._snapshot.readable)
+                samples.compare(readable=self._snapshot.readable)
             self.copied = True
         # What a fence has looked at is known when the caller's stream has come that far: nobody waits for it meanwhile.
         changed = [] if samples is None else samples.changed()
@@ -142,7 +142,7 @@ class Consistency:
     def _look(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
         samples = samples_of(self._snapshot)
         if samples is not None:
-            samples.look(chosen)
+            samples.compare(chosen)
 
     def _compare(self) -> None:
         self.raise_if_aborted()

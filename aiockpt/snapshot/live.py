@@ -1,4 +1,4 @@
-"""Live objects in a state: modules, optimizers, schedulers and all else that has a state dict and loads one."""
+"""Live objects in a state: modules, optimizers, schedulers and all others that have a state dict and load one."""
 
 from __future__ import annotations
 
@@ -32,23 +32,16 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take up a state."""
+        """Load a state."""
 
 
 class LiveObject(NamedTuple):
-    """An object that was met in a state.
-
-    Attributes:
-        path: where.
-        name: the path, joined by dots; empty for the state itself.
-        value: the object.
-        state: its state dict, in which further objects are state dicts as well.
-    """
+    """A live object in a state."""
 
     path: ObjPath
-    name: str
+    name: str  # the path, joined by dots; empty for the state itself
     value: Any
-    state: Any
+    state: Any  # its state dict, in which inner live objects are state dicts too
 
     @property
     def described(self) -> str:
@@ -57,12 +50,12 @@ class LiveObject(NamedTuple):
 
     @property
     def is_module(self) -> bool:
-        """Whether it is a module, which takes exactly the shapes that it has."""
+        """Whether it is a module, which loads only tensors of its own shapes."""
         return isinstance(self.value, torch.nn.Module)
 
     @property
     def chooses_keys(self) -> bool:
-        """Whether only its ``load_state_dict`` knows which keys it needs; of modules, those whose hooks rename keys."""
+        """Whether only its ``load_state_dict`` knows which keys it needs: of modules, if hooks may rename keys."""
         if not isinstance(self.value, torch.nn.Module):
             return True
         hooks = (hook for module in self.value.modules() for hook in module._load_state_dict_pre_hooks.values())
@@ -70,7 +63,7 @@ class LiveObject(NamedTuple):
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of an optimizer, in the order of the numbers that its state dict calls them by."""
+        """The parameters of an optimizer, in the order in which its state dict numbers them."""
         if not isinstance(self.value, torch.optim.Optimizer):
             return []
         return [parameter for group in self.value.param_groups for parameter in group["params"]]
@@ -78,12 +71,10 @@ class LiveObject(NamedTuple):
 
 @dataclass(slots=True)
 class ResolvedState:
-    """A state without live objects.
+    """A state whose live objects are replaced by their state dicts.
 
-    Attributes:
-        tree: the state, with the state dict of each live object in its place. Containers without any are the caller's.
-        objects: the live objects, inner ones before those that they are part of. One that stands at several places
-            is there for each.
+    Containers without live objects are the caller's own. ``objects`` has inner objects before outer ones; an object
+    with several keys is there for each.
     """
 
     tree: Any
@@ -104,15 +95,10 @@ def is_live(value: object) -> bool:
 
 
 def resolve(state: Any, error: type[AiockptError]) -> ResolvedState:
-    """Call ``state_dict()`` of every live object in a state, once each, in the caller's thread.
+    """Call ``state_dict()`` of every live object in a state once, in the caller's thread; the state is not changed.
 
-    Args:
-        state: nested dicts, lists and tuples, or a live object itself. It is not changed.
-        error: what to raise.
-
-    Raises:
-        AiockptError: ``state_dict()`` failed, an object is part of its own state, or it is in a container that would be
-            pickled whole, such as a named tuple; the message names the key.
+    Raise ``error`` if ``state_dict()`` fails, an object is part of its own state, or it is in a container that would
+    be pickled whole, such as a named tuple; the message names the key.
     """
     walk = _Walk(error)
     try:
@@ -130,7 +116,7 @@ class _Walk:
         self._open: set[int] = set()
 
     def resolved(self, path: ObjPath, name: str, value: Any) -> Any:
-        """Return a value with state dicts in the places of live objects."""
+        """Return a value whose live objects are replaced by state dicts."""
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -155,11 +141,11 @@ class _Walk:
         if not isinstance(value, OrderedDict):
             return items
         ordered = OrderedDict(items)
-        ordered.__dict__.update(vars(value))  # modules keep the versions of their parts there
+        ordered.__dict__.update(vars(value))  # modules keep the versions of their submodules there
         return ordered
 
     def _refuse_hidden(self, name: str, value: Any) -> None:
-        """Refuse what is stored as one object, and has live objects in it."""
+        """Refuse a value that would be pickled whole, and contains live objects."""
         inside = _find_live(value, set())
         if inside is not None:
             raise self._error(
@@ -187,7 +173,7 @@ class _Walk:
 
 
 def _find_live(value: Any, seen: set[int]) -> Any:
-    """Return a live object that is somewhere in a container of any kind, or None."""
+    """Return a live object within a container of any kind, or None."""
     for part in _parts(value):
         if type(part) not in _PLAIN and id(part) not in seen:
             seen.add(id(part))
@@ -220,7 +206,7 @@ def refuse_awaitable(result: object, what: str, error: type[AiockptError]) -> No
 def _text(key: object) -> str:
     try:
         return str(key)
-    except Exception:  # of a class without a text, or a number too long for one: refused when the state is taken apart
+    except Exception:  # no text, or a number with too many digits: refused when the state is flattened
         return "?"
 
 
@@ -233,15 +219,9 @@ def check_optimizers(
 ) -> None:
     """Refuse optimizers whose state dicts mean something else on each rank.
 
-    An optimizer's own state dict calls parameters by numbers, so that the same key is another parameter's on another
-    rank if the ranks don't have the same parameters.
-
-    Args:
-        objects: the live objects.
-        error: what to raise.
-        leaves: what is to be saved. If there are DTensors, but none of them is spread over all ranks, then the ranks
-            are thought to have different ones, as the stages of a pipeline do.
-        ranks: how many ranks save together.
+    An optimizer's own state dict numbers its parameters, so the same key means another parameter on another rank if
+    the ranks don't have the same parameters. If ``leaves``, the values to be saved, contain DTensors, but none
+    of them spans all ranks, then the ranks are assumed to have different parameters, as the stages of a pipeline do.
     """
     tensors = [*leaves, *(parameter for each in objects for parameter in each.parameters)]
     widest = max((_mesh_size(tensor) for tensor in tensors if is_distributed(tensor)), default=ranks)
@@ -260,5 +240,5 @@ def check_optimizers(
 
 
 def _mesh_size(value: Any) -> int:
-    mesh = getattr(value, "device_mesh", None)  # which a ShardedTensor has not
+    mesh = getattr(value, "device_mesh", None)  # a ShardedTensor has none
     return 0 if mesh is None else int(mesh.size())

@@ -1,4 +1,4 @@
-"""Counting the steps of optimizers, from their beginning, for the saves that are in flight."""
+"""Optimizer hooks: they advance version counters before a step changes tensors of the saves in flight."""
 
 from __future__ import annotations
 
@@ -24,40 +24,35 @@ _GUARDS = "_aiockpt_guards"
 
 
 class Token:
-    """Lives as long as a capture that is not released.
-
-    Attributes:
-        samples: what was seen of its tensors at the call, where that was asked for.
-        is_blind: a step has come since of which nobody can tell what it changed.
-    """
+    """Lives until its snapshot is released."""
 
     __slots__ = ("__weakref__", "is_blind", "samples")
 
     def __init__(self, samples: Samples | None = None) -> None:
         self.samples = samples
-        self.is_blind = False
+        self.is_blind = False  # a step since then changed unknown tensors
 
 
 _live: weakref.WeakSet[Token] = weakref.WeakSet()
 _live_lock = threading.Lock()
 
 
-def follow_steps(capture: Snapshot, samples: Samples | None = None) -> None:
-    """Count the steps of optimizers that concern a capture, from now on until it is released."""
-    capture.token = token = Token(samples)
+def follow_steps(snapshot: Snapshot, samples: Samples | None = None) -> None:
+    """Follow the steps of optimizers from now on, until the snapshot is released."""
+    snapshot.token = token = Token(samples)
     with _live_lock:
         _live.add(token)
 
 
 def count_change(tensors: Iterable[torch.Tensor]) -> None:
-    """Advance the version counters of tensors that are changed by other means than torch's operators."""
+    """Advance the version counters of tensors that are changed without torch's operators."""
     for tensor in tensors:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Wait where that was asked for, and only then count the change, as if it had happened. Raises nothing."""
+    """Call the guards of this optimizer, then count its change in advance. Raises nothing."""
     for wait in getattr(optimizer, _GUARDS, ()):
         wait()
     if not _live:
@@ -66,7 +61,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         count_change(tensors_of(optimizer))
     except Exception:
         logger.warning(
-            "what a step of %s changes can't be told, so the saves in flight are dropped",
+            "the tensors that a step of %s changes are unknown, so the saves in flight are dropped",
             type(optimizer).__name__,
             exc_info=True,
         )
@@ -75,35 +70,35 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 token.is_blind = True
 
 
-def saw_all(capture: Snapshot) -> bool:
-    """Tell whether all steps of optimizers since a capture could be counted."""
-    return not getattr(capture.token, "is_blind", False)
+def saw_all(snapshot: Snapshot) -> bool:
+    """Return whether the changes of all optimizer steps since a snapshot are known."""
+    return not getattr(snapshot.token, "is_blind", False)
 
 
-def samples_of(capture: Snapshot) -> Samples | None:
-    """Give what was seen of a capture's tensors at the call; None where that was not asked for, or is let go of."""
-    return getattr(capture.token, "samples", None)
+def samples_of(snapshot: Snapshot) -> Samples | None:
+    """Return the samples of a snapshot; None if there are none, or it was released."""
+    return getattr(snapshot.token, "samples", None)
 
 
 def wait_before_steps(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
-    """Call a function before each step of an optimizer. It may be given to one optimizer once.
+    """Call a function before each step of an optimizer.
 
-    A hook of the optimizer's own would come after `watch_optimizers`' one, which is for all.
+    Not registered as the optimizer's own hook: that would run after the global hook of `watch_optimizers`.
     """
     watch_optimizers()
     setattr(optimizer, _GUARDS, (*getattr(optimizer, _GUARDS, ()), wait))
 
 
-def wait_no_more(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
+def stop_waiting_before_steps(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
     """Undo `wait_before_steps`. Idempotent."""
     setattr(optimizer, _GUARDS, tuple(each for each in getattr(optimizer, _GUARDS, ()) if each is not wait))
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Give all that a step is about to change: the parameters, and their state.
+    """Return all tensors that a step may change: the parameters and their state.
 
-    These are counted before: operators do so when they are done, and what was copied meanwhile would be taken for
-    good. Fused steps never do, nor do those that take many DTensors at once.
+    They are counted before the step: an operator counts its change when it is done, and a copy made meanwhile would
+    pass as unchanged. Fused steps never count, nor do those that change many DTensors at once.
     """
     found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for value in list(optimizer.state.values()):
@@ -124,6 +119,6 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 @cache
 def watch_optimizers() -> None:
-    """Take note of the steps of all optimizers from now on; once for the process."""
-    # A compiler that traced it would let it run once, or never.
+    """Hook the steps of all optimizers from now on; once per process."""
+    # A compiler that traced the hook would run it once, or never.
     register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))  # type: ignore[no-untyped-call]

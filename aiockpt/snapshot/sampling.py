@@ -1,7 +1,7 @@
-"""Finding writes that no version counter shows: bytes of tensors, seen at the call and again when all is staged.
+"""Finds writes that no version counter shows, by samples of tensors' bytes: at the call, and again after staging.
 
-The places lie at a regular distance, from a random one on, which differs from save to save. What is seen is kept as it
-is, not its hash: it is a thousandth of the state, and what differs is known for sure.
+Sample points have a regular distance, and a random start that differs from save to save. The sampled bytes themselves
+are kept, not a hash: they are a thousandth of the state, and a difference is certain.
 """
 
 from __future__ import annotations
@@ -10,33 +10,41 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aiockpt.core.extent import freed_message, is_freed, reach_bytes, strided_parts
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
-from aiockpt.snapshot.sample_points import SamplePoint, place_of, seen_parts
+from aiockpt.staging.base import RAW_DTYPES
 from aiockpt.staging.runtime import reading_behind, ready_event
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+LINE_BYTES = 64
+"""Sampled at each point: a cache line, since fewer bytes would take as long to read."""
+DISTANCE_BYTES = 64 << 10
+"""Maximum distance between the points of a tensor ..."""
+LEAST_POINTS = 8
+"""... and their minimum number, if the tensor is large enough."""
+
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Places whose bytes are taken at once: those of one device, dtype and length of rows."""
+    """Sample points of one device, dtype and row length, which are read together."""
 
-    places: list[SamplePoint]
+    points: list[SamplePoint]
     before: torch.Tensor
 
     def split(self, chosen: list[bool]) -> tuple[_Group, _Group]:
-        """Give the places that are chosen, and the others."""
-        rows = _split(self.before, self.places)
+        """Return the chosen points, and the others."""
+        rows = _split(self.before, self.points)
         others = [not each for each in chosen]
         mine, theirs = (
-            _Group(list(compress(self.places, which)), torch.cat([self.before[:0], *compress(rows, which)]))
+            _Group(list(compress(self.points, which)), torch.cat([self.before[:0], *compress(rows, which)]))
             for which in (chosen, others)
         )
         return mine, theirs
@@ -44,40 +52,30 @@ class _Group:
 
 @dataclass(slots=True, eq=False)
 class _Finding:
-    """What has come out for a group; ``moment`` is when that is known on its device, None where it is known.
-
-    The group is kept until then: its memory is still read.
-    """
+    """The result of comparing a group; it refers to the group because a device may still read its memory."""
 
     group: _Group
     differ: torch.Tensor
-    moment: torch.Event | None
+    ready: torch.Event | None  # when the device has the result; None: it is in host memory
 
     def leaves(self) -> Iterator[int]:
-        """Give the tensors that differ. Blocks until it is known."""
+        """Return the leaves that differ. Blocks until the device has the result."""
         device = self.differ.device
-        with nullcontext() if self.moment is None else reading_behind(device, self.moment):
+        with nullcontext() if self.ready is None else reading_behind(device, self.ready):
             differ = self.differ.cpu()
         if differ.any():
-            for place, rows in zip(self.group.places, _split(differ, self.group.places), strict=True):
+            for point, rows in zip(self.group.points, _split(differ, self.group.points), strict=True):
                 if rows.any():
-                    yield place.leaf
+                    yield point.leaf
 
 
 class Samples:
-    """Some bytes of tensors as they were at `save()`, to be compared with what is there later.
+    """Samples of tensors' bytes at `save()`, to be compared with later ones.
 
-    Of each tensor 64 bytes are seen in every 64 KiB, and at 8 places at least; on devices by a kernel on the caller's
-    current stream. So a write that changes a whole tensor is always found, as is one of 64 KiB in one piece; one of
-    ``n`` bytes in one piece with a probability of about ``n / 65536``. What was changed back is not found.
-
-    Args:
-        names: of the tensors.
-        tensors: of which some bytes are looked at.
-        besides: the positions of those that need it not.
-
-    Raises:
-        SaveError: a device has no memory for it, or a tensor has none.
+    Of each tensor, 64 bytes are sampled in every 64 KiB, and at 8 points at least; on devices by a kernel on the
+    caller's current stream. So a write to a whole tensor is always found, as is a contiguous write of 64 KiB. A
+    contiguous write of ``n`` bytes is found with a probability of about ``n / 65536``. A change that was undone is not
+    found. Tensors at the positions ``besides`` are left out.
     """
 
     def __init__(
@@ -86,78 +84,149 @@ class Samples:
         self._names = names
         self._findings: list[_Finding] = []
         self._moved: list[int] = []
-        random = Random()  # not the program's own, whose course is its business
+        random = Random()  # of its own: the program's must not be advanced
         groups: dict[tuple[torch.device, torch.dtype, int], list[SamplePoint]] = {}
         with torch.no_grad(), gc_pause():
             for leaf, tensor in enumerate(tensors):
                 if tensor is None or leaf in besides:
                     continue
-                for part in seen_parts(tensor):
-                    place = place_of(names[leaf], leaf, tensor, part, random.random())
-                    groups.setdefault((part.device, place.seen.dtype, place.length), []).append(place)
+                for part in sampled_parts(tensor):
+                    point = sample_point_of(names[leaf], leaf, tensor, part, random.random())
+                    groups.setdefault((part.device, point.view.dtype, point.length), []).append(point)
             try:
-                self._groups = [_Group(places, _rows(places)) for places in groups.values()]
+                self._groups = [_Group(points, _rows(points)) for points in groups.values()]
             except torch.OutOfMemoryError as exc:
                 raise SaveError(
                     "the device has no memory to spare for validate='hash', which takes a thousandth of the state"
                 ) from exc
 
-    def look(
+    def compare(
         self,
         chosen: Callable[[torch.Tensor], bool] | None = None,
         readable: Callable[[torch.device], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """Look at the same places again; at each once, and at no tensor any more at which this was done.
+        """Compare the tensors that ``chosen`` accepts, or all, with their samples. Each is compared only once.
 
-        Args:
-            chosen: which tensors to look at; None for all.
-            readable: makes a stream current in which the copies are done, and blocks until it is known what differs.
-                None: use the current streams, behind what the caller gave them to do, and block for host memory alone.
-
-        Raises:
-            StageError: a device has no memory for it.
+        ``readable`` is a context in which a device's copies are made, and their result awaited. None: use the current
+        streams, behind the caller's work in them, and block only for host memory.
         """
         groups, self._groups = self._groups, []
         with torch.no_grad():
             for group in groups:
                 if chosen is not None:
-                    group, rest = group.split([chosen(place.tensor) for place in group.places])
-                    self._groups += [rest] if rest.places else []
+                    group, rest = group.split([chosen(point.tensor) for point in group.points])
+                    self._groups += [rest] if rest.points else []
                 device = group.before.device
                 with nullcontext() if readable is None else readable(device):
                     self._compare(group, wait=readable is not None)
 
     def _compare(self, group: _Group, *, wait: bool) -> None:
-        stayed = [not place.has_moved() for place in group.places]
+        stayed = [not point.has_moved() for point in group.points]
         if not all(stayed):
             group, moved = group.split(stayed)
-            self._moved += [place.leaf for place in moved.places]
-        if not group.places:
+            self._moved += [point.leaf for point in moved.points]
+        if not group.points:
             return
         try:
-            now = _rows(group.places).view(torch.uint8)
+            now = _rows(group.points).view(torch.uint8)
             differ = (now != group.before.view(torch.uint8)).any(1)
         except torch.OutOfMemoryError as exc:
             raise StageError("the device has no memory to look for changes, as validate='hash' asks") from exc
         device = differ.device
         finding = _Finding(group, differ, None if wait or device.type == "cpu" else ready_event(device))
-        if finding.moment is None:
+        if finding.ready is None:
             finding.differ = differ.cpu()
         self._findings.append(finding)
 
     def changed(self) -> list[str]:
-        """Give the names of what was found to differ. Blocks until devices have told."""
+        """Return the names of the tensors that differ. Blocks until devices have finished comparing."""
         leaves = set(self._moved)
         for finding in self._findings:
             leaves.update(finding.leaves())
         return [self._names[leaf] for leaf in sorted(leaves)]
 
 
-def _rows(places: Sequence[SamplePoint]) -> torch.Tensor:
-    """Take what is at these places now: all in one tensor, a row of elements for each place."""
-    return torch.cat([place.rows() for place in places])
+def _rows(points: Sequence[SamplePoint]) -> torch.Tensor:
+    """Return the present values at these points as one tensor, with the rows of all points."""
+    return torch.cat([point.rows() for point in points])
 
 
-def _split(rows: torch.Tensor, places: Sequence[SamplePoint]) -> Sequence[torch.Tensor]:
-    """Give those of each place, of rows that were taken together."""
-    return torch.split(rows, [place.number for place in places])
+def _split(rows: torch.Tensor, points: Sequence[SamplePoint]) -> Sequence[torch.Tensor]:
+    """Split rows that were read together by point."""
+    return torch.split(rows, [point.number for point in points])
+
+
+# --- sample points --------------------------------------------------------------------------------
+
+# torch.cat takes these as they are; other dtypes are viewed as integers of the same size.
+_COMMON = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
+
+
+class SamplePoint(NamedTuple):
+    """The points of a tensor at which it is sampled: rows of adjacent elements."""
+
+    leaf: int
+    tensor: torch.Tensor
+    part: torch.Tensor  # the tensor, or one that holds some of its values
+    view: torch.Tensor  # of its memory: the rows, or what ``indices`` is into
+    indices: torch.Tensor | None  # of the rows in ``view``, if they can't be a view themselves
+    number: int  # of rows
+    length: int  # elements of a row
+    distance: int  # from the part's memory to the view's, in bytes
+    end_bytes: int  # the least size of the storage that covers the part
+
+    def has_moved(self) -> bool:
+        """Return whether the tensor's memory was replaced or freed."""
+        if self.view.untyped_storage().nbytes() < self.end_bytes:
+            return True
+        return self.view.data_ptr() - self.part.data_ptr() != self.distance
+
+    def rows(self) -> torch.Tensor:
+        """Return the present values: a view of shape (number, length), or a copy."""
+        return self.view if self.indices is None else torch.take(self.view, self.indices)
+
+
+def sampled_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the strided tensors to sample of a tensor of any layout: of a quantized one, all its memory."""
+    if tensor.is_quantized:
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return [raw.set_(tensor.untyped_storage())]
+    # The tensor itself, not a view: a view would not show that the tensor's memory was replaced.
+    return [part if part is tensor else part.detach() for part in strided_parts(tensor)]
+
+
+def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tensor, chance: float) -> SamplePoint:
+    """Choose the sample points of a part of a tensor; ``chance``, from 0 to 1, is where they start."""
+    if is_freed(part):
+        raise SaveError(freed_message(name))
+    numel, size = part.numel(), part.itemsize
+    length = min(numel, max(1, LINE_BYTES // size))
+    number = min(numel // length, max(LEAST_POINTS, -(-numel * size // DISTANCE_BYTES)))
+    # Seldom a power of two, so that all columns of a matrix are met.
+    step = (numel - length) // number
+    begin = int(chance * (numel - length - (number - 1) * step + 1))
+    plain = _plain(part)
+    dense = plain if plain.is_contiguous() else _in_memory_order(plain)
+    if dense.is_contiguous():
+        indices = None
+        dense = dense.as_strided((number, length), (step, 1), part.storage_offset() + begin)
+    else:
+        row = torch.arange(begin, begin + length, device=part.device)
+        indices = torch.arange(number, device=part.device)[:, None] * step + row
+    view = dense if dense.dtype in _COMMON else dense.view(RAW_DTYPES[size])
+    return SamplePoint(
+        leaf, tensor, part, view, indices, number, length, view.data_ptr() - part.data_ptr(), reach_bytes(part)
+    )
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor, without applying lazy conjugation and negation."""
+    if tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Permute a tensor's dimensions to their order in memory: contiguous, if it has no holes."""
+    stride = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda d: (-stride[d], d)))

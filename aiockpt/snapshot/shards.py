@@ -1,4 +1,4 @@
-"""What a rank has of distributed tensors, and the plain form of tensors that are stored otherwise."""
+"""Replaces distributed tensors by this rank's shards, and encoded tensors by plain ones."""
 
 from __future__ import annotations
 
@@ -25,20 +25,17 @@ if TYPE_CHECKING:
     from aiockpt.planning.flatten import FlatState
 
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""What holds its values as they are. Subclasses may not."""
+"""Types that hold their values directly; subclasses may not."""
 
 
-def take_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool, once: bool) -> dict[int, torch.Tensor]:
-    """Put this rank's parts in the place of distributed tensors, and dense tensors in that of quantized ones.
+def take_local_parts(
+    flat: FlatState, shards: dict[int, Shard], *, together: bool, once: bool
+) -> dict[int, torch.Tensor]:
+    """Replace distributed tensors in ``flat`` by this rank's parts, and encoded tensors by dense ones.
 
-    Args:
-        flat: the leaves.
-        shards: is given where the parts belong that are not the whole of their tensors.
-        together: whether other ranks save their parts as well.
-        once: see `aiockpt.snapshot.capture.capture_state`.
-
-    Returns:
-        For the leaves that are parts of a DTensor that tensor, whose version counter is another.
+    ``shards`` gets the position of each part that is not the whole of its tensor. ``together``: other ranks save their
+    parts as well. ``once``: see `aiockpt.snapshot.capture.capture_state`. Return the DTensor of each leaf that is a
+    part of one, which has a version counter of its own.
     """
     names, paths, leaves = flat.names, flat.paths, flat.leaves
     flat.names, flat.paths, flat.leaves = [], [], []
@@ -63,15 +60,15 @@ def take_parts(flat: FlatState, shards: dict[int, Shard], *, together: bool, onc
 
 
 def _counts(name: str, value: Any) -> bool:
-    """Tell whether this rank has the copy of its part that is saved; spread over the copies by the names."""
+    """Return whether this rank saves its copy of a part; names are hashed to spread the work over the copies."""
     index, count = replica_of(value)
     return zlib.crc32(name.encode("utf-8", "surrogatepass")) % count == index
 
 
 def _taken(part: LocalPart, leaf: int, shards: dict[int, Shard]) -> torch.Tensor:
-    """Note where a part belongs, unless it is the whole."""
+    """Record where a part belongs, unless it is the whole."""
     if 0 in part.shard.shape:
-        return part.tensor.new_empty(part.shard.shape)  # there is nothing to share out
+        return part.tensor.new_empty(part.shard.shape)  # an empty tensor has no shards
     if tuple(part.tensor.shape) != part.shard.shape:
         shards[leaf] = part.shard
     return part.tensor
@@ -103,8 +100,8 @@ def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:
     return [LocalPart(whole, Shard(shape, (0,) * len(shape)))]
 
 
-def is_coded(value: Any) -> bool:
-    """Tell whether a tensor stores its values in a form of its own, and knows how to give them back."""
+def is_encoded(value: Any) -> bool:
+    """Return whether a tensor stores its values in an encoding of its own, and can dequantize them."""
     kind = type(value)
     return (
         isinstance(value, torch.Tensor)
@@ -115,8 +112,8 @@ def is_coded(value: Any) -> bool:
 
 
 def dense_form(name: str, value: Any) -> Any:
-    """Make a plain tensor of one that stores its values in a form of its own."""
-    if not is_coded(value):
+    """Return a plain tensor of the values of an encoded one."""
+    if not is_encoded(value):
         return value
     with torch.no_grad():
         dense = value.dequantize()

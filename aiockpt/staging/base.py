@@ -45,7 +45,7 @@ class Stager(ABC):
     is_async: bool = True  # `issue` may return before its copies are complete
 
     @abstractmethod
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> Pending:
+    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
         """Start to copy ``pieces`` into ``chunk``. Pieces of other devices, and their bytes, are not touched.
 
         Once this returns, `fence` orders the caller's stream behind the copies; once the result's `wait` returns, the
@@ -65,11 +65,11 @@ class Stager(ABC):
         """Unlock the chunks, and release the device. Blocks."""
 
 
-def matching(leaf: int, capture: Snapshot, layout: Layout) -> tuple[torch.Tensor, TensorSpec]:
+def matching(leaf: int, snapshot: Snapshot, layout: Layout) -> tuple[torch.Tensor, TensorSpec]:
     """Return a leaf's tensor and spec; raise LayoutMismatchError if they no longer agree."""
-    tensor, spec = capture.tensors[leaf], layout.specs[leaf]
+    tensor, spec = snapshot.tensors[leaf], layout.specs[leaf]
     if tensor is None or spec is None or not spec.describes(tensor):
-        raise LayoutMismatchError(capture.structure.names[leaf])
+        raise LayoutMismatchError(snapshot.structure.names[leaf])
     return tensor, spec
 
 

@@ -38,16 +38,16 @@ class CpuStager(Stager):
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
 
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> Pending:
+    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
         """Copy ``pieces`` into ``chunk``; see `Stager.issue`."""
-        await self._workers.run(copy_pieces, pieces, chunk, capture, layout)
+        await self._workers.run(copy_pieces, pieces, chunk, snapshot, layout)
         return Done()
 
 
-def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> None:
+def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> None:
     """Copy the pieces of host tensors into a chunk. Blocks; larger copies release the GIL."""
     base = chunk.address
-    tensors, specs, eager, arenas = capture.tensors, layout.specs, capture.eager, capture.arenas
+    tensors, specs, eager, arenas = snapshot.tensors, layout.specs, snapshot.eager, snapshot.arenas
     arena = arenas[_CPU].data_ptr() if _CPU in arenas else 0
     for piece in pieces:
         leaf, start, stop, at = piece
@@ -55,11 +55,11 @@ def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout
         if spec is not None and spec.device != _CPU:
             continue
         if tensor is None or spec is None or not spec.describes(tensor):
-            raise LayoutMismatchError(capture.structure.names[leaf])
+            raise LayoutMismatchError(snapshot.structure.names[leaf])
         copied = eager.get(leaf)
         if copied is not None:
             if stop > copied[1]:
-                raise LayoutMismatchError(capture.structure.names[leaf])
+                raise LayoutMismatchError(snapshot.structure.names[leaf])
             if spec.is_raw:
                 copy_small(base + at, arena + copied[0] + start, stop - start)
             else:
@@ -67,10 +67,10 @@ def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout
                 copy_strided(piece, source, spec, chunk.tensor[at : at + stop - start])
         elif spec.is_raw:
             storage = tensor.untyped_storage()  # this reference keeps the memory from being freed while it is read
-            check_memory(capture.structure.names[leaf], tensor)
+            check_memory(snapshot.structure.names[leaf], tensor)
             copy = copy_small if stop - start < SMALL_BYTES else ctypes.memmove
             copy(base + at, tensor.data_ptr() + start, stop - start)
             del storage
         else:
-            check_memory(capture.structure.names[leaf], tensor)
+            check_memory(snapshot.structure.names[leaf], tensor)
             copy_strided(piece, tensor, spec, chunk.tensor[at : at + stop - start])

@@ -71,9 +71,9 @@ class AcceleratorStager(Stager):
         self._pinned: list[Chunk] = []
         self._pins = True
 
-    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout) -> Pending:
+    async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
         """Enqueue the copies of ``pieces`` into ``chunk``; see `Stager.issue`."""
-        event, sources = await self._issuer.run(self._enqueue, pieces, chunk, capture, layout)
+        event, sources = await self._issuer.run(self._enqueue, pieces, chunk, snapshot, layout)
         return Copies(event, self._runtime, self._waiter, sources)
 
     def fence(self) -> None:
@@ -115,12 +115,12 @@ class AcceleratorStager(Stager):
         self._pinned.clear()
 
     def _enqueue(
-        self, pieces: Sequence[Piece], chunk: Chunk, capture: Snapshot, layout: Layout
+        self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout
     ) -> tuple[torch.Event, list[torch.Tensor]]:
         self._pin(chunk)
-        filler = ChunkFiller(chunk, self.device, capture, layout, non_blocking=self._runtime.non_blocking)
+        filler = ChunkFiller(chunk, self.device, snapshot, layout, non_blocking=self._runtime.non_blocking)
         with self._runtime.stream():
-            ready = capture.events.get(self.device)
+            ready = snapshot.events.get(self.device)
             if ready is not None:
                 self._runtime.wait_for(ready)
             try:
@@ -138,11 +138,11 @@ class ChunkFiller:
     """Enqueues the copies of one chunk in the current stream, piece by piece; ends with `flush`."""
 
     def __init__(
-        self, chunk: Chunk, device: torch.device, capture: Snapshot, layout: Layout, *, non_blocking: bool
+        self, chunk: Chunk, device: torch.device, snapshot: Snapshot, layout: Layout, *, non_blocking: bool
     ) -> None:
         self._chunk = chunk
         self._device = device
-        self._capture = capture
+        self._snapshot = snapshot
         self._layout = layout
         self._non_blocking = non_blocking
         self._small: list[tuple[int, int, torch.Tensor]] = []
@@ -150,7 +150,7 @@ class ChunkFiller:
         self._gaps: dict[int, torch.Tensor] = {}
         # Memory of the state that the copies read. Memory allocated here needs no reference: it returns to the stream's
         # part of the allocator, in order with the copies.
-        self.sources = [capture.arenas[device]] if device in capture.arenas else []
+        self.sources = [snapshot.arenas[device]] if device in snapshot.arenas else []
 
     def add(self, piece: Piece) -> None:
         """Copy a piece, or keep it for the next `flush`."""
@@ -159,13 +159,13 @@ class ChunkFiller:
         if spec is not None and spec.device != self._device:
             self.flush()  # a packed copy overwrites the gaps between its pieces, and this piece must not be in one
             return
-        tensor, spec = matching(leaf, self._capture, self._layout)
-        eager = self._capture.eager.get(leaf)
+        tensor, spec = matching(leaf, self._snapshot, self._layout)
+        eager = self._snapshot.eager.get(leaf)
         if eager is not None:
             offset, nbytes = eager
             if stop > nbytes:
-                raise LayoutMismatchError(self._capture.structure.names[leaf])
-            arena = self._capture.arenas[self._device]
+                raise LayoutMismatchError(self._snapshot.structure.names[leaf])
+            arena = self._snapshot.arenas[self._device]
             if spec.is_raw:
                 self._add(at, stop - start, arena.narrow(0, offset + start, stop - start))
                 return
@@ -175,7 +175,7 @@ class ChunkFiller:
             self.sources.append(source)
             self._add(at, stop - start, source)
             return
-        check_memory(self._capture.structure.names[leaf], tensor)
+        check_memory(self._snapshot.structure.names[leaf], tensor)
         self.sources.append(tensor)
         self._add_strided(piece, tensor, spec)
 
@@ -202,7 +202,7 @@ class ChunkFiller:
     def _bytes_of(self, piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a piece of a tensor that is stored as it is in memory."""
         nbytes = tensor.nbytes
-        check_memory(self._capture.structure.names[piece.leaf], tensor)
+        check_memory(self._snapshot.structure.names[piece.leaf], tensor)
         flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return flat if piece.stop - piece.start == nbytes else flat[piece.start : piece.stop]
 

@@ -276,7 +276,7 @@ def _map_most(fd: int, nbytes: int) -> tuple[int, int]:
     while True:
         try:
             os.ftruncate(fd, nbytes)
-            return map_shared(fd, nbytes), nbytes
+            return _map_shared(fd, nbytes), nbytes
         except OSError:
             nbytes //= 2
             if nbytes < _LEAST_SHARED_BYTES:
@@ -293,7 +293,7 @@ def _libc() -> Any:
     return libc
 
 
-def map_shared(fd: int, nbytes: int) -> int:
+def _map_shared(fd: int, nbytes: int) -> int:
     """Map a file, and return the address. Python's own mmap would keep a duplicate of the descriptor."""
     libc = _libc()
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000)
