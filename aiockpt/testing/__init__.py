@@ -1,6 +1,21 @@
-"""Storages that wait, hang or fail on demand, for tests of aiockpt and of programs that use it."""
+"""Storages that wait, hang or fail on demand, and tests for storages: for tests of programs that use aiockpt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.testing.faults import Chances, Fault
 from aiockpt.testing.storages import FaultyStorage, GatedStorage, HangingStorage
 
-__all__ = ["Chances", "Fault", "FaultyStorage", "GatedStorage", "HangingStorage"]
+if TYPE_CHECKING:
+    from aiockpt.testing.conformance import StorageConformance
+
+__all__ = ["Chances", "Fault", "FaultyStorage", "GatedStorage", "HangingStorage", "StorageConformance"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "StorageConformance":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from aiockpt.testing.conformance import StorageConformance  # only now, for it needs pytest
+
+    return StorageConformance

@@ -1,0 +1,483 @@
+"""The tests that every storage has to pass, for pytest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from aiockpt.core.threads import Workers
+from aiockpt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DeleteError,
+    LoadError,
+    SaveError,
+)
+from aiockpt.sync_checkpointer import SyncCheckpointer
+from aiockpt.testing.storages import FaultyStorage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterator
+    from pathlib import Path
+    from typing import TypeVar
+
+    from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+
+    T = TypeVar("T")
+
+_BLOCK_BYTES = 4096
+_WRITE_BYTES = 1 << 20
+_SIZES = [0, 1, _BLOCK_BYTES - 1, _BLOCK_BYTES, _BLOCK_BYTES + 1, _WRITE_BYTES, 3 * _WRITE_BYTES + 17]
+# Names of DCP checkpoints: a storage may refuse to replace or delete anything that is no checkpoint.
+_DATA, _MORE, _METADATA = "__0_0.distcp", "__0_1.distcp", ".metadata"
+
+
+class StorageConformance:
+    """Tests of a storage: derive a class of tests from it, and make a storage.
+
+    ::
+
+        from aiockpt.testing import StorageConformance
+
+        class TestMyStorage(StorageConformance):
+            def make_storage(self, tmp_path):
+                return MyStorage(tmp_path)
+
+    It needs pytest alone, no plugin: each test runs its own event loop. If a storage can't do everything, set the
+    attributes.
+
+    Attributes:
+        single_files: a checkpoint may be one file, which is created by the empty name; False skips its tests.
+        deletes: `Storage.delete` is implemented; False skips its tests.
+    """
+
+    single_files = True
+    deletes = True
+
+    def make_storage(self, tmp_path: Path) -> Storage:
+        """Return a storage that holds nothing at the paths of `path_for`; called for each test."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_storage")
+
+    def path_for(self, tmp_path: Path, name: str) -> str:
+        """Return a path in the storage; a path in ``tmp_path`` unless this is overridden."""
+        return str(tmp_path / name)
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        """The storage of a test."""
+        return self.make_storage(tmp_path)
+
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> str:
+        """A path where nothing is."""
+        return self.path_for(tmp_path, "c")
+
+    @pytest.fixture
+    def workers(self) -> Iterator[Workers]:
+        """The threads that a storage gets for blocking work."""
+        group = Workers(2, "aiockpt-conformance")
+        yield group
+        group.close()
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("announced", [True, False], ids=["announced", "open-ended"])
+    @pytest.mark.parametrize("nbytes", _SIZES)
+    def test_a_file_is_read_as_it_was_written(
+        self, nbytes: int, announced: bool, storage: Storage, path: str, workers: Workers
+    ) -> None:
+        """Any size, announced or not; padding behind an announced size is not a part of the file."""
+        data = _data(nbytes)
+        _run(_save(storage, path, workers, {_DATA: data, _METADATA: b"m"}, announced=announced))
+        assert _load(storage, path, workers) == {_DATA: data, _METADATA: b"m"}
+
+    def test_files_are_written_at_the_same_time(self, storage: Storage, path: str, workers: Workers) -> None:
+        """Several sinks of a transaction are open at once, and their writes are interleaved."""
+        files = {f"__0_{number}.distcp": _data(3 * _WRITE_BYTES + number, seed=number) for number in range(8)}
+
+        async def save() -> None:
+            transaction = await storage.begin(path, overwrite=False, workers=workers)
+            await asyncio.gather(*(_write(transaction, name, data) for name, data in files.items()))
+            await _write(transaction, _METADATA, b"m")
+            await transaction.commit()
+
+        _run(save())
+        assert _load(storage, path, workers) == {**files, _METADATA: b"m"}
+
+    def test_saves_to_different_paths_do_not_meet(self, storage: Storage, tmp_path: Path, workers: Workers) -> None:
+        """Transactions that are open at the same time are independent of each other."""
+        paths = [self.path_for(tmp_path, name) for name in ("a", "b")]
+
+        async def save() -> None:
+            one, other = [await storage.begin(path, overwrite=False, workers=workers) for path in paths]
+            await asyncio.gather(_write_all(one, {_DATA: b"one"}), _write_all(other, {_DATA: b"other"}))
+            await other.abort()
+            await one.commit()
+
+        _run(save())
+        assert _load(storage, paths[0], workers)[_DATA] == b"one"
+        _assert_missing(storage, paths[1], workers)
+
+    def test_a_checkpoint_may_be_one_file(self, storage: Storage, tmp_path: Path, workers: Workers) -> None:
+        """The empty name is the checkpoint itself."""
+        if not self.single_files:
+            pytest.skip("this storage has no checkpoints of one file")
+        path, data = self.path_for(tmp_path, "c.safetensors"), b"\2\0\0\0\0\0\0\0{}"
+        _run(_save(storage, path, workers, {"": data}))
+        assert list(_load(storage, path, workers).values()) == [data]
+
+    # --- commit and abort -------------------------------------------------------------------------
+
+    def test_nothing_is_visible_before_the_commit(self, storage: Storage, path: str, workers: Workers) -> None:
+        """All files are finished, and still the path is free for readers; after the commit all of them are there."""
+
+        async def save() -> None:
+            transaction = await storage.begin(path, overwrite=False, workers=workers)
+            await _write_all(transaction, {_DATA: _data(5000)})
+            with pytest.raises(LoadError):
+                (await storage.open(path, workers=workers)).close()
+            await transaction.commit()
+            (await storage.open(path, workers=workers)).close()
+
+        _run(save())
+
+    def test_a_taken_path_is_refused(self, storage: Storage, path: str, workers: Workers) -> None:
+        """Without overwrite=True, at the latest by the commit; the checkpoint stays as it is."""
+        _run(_save(storage, path, workers, {_DATA: b"old", _METADATA: b"m"}))
+
+        async def save() -> None:
+            storage.check(path, overwrite=False)
+            await _save(storage, path, workers, {_DATA: b"new", _METADATA: b"m"})
+
+        with pytest.raises(CheckpointExistsError):
+            _run(save())
+        assert _load(storage, path, workers)[_DATA] == b"old"
+
+    def test_a_path_that_is_taken_during_the_save_is_refused(
+        self, storage: Storage, path: str, workers: Workers
+    ) -> None:
+        """Of two transactions for one path, the second commit fails, and the first checkpoint stays."""
+
+        async def save() -> None:
+            late = await storage.begin(path, overwrite=False, workers=workers)
+            await _write_all(late, {_DATA: b"late"})
+            await _save(storage, path, workers, {_DATA: b"first", _METADATA: b"m"})
+            with pytest.raises(CheckpointExistsError):
+                await late.commit()
+            await late.abort()
+
+        _run(save())
+        assert _load(storage, path, workers)[_DATA] == b"first"
+
+    def test_a_checkpoint_is_replaced_by_the_commit(self, storage: Storage, path: str, workers: Workers) -> None:
+        """With overwrite=True: before it the old one is read, after it the new one, with no file of the old one."""
+        _run(_save(storage, path, workers, {_DATA: b"old", _MORE: b"old", _METADATA: b"m"}))
+        storage.check(path, overwrite=True)
+
+        async def save() -> None:
+            transaction = await storage.begin(path, overwrite=True, workers=workers)
+            await _write_all(transaction, {_DATA: b"new"})
+            assert (await _contents(storage, path, workers))[_DATA] == b"old", "the old checkpoint vanished too early"
+            await transaction.commit()
+
+        _run(save())
+        assert _load(storage, path, workers) == {_DATA: b"new", _METADATA: b"m"}
+
+    def test_an_abort_leaves_nothing(self, storage: Storage, path: str, workers: Workers) -> None:
+        """With one file finished and one not; again it does nothing, and the path is free."""
+
+        async def give_up() -> None:
+            transaction = await storage.begin(path, overwrite=False, workers=workers)
+            await _write(transaction, _DATA, _data(5000))
+            sink = await transaction.create(_MORE, 2 * _BLOCK_BYTES)
+            await sink.write(_aligned(_data(_BLOCK_BYTES)))
+            await transaction.abort()
+            await transaction.abort()
+
+        _run(give_up())
+        _assert_missing(storage, path, workers)
+        _run(_save(storage, path, workers, {_DATA: b"x", _METADATA: b"m"}))
+
+    def test_an_abort_keeps_what_was_to_be_replaced(self, storage: Storage, path: str, workers: Workers) -> None:
+        """The old checkpoint is there, whole."""
+        _run(_save(storage, path, workers, {_DATA: b"old", _METADATA: b"m"}))
+
+        async def give_up() -> None:
+            transaction = await storage.begin(path, overwrite=True, workers=workers)
+            await _write(transaction, _DATA, b"new")
+            await transaction.abort()
+
+        _run(give_up())
+        assert _load(storage, path, workers) == {_DATA: b"old", _METADATA: b"m"}
+
+    def test_an_abort_after_the_commit_does_nothing(self, storage: Storage, path: str, workers: Workers) -> None:
+        """The checkpoint stays."""
+
+        async def save() -> None:
+            transaction = await storage.begin(path, overwrite=False, workers=workers)
+            await _write_all(transaction, {_DATA: b"x"})
+            await transaction.commit()
+            await transaction.abort()
+
+        _run(save())
+        assert _load(storage, path, workers)[_DATA] == b"x"
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def test_ranges_are_read(self, storage: Storage, path: str, workers: Workers) -> None:
+        """Any offset and length; by ``read``, with every byte seen in order, and many of them by ``read_runs``."""
+        data, draw = _data(2 * _WRITE_BYTES + 123), random.Random(0)
+        _run(_save(storage, path, workers, {_DATA: data, _METADATA: b"m"}))
+        runs = [(0, 0), (0, len(data)), (len(data) - 1, 1), (_BLOCK_BYTES, _BLOCK_BYTES)]
+        for most in (10, 5000, 1 << 20):
+            offsets = [draw.randrange(len(data)) for _ in range(20)]
+            runs += [(offset, draw.randint(0, min(most, len(data) - offset))) for offset in offsets]
+        with _opened(storage, path, workers) as source:
+            for offset, length in runs:
+                seen: list[bytes] = []
+                got = memoryview(bytearray(length))
+                source.read(_DATA, offset, got, lambda piece, seen=seen: seen.append(bytes(piece)))  # type: ignore[misc]
+                assert got == data[offset : offset + length], f"{length} bytes at {offset} are others"
+                assert b"".join(seen) == got, f"seen was not called with all of {length} bytes at {offset}, in order"
+            together = memoryview(bytearray(sum(length for _, length in runs)))
+            source.read_runs(_DATA, runs, together)
+            assert together == b"".join(data[offset : offset + length] for offset, length in runs)
+
+    def test_threads_read_at_the_same_time(self, storage: Storage, path: str, workers: Workers) -> None:
+        """From one file, and from several."""
+        files = {_DATA: _data(_WRITE_BYTES, seed=1), _MORE: _data(_WRITE_BYTES, seed=2), _METADATA: b"m"}
+        _run(_save(storage, path, workers, files))
+        with _opened(storage, path, workers) as source, ThreadPoolExecutor(4) as threads:
+
+            def is_same(number: int) -> bool:
+                name, offset = (_DATA, _MORE)[number % 2], number * 12_345
+                view = memoryview(bytearray(100_000))
+                source.read(name, offset, view)
+                return view == files[name][offset : offset + len(view)]
+
+            assert all(threads.map(is_same, range(64)))
+
+    def test_what_is_not_there_is_an_error(self, storage: Storage, path: str, workers: Workers) -> None:
+        """Bytes behind the end of a file, other files, and names that lead out of the checkpoint."""
+        _run(_save(storage, path, workers, {_DATA: _data(5000), _METADATA: b"m"}))
+        with _opened(storage, path, workers) as source:
+            for offset, length in ((4000, 1001), (5000, 1), (1 << 40, 10)):
+                with pytest.raises(CorruptCheckpointError):
+                    source.read(_DATA, offset, memoryview(bytearray(length)))
+            with pytest.raises(CorruptCheckpointError):
+                source.read("__9_9.distcp", 0, memoryview(bytearray(1)))
+            with pytest.raises(LoadError):
+                source.read(f"../{os.path.basename(path)}/{_DATA}", 0, memoryview(bytearray(1)))
+
+    def test_a_missing_path_is_an_error(self, storage: Storage, path: str, workers: Workers) -> None:
+        """It can't be opened, and can't be deleted; it can be saved to."""
+        storage.check(path, overwrite=False)
+        storage.check(path, overwrite=True)
+        _assert_missing(storage, path, workers)
+        with pytest.raises(CheckpointNotFoundError if self.deletes else (CheckpointNotFoundError, DeleteError)):
+            _run(storage.delete(path, workers=workers))
+
+    def test_an_open_checkpoint_can_be_replaced(self, storage: Storage, path: str, workers: Workers) -> None:
+        """Who has opened the old one reads the old one."""
+        old = {_DATA: _data(3 * _WRITE_BYTES, seed=1), _METADATA: b"m"}
+        _run(_save(storage, path, workers, old))
+        with _opened(storage, path, workers) as source:
+            _run(_save(storage, path, workers, {_DATA: b"new", _METADATA: b"m"}, overwrite=True))
+            assert _read(source) == old
+
+    def test_a_name_is_resolved_once(self, storage: Storage, path: str) -> None:
+        """A resolved path is its own name."""
+        resolved = storage.resolve(path)
+        assert storage.resolve(resolved) == resolved
+
+    # --- deleting ---------------------------------------------------------------------------------
+
+    def test_a_checkpoint_is_deleted(self, storage: Storage, tmp_path: Path, workers: Workers) -> None:
+        """It alone, and who has opened it goes on reading."""
+        if not self.deletes:
+            pytest.skip("this storage can't delete")
+        path, other = (self.path_for(tmp_path, name) for name in ("a", "b"))
+        files = {_DATA: _data(5000), _METADATA: b"m"}
+        for each in (path, other):
+            _run(_save(storage, each, workers, files))
+        with _opened(storage, path, workers) as source:
+            _run(storage.delete(path, workers=workers))
+            _assert_missing(storage, path, workers)
+            assert _read(source) == files
+        assert _load(storage, other, workers) == files
+
+    # --- with a checkpointer ----------------------------------------------------------------------
+
+    def test_a_state_comes_back_bit_for_bit(self, storage: Storage, path: str) -> None:
+        """Tensors of several dtypes and sizes, and other values."""
+        state = _state(1)
+        with SyncCheckpointer() as checkpointer:
+            checkpointer.save(state, path, storage=storage)
+            _assert_same(checkpointer.load(path, storage=storage), state)
+            report = checkpointer.verify(path, storage=storage)
+        assert report.ok, f"verify found {report}"
+
+    def test_a_state_is_overwritten(self, storage: Storage, path: str) -> None:
+        """Only where the caller says so."""
+        with SyncCheckpointer() as checkpointer:
+            checkpointer.save(_state(1), path, storage=storage)
+            with pytest.raises(CheckpointExistsError):
+                checkpointer.save(_state(2), path, storage=storage)
+            _assert_same(checkpointer.load(path, storage=storage), _state(1))
+            checkpointer.save(_state(2), path, storage=storage, overwrite=True)
+            _assert_same(checkpointer.load(path, storage=storage), _state(2))
+
+    @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "overwrite"])
+    @pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit"])
+    def test_a_failed_save_leaves_nothing(self, step: str, overwrite: bool, storage: Storage, path: str) -> None:
+        """Wherever it fails, the path shows what was there before; the next save succeeds."""
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with SyncCheckpointer() as checkpointer:
+            if overwrite:
+                checkpointer.save(_state(1), path, storage=storage)
+            with pytest.raises(SaveError):
+                checkpointer.save(_state(2), path, storage=FaultyStorage(storage, step, error), overwrite=overwrite)
+            if overwrite:
+                _assert_same(checkpointer.load(path, storage=storage), _state(1))
+            else:
+                with pytest.raises(CheckpointNotFoundError):
+                    checkpointer.load(path, storage=storage)
+            checkpointer.save(_state(3), path, storage=storage, overwrite=overwrite)
+            _assert_same(checkpointer.load(path, storage=storage), _state(3))
+
+
+def _run(awaitable: Awaitable[T]) -> T:
+    async def main() -> T:
+        return await awaitable
+
+    return asyncio.run(main())
+
+
+def _data(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def _aligned(data: bytes) -> memoryview:
+    """Return bytes in memory as the engine has it, at the beginning of a page."""
+    if not data:
+        return memoryview(b"")
+    memory = mmap.mmap(-1, len(data))
+    memory[:] = data
+    return memoryview(memory)
+
+
+async def _save(
+    storage: Storage,
+    path: str,
+    workers: Workers,
+    files: dict[str, bytes],
+    *,
+    overwrite: bool = False,
+    announced: bool = True,
+) -> None:
+    transaction = await storage.begin(path, overwrite=overwrite, workers=workers)
+    try:
+        for name, data in files.items():
+            await _write(transaction, name, data, announced=announced)
+        await transaction.commit()
+    except BaseException:
+        await transaction.abort()
+        raise
+
+
+async def _write_all(transaction: Transaction, files: dict[str, bytes]) -> None:
+    for name, data in {**files, _METADATA: b"m"}.items():
+        await _write(transaction, name, data)
+
+
+async def _write(transaction: Transaction, name: str, data: bytes, *, announced: bool = True) -> None:
+    sink: FileSink = await transaction.create(name, len(data) if announced else None)
+    padding = bytes(-len(data) % _BLOCK_BYTES) if announced else b""
+    view = _aligned(data + padding)
+    for start in range(0, len(view), _WRITE_BYTES):
+        await sink.write(view[start : start + _WRITE_BYTES])
+    await sink.finish()
+
+
+@contextlib.contextmanager
+def _opened(storage: Storage, path: str, workers: Workers) -> Iterator[Source]:
+    source = _run(storage.open(path, workers=workers))
+    try:
+        yield source
+    finally:
+        source.close()
+        source.close()  # idempotent
+
+
+def _read(source: Source) -> dict[str, bytes]:
+    found = {}
+    for name, nbytes in source.files.items():
+        view = memoryview(bytearray(nbytes))
+        source.read(name, 0, view)
+        found[name] = bytes(view)
+    return found
+
+
+async def _contents(storage: Storage, path: str, workers: Workers) -> dict[str, bytes]:
+    source = await storage.open(path, workers=workers)
+    try:
+        return await workers.run(_read, source)
+    finally:
+        source.close()
+
+
+def _load(storage: Storage, path: str, workers: Workers) -> dict[str, bytes]:
+    return _run(_contents(storage, path, workers))
+
+
+def _assert_missing(storage: Storage, path: str, workers: Workers) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        _run(_contents(storage, path, workers))
+
+
+def _state(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    large = torch.randint(0, 256, (9 << 20,), dtype=torch.uint8, generator=generator)
+    return {
+        "model": {
+            "weight": torch.randn(1000, 777, generator=generator),
+            "half": torch.randn(333, generator=generator).to(torch.bfloat16),
+            "transposed": torch.randn(30, 40, generator=generator).t(),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(seed, dtype=torch.int64),
+            "large": large,
+        },
+        "step": seed,
+        "notes": ["text", 1.5, None, (True, b"bytes")],
+    }
+
+
+def _assert_same(found: Any, expected: Any, where: str = "the state") -> None:
+    assert type(found) is type(expected), f"{where} is a {type(found).__name__}, not a {type(expected).__name__}"
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        assert torch.equal(_bits(found), _bits(expected)), f"{where} has other bits"
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), f"{where} has other keys"
+        for key, value in expected.items():
+            _assert_same(found[key], value, f"{where}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for number, value in enumerate(expected):
+            _assert_same(found[number], value, f"{where}[{number}]")
+    else:
+        assert found == expected, f"{where} is {found!r}, not {expected!r}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor

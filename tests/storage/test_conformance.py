@@ -1,0 +1,62 @@
+"""Every storage passes the tests that ship with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.base import Storage, shared_storage, shared_transaction
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.testing import StorageConformance
+from tests.storage.memory_storage import MemoryStorage
+
+
+class TestLocalStorage(StorageConformance):
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return LocalStorage()
+
+
+class TestBufferedLocalStorage(StorageConformance):
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return LocalStorage(direct_io=False, fsync=False)
+
+
+class TestMemoryStorage(StorageConformance):
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return MemoryStorage()
+
+
+class TestWrapperStorage(StorageConformance):
+    """Around a storage for one process."""
+
+    def make_storage(self, tmp_path: Path) -> Storage:
+        return WrapperStorage(MemoryStorage())
+
+
+# --- a storage for one process ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_writer_process_needs_a_shared_storage(wrapped: bool, tmp_path: Path) -> None:
+    storage = WrapperStorage(MemoryStorage()) if wrapped else MemoryStorage()
+    with (
+        aiockpt.SyncCheckpointer(writer="process") as ckpt,
+        pytest.raises(aiockpt.SaveError, match="MemoryStorage takes the files of one process only: save with "),
+    ):
+        ckpt.save({"x": torch.ones(3)}, tmp_path / "c", storage=storage)
+
+
+@pytest.mark.asyncio
+async def test_a_transaction_of_one_process_can_not_be_joined() -> None:
+    storage = WrapperStorage(MemoryStorage())
+    transaction = await storage.begin("c", overwrite=False, workers=None)
+    with pytest.raises(aiockpt.SaveError, match="_MemoryTransaction takes the files of one process only"):
+        _ = transaction.ticket
+    with pytest.raises(aiockpt.SaveError, match="MemoryStorage takes the files of one process only"):
+        await storage.join("c", "ticket", workers=None)
+    assert shared_storage(storage) is storage
+    assert shared_transaction(transaction) is transaction
