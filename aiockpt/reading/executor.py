@@ -1,52 +1,53 @@
-"""Reading items: from byte ranges of files, through their framing and CRC, to where they belong."""
+"""The executor of loads: reads objects and tensors with the engine's threads, into new memory or into targets."""
 
 from __future__ import annotations
 
-import functools
+import math
 import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 import anyio.lowlevel
 import torch
 
-from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError, printable, sanitize_error
+from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
-from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
-from aiockpt.format.item.ziparchive import FramingError
-from aiockpt.format.names import METADATA_NAME
+from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.planning.layout import align_up
-from aiockpt.reading.coalesced import CoalescedRead, batches
-from aiockpt.reading.targets import check_memory
-from aiockpt.reading.tensor_stream import ChunkRead, memory_of
-from aiockpt.staging.pool import MappedMemory as MappedMemory
+from aiockpt.reading.jobs import ChunkRead, FramingReader, coalesce, memory_of, parse_checked, view_of
+from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
+from aiockpt.snapshot.optimizer_hooks import count_change
+from aiockpt.staging.pool import MappedMemory
 from aiockpt.staging.scatter import place
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
-    from aiockpt.format.index import ItemRange, TensorItem
+    from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import LoadOptions
-    from aiockpt.reading.read_plan import ObjectRead, TensorRead
+    from aiockpt.reading.jobs import ReadJob
+    from aiockpt.reading.read_plan import ObjectRead, ReadPlan
     from aiockpt.staging.host_cache import HostCache
     from aiockpt.staging.pool import Chunk, ChunkPool
-    from aiockpt.staging.scatter import AcceleratorPlacer, Placement
+    from aiockpt.staging.scatter import AcceleratorPlacer
     from aiockpt.storage.base import Source
 
+T = TypeVar("T")
+
 LARGE_BYTES = 1 << 20
-"""Items of this size and more are read on their own, straight to where they belong."""
+"""Items of this size and more are read on their own, straight into place."""
 SMALL_BYTES = 16 << 10
-"""Items up to this size are read whole to fill a part of a state: looking for each part would take longer."""
+"""Smaller items are read whole even to fill a part of a target: one read costs less than finding the part's bytes."""
 PART_BYTES = 16 << 20
-"""The most that one thread reads at a time, straight into place."""
+"""The most that one thread reads straight into place before it takes the next job."""
 BUFFER_BYTES = 8 << 20
-"""The most that one thread reads into its buffer at a time."""
-_RUN_BYTES = 1 << 20
-"""The most that is read at a time of objects that are neighbours in a file."""
+"""The size of a thread's buffer."""
+_RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _PAGE_BYTES = 4096
 _SETTLED_AT_ONCE = 16
@@ -55,46 +56,60 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class LoadTools:
-    """What the engine lends to every load.
-
-    Attributes:
-        workers: the threads that read.
-        memory: memory for new tensors.
-        pool: chunks that the bytes for accelerators pass through.
-        placer_for: gives who copies to an accelerator.
-        streams: for each accelerator the stream that was the caller's at the call.
-    """
+    """The engine's resources for loads."""
 
     workers: Workers
-    memory: HostCache
-    pool: ChunkPool
+    memory: HostCache  # for new tensors
+    pool: ChunkPool  # staging memory, for accelerators
     placer_for: Callable[[torch.device], AcceleratorPlacer]
+    streams: Mapping[torch.device, Any] = field(default_factory=dict)  # the caller's current stream at the call
     transforms: Sequence[Transform] = ()  # of the checkpointer; undone while reading
-    streams: Mapping[torch.device, Any] = field(default_factory=dict)
 
     async def new(
         self, device: torch.device, forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
     ) -> list[torch.Tensor]:
-        """Make tensors on an accelerator, see `AcceleratorPlacer.new`."""
+        """Allocate tensors of these shapes and dtypes on an accelerator, see `AcceleratorPlacer.new`."""
         return await self.placer_for(device).new(forms, self.streams.get(device))
 
+    async def begin(self, ready: Mapping[torch.device, torch.Event]) -> None:
+        """Order all copies to accelerators after the caller's events."""
+        for device, event in ready.items():
+            await self.placer_for(device).begin(event)
 
-class _Job(Protocol):
-    """A piece of work: it fills a buffer, and says what is to be placed from it."""
 
-    def __call__(self, buffer: memoryview, address: int) -> list[Placement]:
-        """Read. Blocks."""
+async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T], tasks: int) -> None:
+    """Await ``function(item)`` for all items, in some tasks that each take the next item.
+
+    Raises the first task's own exception instead of an exception group. Cancelling returns when the calls in progress
+    are done.
+    """
+    pending = iter(items)
+
+    async def work() -> None:
+        for item in pending:
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a call into a thread is not a cancellation point
+            await function(item)
+
+    try:
+        async with anyio.create_task_group() as group:
+            for _ in range(min(tasks, len(items))):
+                group.start_soon(work)
+    except BaseExceptionGroup as failures:
+        error: BaseException = failures
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from error.__cause__
 
 
 class ItemReader:
-    """Reads items of one checkpoint, in a few threads.
+    """Executes reads of one checkpoint with the engine's threads.
 
     Args:
         source: the checkpoint's files.
-        path: where it is, for messages.
-        options: how to load.
-        tools: what the engine lends.
-        known: what stands in items that were looked into before; is added to.
+        path: the checkpoint, for messages.
+        options: ``verify`` and the options of unpickling.
+        tools: the engine's threads and memory.
+        known: a cache of parsed items; new ones are added.
     """
 
     def __init__(
@@ -110,169 +125,172 @@ class ItemReader:
         self._path = path
         self._options = options
         self._tools = tools
-        self._parser = ItemParser()
+        self._framing = FramingReader(source, path, verify=options.verify)
         self._scalars = ScalarDecoder()
         self._local = threading.local()
 
+    async def execute(self, plan: ReadPlan) -> None:
+        """Read the objects of a plan, allocate its new tensors, and read all tensors into place.
+
+        Raises:
+            LoadError: bytes are damaged or can't be read; it lists the caller's tensors that were changed.
+        """
+        await self.read_objects(plan.objects)
+        if plan.mapped:
+            mapper = MapReader(self._source, self._path)
+            plan.values |= await self._tools.workers.run(mapper.tensors, plan.mapped)
+        await self._allocate(plan)
+        await self.fill([*(read for each in plan.new for read in each.reads), *plan.fills], plan.filled)
+
+    async def fill(self, reads: Sequence[TensorRead], filled: Sequence[torch.Tensor]) -> None:
+        """Read tensors into place, of which ``filled`` are the caller's; see `execute`."""
+        # The writes bypass autograd: bump the version counters, so that it notices them, and so does a save that is
+        # copying these tensors. Before and after, however the load ends.
+        count_change(filled)
+        try:
+            await self.read(reads)
+        except LoadError as exc:
+            if any(read.fills for read in reads):
+                annotate_partial_load(exc, reads)
+            raise
+        finally:
+            count_change(filled)
+
     async def read_objects(self, objects: Sequence[ObjectRead]) -> None:
         """Read and unpickle objects."""
-        runs = _runs(objects)
-        await self._each([functools.partial(self._hop, self._decode_run, run) for run in runs])
+        await self._in_threads(self._decode_run, _runs(objects))
 
     async def prepare(self, reads: Sequence[TensorRead]) -> None:
-        """Read the framing of those items that are not read as a whole, so that what is wrong there shows early."""
-        made = [read for read in reads if self._source.comes_whole(read.chunk.place.file)]
-        groups = [made[at : at + _SETTLED_AT_ONCE] for at in range(0, len(made), _SETTLED_AT_ONCE)]
-        await self._each([functools.partial(self._hop, self._settle, group) for group in groups])
+        """Read the framing of items that are not read whole, so that damage there shows before a target changes."""
+        decoded = [read for read in reads if self._source.comes_whole(read.chunk.place.file)]
+        groups = [decoded[at : at + _SETTLED_AT_ONCE] for at in range(0, len(decoded), _SETTLED_AT_ONCE)]
+        await self._in_threads(self._settle, groups)
         unknown: list[TensorRead] = []
         for read in reads:
             read.item = read.item or read.chunk.item or self._known.get(read.chunk.place)
-            if read.item is None and self._is_large(read):
+            if read.item is None and _is_large(read):
                 unknown.append(read)
-        await self._each([functools.partial(self._hop, self._find_payload, read) for read in unknown])
+        await self._in_threads(self._locate, unknown)
+
+    async def locate(self, read: TensorRead) -> TensorItem:
+        """Return the item of a read; read its framing if `prepare` left that for later."""
+        item = read.item
+        if item is None:
+            item = read.item = await self._tools.workers.run(self._framing.locate, read)
+        return item
 
     async def read(self, reads: Sequence[TensorRead]) -> None:
-        """Read tensors to where they belong."""
+        """Read tensors into place; targets may be on several devices."""
         await self.prepare(reads)
         by_device: dict[torch.device, list[TensorRead]] = defaultdict(list)
         for read in reads:
             by_device[_CPU if read.target is None else read.target.device].append(read)
-        jobs: list[Callable[[], Awaitable[None]]] = []
+        jobs: list[tuple[torch.device, ReadJob]] = []
         for device, group in by_device.items():
-            run = self._on_host if device == _CPU else functools.partial(self._on_device, device)
             most = BUFFER_BYTES
             if device != _CPU:
                 most = min(most, max(_PAGE_BYTES, self._tools.pool.chunk_bytes - 2 * _PAGE_BYTES))
-            small = [read for read in group if not self._is_large(read) and read.chunk.place.length <= most // 2]
-            chosen = set(map(id, small))
-            jobs += [
-                functools.partial(
-                    run, functools.partial(self._read_batch, batch), functools.partial(_batch_done, batch)
-                )
-                for batch in batches(small, most)
-            ]
+            small: list[TensorRead] = []
+            large: list[TensorRead] = []
             for read in group:
-                if id(read) not in chosen:
-                    jobs += await self._stream_jobs(read, run, most)
-        await self._each(jobs)
+                is_small = not _is_large(read) and read.chunk.place.length <= most // 2
+                (small if is_small else large).append(read)
+            jobs += [(device, job) for job in coalesce(small, most, self._framing)]
+            for read in large:
+                jobs += await self._chunk_jobs(read, device, most)
+        await self._each(self._run, jobs)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
-    async def _stream_jobs(
-        self, read: TensorRead, run: Callable[..., Awaitable[None]], most: int
-    ) -> list[Callable[[], Awaitable[None]]]:
-        if read.item is None:
-            await self._hop(self._find_payload, read)
-        item = read.item
-        if item is None or not item.nbytes:
-            _finish_empty(read)
+    async def _chunk_jobs(
+        self, read: TensorRead, device: torch.device, most: int
+    ) -> list[tuple[torch.device, ReadJob]]:
+        """Return the jobs that read one stored chunk in parts."""
+        item = await self.locate(read)
+        if not item.nbytes:
+            read.pending = 0
+            if read.target is None:
+                read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             return []
         memory = None
         if read.target is None:
             read.memory = self._tools.memory.take(item.nbytes)
             memory = memory_of(read.memory)
-        whole = self._source.comes_whole(read.chunk.place.file)
-        stream = ChunkRead(read, item, memory, align_up(item.nbytes, _PAGE_BYTES) if whole else PART_BYTES)
-        if not stream.is_direct:
-            stream = ChunkRead(read, item, memory, most)
-        read.pending = stream.parts
-        done = functools.partial(self._part_done, stream)
-        if stream.is_direct:
-            return [
-                functools.partial(self._on_host, functools.partial(self._read_direct, stream, number), done)
-                for number in range(stream.parts)
-            ]
-        return [
-            functools.partial(run, functools.partial(self._read_part, stream, number), done)
-            for number in range(stream.parts)
-        ]
+        # A virtual file is read in one part: decoding always starts at its beginning.
+        is_virtual = self._source.comes_whole(read.chunk.place.file)
+        part_bytes = align_up(item.nbytes, _PAGE_BYTES) if is_virtual else PART_BYTES
+        chunk = ChunkRead(read, item, memory, part_bytes, self._framing)
+        if not chunk.is_direct:
+            chunk = ChunkRead(read, item, memory, most, self._framing)
+        parts = chunk.parts
+        read.pending = len(parts)
+        return [(_CPU if chunk.is_direct else device, part) for part in parts]
+
+    async def _allocate(self, plan: ReadPlan) -> None:
+        """Allocate the new tensors that are not read into memory as they are stored."""
+        wanted = [each for each in plan.new if not each.reads]
+        forms = [(each.shape, each.dtype) for each in wanted]
+        if plan.device.type == "cpu":
+            made = [_new_tensor(self._tools, shape, dtype) for shape, dtype in forms]
+        elif plan.device.type == "meta":
+            made = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in forms]
+        else:
+            made = await self._tools.new(plan.device, forms)
+        for each, tensor in zip(wanted, made, strict=True):
+            each.read_into(tensor)
 
     # --- running ----------------------------------------------------------------------------------
 
-    async def _each(self, jobs: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """Run jobs, several at a time, each of so many tasks taking the next."""
-        pending = iter(jobs)
+    async def _in_threads(self, function: Callable[[T], None], items: Sequence[T]) -> None:
+        await self._each(lambda item: self._tools.workers.run(function, item), items)
 
-        async def work() -> None:
-            for job in pending:
-                await anyio.lowlevel.checkpoint_if_cancelled()  # a hop to a thread is never left half way
-                await job()
-
+    async def _each(self, function: Callable[[T], Awaitable[object]], items: Sequence[T]) -> None:
+        """Run `run_each`; every failure raises a LoadError."""
         try:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(min(self._tools.workers.count, len(jobs))):
-                    tasks.start_soon(work)
-        except BaseExceptionGroup as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            if isinstance(error, LoadError):
-                sanitize_error(error)
-            if isinstance(error, LoadError) or not isinstance(error, Exception):
-                raise error from error.__cause__
-            reason = str(error) if isinstance(error, AiockptError) else f"{type(error).__name__}: {error}"
-            raise LoadError(printable(f"loading {self._path} failed: {reason}")) from error
+            await run_each(function, items, self._tools.workers.count)
+        except LoadError as exc:
+            sanitize_error(exc)
+            raise
+        except Exception as exc:
+            reason = str(exc) if isinstance(exc, AiockptError) else f"{type(exc).__name__}: {exc}"
+            raise LoadError(printable(f"loading {self._path} failed: {reason}")) from exc
 
-    async def _hop(self, function: Callable[..., None], *args: Any) -> None:
-        await self._tools.workers.run(function, *args)
+    async def _run(self, job_on: tuple[torch.device, ReadJob]) -> None:
+        device, job = job_on
+        if device == _CPU:
+            await self._tools.workers.run(self._read_and_place, job)
+        else:
+            await self._read_to_device(device, job)
+        job.finish()
 
-    async def _on_host(self, job: _Job, done: Callable[[], None]) -> None:
-        """Run a job whose bytes stay in host memory: one thread reads and places them."""
-        await self._tools.workers.run(self._read_and_place, job)
-        done()
-
-    def _read_and_place(self, job: _Job) -> None:
-        mapping: MappedMemory | None = getattr(self._local, "mapping", None)
-        if mapping is None:
-            mapping = self._local.mapping = MappedMemory(BUFFER_BYTES + 2 * _PAGE_BYTES)
-        for placement in job(mapping.view, mapping.address):
+    def _read_and_place(self, job: ReadJob) -> None:
+        """Run a job in one thread, with the thread's own buffer."""
+        buffer: MappedMemory | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = MappedMemory(BUFFER_BYTES + 2 * _PAGE_BYTES)
+        for placement in job.read(buffer):
             place(placement)
 
-    async def _on_device(self, device: torch.device, job: _Job, done: Callable[[], None]) -> None:
-        """Run a job whose bytes go to an accelerator, through a chunk that its copies read."""
+    async def _read_to_device(self, device: torch.device, job: ReadJob) -> None:
+        """Run a job through a chunk of staging memory, from which the device copies."""
         placer = self._tools.placer_for(device)
         lease = await self._tools.pool.acquire()
         try:
             chunk: Chunk = lease.chunk
-            placements = await self._tools.workers.run(job, chunk.view, chunk.address)
-            with anyio.CancelScope(shield=True):  # the chunk goes back: nothing may still be reading it
+            placements = await self._tools.workers.run(job.read, chunk)
+            with anyio.CancelScope(shield=True):  # the chunk is reused: no copy may still be reading it
                 copies = await placer.issue(placements, chunk)
                 await copies.wait()
         finally:
             lease.release()
-        done()
 
     # --- in threads -------------------------------------------------------------------------------
-
-    def _read_batch(self, batch: CoalescedRead, buffer: memoryview, address: int) -> list[Placement]:
-        verify = self._options.verify
-        return batch.read_into(self._source, buffer, address, self._parse_small, self._check_crc, verify=verify)
-
-    def _read_direct(self, stream: ChunkRead, number: int, _buffer: memoryview, _address: int) -> list[Placement]:
-        _check_target(stream.read)
-        stream.read.begun = True
-        stream.read_direct(self._source, number, verify=self._options.verify)
-        return []
-
-    def _read_part(self, stream: ChunkRead, number: int, buffer: memoryview, _address: int) -> list[Placement]:
-        placements = stream.read_buffered(self._source, number, buffer, verify=self._options.verify)
-        if stream.parts == 1 and not stream.crc_matches(verify=self._options.verify):
-            raise self._damaged(stream.read)  # before anything of it is placed
-        _check_target(stream.read)
-        stream.read.begun = True
-        return placements
-
-    def _part_done(self, stream: ChunkRead) -> None:
-        read = stream.read
-        if read.pending == 1 and not stream.crc_matches(verify=self._options.verify):
-            raise self._damaged(read)
-        read.pending -= 1
 
     def _decode_run(self, run: Sequence[ObjectRead]) -> None:
         """Read objects that are neighbours in a file at once."""
         for read in run:
             read.place = self._source.settled(read.place)
         begin, end = run[0].place.offset, max(read.place.offset + read.place.length for read in run)
-        data = memoryview(self._bytes(run[0].place, 0, end - begin))
+        data = memoryview(self._framing.read_bytes(run[0].place, 0, end - begin))
         for read in run:
             start = read.place.offset - begin
             blob = data[start : start + read.place.length]
@@ -297,71 +315,19 @@ class ItemReader:
             raise type(exc)(f"{self._path}/{read.place.file}: {exc}") from exc
 
     def _settle(self, reads: Sequence[TensorRead]) -> None:
-        """Find out how long items are, where that shows only when they are read."""
+        """Set the exact length of virtual files, which some have to be decoded for."""
         for read in reads:
             read.chunk = read.chunk._replace(place=self._source.settled(read.chunk.place))
 
-    def _find_payload(self, read: TensorRead) -> None:
-        """Read the framing of an item."""
-        place = read.chunk.place
-        head = self._bytes(place, 0, min(HEAD_BYTES, place.length))
-        tail_at = max(0, place.length - TAIL_BYTES)
-        tail = self._bytes(place, tail_at, place.length - tail_at)
-
-        def fetch(offset: int, size: int) -> bytes:
-            if offset + size <= len(head):
-                return head[offset : offset + size]
-            if offset >= tail_at:
-                return tail[offset - tail_at :][:size]
-            return self._bytes(place, offset, max(0, min(size, place.length - offset, 1 << 20)))
-
-        read.item = self._parsed(read, parse_tensor_item, place.length, fetch)
-
-    def _parse_small(self, read: TensorRead, view: memoryview) -> TensorItem:
-        return self._parsed(read, self._parser.parse, view)
-
-    def _parsed(self, read: TensorRead, parse: Callable[..., TensorItem], *args: Any) -> TensorItem:
-        where = f"{self._path}/{read.chunk.place.file}"
-        try:
-            parsed = parse(*args)
-        except FramingError as exc:
-            raise CorruptCheckpointError(f"{where}: the item of {read.name} is damaged: {exc}") from exc
-        if parsed.dtype != read.dtype or parsed.shape != read.chunk.sizes:
-            raise CorruptCheckpointError(
-                f"{where}: {read.name} is {parsed.dtype} {parsed.shape} in its item but "
-                f"{read.dtype} {read.chunk.sizes} in {METADATA_NAME}"
-            )
-        return parsed
-
-    def _check_crc(self, read: TensorRead, item: TensorItem, crc: int) -> None:
-        if crc != item.crc:
-            read.item = item
-            raise self._damaged(read)
-
-    def _damaged(self, read: TensorRead) -> CorruptCheckpointError:
-        place, item = read.chunk.place, read.item
-        at, nbytes = (place.offset + item.payload_offset, item.nbytes) if item else (place.offset, place.length)
-        return CorruptCheckpointError(
-            f"{self._path}/{place.file}: the bytes of {read.name} (at offset {at}, {nbytes} bytes) do not match "
-            "their CRC: they changed since they were written. Use an older checkpoint."
-        )
-
-    def _bytes(self, place: ItemRange, offset: int, size: int) -> bytes:
-        data = bytearray(size)
-        self._source.read(place.file, place.offset + offset, memoryview(data))
-        return bytes(data)
-
-    @staticmethod
-    def _is_large(read: TensorRead) -> bool:
-        if read.selections is None:
-            return read.chunk.place.length >= LARGE_BYTES
-        return not read.fills or read.chunk.place.length >= SMALL_BYTES
+    def _locate(self, read: TensorRead) -> None:
+        read.item = self._framing.locate(read)
 
 
-def _check_target(read: TensorRead) -> None:
-    """Check that the memory of the caller's tensor is still there; it was when the load was planned."""
-    if read.fills and read.target is not None:
-        check_memory(read.name, read.target)
+def _is_large(read: TensorRead) -> bool:
+    """Return whether an item is read on its own instead of whole and together with its neighbours."""
+    if read.selections is None:
+        return read.chunk.place.length >= LARGE_BYTES
+    return not read.fills or read.chunk.place.length >= SMALL_BYTES
 
 
 def _runs(objects: Sequence[ObjectRead]) -> list[list[ObjectRead]]:
@@ -380,12 +346,63 @@ def _runs(objects: Sequence[ObjectRead]) -> list[list[ObjectRead]]:
     return runs
 
 
-def _batch_done(batch: CoalescedRead) -> None:
-    for read in batch.reads:
-        read.pending = 0
+def _new_tensor(tools: LoadTools, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate a host tensor; a large one from the cache of memory whose pages are already mapped."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < 1 << 20:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return tools.memory.take(nbytes).view(dtype).view(shape)
 
 
-def _finish_empty(read: TensorRead) -> None:
-    read.pending = 0
-    if read.target is None:
-        read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+# --- mapping --------------------------------------------------------------------------------------------
+
+
+class MapReader:
+    """Maps the files of a checkpoint copy-on-write, for tensors that are read when they are first used."""
+
+    def __init__(self, source: Source, path: str) -> None:
+        self._source = source
+        self._path = path
+        self._maps: dict[str, mmap.mmap] = {}
+
+    @property
+    def maps(self) -> tuple[mmap.mmap, ...]:
+        """The mappings made so far."""
+        return tuple(self._maps.values())
+
+    def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:
+        """Return tensors by name; one of several chunks, or at an odd address, is a copy. Blocks."""
+        return {name: self._tensor(name, entry) for name, entry in entries.items()}
+
+    def _tensor(self, name: str, entry: TensorEntry) -> torch.Tensor:
+        if len(entry.chunks) == 1:
+            return self._chunk(name, entry.chunks[0], entry.dtype)
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        for chunk in entry.chunks:
+            region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]
+            region.copy_(self._chunk(name, chunk, entry.dtype))
+        return whole
+
+    def _chunk(self, name: str, chunk: ChunkEntry, dtype: torch.dtype) -> torch.Tensor:
+        place = chunk.place
+        item = chunk.item or self._item(name, chunk, dtype)
+        if not item.nbytes:
+            return torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
+        at = place.offset + item.payload_offset
+        memory = torch.frombuffer(self._map(place.file), dtype=torch.uint8, count=item.nbytes, offset=at)
+        if memory.data_ptr() % item.dtype.itemsize:
+            memory = memory.clone()
+        return view_of(memory, item, lazily=True)
+
+    def _item(self, name: str, chunk: ChunkEntry, dtype: torch.dtype) -> TensorItem:
+        mapped, place = self._map(chunk.place.file), chunk.place
+
+        def fetch(offset: int, size: int) -> bytes:
+            return mapped[place.offset + offset : place.offset + min(offset + size, place.length)]
+
+        return parse_checked(self._path, TensorRead(name, dtype, chunk), parse_tensor_item, place.length, fetch)
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            self._maps[file] = self._source.map(file)
+        return self._maps[file]

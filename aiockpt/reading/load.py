@@ -1,28 +1,36 @@
-"""The load pipeline: what is wanted, is it there and does it fit, read it, put the state dict together."""
+"""Loads, from top to bottom: open, plan, execute, assemble."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import torch
 
-from aiockpt.errors import MissingKeysError
+from aiockpt.errors import MissingKeysError, ShapeMismatchError
+from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import hint, matching
+from aiockpt.options import target_device
 from aiockpt.reading.apply_live import Filled
-from aiockpt.reading.decoded import DecodedSource
-from aiockpt.reading.into_target import TargetLoad
-from aiockpt.reading.open import read_index
-from aiockpt.reading.whole import WholeLoad
+from aiockpt.reading.assemble import build_state, build_target_values, build_values
+from aiockpt.reading.executor import ItemReader
+from aiockpt.reading.open import open_checkpoint
+from aiockpt.reading.read_plan import plan_reads
+from aiockpt.reading.target_plan import plan_target
+from aiockpt.reading.targets import find_twins
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
+    from collections.abc import Mapping, Sequence
+    from enum import Enum
 
     from aiockpt.format.index import Entry, Index
     from aiockpt.options import LoadOptions
     from aiockpt.reading.collective import Gathering
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.reading.open import OpenCheckpoint
+    from aiockpt.reading.read_plan import ReadRequest
+    from aiockpt.reading.targets import Region
     from aiockpt.snapshot.live import ResolvedState
     from aiockpt.storage.base import Storage
 
@@ -37,49 +45,130 @@ async def load_checkpoint(
     ready: Mapping[torch.device, torch.Event],
     gathering: Gathering | None = None,
 ) -> Filled:
-    """Load a checkpoint, but for what is left to the caller's thread; see `aiockpt.AsyncCheckpointer.load`.
+    """Run the engine's part of a load; see `aiockpt.AsyncCheckpointer.load`.
 
     Args:
-        storage: where it is kept.
-        path: where it is there.
-        state_dict: what to load into, as the caller has it.
-        target: the same without live objects; None to load everything.
-        options: how.
-        tools: what the engine lends.
-        ready: for each accelerator, the moment in the caller's stream from which on targets may be filled.
-        gathering: the other ranks, if they load as well, and all are to succeed or fail.
+        storage: the storage.
+        path: the checkpoint.
+        state_dict: the state to load into, as the caller passed it.
+        target: the same with state dicts in place of live objects; None to load into a new state dict.
+        options: the options.
+        tools: the engine's resources.
+        ready: for each accelerator, the event in the caller's stream after which targets may be filled.
+        gathering: the other ranks, if all ranks load together.
     """
-    source = DecodedSource(await storage.open(path, workers=tools.workers), path, tools.transforms)
+    opened = await open_checkpoint(storage, path, options, tools)
     try:
-        index, _ = await tools.workers.run(
-            read_index, source, path, safe_globals=options.safe_globals, trust=options.trust
-        )
-        for device, event in ready.items():
-            await tools.placer_for(device).begin(event)
+        await tools.begin(ready)
+        loader = _Loader(opened, options, tools)
         if target is None:
-            wanted, unmatched = chosen(path, index, options)
-            return Filled(
-                path, await WholeLoad(source, path, index, options, tools).run(wanted), missing=unmatched, strict=False
-            )
-        load = TargetLoad(source, path, index, options, tools)
-        # Everything that can be wrong is looked at before the first byte is placed.
-        await load.prepare(target, state_dict)
-        if gathering is not None and await gathering.agree(reads=await tools.workers.run(load.number)):
-            source.share()
-        filled = await load.fill(target, state_dict)
-        if gathering is not None:
-            gathering.filled = load.names
-        return filled
+            return await loader.load_new()
+        return await loader.load_into(target, state_dict, gathering)
     finally:
         with anyio.CancelScope(shield=True):
-            await tools.workers.run(source.close)
+            await tools.workers.run(opened.source.close)
 
 
-def chosen(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:
-    """Return the entries that the options ask for, and the keys and patterns that mean nothing.
+async def read_requests(
+    opened: OpenCheckpoint,
+    requests: Sequence[ReadRequest],
+    options: LoadOptions,
+    tools: LoadTools,
+    ready: Mapping[torch.device, torch.Event],
+) -> dict[str, Any]:
+    """Return the values of requests by key; for ``ready`` see `load_checkpoint`."""
+    await tools.begin(ready)
+    whole = {each.name: each.entry for each in requests if each.is_whole}
+    parts = [each for each in requests if not each.is_whole]
+    values = await _Loader(opened, options, tools).read(whole, parts)
+    return {each.name: values[each.name] for each in requests}
+
+
+class _Loader:
+    """One load of an open checkpoint."""
+
+    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools) -> None:
+        self._opened = opened
+        self._path = opened.path
+        self._options = options
+        self._tools = tools
+        self._executor = ItemReader(opened.source, opened.path, options, tools, opened.known)
+
+    async def load_new(self) -> Filled:
+        """Load into a new state dict."""
+        index = self._opened.index
+        entries, unmatched = _choose(self._path, index, self._options)
+        values = await self._read_with_arrays(entries)
+        state = await self._tools.workers.run(build_state, self._path, index, values)
+        return Filled(self._path, state, missing=unmatched, strict=False)
+
+    async def load_into(self, target: ResolvedState, state_dict: Any, gathering: Gathering | None) -> Filled:
+        """Load into the tensors of a state dict, and read what live objects are given."""
+        run, options = self._tools.workers.run, self._options
+        # All checks come before the first byte reaches a target: a load that is refused changes nothing.
+        plan = await run(plan_target, self._path, self._opened.index, options, target, state_dict)
+        await self._compare(await run(find_twins, plan.regions))
+        fresh = await self._read_with_arrays(plan.fresh, plan.enums)
+        new_values = await run(build_target_values, self._path, plan, target, fresh)
+        await self._executor.prepare(plan.reads)
+        if gathering is not None and await gathering.agree(reads=await run(plan.read_hash)):
+            self._opened.source.share()
+        await self._executor.fill(plan.reads, plan.filled)
+        new_values.put(target.tree, state_dict)
+        if gathering is not None:
+            gathering.filled = plan.names
+        return Filled(self._path, state_dict, new_values.gifts, plan.missing, strict=options.strict)
+
+    async def read(
+        self,
+        whole: Mapping[str, Entry],
+        parts: Sequence[ReadRequest] = (),
+        enums: Mapping[str, type[Enum]] | None = None,
+    ) -> dict[str, Any]:
+        """Read whole entries, and parts of tensors; return the values by key."""
+        run, options = self._tools.workers.run, self._options
+        plan = await run(plan_reads, self._path, whole, parts, options, enums or {})
+        await self._executor.execute(plan)
+        error = await run(build_values, plan, options.map_location)
+        if error is not None:
+            raise error
+        return plan.values
+
+    async def _read_with_arrays(
+        self, entries: Mapping[str, Entry], enums: Mapping[str, type[Enum]] | None = None
+    ) -> dict[str, Any]:
+        """Read entries; saved NumPy arrays become arrays again, so they are always read to host memory."""
+        arrays = {name: entries[name] for name in array_names(self._opened.index.containers) if name in entries}
+        where = self._options.map_location
+        if not arrays or target_device(where).type == "meta":
+            return await self.read(entries, (), enums)
+        if where is None:
+            values = await self.read(entries, (), enums)
+        else:
+            values = await self.read({n: entry for n, entry in entries.items() if n not in arrays}, (), enums)
+            values |= await self._on_host().read(arrays)
+        return values | {name: array_of(values[name]) for name in arrays}
+
+    async def _compare(self, twins: Sequence[tuple[Region, Region]]) -> None:
+        """Raise ShapeMismatchError if tied tensors, which DCP stores one by one, have different values."""
+        for one, other in twins:
+            values = await self._on_host().read({one.name: one.entry, other.name: other.entry})
+            a, b = (values[each.name].contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+            if not torch.equal(a, b):
+                raise ShapeMismatchError(
+                    f"{one.name} and {other.name} are the same memory in the target, but differ in {self._path}: "
+                    "clone one of them"
+                )
+
+    def _on_host(self) -> _Loader:
+        return _Loader(self._opened, replace(self._options, map_location=None), self._tools)
+
+
+def _choose(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:
+    """Return the entries that the options ask for, and the keys and patterns that match nothing.
 
     Raises:
-        MissingKeysError: a key or pattern means nothing in this checkpoint.
+        MissingKeysError: a key or pattern matches nothing, and ``strict`` is set.
     """
     if options.keys is None:
         return index.entries, ()

@@ -6,16 +6,19 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import torch
 from isal.isal_zlib import crc32
 
-from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, sanitize_error
+from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, MissingKeysError, sanitize_error
 from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.index import Entry, Index, InlineEntry, ObjPath
+from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
+from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
@@ -29,14 +32,19 @@ from aiockpt.format.safetensors.reader import (
     with_shared_names,
 )
 from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
+from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import StructureError, flatten
+from aiockpt.planning.ranges import select
 from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.read_plan import ReadRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from aiockpt.format.manifest.manifest import Manifest
-    from aiockpt.storage.base import Source
+    from aiockpt.options import LoadOptions
+    from aiockpt.reading.executor import LoadTools
+    from aiockpt.storage.base import Source, Storage
 
 _SHARD_INDEX = ".safetensors.index.json"
 _PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.DOTALL)
@@ -307,3 +315,79 @@ def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None 
             )
         data += part
     return bytes(data)
+
+
+# --- open checkpoints -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class OpenCheckpoint:
+    """A checkpoint whose index was read."""
+
+    source: Source
+    path: str
+    index: Index
+    known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items
+
+    def names(self, keys: object) -> list[str]:
+        """Return the keys that match names, names of containers and patterns, in their order.
+
+        Raises:
+            MissingKeysError: one of them matches nothing.
+        """
+        patterns = check_patterns(keys)
+        if patterns is None:
+            return list(self.index.entries)
+        found: dict[str, None] = {}
+        for pattern in patterns:
+            names, unmatched = matching(self.index.entries.keys(), [pattern])
+            if unmatched:
+                raise MissingKeysError(
+                    f"{self.path} holds nothing that is meant by {pattern!r}.{hint(unmatched, self.index.entries)}",
+                    unmatched,
+                )
+            found |= dict.fromkeys(names if len(names) < 2 else [n for n in self.index.entries if n in names])
+        return list(found)
+
+    def request(self, name: str, index: object, out: torch.Tensor | None = None) -> ReadRequest:
+        """Validate a key and an index; return the read request.
+
+        Raises:
+            KeyError: there is no such key.
+            TypeError: an object is indexed, or the index has another type, or ``out`` is distributed.
+            IndexError: the index does not fit.
+        """
+        entry = self.index.entries.get(name)
+        if entry is None:
+            raise KeyError(
+                f"{self.path} has no {name!r}; keys() gives all that it has.{hint([str(name)], self.index.entries)}"
+            )
+        if out is not None and not isinstance(out, torch.Tensor):
+            raise TypeError(f"out must be a tensor to fill, not a {type(out).__name__}")
+        if not isinstance(entry, TensorEntry):
+            if index is not None or out is not None:
+                raise TypeError(f"{name} is an object, not a tensor: it is read as a whole")
+            return ReadRequest(name, entry)
+        if index is not None and is_distributed(out):
+            raise TypeError(
+                f"a part of {name} can't be read into a {type(out).__name__}, of which this rank's part is filled: "
+                "leave the index out, or pass a plain tensor"
+            )
+        if index is None:
+            return ReadRequest(name, entry, None, entry.shape, (), out)
+        selections, shape, taken = select(entry.shape, index)
+        return ReadRequest(name, entry, selections, shape, taken, out)
+
+
+async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, tools: LoadTools) -> OpenCheckpoint:
+    """Open the files of a checkpoint and read its index; the caller closes `OpenCheckpoint.source`."""
+    source = DecodedSource(await storage.open(path, workers=tools.workers), path, tools.transforms)
+    try:
+        index, _ = await tools.workers.run(
+            read_index, source, path, safe_globals=options.safe_globals, trust=options.trust
+        )
+    except BaseException:
+        with anyio.CancelScope(shield=True):
+            await tools.workers.run(source.close)
+        raise
+    return OpenCheckpoint(source, path, index)

@@ -1,101 +1,235 @@
-"""What is to be read: objects, and parts of stored tensors, each with where it goes."""
+"""The read plan, pure: which byte ranges of the checkpoint go into which new or existing tensors.
+
+`plan_reads` turns requests into a `ReadPlan`. The executor carries it out, and `assemble.build_values` makes the
+values of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.core.gc_pause import gc_pause
+from aiockpt.errors import LoadError
+from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
+from aiockpt.options import target_device
 from aiockpt.planning.ranges import Selection, overlap
+from aiockpt.reading.targets import cast, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from enum import Enum
 
-    from aiockpt.errors import LoadError
-    from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
+    from aiockpt.format.index import ChunkEntry, Entry, ItemRange, TensorItem
+    from aiockpt.options import LoadOptions
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A key, a part of a tensor, or a tensor to fill."""
+
+    name: str
+    entry: Entry
+    selections: tuple[Selection, ...] | None = None  # the part of a tensor, per dimension; None: all
+    shape: tuple[int, ...] = ()  # of the result
+    taken: tuple[int, ...] = ()  # dimensions that an integer index removes from the result
+    out: torch.Tensor | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the value is read whole, into new memory."""
+        return self.selections is None and self.out is None
+
+    def nbytes(self, dtype: torch.dtype | None = None) -> int:
+        """Return the memory of the value, with floating-point values cast to ``dtype``."""
+        if isinstance(self.entry, ObjectEntry):
+            return self.entry.place.length
+        if isinstance(self.entry, InlineEntry):
+            return 0
+        item = self.entry.chunks[0].item if len(self.entry.chunks) == 1 and self.selections is None else None
+        # A view keeps the whole storage that it was saved with.
+        return max(math.prod(self.shape) * cast(self.entry.dtype, dtype).itemsize, item.nbytes if item else 0)
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """The file and offset of its first byte."""
+        if isinstance(self.entry, InlineEntry):
+            return "", 0
+        chunks: Sequence[ChunkEntry] = self.entry.chunks if isinstance(self.entry, TensorEntry) else ()
+        place = self.entry.place if isinstance(self.entry, ObjectEntry) else chunks[0].place if chunks else None
+        return ("", 0) if place is None else (place.file, place.offset)
 
 
 @dataclass(eq=False, slots=True)
 class ObjectRead:
-    """An object to read.
-
-    Attributes:
-        name: its key.
-        place: where its bytes are.
-        value: what was read.
-        member_of: the Enum class of the member whose place it takes.
-    """
+    """An object to read."""
 
     name: str
     place: ItemRange
-    value: Any = None
-    member_of: type[Enum] | None = None
+    value: Any = None  # set when it was read
+    member_of: type[Enum] | None = None  # the Enum class of the target's leaf, whose members may be unpickled
 
 
 @dataclass(eq=False, slots=True)
 class TensorRead:
-    """A part of a tensor to read, from one stored chunk of it.
-
-    Attributes:
-        name: the key.
-        dtype: the dtype that it is stored in.
-        chunk: the stored chunk.
-        selections: for each dimension, what is wanted of the chunk; None: all of it.
-        target: what it goes to: a tensor of the shape of the selections, of any device, dtype and strides.
-            None: memory of its own, which is made for it.
-        fills: the target is the caller's, who is to be told what has come to it.
-        item: what stands in the item, as soon as it is known.
-        shared: without a target: several tensors are to see the same memory.
-        memory: without a target: the payload, dtype uint8.
-        made: without a target: the tensor itself, where it was small and nobody else sees its memory.
-        pending: how many steps are left.
-        begun: whether something has come to the target.
-    """
+    """A read of one stored chunk, or of a part of it."""
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype  # as stored
     chunk: ChunkEntry
-    selections: tuple[Selection, ...] | None = None
+    selections: tuple[Selection, ...] | None = None  # the part of the chunk, per dimension; None: all
+    # A tensor of the selections' shape, on any device, of any dtype and strides. None: new memory of the stored form.
     target: torch.Tensor | None = None
-    fills: bool = False
-    item: TensorItem | None = None
-    shared: bool = False
-    memory: torch.Tensor | None = None
-    made: torch.Tensor | None = None
-    pending: int = 1
-    begun: bool = False
+    fills: bool = False  # the target is the caller's, so errors report whether it was changed
+    item: TensorItem | None = None  # set when the framing was parsed
+    shared: bool = False  # without target: several tensors are views of the memory
+    memory: torch.Tensor | None = None  # without target: the payload, dtype uint8
+    made: torch.Tensor | None = None  # without target: the tensor, if it is small and not shared
+    pending: int = 1  # jobs left
+    begun: bool = False  # some bytes have reached the target
 
 
-def view_of(memory: torch.Tensor, item: TensorItem, *, lazily: bool) -> torch.Tensor:
-    """See a payload as the tensor that it stores.
+@dataclass(eq=False, slots=True)
+class NewTensor:
+    """New memory to read into. Keys that store the same bytes share it, so that tied tensors are tied again."""
+
+    keys: dict[str, TensorEntry]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    selections: tuple[Selection, ...] | None = None  # see ReadRequest
+    taken: tuple[int, ...] = ()
+    reads: list[TensorRead] = field(default_factory=list)
+    tensor: torch.Tensor | None = None  # allocated before reading; None: the memory is made as it was stored
+
+    def read_into(self, tensor: torch.Tensor) -> None:
+        """Set the allocated tensor, and plan its reads."""
+        self.tensor = tensor
+        if not tensor.is_meta:
+            name, entry = next(iter(self.keys.items()))
+            self.reads = reads_of(name, entry, _with_taken(tensor, self.taken), self.selections)
+
+
+@dataclass(eq=False, slots=True)
+class ReadPlan:
+    """The reads of a load, or of one phase of it."""
+
+    device: torch.device  # of new tensors
+    values: dict[str, Any] = field(default_factory=dict)  # that need no read
+    objects: list[ObjectRead] = field(default_factory=list)
+    mapped: dict[str, TensorEntry] = field(default_factory=dict)
+    new: list[NewTensor] = field(default_factory=list)
+    fills: list[TensorRead] = field(default_factory=list)
+    filled: list[torch.Tensor] = field(default_factory=list)  # the caller's, whose version counters change
+
+
+@gc_pause()
+def plan_reads(
+    path: str,
+    whole: Mapping[str, Entry],
+    parts: Sequence[ReadRequest],
+    options: LoadOptions,
+    enums: Mapping[str, type[Enum]],
+) -> ReadPlan:
+    """Plan the reads of whole entries into new memory, and of parts of tensors into new memory or `ReadRequest.out`.
 
     Args:
-        memory: the payload, dtype uint8.
-        item: what it stores.
-        lazily: leave the memory as it is, for others see it as well, where values are stored conjugated or negated.
+        path: the checkpoint, for messages.
+        whole: the entries.
+        parts: the requests of parts, and of tensors to fill.
+        options: the device and dtype of new tensors, and whether files are mapped.
+        enums: the Enum classes allowed for objects, by key.
+
+    Raises:
+        ShapeMismatchError: a part does not fit its tensor to fill.
+        LoadError: a tensor with shared elements, such as an expanded one, would need more memory than is stored.
     """
-    if not lazily:  # of the memory, for elements of the tensor may share theirs
-        values = _values(memory, item)
-        if item.conj:
-            values.conj_physical_()
-        if item.neg:
-            values.neg_()
-        return values.as_strided(item.shape, item.stride, item.storage_offset)
-    tensor = seen_as(memory, item)
-    tensor = tensor.conj() if item.conj else tensor
-    return torch._neg_view(tensor) if item.neg else tensor
+    plan = ReadPlan(target_device(options.map_location))
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in whole.items():
+        if isinstance(entry, TensorEntry):
+            tensors[name] = entry
+        elif isinstance(entry, ObjectEntry):
+            plan.objects.append(ObjectRead(name, entry.place, member_of=enums.get(name)))
+        else:
+            plan.values[name] = entry.value
+    if options.mmap:
+        plan.mapped = tensors
+    else:
+        plan.new = _new_tensors(tensors, plan.device, options.dtype)
+    for part in parts:
+        if isinstance(part.entry, TensorEntry):
+            _plan_part(plan, path, part, part.entry, options.dtype)
+    return plan
 
 
-def seen_as(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
-    """See a payload, dtype uint8, as the values that it stores, conjugated and negated as they may be."""
-    return _values(memory, item).as_strided(item.shape, item.stride, item.storage_offset)
+def _new_tensors(
+    tensors: Mapping[str, TensorEntry], device: torch.device, dtype: torch.dtype | None
+) -> list[NewTensor]:
+    """Return the new memory for whole tensors, of which keys with the same bytes share one."""
+    found: dict[object, NewTensor] = {}
+    for name, entry in tensors.items():
+        loaded_dtype = cast(entry.dtype, dtype)
+        as_stored = len(entry.chunks) == 1 and device.type == "cpu" and loaded_dtype is entry.dtype
+        key = name if device.type == "meta" else _bytes_key(name, entry, as_stored=as_stored)
+        new = found.get(key)
+        if new is None:
+            new = found[key] = NewTensor({}, entry.shape, loaded_dtype)
+            if as_stored:
+                new.reads = [TensorRead(name, entry.dtype, entry.chunks[0])]
+            elif device.type != "meta":
+                _check_expanded(name, entry, entry.nbytes)
+        elif as_stored:
+            new.reads[0].shared = True
+        new.keys[name] = entry
+    return list(found.values())
 
 
-def _values(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
-    rest = len(memory) % item.dtype.itemsize
-    return (memory[:-rest] if rest else memory).view(item.dtype)
+def _bytes_key(name: str, entry: TensorEntry, *, as_stored: bool) -> object:
+    """Return a key that is equal for entries that are to share memory."""
+    if not entry.nbytes:
+        return name
+    item = entry.chunks[0].item
+    if as_stored and item is not None:
+        return entry.chunks[0].place
+    layout = None if item is None else (item.stride, item.storage_offset)
+    return tuple(chunk.place for chunk in entry.chunks), entry.dtype, entry.shape, layout
+
+
+def _plan_part(plan: ReadPlan, path: str, part: ReadRequest, entry: TensorEntry, dtype: torch.dtype | None) -> None:
+    if part.out is None:
+        if plan.device.type != "meta":
+            _check_expanded(part.name, entry, math.prod(part.shape) * entry.dtype.itemsize)
+        new = NewTensor({part.name: entry}, part.shape, cast(entry.dtype, dtype), part.selections, part.taken)
+        plan.new.append(new)
+        return
+    plan.values[part.name] = part.out
+    target = target_of(path, part.name, TensorEntry(entry.dtype, part.shape, entry.chunks), part.out, dtype)
+    if target is None:
+        raise TypeError(f"{part.name} can't be read into a {type(part.out).__name__}")
+    for tensor, wanted in target.regions:
+        region = _with_taken(tensor, part.taken)
+        plan.fills += reads_of(part.name, entry, region, wanted or part.selections, fills=True)
+    plan.filled += target.counted
+
+
+def _with_taken(tensor: torch.Tensor, taken: Sequence[int]) -> torch.Tensor:
+    """Return the tensor with dimensions of size one where integer indices removed them."""
+    for dim in taken:
+        tensor = tensor.unsqueeze(dim)
+    return tensor
+
+
+def _check_expanded(name: str, entry: TensorEntry, nbytes: int) -> None:
+    """Refuse a small file that would need any amount of memory."""
+    stored = sum(chunk.place.length for chunk in entry.chunks)
+    if nbytes > stored:
+        raise LoadError(
+            f"{nbytes} bytes are wanted of {name} but {stored} are stored, for its elements share memory; load it "
+            "as a whole, to host memory and without dtype="
+        )
 
 
 def reads_of(
@@ -106,13 +240,13 @@ def reads_of(
     *,
     fills: bool = False,
 ) -> list[TensorRead]:
-    """Plan how a tensor, or a part of it, comes into a target: one read for each stored chunk that has some of it.
+    """Return one read for each stored chunk that overlaps the requested part of a tensor.
 
     Args:
         name: the key.
-        entry: the tensor as it is stored.
-        target: where it goes, of the shape of what is wanted.
-        wanted: for each dimension of the tensor, what is wanted; None: all.
+        entry: the stored tensor.
+        target: the tensor to fill, of the shape of the part.
+        wanted: the part, per dimension; None: all.
         fills: see `TensorRead`.
     """
     if 0 in target.shape:
@@ -124,14 +258,14 @@ def reads_of(
     for chunk in entry.chunks:
         common = overlap(chunk.offsets, chunk.sizes, chosen)
         if common is not None:
-            whole = all(s == Selection(0, n) for s, n in zip(common.chunk, chunk.sizes, strict=True))
+            is_whole = all(s == Selection(0, n) for s, n in zip(common.chunk, chunk.sizes, strict=True))
             region = target[common.target] if target.dim() else target
-            found.append(TensorRead(name, entry.dtype, chunk, None if whole else common.chunk, region, fills))
+            found.append(TensorRead(name, entry.dtype, chunk, None if is_whole else common.chunk, region, fills))
     return found
 
 
 def annotate_partial_load(error: LoadError, reads: Sequence[TensorRead]) -> None:
-    """Add to an error which tensors of the caller's hold what by now."""
+    """Add to an error which of the caller's tensors were filled, and which hold only a part."""
     begun: dict[str, bool] = {}
     for read in reads:
         if read.fills:
@@ -139,10 +273,10 @@ def annotate_partial_load(error: LoadError, reads: Sequence[TensorRead]) -> None
     unfinished = {read.name for read in reads if read.fills and read.pending}
     error.placed = tuple(name for name in begun if name not in unfinished)
     error.partly_placed = tuple(name for name in begun if name in unfinished and begun[name])
-    told = [
+    counts = [
         f"{len(names)} {how} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
         for names, how in ((error.placed, "had been filled"), (error.partly_placed, "hold a part of it"))
         if names
     ]
-    said = "; ".join(told) if told else "no tensor was changed"
-    error.args = (f"{error.args[0]} Of the {len(begun)} tensors to fill, {said}.", *error.args[1:])
+    changed = "; ".join(counts) if counts else "no tensor was changed"
+    error.args = (f"{error.args[0]} Of the {len(begun)} tensors to fill, {changed}.", *error.args[1:])

@@ -15,7 +15,8 @@ from aiockpt.errors import LoadError
 from aiockpt.format.index import TensorEntry
 from aiockpt.options import check_options
 from aiockpt.reading.info import ObjectInfo, TensorInfo, describe, html_table, text_table
-from aiockpt.reading.partial import Wanted, index_of, read_wanted
+from aiockpt.reading.load import read_requests
+from aiockpt.reading.open import open_checkpoint
 from aiockpt.snapshot.capture import ready_events
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Index
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.reading.partial import OpenCheckpoint
+    from aiockpt.reading.open import OpenCheckpoint
+    from aiockpt.reading.read_plan import ReadRequest
     from aiockpt.storage.base import Storage
 
 T = TypeVar("T")
@@ -106,11 +108,11 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
 
     def _begin_open(self) -> Call[OpenCheckpoint]:
         async def open_it(tools: LoadTools) -> OpenCheckpoint:
-            return await index_of(self._storage, self.path, self._options, tools)
+            return await open_checkpoint(self._storage, self.path, self._options, tools)
 
         return self._caller.call(open_it, f"open {self.path}")
 
-    def _begin_read(self, wanted: Sequence[Wanted], **changes: Any) -> Call[dict[str, Any]]:
+    def _begin_read(self, wanted: Sequence[ReadRequest], **changes: Any) -> Call[dict[str, Any]]:
         opened = self._opened
         device = changes.get("map_location")
         if device is not None and not isinstance(device, str | torch.device):
@@ -119,7 +121,8 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         check_options(options, into=False)
         ready = ready_events({each.name: each.out for each in wanted if each.out is not None})
         return self._caller.call(
-            lambda tools: read_wanted(opened, wanted, options, tools, ready), f"read {len(wanted)} keys of {self.path}"
+            lambda tools: read_requests(opened, wanted, options, tools, ready),
+            f"read {len(wanted)} keys of {self.path}",
         )
 
     def _close(self) -> None:
@@ -128,11 +131,11 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         if opened is not None:
             opened.source.close()
 
-    def _wanted(self, keys: Any) -> list[Wanted]:
+    def _wanted(self, keys: Any) -> list[ReadRequest]:
         """Return the requests for keys and patterns, or for a mapping of keys to indices."""
         if isinstance(keys, Mapping):
-            return [self._opened.want(key, index) for key, index in keys.items()]
-        return [self._opened.want(key, None) for key in self._opened.names(keys)]
+            return [self._opened.request(key, index) for key, index in keys.items()]
+        return [self._opened.request(key, None) for key in self._opened.names(keys)]
 
     def _ahead(self, keys: Any, order: Order, buffer_bytes: int, how: Mapping[str, Any]) -> _Ahead:
         """Return the read-ahead queue of a stream, with its keys cut into groups that are read together."""
@@ -144,7 +147,7 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         if order == "file":
             wanted.sort(key=lambda each: each.position)
         most = min(_GROUP_BYTES, buffer_bytes)
-        groups: list[list[Wanted]] = []
+        groups: list[list[ReadRequest]] = []
         sizes: list[int] = []
         for each in wanted:
             nbytes = each.nbytes(how["dtype"])
@@ -161,11 +164,11 @@ class _Ahead:
     """The read-ahead queue of a stream: as many groups as fit into its buffer, but at least one."""
 
     def __init__(
-        self, reader: _Reader, groups: list[tuple[list[Wanted], int]], buffer_bytes: int, how: Mapping[str, Any]
+        self, reader: _Reader, groups: list[tuple[list[ReadRequest], int]], buffer_bytes: int, how: Mapping[str, Any]
     ) -> None:
         self._reader = reader
         self._waiting = deque(groups)
-        self._begun: deque[tuple[Call[dict[str, Any]], list[Wanted], int]] = deque()
+        self._begun: deque[tuple[Call[dict[str, Any]], list[ReadRequest], int]] = deque()
         self._buffer_bytes = buffer_bytes
         self._how = how
 
@@ -267,7 +270,7 @@ class CheckpointReader(_Reader):
             TypeError: the index is of another kind, or the key is an object.
         """
         check_asyncio("read()", _INSTEAD)
-        wanted = [self._opened.want(key, index, out)]
+        wanted = [self._opened.request(key, index, out)]
         values = await self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).wait()
         return values[key]
 
@@ -371,7 +374,7 @@ class SyncCheckpointReader(_Reader):
         verify: bool | None = None,
     ) -> Any:
         """Read a tensor, a part of one, or an object; see `CheckpointReader.read`."""
-        wanted = [self._opened.want(key, index, out)]
+        wanted = [self._opened.request(key, index, out)]
         return self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).result()[key]
 
     def read_many(

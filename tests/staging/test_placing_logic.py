@@ -15,7 +15,7 @@ import aiockpt
 from aiockpt.engine import engine
 from aiockpt.engine.resources import EngineResources
 from aiockpt.errors import LoadError
-from aiockpt.reading import executor, tensor_stream
+from aiockpt.reading import executor, jobs
 from aiockpt.staging import scatter
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.pool import ChunkPool
@@ -47,7 +47,7 @@ def through_chunks(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(EngineResources, "_placer_for", placer_for)
     monkeypatch.setattr(executor, "_CPU", torch.device("meta"))
-    monkeypatch.setattr(tensor_stream.ChunkRead, "_target_memory", lambda self: None)
+    monkeypatch.setattr(jobs.ChunkRead, "_target_memory", lambda self: None)
     return runtimes
 
 

@@ -20,9 +20,9 @@ from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.executor import ItemReader
+from aiockpt.reading.jobs import memory_of
 from aiockpt.reading.open import read_index
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of
-from aiockpt.reading.tensor_stream import memory_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -152,11 +152,7 @@ class _Conversion:
     async def _item(self, each: _Pending, chunk: ChunkEntry) -> TensorItem:
         read = TensorRead(each.name, each.entry.dtype, chunk, None)
         await self._reader.prepare([read])
-        if read.item is None:  # `prepare` skips small chunks, also those of large tensors
-            await self._run(self._reader._find_payload, read)
-        if read.item is None:
-            raise LoadError(f"{self._path}: the item of {each.name} was not found")
-        return read.item
+        return await self._reader.locate(read)
 
     async def _stream(
         self, file: TorchFileWriter, each: _Pending, chunks: Sequence[tuple[ChunkEntry, TensorItem]]

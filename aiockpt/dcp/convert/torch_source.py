@@ -14,7 +14,7 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointEr
 from aiockpt.format.index import InlineEntry, TensorEntry
 from aiockpt.format.item.objects import checked_sparse, extended_allow_list
 from aiockpt.planning.flatten import StructureError, unflatten
-from aiockpt.reading.mmap import MapReader
+from aiockpt.reading.executor import MapReader
 from aiockpt.reading.open import read_index
 from aiockpt.reading.verify.verify import verify_checkpoint
 
@@ -67,7 +67,7 @@ def _mapped(source: Source, path: str, options: LoadOptions) -> MappedState:
         state = unflatten([index.paths[n] for n in names], [values[n] for n in names], index.containers)
     except (StructureError, KeyError, TypeError, ValueError) as exc:
         raise CorruptCheckpointError(f"{path}: the structure of the state dict is damaged: {exc}") from exc
-    return MappedState(state if index.wrapped is None else state[index.wrapped], tuple(reader._maps.values()))
+    return MappedState(state if index.wrapped is None else state[index.wrapped], reader.maps)
 
 
 def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:

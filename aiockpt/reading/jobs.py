@@ -1,0 +1,486 @@
+"""Read jobs: each is the work of one thread, with `read(buffer)`, which may leave placements, and `finish()`.
+
+| job | reads | and puts it |
+| --- | --- | --- |
+| `CoalescedRead` | small items; neighbours in a file with one system call | into place, or leaves placements |
+| `ChunkPart` of a direct `ChunkRead` | a part of one stored chunk | straight into the target's memory |
+| `ChunkPart` of another `ChunkRead` | a part of one stored chunk | into the buffer, and leaves placements |
+
+A placement is a copy out of the buffer: it converts dtypes and strides, or goes to an accelerator. CRCs are computed
+in the same pass that reads the bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from isal.isal_zlib import crc32, crc32_combine
+
+from aiockpt.core.strides import is_dense
+from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
+from aiockpt.format.item.ziparchive import FramingError
+from aiockpt.format.names import METADATA_NAME
+from aiockpt.planning.ranges import StoredStream, as_stream, boxes
+from aiockpt.reading.targets import check_memory
+from aiockpt.staging.pool import copy_small
+from aiockpt.staging.scatter import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiockpt.format.index import ItemRange, TensorItem
+    from aiockpt.planning.ranges import Selection
+    from aiockpt.reading.read_plan import TensorRead
+    from aiockpt.storage.base import Source
+
+_PAGE_BYTES = 4096
+_MAX_GAP_BYTES = 64 << 10  # reading over a gap costs less than another system call
+_MAX_SPANS = 64  # of one batch
+_MAX_RUNS = 16_384  # of one part; bounds the list of runs in memory
+_MAX_FETCH_BYTES = 1 << 20  # a damaged size in the framing allocates no more
+
+
+class Buffer(Protocol):
+    """The memory that a job reads into: a chunk of staging memory, or a thread's own."""
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+
+    @property
+    def address(self) -> int:
+        """The address of the first byte."""
+
+
+class ReadJob(Protocol):
+    """The work of one thread."""
+
+    def read(self, buffer: Buffer) -> list[Placement]:
+        """Read and check bytes; return the copies out of the buffer that are left to do. Blocks."""
+
+    def finish(self) -> None:
+        """Record that the placements are done; raise if a CRC turns out wrong with the last part."""
+
+
+# --- framing --------------------------------------------------------------------------------------------
+
+
+class FramingReader:
+    """Reads and checks the framing of items: the zip structure with dtype, shape, payload offset and CRC."""
+
+    def __init__(self, source: Source, path: str, *, verify: bool) -> None:
+        self.source = source
+        self.verify = verify
+        self._path = path
+        self._parser = ItemParser()
+
+    def locate(self, read: TensorRead) -> TensorItem:
+        """Read the head and tail of an item, without its payload. Blocks."""
+        place = read.chunk.place
+        head = self.read_bytes(place, 0, min(HEAD_BYTES, place.length))
+        tail_at = max(0, place.length - TAIL_BYTES)
+        tail = self.read_bytes(place, tail_at, place.length - tail_at)
+
+        def fetch(offset: int, size: int) -> bytes:
+            if offset + size <= len(head):
+                return head[offset : offset + size]
+            if offset >= tail_at:
+                return tail[offset - tail_at :][:size]
+            return self.read_bytes(place, offset, max(0, min(size, place.length - offset, _MAX_FETCH_BYTES)))
+
+        return parse_checked(self._path, read, parse_tensor_item, place.length, fetch)
+
+    def parse(self, read: TensorRead, view: memoryview) -> TensorItem:
+        """Parse an item that is in memory."""
+        return parse_checked(self._path, read, self._parser.parse, view)
+
+    def read_bytes(self, place: ItemRange, offset: int, size: int) -> bytes:
+        """Read bytes from ``offset`` of an item on. Blocks."""
+        data = bytearray(size)
+        self.source.read(place.file, place.offset + offset, memoryview(data))
+        return bytes(data)
+
+    def wrong_crc(self, read: TensorRead, item: TensorItem) -> CorruptCheckpointError:
+        """Return the error for a payload that does not match its CRC."""
+        place = read.chunk.place
+        return CorruptCheckpointError(
+            f"{self._path}/{place.file}: the bytes of {read.name} (at offset {place.offset + item.payload_offset}, "
+            f"{item.nbytes} bytes) do not match their CRC: they changed since they were written. Use an older "
+            "checkpoint."
+        )
+
+
+def parse_checked(path: str, read: TensorRead, parse: Callable[..., TensorItem], *args: Any) -> TensorItem:
+    """Parse an item; raise CorruptCheckpointError if it contradicts the metadata."""
+    where = f"{path}/{read.chunk.place.file}"
+    try:
+        item = parse(*args)
+    except FramingError as exc:
+        raise CorruptCheckpointError(f"{where}: the item of {read.name} is damaged: {exc}") from exc
+    if item.dtype != read.dtype or item.shape != read.chunk.sizes:
+        raise CorruptCheckpointError(
+            f"{where}: {read.name} is {item.dtype} {item.shape} in its item but "
+            f"{read.dtype} {read.chunk.sizes} in {METADATA_NAME}"
+        )
+    return item
+
+
+def _check_target(read: TensorRead) -> None:
+    """Raise if the memory of the caller's tensor was freed since the load was planned."""
+    if read.fills and read.target is not None:
+        check_memory(read.name, read.target)
+
+
+# --- payloads as tensors --------------------------------------------------------------------------------
+
+
+def view_of(memory: torch.Tensor, item: TensorItem, *, lazily: bool) -> torch.Tensor:
+    """View a payload, dtype uint8, as its tensor; if ``lazily``, conjugation and negation leave the memory as it is."""
+    if not lazily:  # on the memory, because elements of the tensor may share theirs
+        values = _values(memory, item)
+        if item.conj:
+            values.conj_physical_()
+        if item.neg:
+            values.neg_()
+        return values.as_strided(item.shape, item.stride, item.storage_offset)
+    tensor = _strided_view(memory, item)
+    tensor = tensor.conj() if item.conj else tensor
+    return torch._neg_view(tensor) if item.neg else tensor
+
+
+def _strided_view(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
+    """View a payload, dtype uint8, as its stored values, without conjugating or negating them."""
+    return _values(memory, item).as_strided(item.shape, item.stride, item.storage_offset)
+
+
+def _values(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
+    rest = len(memory) % item.dtype.itemsize
+    return (memory[:-rest] if rest else memory).view(item.dtype)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a dense host tensor as bytes."""
+    nbytes = math.prod(tensor.shape) * tensor.itemsize
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+# --- small items ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Span:
+    """A byte range of a file that holds some items; one read."""
+
+    file: str
+    begin: int
+    end: int
+    reads: list[TensorRead]
+
+
+class CoalescedRead:
+    """Small items that lie close together."""
+
+    def __init__(self, spans: list[_Span], framing: FramingReader) -> None:
+        self._spans = spans
+        self._framing = framing
+
+    def read(self, buffer: Buffer) -> list[Placement]:
+        """Read all items, check them, and copy those that need no conversion; see `ReadJob`."""
+        framing, view, address = self._framing, buffer.view, buffer.address
+        found: list[tuple[TensorRead, TensorItem, int]] = []
+        at = 0
+        for span in self._spans:
+            at += (span.begin - at) % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
+            framing.source.read(span.file, span.begin, view[at : at + span.end - span.begin])
+            for read in span.reads:
+                place = read.chunk.place
+                start = at + place.offset - span.begin
+                item = read.chunk.item or framing.parse(read, view[start : start + place.length])
+                start += item.payload_offset
+                if framing.verify and item.crc is not None and crc32(view[start : start + item.nbytes]) != item.crc:
+                    raise framing.wrong_crc(read, item)
+                _check_target(read)
+                found.append((read, item, start))
+            at += span.end - span.begin
+        # No target is changed before all items of the batch were checked.
+        left: list[Placement] = []
+        for read, item, start in found:
+            read.begun = True
+            rest = _place(read, item, view, start, address + start)
+            if rest is not None:
+                left.append(rest)
+        return left
+
+    def finish(self) -> None:
+        """Mark all reads as done."""
+        for span in self._spans:
+            for read in span.reads:
+                read.pending = 0
+
+
+def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReader) -> list[CoalescedRead]:
+    """Group items: neighbours in a file become one span, and a few spans one job.
+
+    Args:
+        reads: the items, each smaller than ``most_bytes``.
+        most_bytes: the size of the buffer, which also holds gaps between items and a page per span for alignment.
+        framing: reads their framing.
+    """
+    jobs: list[CoalescedRead] = []
+    spans: list[_Span] = []
+    used = 0
+    for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
+        place = read.chunk.place
+        end = place.offset + place.length
+        last = spans[-1] if spans else None
+        if last is not None and last.file == place.file and place.offset <= last.end + _MAX_GAP_BYTES:
+            growth = max(0, end - last.end)
+            if used + growth <= most_bytes:
+                last.reads.append(read)
+                last.end += growth
+                used += growth
+                continue
+        elif used + place.length + _PAGE_BYTES <= most_bytes and len(spans) < _MAX_SPANS:
+            spans.append(_Span(place.file, place.offset, end, [read]))
+            used += place.length + _PAGE_BYTES
+            continue
+        if spans:
+            jobs.append(CoalescedRead(spans, framing))
+        spans = [_Span(place.file, place.offset, end, [read])]
+        used = place.length + _PAGE_BYTES
+    return [*jobs, CoalescedRead(spans, framing)] if spans else jobs
+
+
+def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, address: int) -> Placement | None:
+    """Copy a payload to its target, or into new memory; return a placement if that needs a conversion."""
+    target = read.target
+    read.item = item
+    if target is None:
+        if not (read.shared or item.storage_offset or item.conj or item.neg):
+            made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
+            if made.nbytes == item.nbytes and (made.is_contiguous() or is_dense(item.shape, item.stride)):
+                copy_small(made.data_ptr(), address, item.nbytes)
+                read.made = made
+                return None
+        read.memory = torch.empty(item.nbytes, dtype=torch.uint8, device="cpu")
+        copy_small(read.memory.data_ptr(), address, item.nbytes)
+        return None
+    if not item.nbytes or 0 in item.shape:
+        return None
+    if read.selections is not None:
+        item, skipped = _select(item, read.selections)
+        start, address = start + skipped, address + skipped
+    if _is_image(target, item):
+        copy_small(target.data_ptr(), address, item.nbytes)
+        return None
+    data = torch.frombuffer(buffer[start : start + item.nbytes], dtype=torch.uint8)
+    if address % item.dtype.itemsize:  # vector instructions fault on values at odd addresses
+        data = data.clone()
+    return Placement(target, _strided_view(data, item), item.conj, item.neg)
+
+
+def _select(item: TensorItem, selections: Sequence[Selection]) -> tuple[TensorItem, int]:
+    """Return a part of a tensor as an item of its own, and the number of payload bytes before it."""
+    shape = tuple(each.count for each in selections)
+    stride = tuple(step * each.step for each, step in zip(selections, item.stride, strict=True))
+    first = item.storage_offset + sum(each.start * step for each, step in zip(selections, item.stride, strict=True))
+    extent = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+    size = item.dtype.itemsize
+    return item._replace(shape=shape, stride=stride, storage_offset=0, nbytes=extent * size), first * size
+
+
+def _is_image(target: torch.Tensor, item: TensorItem) -> bool:
+    """Return whether the payload equals the target's memory byte for byte."""
+    return (
+        type(target) is torch.Tensor
+        and target.dtype is item.dtype
+        and target.nbytes == item.nbytes
+        and target.device.type == "cpu"
+        and _has_strides(target, item)
+        and (target.is_contiguous() or is_dense(item.shape, item.stride))
+        and not (item.storage_offset or item.conj or item.neg or target.is_conj() or target.is_neg())
+    )
+
+
+def _has_strides(target: torch.Tensor, item: TensorItem) -> bool:
+    return target.stride() == item.stride or all(
+        a == b for a, b, n in zip(target.stride(), item.stride, item.shape, strict=True) if n > 1
+    )
+
+
+# --- large items, and parts of items --------------------------------------------------------------------
+
+
+class ChunkRead:
+    """The requested elements of one stored chunk in stored order, read in parts of up to ``part_bytes``.
+
+    Args:
+        read: the request.
+        item: the chunk's item.
+        memory: memory for the whole payload, if the request has no target.
+        part_bytes: the size of a part, a multiple of the page size.
+        framing: has the source.
+    """
+
+    def __init__(
+        self, read: TensorRead, item: TensorItem, memory: memoryview | None, part_bytes: int, framing: FramingReader
+    ) -> None:
+        self.read = read
+        self.item = item
+        self._framing = framing
+        self._file = read.chunk.place.file
+        self._base = read.chunk.place.offset + item.payload_offset
+        if memory is not None:
+            self._size = 1
+            self._stream: StoredStream = as_stream((item.nbytes,), (1,), 0)
+        else:
+            self._size = item.dtype.itemsize
+            self._stream = _stream_of(read, item)
+        self._nbytes = self._stream.count * self._size
+        self._memory = memory if memory is not None else self._target_memory()
+        self._part_bytes = min(part_bytes, max(_PAGE_BYTES, self._stream.run * self._size * _MAX_RUNS))
+        self._part_bytes -= self._part_bytes % _PAGE_BYTES
+        # The CRC covers the whole payload in stored order: it can be checked only if all of it comes as one run.
+        self._is_verified = framing.verify and item.crc is not None and self._is_one_run and self._nbytes == item.nbytes
+        self._crcs = [0] * -(-self._nbytes // self._part_bytes)
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes go straight into their target's memory, without a buffer."""
+        return self._memory is not None
+
+    @property
+    def parts(self) -> list[ChunkPart]:
+        """One job for each part."""
+        return [ChunkPart(self, number) for number in range(len(self._crcs))]
+
+    @property
+    def _is_one_run(self) -> bool:
+        return self._stream.run == self._stream.count
+
+    def read_part(self, number: int, buffer: Buffer) -> list[Placement]:
+        """Read a part; see `ReadJob.read`."""
+        start = number * self._part_bytes
+        stop = min(start + self._part_bytes, self._nbytes)
+        if self._memory is not None:
+            self._begin()
+            self._fill(number, start, stop, self._memory[start:stop])
+            return []
+        # Same offset in the page as in the file, as O_DIRECT requires; unless the buffer lacks the room, or values
+        # would be at odd addresses, on which vector instructions fault.
+        skip = self._at(start) % _PAGE_BYTES
+        if skip + stop - start > len(buffer.view) or skip % self._size:
+            skip = 0
+        view = buffer.view[skip : skip + stop - start]
+        self._fill(number, start, stop, view)
+        placements = self._placements(start // self._size, torch.frombuffer(view, dtype=torch.uint8))
+        if len(self._crcs) == 1:
+            self.check_crc()  # before the target is changed
+        self._begin()
+        return placements
+
+    def check_crc(self) -> None:
+        """Raise if the bytes of all parts do not match the CRC of the payload."""
+        if not self._is_verified:
+            return
+        crc = 0
+        for number, part in enumerate(self._crcs):
+            start = number * self._part_bytes
+            crc = crc32_combine(crc, part, min(self._part_bytes, self._nbytes - start))
+        if crc != self.item.crc:
+            raise self._framing.wrong_crc(self.read, self.item)
+
+    def _begin(self) -> None:
+        _check_target(self.read)
+        self.read.begun = True
+
+    def _at(self, start: int) -> int:
+        """Return the file offset of a byte of the stream, if it is one run."""
+        return self._base + self._stream.offset * self._size + start
+
+    def _fill(self, number: int, start: int, stop: int, view: memoryview) -> None:
+        source = self._framing.source
+        if not self._is_one_run:
+            size = self._size
+            runs = self._stream.runs(start // size, stop // size)
+            source.read_runs(self._file, [(self._base + at * size, count * size) for at, count in runs], view)
+        elif not self._is_verified:
+            source.read(self._file, self._at(start), view)
+        else:
+            crc = 0
+
+            def seen(part: memoryview) -> None:
+                nonlocal crc
+                crc = crc32(part, crc)
+
+            source.read(self._file, self._at(start), view, seen)
+            self._crcs[number] = crc
+
+    def _placements(self, start: int, data: torch.Tensor) -> list[Placement]:
+        """Return the boxes of the target that the elements from ``start`` on belong to."""
+        target, item, stream = self.read.target, self.item, self._stream
+        if target is None:
+            return []
+        values = data.view(item.dtype)
+        rest = [dim for dim in range(target.dim()) if dim not in stream.order]
+        ordered = target.permute((*stream.order, *rest))
+        found: list[Placement] = []
+        at = 0
+        for box in boxes(stream.shape, start, start + len(values)):
+            region = ordered[box.index]
+            lead = region.dim() - len(rest)
+            part = values[at : at + box.count].view((*region.shape[:lead], *(1,) * len(rest)))
+            found.append(Placement(region, part, item.conj, item.neg))
+            at += box.count
+        return found
+
+    def _target_memory(self) -> memoryview | None:
+        """Return the memory of the target if it equals the stream byte for byte."""
+        target, stream, item = self.read.target, self._stream, self.item
+        if (
+            target is None
+            or target.device.type != "cpu"
+            or type(target) is not torch.Tensor
+            or target.dtype != item.dtype
+            or (item.conj or item.neg or target.is_conj() or target.is_neg())
+        ):
+            return None
+        expected = 1
+        for dim in reversed(stream.order):
+            if target.stride(dim) != expected:
+                return None
+            expected *= target.shape[dim]
+        return memory_of(target) if target.numel() == stream.count else None
+
+
+@dataclass(eq=False, slots=True)
+class ChunkPart:
+    """One part of a `ChunkRead`."""
+
+    chunk: ChunkRead
+    number: int
+
+    def read(self, buffer: Buffer) -> list[Placement]:
+        """Read the part; see `ReadJob`."""
+        return self.chunk.read_part(self.number, buffer)
+
+    def finish(self) -> None:
+        """Count the part as done; the last one checks the CRC of the chunk."""
+        read = self.chunk.read
+        if read.pending == 1:
+            self.chunk.check_crc()
+        read.pending -= 1
+
+
+def _stream_of(read: TensorRead, item: TensorItem) -> StoredStream:
+    """Return the requested elements as a strided view of the payload."""
+    if read.selections is None:
+        return as_stream(item.shape, item.stride, item.storage_offset)
+    offset = item.storage_offset + sum(s.start * d for s, d in zip(read.selections, item.stride, strict=True))
+    shape = [selection.count for selection in read.selections]
+    return as_stream(shape, [s.step * d for s, d in zip(read.selections, item.stride, strict=True)], offset)

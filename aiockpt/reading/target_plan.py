@@ -1,0 +1,349 @@
+"""The plan of a load into a state dict and its live objects, pure: nothing is read, and nothing is changed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aiockpt.core.gc_pause import gc_pause
+from aiockpt.errors import LoadError, MissingKeysError, ShapeMismatchError, printable_key
+from aiockpt.format.index import TensorEntry
+from aiockpt.format.item.arrays import ARRAY_TYPES
+from aiockpt.format.keys import hint, matching
+from aiockpt.planning.dtensor import is_distributed
+from aiockpt.planning.flatten import StructureError, Subtrees, flatten, replace_leaves
+from aiockpt.reading.read_plan import TensorRead, reads_of
+from aiockpt.reading.targets import Region, cast, target_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from aiockpt.format.index import Entry, Index, ObjPath
+    from aiockpt.options import LoadOptions
+    from aiockpt.planning.flatten import FlatState
+    from aiockpt.reading.targets import Target
+    from aiockpt.snapshot.live import LiveObject, ResolvedState
+
+_FEW_BYTES = 16 << 20
+"""Up to this, it makes no difference whether ranks of a host share their reads."""
+_RECORDS_EMPTY = ("aiockpt", "torch")
+"""The formats that store empty containers."""
+
+
+@dataclass(eq=False, slots=True)
+class TargetPlan:
+    """The reads of a load into a state, and where new values go."""
+
+    stored: Subtrees
+    reads: list[TensorRead] = field(default_factory=list)  # into tensors of the target
+    filled: list[torch.Tensor] = field(default_factory=list)  # the caller's, whose version counters change
+    regions: list[Region] = field(default_factory=list)  # of memory, that the reads fill
+    fresh: dict[str, Entry] = field(default_factory=dict)  # read into new memory
+    paths: dict[str, ObjPath] = field(default_factory=dict)  # of the leaves that fresh values replace
+    containers: dict[str, ObjPath] = field(default_factory=dict)  # empty ones and Nones that take a whole subtree
+    given: list[LiveObject] = field(default_factory=list)  # live objects that are given a state
+    kept: dict[str, Any] = field(default_factory=dict)  # leaves of their states that are filled, or not loaded
+    missing: list[str] = field(default_factory=list)  # keys that the checkpoint lacks
+    arrays: dict[str, NDArray[Any]] = field(default_factory=dict)  # NumPy arrays of the target
+    enums: dict[str, type[Enum]] = field(default_factory=dict)  # the classes of its Enum members, which are allowed
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys whose tensors are filled."""
+        return tuple(dict.fromkeys(read.name for read in self.reads))
+
+    def read_hash(self) -> int:
+        """Return a hash of the byte ranges, equal on ranks that read the same; 0 for few bytes."""
+        if sum(read.target.nbytes for read in self.reads if read.target is not None) < _FEW_BYTES:
+            return 0
+        ranges = (
+            f"{read.name} {read.chunk.offsets} {[(s.start, s.count, s.step) for s in read.selections or ()]}"
+            for read in self.reads
+        )
+        return 1 + zlib.crc32("\n".join(ranges).encode("utf-8", "surrogatepass"))
+
+
+@gc_pause()
+def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedState, state_dict: Any) -> TargetPlan:
+    """Compare a target with what is stored.
+
+    Args:
+        path: the checkpoint, for messages.
+        index: its index.
+        options: the keys, the dtype, and whether keys may be missing.
+        target: the state, with state dicts in place of live objects.
+        state_dict: the state as the caller passed it.
+
+    Raises:
+        LoadError: a key is missing, does not fit, or can't be replaced.
+    """
+    planner = _Planner(path, index, options, target)
+    flat = planner.flatten()
+    planner.plan_leaves(flat)
+    planner.plan_subtrees(flat)
+    planner.check_missing(flat)
+    planner.check_replaceable(state_dict)
+    return planner.plan
+
+
+class _Planner:
+    """Builds a `TargetPlan`."""
+
+    def __init__(self, path: str, index: Index, options: LoadOptions, target: ResolvedState) -> None:
+        self._path = path
+        self._index = index
+        self._options = options
+        self._target = target
+        self._entries = dict(index.entries.items())
+        self._stored = Subtrees(index.paths, index.containers)
+        self._owner_of = _Owners(target.objects)
+        self._wanted: set[str] = set()  # the names that the options ask for
+        self._open: dict[str, ObjPath] = {}  # containers and Nones that can take a subtree
+        self.plan = TargetPlan(self._stored)
+
+    def flatten(self) -> FlatState:
+        """Return the leaves of the target; an object that is stored whole is one leaf."""
+        objects = {name for name, entry in self._entries.items() if not isinstance(entry, TensorEntry)}
+        for each in self._target.objects:  # a live object is never part of a leaf
+            objects.difference_update(".".join(map(str, each.path[:depth])) for depth in range(len(each.path)))
+        try:
+            flat = flatten(self._target.tree, whole=objects, apart=self._stored)
+        except StructureError as exc:
+            raise LoadError(f"can't load into this state dict: {exc}") from None
+        self._open = _open_containers(flat, self._entries, self._stored, self._owner_of)
+        self._wanted = self._match(flat, [*self._open, *(each.name for each in self._target.objects)])
+        return flat
+
+    def _match(self, flat: FlatState, containers: Sequence[str]) -> set[str]:
+        """Return the names of leaves, and of stored keys below the containers, that the options ask for."""
+        names = set(flat.names)
+        for container in containers:
+            names.update(self._stored.below(container))
+        if self._options.keys is None:
+            return names
+        wanted, unmatched = matching(names, self._options.keys)
+        self.plan.missing.extend(name for name in unmatched if not (name in containers and self._stored.holds(name)))
+        return wanted
+
+    # --- leaves -----------------------------------------------------------------------------------
+
+    def plan_leaves(self, flat: FlatState) -> None:
+        """Plan the value of each leaf that the options ask for."""
+        for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
+            if name in self._wanted and name not in self._open:
+                self._plan_leaf(name, path, leaf, self._owner_of(path))
+
+    def _plan_leaf(self, name: str, path: ObjPath, leaf: Any, owner: LiveObject | None) -> None:
+        plan, entry = self.plan, self._entries.get(name)
+        if entry is None:
+            if owner is None or not owner.chooses_keys:
+                plan.missing.append(name)
+            elif not self._stored.holds(owner.name):
+                plan.missing.append(owner.name)
+            return
+        target = self._target_of(name, entry, leaf, owner)
+        if target is None or not isinstance(entry, TensorEntry):
+            plan.fresh[name] = entry
+            if isinstance(leaf, Enum):
+                plan.enums[name] = type(leaf)
+            if owner is None:
+                plan.paths[name] = path
+                if type(leaf) in ARRAY_TYPES:
+                    plan.arrays[name] = leaf
+            return
+        self._fill(name, entry, target)
+        if owner is not None:
+            plan.kept[name] = leaf
+
+    def _target_of(self, name: str, entry: Entry, leaf: Any, owner: LiveObject | None) -> Target | None:
+        """Return the memory of a leaf to fill; None: a new value replaces it."""
+        try:
+            return target_of(self._path, name, entry, leaf, self._options.dtype)
+        except ShapeMismatchError:
+            if owner is None or (owner.is_module and not torch.nn.parameter.is_lazy(leaf)):
+                raise
+            # load_state_dict of torch's optimizers takes any shape, and the next step then fails.
+            if owner.parameters and isinstance(entry, TensorEntry) and leaf.shape != entry.shape:
+                raise
+            return None
+
+    def _fill(self, name: str, entry: TensorEntry, target: Target) -> None:
+        plan = self.plan
+        for tensor, wanted in target.regions:
+            plan.reads.extend(reads_of(name, entry, tensor, wanted, fills=True))
+            plan.regions.append(Region(name, tensor, wanted, entry))
+        plan.filled.extend(target.counted)
+
+    # --- subtrees ---------------------------------------------------------------------------------
+
+    def plan_subtrees(self, flat: FlatState) -> None:
+        """Plan the subtrees that empty containers take, and the states of live objects."""
+        self._choose_containers()
+        self._choose_objects()
+        plan = self.plan
+        if not plan.containers and not plan.given:
+            return
+        leaves = dict(zip(flat.names, flat.leaves, strict=True))
+        for container in plan.containers:
+            below = self._stored.below(container)
+            plan.fresh.update((name, self._entries[name]) for name in below if name in self._wanted)
+        for owner in plan.given:
+            is_sharded = any(map(is_distributed, owner.parameters))
+            for name in self._stored.below(owner.name):
+                if name not in self._wanted:
+                    if name in leaves:
+                        plan.kept[name] = leaves[name]
+                elif name not in plan.kept and name not in plan.fresh:
+                    self._add_fresh(name, owner if is_sharded else None)
+
+    def _choose_containers(self) -> None:
+        for name, path in self._open.items():
+            if not self._stored.holds(name):
+                self._report_unstored(name)
+            elif self._is_wanted(name):
+                self.plan.containers[name] = path
+
+    def _choose_objects(self) -> None:
+        chosen: set[int] = set()
+        for each in self._target.objects:
+            if not self._stored.holds(each.name):
+                if not each.state:
+                    self._report_unstored(each.name)
+                continue
+            if not self._is_wanted(each.name):
+                continue
+            if each.name in self._entries and isinstance(each.state, Mapping):
+                raise ShapeMismatchError(
+                    f"{each.described} is to be given a state dict, but {each.name} is a single "
+                    f"{'tensor' if isinstance(self._entries[each.name], TensorEntry) else 'object'} in {self._path}"
+                )
+            if id(each.value) not in chosen:
+                chosen.add(id(each.value))
+                self.plan.given.append(each)
+
+    def _is_wanted(self, name: str) -> bool:
+        """Return whether the options ask for anything below a container."""
+        return self._options.keys is None or not self._wanted.isdisjoint(self._stored.below(name))
+
+    def _report_unstored(self, name: str) -> None:
+        """Record an empty container as missing, if the format would store it."""
+        if self._options.keys is None and self._index.format in _RECORDS_EMPTY:
+            self.plan.missing.append(name)
+
+    def _add_fresh(self, name: str, sharded: LiveObject | None) -> None:
+        """Plan a value for which the target has no leaf."""
+        entry = self._entries[name]
+        like = None if sharded is None else self._sharded_like(name, entry, sharded)
+        target = None if like is None else target_of(self._path, name, entry, like, self._options.dtype)
+        if target is None or not isinstance(entry, TensorEntry):
+            self.plan.fresh[name] = entry
+            return
+        self._fill(name, entry, target)
+        self.plan.kept[name] = like
+
+    def _sharded_like(self, name: str, entry: Entry, owner: LiveObject) -> torch.Tensor | None:
+        """Make the state tensor of a sharded parameter; None if it is replicated, as the step count is."""
+        _, number, *_ = [*name[len(owner.name) + 1 if owner.name else 0 :].split("."), "", ""]
+        if not isinstance(entry, TensorEntry) or not number.isdecimal() or int(number) >= len(owner.parameters):
+            return None
+        parameter = owner.parameters[int(number)]
+        if not is_distributed(parameter) or not entry.shape:
+            return None
+        if entry.shape != tuple(parameter.shape):
+            raise LoadError(
+                f"{name} has the shape {entry.shape} and its parameter, which is sharded, {tuple(parameter.shape)}: "
+                "how it is to be sharded can't be told. Load with get_state_dict and set_state_dict of "
+                "torch.distributed.checkpoint.state_dict"
+            )
+        return torch.empty_like(parameter.detach(), dtype=cast(entry.dtype, self._options.dtype))
+
+    # --- checks -----------------------------------------------------------------------------------
+
+    def check_missing(self, flat: FlatState) -> None:
+        """Raise MissingKeysError if keys are missing, unless that is allowed."""
+        missing = list(dict.fromkeys(self.plan.missing))
+        if missing and self._options.strict:
+            more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+            raise MissingKeysError(
+                f"{self._path} lacks {len(missing)} of the keys asked for: "
+                f"{', '.join(map(printable_key, missing[:10]))}{more}."
+                f"{hint(missing, self._index.entries, set(flat.names), fills=True)} Pass strict=False to leave them as "
+                "they are.",
+                tuple(missing),
+            )
+
+    def check_replaceable(self, state_dict: Any) -> None:
+        """Raise if a new value could not be put in its place, such as in a tuple."""
+        plan = self.plan
+        if () in plan.containers.values():
+            if self._index.wrapped is not None:
+                raise LoadError(
+                    f"{self._path} holds no dict; load it without a state dict, or wrap it where it is saved"
+                )
+            if not isinstance(state_dict, MutableMapping):
+                raise LoadError(f"the state is a {type(state_dict).__name__}, which can't be changed")
+            return
+        values = dict.fromkeys([*plan.paths.values(), *plan.containers.values()])
+        if not values:
+            return
+        try:
+            for each in distinct_trees(self._target.tree, state_dict):
+                replace_leaves(each, values, check=True)
+        except StructureError as exc:
+            raise LoadError(f"can't load into this state dict: {exc}; nothing was changed") from None
+
+
+class _Owners:
+    """Finds the innermost live object that contains a path."""
+
+    def __init__(self, objects: Iterable[LiveObject]) -> None:
+        self._found: dict[ObjPath, LiveObject | None] = {each.path: each for each in objects}
+        self._any = bool(self._found)
+
+    def __call__(self, path: ObjPath) -> LiveObject | None:
+        """Return the object, or None."""
+        if not self._any:
+            return None
+        if path in self._found or not path:
+            return self._found.get(path)
+        parent = path[:-1]
+        if parent not in self._found:
+            self._found[parent] = self(parent)
+        return self._found[parent]
+
+
+def _open_containers(
+    flat: FlatState, entries: Mapping[str, Entry], stored: Subtrees, owner_of: _Owners
+) -> dict[str, ObjPath]:
+    """Return the empty containers of a target, and the Nones where a container is stored, outside of live objects."""
+    found: dict[str, ObjPath] = {}
+    containers: Sequence[Mapping[str, Any]] = flat.containers
+    paths: list[ObjPath] = [tuple(record["path"]) for record in containers]
+    for path, following, record in zip(paths, [*paths, None][1:], containers, strict=True):
+        leaf = flat.paths[record["at"]] if record["at"] < len(flat.paths) else None
+        if all(inside is None or inside[: len(path)] != path for inside in (leaf, following)):
+            found[".".join(map(str, path))] = path
+    found |= {
+        name: path
+        for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True)
+        if _is_empty(leaf) and name not in entries and stored.holds(name)
+    }
+    return {name: path for name, path in found.items() if owner_of(path) is None}
+
+
+def _is_empty(leaf: Any) -> bool:
+    return leaf is None or (type(leaf) in (list, tuple) and not leaf)
+
+
+def distinct_trees(*states: Any) -> list[Any]:
+    """Return the state dicts to change: the caller's, and the one with state dicts in place of live objects."""
+    return [
+        each for n, each in enumerate(states) if isinstance(each, Mapping) and all(each is not s for s in states[:n])
+    ]
