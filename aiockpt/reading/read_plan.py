@@ -10,8 +10,6 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import LoadError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
@@ -22,6 +20,8 @@ from aiockpt.reading.targets import cast, target_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from enum import Enum
+
+    import torch
 
     from aiockpt.format.index import ChunkEntry, Entry, ItemRange, TensorItem
     from aiockpt.options import LoadOptions

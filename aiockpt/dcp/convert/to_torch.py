@@ -12,7 +12,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.dcp.convert.torch_file import TorchFileWriter
-from aiockpt.errors import CorruptCheckpointError, LoadError
+from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.torchzip import unbacked_tensor
