@@ -62,8 +62,8 @@ class LoadTools:
     memory: HostCache  # for new tensors
     pool: ChunkPool  # staging memory, for accelerators
     placer_for: Callable[[torch.device], AcceleratorPlacer]
-    streams: Mapping[torch.device, Any] = field(default_factory=dict)  # the caller's current stream at the call
     transforms: Sequence[Transform] = ()  # of the checkpointer; undone while reading
+    streams: Mapping[torch.device, Any] = field(default_factory=dict)  # the caller's current stream at the call
 
     async def new(
         self, device: torch.device, forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
