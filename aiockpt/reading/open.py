@@ -18,6 +18,7 @@ from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
+from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC
 from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries
 from aiockpt.format.manifest.manifest import is_of_another_save, is_pickled
@@ -51,7 +52,6 @@ _PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.
 _HIDDEN = re.compile(rf"(^|{re.escape(os.sep)})\.")
 _MOST_SHOWN = 10
 _WRAPPED = "value"
-_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickled magic number at the start of files of torch < 1.6
 
 NOT_ITS_MANIFEST = (
     f"{MANIFEST_NAME} was left by a checkpoint that another program has replaced in place, so it is ignored; remove it"
@@ -147,7 +147,7 @@ def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: b
     if len(files) == 1:
         (name,) = files
         begin = _bytes(source, name, 0, min(64, files[name]))
-        if begin[:4] == b"PK\3\4" or _LEGACY in begin:
+        if begin[:4] == ZIP_MAGIC or LEGACY_MAGIC in begin:
             return _read_torch(source, name, safe_globals, trust)
         if begin[8:9] == b"{":
             return with_shared_names(_read_safetensors(source, name))

@@ -13,6 +13,7 @@ import torch
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import InlineEntry, TensorEntry
 from aiockpt.format.item.objects import checked_sparse, extended_allow_list
+from aiockpt.format.item.ziparchive import ZIP_MAGIC
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.reading.executor import MapReader
 from aiockpt.reading.open import read_index
@@ -73,7 +74,7 @@ def _mapped(source: Source, path: str, options: LoadOptions) -> MappedState:
 def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
     """Load a file with torch, under the same restrictions."""
     with open(path, "rb") as file:
-        mappable = file.read(4) == b"PK\3\4"
+        mappable = file.read(4) == ZIP_MAGIC
     try:
         with (
             extended_allow_list(options.safe_globals),

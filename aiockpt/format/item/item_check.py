@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from aiockpt.format.item.tensor_item import TemplateCache, parse_tensor_item
-from aiockpt.format.item.ziparchive import CRC, FramingError, Record, data_offset, read_directory
+from aiockpt.format.item.ziparchive import (
+    CRC,
+    END_RECORD,
+    LOCAL_HEADER,
+    FramingError,
+    Record,
+    data_offset,
+    read_directory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiockpt.format.index import TensorItem
 
-_HEADER = struct.Struct("<4s5H3I2H")
 _END64 = struct.Struct("<4sQ2H2I4Q4sIQI")  # with the locator behind it
-_END = struct.Struct("<4s4H2IH")
 _LENGTHS = struct.Struct("<3H")  # of the name, extra fields and comment of an entry
 _DESCRIPTOR_FLAG = 8
 _DIRECTORY_FLAG = 16
@@ -77,17 +83,17 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
 
 def _check_end(records: Sequence[Record], length: int, fetch: Callable[[int, int], bytes]) -> None:
     """Check that the end-of-directory records agree with each other and follow the directory directly."""
-    at = length - _END64.size - _END.size
+    at = length - _END64.size - END_RECORD.size
     tail = fetch(at, length - at) if at >= 0 else b""
     if tail[:4] == b"PK\6\6" or tail[56:60] == b"PK\6\7":
-        large, small = _END64.unpack_from(tail), _END.unpack_from(tail, _END64.size)
+        large, small = _END64.unpack_from(tail), END_RECORD.unpack_from(tail, _END64.size)
         disk, first_disk, here, count, size, offset = large[4:10]
         narrow = (*(min(n, 0xFFFF) for n in (here, count)), *(min(n, 0xFFFF_FFFF) for n in (size, offset)))
         agree = small[1:] == (disk, first_disk, *narrow, 0) and here == count and offset + size == at
         if not agree or large[:2] != (b"PK\6\6", 44) or large[10:] != (b"PK\6\7", 0, at, 1):
             raise FramingError("the records that end the zip directory do not agree with each other")
     else:
-        at = length - _END.size
+        at = length - END_RECORD.size
     entry = records[-1].crc_at - 16 if records else at
     lengths = _LENGTHS.unpack(fetch(entry + 28, _LENGTHS.size)) if records else ()
     if records and entry + 46 + sum(lengths) != at:
@@ -100,15 +106,15 @@ def _checked_span(record: Record, length: int, fetch: Callable[[int, int], bytes
     stop = start + record.size
     if stop > length:
         raise FramingError(f"record {record.name} ends outside of the item")
-    header = fetch(record.header_offset, _HEADER.size)
-    flags, width = _HEADER.unpack(header)[2:10:7]
+    header = fetch(record.header_offset, LOCAL_HEADER.size)
+    flags, width = LOCAL_HEADER.unpack(header)[2:10:7]
     entry = fetch(record.crc_at - 10, 36)
     # Versions, flags, method and times stand before the CRC in both places; behind it sizes, disk and attributes.
     sound = entry[:10] == header[4:14] and entry[14:18] == entry[18:22] and entry[28:30] == b"\0\0"
     if (
         not sound
         or entry[32] & _DIRECTORY_FLAG
-        or fetch(record.header_offset + _HEADER.size, width) != record.name.encode()
+        or fetch(record.header_offset + LOCAL_HEADER.size, width) != record.name.encode()
     ):
         raise FramingError(f"the header of record {record.name} does not agree with the directory")
     if not flags & _DESCRIPTOR_FLAG:
@@ -184,6 +190,8 @@ class ItemChecker:
         Raises:
             FramingError: the framing is damaged.
         """
+        if len(item) > _SMALL_BYTES:
+            return None
         template = self._objects.find(item)
         if template is None or not template.matches(item):
             _, wrong = self.check(item, is_tensor=False)

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})
 _SHORT_BYTES = 256  # pickles of scalars up to this size are framed here; a state dict may hold thousands
-_SMALL_BYTES = 4096
 _INTERPRETED_BYTES = 256 << 10  # longer pickles take too long to interpret
 _framings: dict[int, Framing] = {}  # of scalars, by length of the pickle
 _allow_list_lock = threading.Lock()  # torch's allow-list is global to the process
@@ -152,8 +151,6 @@ class ScalarDecoder:
 
     def decode(self, blob: memoryview) -> tuple[Any] | None:
         """Decode an item; return None if it is anything else or damaged, which `decode_object` reports."""
-        if len(blob) > _SMALL_BYTES:
-            return None
         try:
             data = self._checker.object_pickle(blob)
             if data is None:

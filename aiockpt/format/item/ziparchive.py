@@ -14,13 +14,16 @@ from isal.isal_zlib import crc32
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_LOCAL = struct.Struct("<4s5H3I2H")
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-_END = struct.Struct("<4s4H2IH")
+END_RECORD = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _DIRECTORY = 0x10  # among the external attributes
 CRC = struct.Struct("<I")
+ZIP_MAGIC = b"PK\3\4"
+LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""The pickled number near the beginning of files of torch < 1.6, which are no archives."""
 
 
 class FramingError(ValueError):
@@ -63,14 +66,14 @@ class Record:
 def read_directory(length: int, fetch: Callable[[int, int], bytes]) -> list[Record]:
     """Read the central directory of a zip of ``length`` bytes; ``fetch`` returns the bytes at (offset, size)."""
     try:
-        tail_at = max(0, length - _END.size - _LOCATOR64.size)
+        tail_at = max(0, length - END_RECORD.size - _LOCATOR64.size)
         tail = fetch(tail_at, length - tail_at)
-        end = _END.unpack(tail[-_END.size :])
+        end = END_RECORD.unpack(tail[-END_RECORD.size :])
         if end[0] != b"PK\5\6" or end[7]:
             raise FramingError("no end-of-directory record where the item ends")
         count, size, offset = end[4], end[5], end[6]
-        if tail[: -_END.size][-_LOCATOR64.size :][:4] == b"PK\6\7":
-            locator = _LOCATOR64.unpack(tail[-_END.size - _LOCATOR64.size : -_END.size])
+        if tail[: -END_RECORD.size][-_LOCATOR64.size :][:4] == b"PK\6\7":
+            locator = _LOCATOR64.unpack(tail[-END_RECORD.size - _LOCATOR64.size : -END_RECORD.size])
             end64 = _END64.unpack(fetch(locator[2], _END64.size))
             if end64[0] != b"PK\6\6":  # other readers would use the record above then
                 raise FramingError("no 64-bit end-of-directory record where the item says that it is")
@@ -123,11 +126,11 @@ def _zip64_sizes(extra: bytes, size: int, compressed: int, header: int) -> tuple
 
 def data_offset(record: Record, fetch: Callable[[int, int], bytes]) -> int:
     """Return the offset of a record's bytes, which follow its local header."""
-    header = fetch(record.header_offset, _LOCAL.size)
-    if len(header) < _LOCAL.size or header[:4] != b"PK\3\4":
+    header = fetch(record.header_offset, LOCAL_HEADER.size)
+    if len(header) < LOCAL_HEADER.size or header[:4] != ZIP_MAGIC:
         raise FramingError(f"the header of record {record.name} is damaged")
-    fields = _LOCAL.unpack(header)
-    return record.header_offset + _LOCAL.size + int(fields[9]) + int(fields[10])
+    fields = LOCAL_HEADER.unpack(header)
+    return record.header_offset + LOCAL_HEADER.size + int(fields[9]) + int(fields[10])
 
 
 def read_archive(blob: bytes) -> dict[str, memoryview]:
@@ -141,7 +144,7 @@ def read_archive(blob: bytes) -> dict[str, memoryview]:
     def fetch(offset: int, size: int) -> bytes:
         return bytes(view[offset : offset + size])
 
-    if blob[:4] != b"PK\3\4":
+    if blob[:4] != ZIP_MAGIC:
         raise FramingError("it is not a zip file, as torch.save writes them since version 1.6")
     records = sorted(read_directory(len(blob), fetch), key=lambda record: record.header_offset)
     checked = any(record.crc for record in records)

@@ -14,15 +14,20 @@ from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import ItemRange
-from aiockpt.format.item.ziparchive import FramingError, Record, data_offset, read_directory
+from aiockpt.format.item.ziparchive import (
+    LEGACY_MAGIC,
+    LOCAL_HEADER,
+    ZIP_MAGIC,
+    FramingError,
+    Record,
+    data_offset,
+    read_directory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_ZIP = b"PK\3\4"
-_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the magic number of torch < 1.6, pickled
 _ALIGNMENT = 64
-_LOCAL_HEADER_BYTES = 30
 _WIDE = 0xFFFFFFFF
 _RESTORE = "restore it, or use an older checkpoint"
 
@@ -69,7 +74,7 @@ class TorchArchive:
         """Compute the offset as torch's writer does; return it if the position of the next record confirms it."""
         wide_at, wide_size = record.header_offset >= _WIDE, record.size >= _WIDE
         extra = 4 + (4 if wide_at or wide_size else 0) + (8 if wide_at else 0) + (16 if wide_size else 0)
-        start = record.header_offset + _LOCAL_HEADER_BYTES + len(record.name.encode()) + extra
+        start = record.header_offset + LOCAL_HEADER.size + len(record.name.encode()) + extra
         at = start + -start % self.alignment
         descriptor = (24 if wide_at or wide_size else 16) if record.size else 0
         return at if self.following.get(record.header_offset) == at + record.size + descriptor else None
@@ -82,8 +87,8 @@ def _damaged(name: str, exc: Exception) -> CorruptCheckpointError:
 def open_archive(name: str, length: int, fetch: Callable[[int, int], bytes]) -> TorchArchive:
     """Read the directory of a ``torch.save`` file."""
     head = fetch(0, min(length, 64))
-    if not head.startswith(_ZIP):
-        if _LEGACY in head:
+    if not head.startswith(ZIP_MAGIC):
+        if LEGACY_MAGIC in head:
             raise LoadError(
                 f"{name} is in the format of torch before 1.6, which is not read in parts; read it with torch.load "
                 "and save it again"

@@ -15,6 +15,7 @@ from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import check_arrays
+from aiockpt.format.item.ziparchive import ZIP_MAGIC
 from aiockpt.format.manifest.manifest import is_of_another_save
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
@@ -146,7 +147,7 @@ class _Reading:
             raise
         except LoadError as exc:
             damaged = isinstance(exc, CorruptCheckpointError)
-            is_archive = len(names) == 1 and self._read_head(names[0]) == b"PK\3\4"
+            is_archive = len(names) == 1 and self._read_head(names[0]) == ZIP_MAGIC
             if not damaged and not is_archive:
                 raise
             name = names[0] if len(names) == 1 else ""

@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.errors import LoadError, printable_key
-from aiockpt.format.item.ziparchive import FramingError, read_directory
+from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.manifest.manifest import files_listed
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SINGLE_NAME, SUFFIX
 
@@ -41,7 +41,6 @@ _ATTEMPTS = 100
 _SHOWN = 5
 _DOCUMENT_BYTES = 1 << 28
 _HEADER_BYTES = 100_000_000
-_LEGACY = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number that files of torch < 1.6 begin with, pickled
 _UNREADABLE = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EBADMSG, errno.EUCLEAN})
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -246,9 +245,9 @@ def _is_checkpoint_file(path: str) -> bool:
             return file.read(length)
 
         begin = fetch(0, 64)
-        if begin[:4] == b"PK\3\4":
+        if begin[:4] == ZIP_MAGIC:
             return _is_torch_archive(size, fetch)
-        if _LEGACY in begin:
+        if LEGACY_MAGIC in begin:
             return True
         header_bytes = int.from_bytes(begin[:8], "little")
         return begin[8:9] == b"{" and header_bytes <= _HEADER_BYTES  # what is behind it may be damaged
