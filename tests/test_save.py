@@ -500,7 +500,7 @@ def test_no_dependence_on_user_settings(tmp_path: Path) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), aiockpt.SyncCheckpointer() as ckpt:
-            from aiockpt.format.item.torchzip import tensor_framing
+            from aiockpt.format.item.item_framing import tensor_framing
 
             tensor_framing.cache_clear()
             ckpt.save(state, tmp_path / "c")

@@ -29,7 +29,7 @@ from aiockpt.engine.queue import SaveQueue
 from aiockpt.engine.resources import EngineResources, shared_memory
 from aiockpt.engine.watchdog import watch
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError
-from aiockpt.format.item.torchzip import tensor_framing
+from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.planning.dcp_plan import prefix_of
 from aiockpt.saving.collective_leader import CollectiveResources

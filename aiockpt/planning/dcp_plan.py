@@ -11,8 +11,8 @@ from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataHead, finish_metadata
 from aiockpt.format.dcp.metadata_writer import encode_metadata
 from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.format.item.objects import encode_object, is_shortage
-from aiockpt.format.item.torchzip import tensor_framing
 from aiockpt.format.manifest.columnar_index import ItemForm
 from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_index
 from aiockpt.format.names import METADATA_NAME

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aiockpt.format.item.torchzip import tensor_framing
+from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.format.item.ziparchive import Framing
 from aiockpt.planning.flatten import NameMemo, StructureError, flatten, unflatten
 from aiockpt.planning.layout import (

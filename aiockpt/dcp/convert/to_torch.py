@@ -15,7 +15,7 @@ from aiockpt.dcp.convert.torch_file import TorchFileWriter
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
-from aiockpt.format.item.torchzip import unbacked_tensor
+from aiockpt.format.item.item_framing import unbacked_tensor
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.decoded import DecodedSource

@@ -9,14 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.format.pickle.machine import (
-    ONCE,
-    Function,
-    Handler,
-    Machine,
-    Record,
-    pop_mark,
-)
+from aiockpt.format.pickle.machine import ONCE, Function, Handler, Machine, Record, pop_mark
 from aiockpt.format.pickle.opcodes import HANDLERS, build, is_record_kind, memoize, set_items
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.format.item.tensor_item import ItemParser, parse_tensor_item
-from aiockpt.format.item.torchzip import tensor_framing
 from aiockpt.format.item.ziparchive import FramingError, read_archive
 from tests.states import random_tensor, raw_bytes, storable_dtypes
 from tests.stock import PAYLOAD_OFFSET
