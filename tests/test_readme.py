@@ -10,6 +10,7 @@ import signal
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.engine.requests import LoadRequest
+from aiockpt.options import CheckpointerOptions, LoadOptions, SaveOptions
 from tests.states import assert_same
 from tests.transforms.encryption import ChaCha20
 
@@ -141,12 +144,20 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 250
 
 
-def test_each_option_has_its_row() -> None:
-    text = (DOCS / "options.md").read_text()
-    rows = {name for cell in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
-    for call in (aiockpt.AsyncCheckpointer, aiockpt.AsyncCheckpointer.save, aiockpt.AsyncCheckpointer.load):
-        for name, parameter in inspect.signature(call).parameters.items():
-            assert name in rows or parameter.kind is not inspect.Parameter.KEYWORD_ONLY, f"{call.__name__}: {name}"
+@pytest.mark.parametrize("options", [CheckpointerOptions, SaveOptions, LoadOptions, LoadRequest])
+def test_each_option_has_its_row(options: type) -> None:
+    rows = {name for row in _rows_of("options") for name in re.findall(r"`(\w+)`", row)}
+    assert {field.name for field in fields(options)} - {"path"} <= rows
+
+
+@pytest.mark.parametrize("kind", [aiockpt.ProcessWriter, aiockpt.Retries, aiockpt.StagingWindow])
+def test_each_field_of_an_option_has_its_row(kind: type) -> None:
+    assert {f"`{kind.__name__}({field.name})`" for field in fields(kind)} <= set(_rows_of("options"))
+
+
+def _rows_of(topic: str) -> list[str]:
+    """Return the first cells of all tables of a page."""
+    return re.findall(r"^\| (.*?) \|", (DOCS / f"{topic}.md").read_text(), re.MULTILINE)
 
 
 # --- the quick start as a whole -----------------------------------------------------------------------
