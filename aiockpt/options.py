@@ -164,8 +164,8 @@ class CheckpointerOptions:
             again may be allocated instead. None: no limit.
         fallback_path: a directory for checkpoints that can't be written or published under their own path; there
             they keep their name. Or a function from the path to another path. The result has the new ``path``, and
-            the error as ``spoilt``. Nothing is overwritten there. The staging memory of the save is kept until it is
-            published, so a state larger than the staging memory can use the fallback only while it is not staged.
+            the error as ``fallback_error``. Nothing is overwritten there. The staging memory of the save is kept until
+            it is published, so a state larger than the staging memory can use the fallback only while it is not staged.
             For one process.
         staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
         writer: who computes CRCs, writes and commits. "thread": threads of this process. "process", or a

@@ -122,12 +122,12 @@ def test_a_save_goes_elsewhere_when_its_disk_fails(step: str, when: str, options
         gate.open("begin")
         result = save.written.result(60)
         assert result.path == str(tmp_path / "spare" / "a")
-        assert "No space left" in str(result.spoilt)
+        assert "No space left" in str(result.fallback_error)
         assert_same(expected, ckpt.load(result.path))
         assert ckpt.verify(result.path).ok
         assert not (tmp_path / "runs" / "a").exists()
         again = ckpt.save(expected, tmp_path / "runs" / "b")
-        assert (again.path, again.spoilt) == (str(tmp_path / "runs" / "b"), None)
+        assert (again.path, again.fallback_error) == (str(tmp_path / "runs" / "b"), None)
     assert names(tmp_path / "spare") == ["a"]
 
 

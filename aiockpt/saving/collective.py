@@ -1,9 +1,9 @@
-"""Saves by several ranks: each writes its share; rank 0 plans, and publishes when all have written theirs.
+"""Saves by several ranks: each rank writes its share; rank 0 plans, and publishes when all have written.
 
-A save has two rounds. In the first, each rank says what it has, or that it has the same as last time; rank 0 decides
-who writes what, and begins (of a decentralized save it only begins). In the second, each says what it has written;
-rank 0 checks that nothing is missing, writes the index, and publishes. A rank that fails between them brings its error
-to the second, where all fail with it.
+A save has two rounds of messages. In the first, each rank sends its inventory, or the token of the last plan if nothing
+has changed; rank 0 assigns every shard to a rank and begins the transaction (a decentralized save is only begun). In
+the second, each rank reports what it has written; rank 0 checks that nothing is missing, writes the metadata, and
+publishes. A rank that fails between the rounds sends its error in the second, and all ranks fail with it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,7 @@ logger = logging.getLogger("aiockpt")
 
 
 class CollectiveSave(SaveStrategy):
-    """Plans, begins and commits a save with the other ranks.
-
-    Args:
-        job: the save.
-        form: the format.
-        world: the other ranks, and what is kept for saving with them.
-        compute: threads to plan in.
-        io: threads to write in.
-    """
+    """A save with other ranks."""
 
     def __init__(
         self,
@@ -68,87 +60,92 @@ class CollectiveSave(SaveStrategy):
         self._io = io
         self._what = f"the save of {job.path}"
         self._transaction: SharedTransaction | None = None
-        self._leading = GlobalSave(job, form.name, world, compute, io)
-        self._ticket = ""
-        self._token = 0
-        self._tell_places = False
-        self._secret = b""
-        self._holdings: RankInventory | None = None
+        self._global = GlobalSave(job, form.name, world, compute, io)
+        self._assignment: RankAssignment | None = None
+        self._inventory: RankInventory | None = None
         self._over = False
 
     async def plan(self) -> SavePlan:
-        """Agree with the other ranks on who writes what. A cancellation takes effect when they have agreed."""
+        """Agree with the other ranks on who writes what. A cancellation takes effect after that."""
         with anyio.CancelScope(shield=True):  # a rank that leaves alone would leave the others waiting
             await self._job.turn.wait_for("planned")
-            await self._meet()
-            mine, offer = await self._look()
-            orders = await self._first_round(mine)
-            if orders.ticket is None:
-                mine, offer = await self._look(again=False)
-                orders = await self._first_round(mine)
-        self._ticket, self._token, self._tell_places = orders.ticket or "", orders.token, orders.report_places
-        self._secret = orders.secret
+            await self._connect()
+            request, proposal = await self._propose()
+            assignment = await self._first_round(request)
+            if assignment.ticket is None:  # rank 0 lacks an inventory
+                request, proposal = await self._propose(again=False)
+                assignment = await self._first_round(request)
+        self._assignment = assignment
         try:
-            return await self._share(offer, orders)
+            return await self._share(proposal, assignment)
         except BaseException as exc:
             with anyio.CancelScope(shield=True):
                 error = await self.fail(exc)
             raise error from error.__cause__
 
-    async def _meet(self) -> None:
-        """Find each other for the second round before the first: who dies between them is then missed at once."""
-        world = self._world
-        if not world.met:
-            await world.coordinator.round("finish", self._what, None, _agree)
-            world.met = True
+    @property
+    def _assigned(self) -> RankAssignment:
+        if self._assignment is None:
+            raise RuntimeError("a save goes on before rank 0 has planned it")
+        return self._assignment
 
-    async def _look(self, *, again: bool = True) -> tuple[PlanRequest | BaseException, LocalProposal | None]:
+    async def _connect(self) -> None:
+        """Connect the lane of the second round first, so that a rank that dies after planning is noticed at once."""
+        world = self._world
+        if not world.connected:
+            await world.coordinator.round("finish", self._what, None, _agree)
+            world.connected = True
+
+    async def _propose(self, *, again: bool = True) -> tuple[PlanRequest | BaseException, LocalProposal | None]:
         job = self._job
         try:
             if job.spec.refusal is not None:
                 return job.spec.refusal, None
             if job.cancel_asked or job.consistency.abort_error is not None:
                 return job.consistency.abort_error or SaveCancelledError(f"the save of {job.path} was cancelled"), None
-            offer = await self._compute.run(self._world.planner.propose, job.snapshot, self._form, again=again)
-            holdings = None
-            if offer.summary is not None and not self._world.decentralized:
-                holdings = await self._compute.run(inventory_of, offer.summary, job.snapshot)
+            proposal = await self._compute.run(self._world.planner.propose, job.snapshot, self._form, again=again)
+            inventory = None
+            if proposal.summary is not None and not self._world.decentralized:
+                inventory = await self._compute.run(inventory_of, proposal.summary, job.snapshot)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        return PlanRequest(job.overwrite, self._world.decentralized, self._form.name, offer.token, holdings), offer
+        facts = (job.overwrite, self._world.decentralized, self._form.name)
+        return PlanRequest(*facts, proposal.token, inventory), proposal
 
-    async def _first_round(self, mine: PlanRequest | BaseException) -> RankAssignment:
-        orders: RankAssignment = await self._world.coordinator.round(
-            "plan", self._what, mine, self._leading.decide, self._leading.undo
+    async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
+        assignment: RankAssignment = await self._world.coordinator.round(
+            "plan", self._what, request, self._global.decide, self._global.undo
         )
-        return orders
+        return assignment
 
-    async def _share(self, offer: LocalProposal | None, orders: RankAssignment) -> DcpPlan:
-        if offer is None:
+    async def _share(self, proposal: LocalProposal | None, assignment: RankAssignment) -> DcpPlan:
+        if proposal is None:
             raise RuntimeError("a rank that brought an error was given orders")
-        if orders.leaves is None and offer.plan is not None and offer.token == orders.token:
-            return offer.plan
+        if assignment.leaves is None and proposal.plan is not None and proposal.token == assignment.token:
+            return proposal.plan
         job, planner = self._job, self._world.planner
-        survey = offer.summary
-        if survey is None:  # the layout would serve, but another rank's has changed, and with it who writes what
-            survey = (await self._compute.run(planner.propose, job.snapshot, self._form, again=False)).summary
-        leaves = range(len(survey.specs)) if survey is not None and self._world.decentralized else orders.leaves
-        if survey is None or leaves is None:
-            raise RuntimeError("rank 0 has given no orders to a rank without a plan")
+        summary = proposal.summary
+        if summary is None:  # the layout would serve, but another rank's has changed, and with it who writes what
+            summary = (await self._compute.run(planner.propose, job.snapshot, self._form, again=False)).summary
+        leaves = range(len(summary.specs)) if summary is not None and self._world.decentralized else assignment.leaves
+        if summary is None or leaves is None:
+            raise RuntimeError("rank 0 has given no assignment to a rank without a plan")
         if self._world.decentralized:
-            self._holdings = await self._compute.run(inventory_of, survey, job.snapshot)
-        return await self._compute.run(planner.lay_out, job.snapshot, self._form, survey, orders.token, leaves)
+            self._inventory = await self._compute.run(inventory_of, summary, job.snapshot)
+        return await self._compute.run(planner.lay_out, job.snapshot, self._form, summary, assignment.token, leaves)
 
     async def begin(self) -> SharedTransaction:
-        """Take part in what rank 0 has begun."""
-        self._transaction = self._leading.transaction
+        """Join the transaction that rank 0 has begun."""
+        self._transaction = self._global.transaction
         if self._transaction is None:
             job = self._job
-            self._transaction = await shared_storage(job.spec.storage).join(job.path, self._ticket, workers=self._io)
+            self._transaction = await shared_storage(job.spec.storage).join(
+                job.path, self._assigned.ticket or "", workers=self._io
+            )
         return self._transaction
 
     async def ticket(self) -> str:
-        """Give the ticket of what rank 0 has begun."""
+        """Return the ticket of the transaction that rank 0 has begun."""
         return (await self.begin()).ticket
 
     async def recovery_record(self, plan: SavePlan) -> bytes | None:
@@ -161,16 +158,18 @@ class CollectiveSave(SaveStrategy):
         coordinator = self._world.coordinator
         lead = None
         if coordinator.leads:
-            book, facts = self._leading.parting()
+            book, facts = self._global.commit_facts()
             lead = Leadership(None if book is None else book.pickled(), facts, self._job.overwrite)
         written = self._written(plan, {})
-        return pickle.dumps(RecoveryRecord(coordinator.rank, coordinator.world_size, self._secret, written, lead))
+        return pickle.dumps(
+            RecoveryRecord(coordinator.rank, coordinator.world_size, self._assigned.secret, written, lead)
+        )
 
     def _written(self, plan: DcpPlan, files: dict[str, FileFacts]) -> Written:
-        places = places_of(plan.layout) if self._tell_places else None
+        places = places_of(plan.layout) if self._assigned.report_places else None
         objects = dict(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
         items = sum(len(image.slots) for image in plan.layout.images)
-        return Written(files, items, objects, places, self._holdings, self._token)
+        return Written(files, items, objects, places, self._inventory, self._assigned.token)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Report what this rank has written, and wait until rank 0 has published everything."""
@@ -188,36 +187,33 @@ class CollectiveSave(SaveStrategy):
         return world_result(self._job, writer.files, times_s, summary)
 
     async def _last_round(self, mine: Written | BaseException, writer: ChunkWriter | None = None) -> Summary | None:
-        """Bring what was written, or an error, to rank 0; clean up if that fails.
+        """Report what was written, or an error, to rank 0; clean up if that fails.
 
-        Args:
-            mine: what to bring.
-            writer: who has written it; if that is a process of its own, it can agree with those of the other ranks
-                when a trainer is gone.
+        If another trainer has died, a writer process can commit with the writer processes of the other ranks.
 
         Returns:
-            What rank 0 says of the checkpoint; None where the writers have agreed.
+            Rank 0's summary of the checkpoint; None if the writer processes have committed it.
         """
         await self._job.turn.wait_for("over")
         self._over = True
         coordinator = self._world.coordinator
         may_agree = writer is not None and writer.outlives_trainer
-        undo = None if may_agree else self._leading.undo
+        undo = None if may_agree else self._global.undo
         try:
-            summary: Summary = await coordinator.round("finish", self._what, mine, self._leading.publish, undo)
+            summary: Summary = await coordinator.round("finish", self._what, mine, self._global.publish, undo)
         except AiockptError as exc:
             lost = isinstance(exc, CoordinationError)
             if writer is not None and may_agree and lost and await self._agreed(writer, exc):
                 return None
             if may_agree:
-                await self._leading.undo()
+                await self._global.undo()
             if lost and not coordinator.leads:
                 await self._leave(exc, sweep=not coordinator.leader_lives)
             raise
         return summary
 
     async def _agreed(self, writer: ChunkWriter, error: AiockptError) -> bool:
-        """Let the writers of all ranks agree, for a trainer is gone; tell whether they have published."""
+        """Let the writer processes of all ranks commit, since a trainer is dead; return whether they have published."""
         try:
             await writer.agree()
         except AiockptError as exc:
@@ -227,16 +223,16 @@ class CollectiveSave(SaveStrategy):
         return True
 
     async def _leave(self, error: BaseException, *, sweep: bool = False) -> None:
-        """Close what this rank has open; should that fail too, say so on the error that led here."""
+        """Close what this rank has open; if that fails too, add a note to the error that led here."""
         if self._transaction is None:
             return
         try:
             await (self._transaction.discard_all() if sweep else self._transaction.abort())
-        except Exception as exc:  # the other ranks wait to be told
+        except Exception as exc:  # the other ranks wait for this rank's report
             error.add_note(str(exc))
 
     async def fail(self, error: BaseException) -> BaseException:
-        """Bring an error to the other ranks; give the one that all of them raise."""
+        """Report an error to the other ranks; return the one that all of them raise."""
         if self._over:
             return error
         if isinstance(error, LayoutMismatchError):
@@ -247,8 +243,8 @@ class CollectiveSave(SaveStrategy):
             torn.__cause__ = error
             error = torn
         if not isinstance(error, Exception):
-            told = f"the save of {self._job.path} was cancelled; nothing of it is left"
-            error = self._job.consistency.abort_error or SaveCancelledError(told)
+            text = f"the save of {self._job.path} was cancelled; nothing of it is left"
+            error = self._job.consistency.abort_error or SaveCancelledError(text)
         if not self._world.coordinator.leads:
             await self._leave(error)
         try:
@@ -259,7 +255,7 @@ class CollectiveSave(SaveStrategy):
 
 
 def _own_summary(plan: DcpPlan, files: dict[str, FileFacts]) -> Summary:
-    """Sum up this rank's part, where nobody tells what the others have."""
+    """Sum up this rank's share: the other ranks' is not known here."""
     layout = plan.layout
     tensors = sum(len(image.slots) for image in layout.images)
     nbytes = sum(facts.nbytes for facts in files.values())

@@ -1,4 +1,4 @@
-"""Rank 0's part in a save by several ranks: it plans for all, begins, and publishes."""
+"""Rank 0 in a save by several ranks: plan for all of them, begin the transaction, publish."""
 
 from __future__ import annotations
 
@@ -27,123 +27,98 @@ _ALIKE = {"overwrite": "overwrite", "decentralized": "decentralized planning", "
 
 @dataclass(slots=True)
 class CollectiveResources:
-    """What belongs to an engine that saves together with others.
-
-    Attributes:
-        coordinator: the way to the other ranks.
-        planner: plans this rank's share.
-        decentralized: whether each rank decides alone what it writes.
-        books: on rank 0, for each form the plan of all ranks that was made last.
-        tokens: on rank 0, numbers for plans, none of which is given twice.
-        met: whether the ranks have found each other for the second rounds as well.
-    """
+    """What an engine keeps for saving with other ranks."""
 
     coordinator: Coordinator
     planner: LocalPlanner
-    decentralized: bool = False
-    books: dict[str, GlobalPlanCache] = field(default_factory=dict)
-    tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    met: bool = False
+    decentralized: bool = False  # each rank decides alone what it writes
+    plans: dict[str, GlobalPlanCache] = field(default_factory=dict)  # rank 0: the latest global plan of each format
+    tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))  # rank 0: numbers for global plans
+    connected: bool = False  # the lane of the second rounds is connected as well
 
 
 class GlobalSave:
-    """Leads one save.
-
-    Args:
-        job: the save, as rank 0 has it.
-        form: the name of its form.
-        world: the plans that are kept, and numbers for new ones.
-        compute: threads to plan in.
-        io: threads to write in.
-
-    Attributes:
-        transaction: what was begun.
-    """
+    """One save as rank 0 leads it."""
 
     def __init__(self, job: SaveJob, form: str, world: CollectiveResources, compute: Workers, io: Workers) -> None:
         self.transaction: SharedTransaction | None = None
         self._job = job
         self._form = form
-        self._books = world.books
+        self._plans = world.plans
         self._tokens = world.tokens
         self._compute = compute
         self._io = io
-        # Of this save: the next one may be planned otherwise before this one is published.
-        self._book: GlobalPlanCache | None = None
+        # The plan of this save: the next save may be planned anew before this one is published.
+        self._plan: GlobalPlanCache | None = None
         self._token = 0
 
-    async def decide(self, calls: Sequence[PlanRequest]) -> list[RankAssignment]:
-        """Plan for all ranks, and begin.
+    async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
+        """Plan for all ranks, and begin the transaction.
 
         Raises:
             SaveError: the ranks contradict each other.
-            WriteError: it can't be begun.
+            WriteError: the transaction can't be begun.
         """
-        self._check_alike(calls)
-        book = self._books.get(self._form)
-        fresh = book is None or any(call.token != book.token for call in calls)
-        self._token = book.token if book is not None and not fresh else next(self._tokens)
-        if fresh and calls[0].decentralized:
-            book = None
-        elif fresh:
-            book = await self._plan(book, calls)
-            if book is None:
-                return [RankAssignment(None, 0, None, report_places=False)] * len(calls)
-            self._books[self._form] = book
-        self._book = book
+        self._check_alike(requests)
+        kept = self._plans.get(self._form)
+        is_new = kept is None or any(request.token != kept.token for request in requests)
+        self._token = kept.token if kept is not None and not is_new else next(self._tokens)
+        plan = kept
+        if is_new and requests[0].decentralized:
+            plan = None
+        elif is_new:
+            plan = await self._plan_anew(kept, requests)
+            if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
+                return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
+            self._plans[self._form] = plan
+        self._plan = plan
         job = self._job
         storage = shared_storage(job.spec.storage)
         self.transaction = await storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
-        shares: Sequence[list[int] | None] = (
-            book.plan.assignments if fresh and book is not None else [None] * len(calls)
-        )
-        tell, secret = book is None or not book.knows_places, secrets.token_bytes(32)
+        shares: Sequence[list[int] | None] = [None] * len(requests)  # the same as in the last save
+        if is_new and plan is not None:
+            shares = plan.plan.assignments
+        report, secret = plan is None or not plan.knows_places, secrets.token_bytes(32)
         return [
-            RankAssignment(self.transaction.ticket, self._token, share, report_places=tell, secret=secret)
+            RankAssignment(self.transaction.ticket, self._token, share, report_places=report, secret=secret)
             for share in shares
         ]
 
-    def _check_alike(self, calls: Sequence[PlanRequest]) -> None:
-        for rank, call in enumerate(calls):
+    def _check_alike(self, requests: Sequence[PlanRequest]) -> None:
+        for rank, request in enumerate(requests):
             for name, what in _ALIKE.items():
-                mine, theirs = getattr(calls[0], name), getattr(call, name)
+                mine, theirs = getattr(requests[0], name), getattr(request, name)
                 if mine != theirs:
                     raise SaveError(
                         f"{what} is {mine} on rank 0 but {theirs} on rank {rank}; all ranks must pass the same"
                     )
 
-    async def _plan(self, book: GlobalPlanCache | None, calls: Sequence[PlanRequest]) -> GlobalPlanCache | None:
-        """Plan anew with what the ranks have; None if some have not said it."""
-        holdings = [
-            call.inventory or (book.ranks[rank] if book is not None and call.token == book.token else None)
-            for rank, call in enumerate(calls)
+    async def _plan_anew(self, kept: GlobalPlanCache | None, requests: Sequence[PlanRequest]) -> GlobalPlanCache | None:
+        """Plan from the ranks' inventories; return None if one of them is not known here."""
+        inventories = [
+            request.inventory or (kept.ranks[rank] if kept is not None and request.token == kept.token else None)
+            for rank, request in enumerate(requests)
         ]
-        known = [each for each in holdings if each is not None]
-        return await self._compute.run(cache_of, self._token, known) if len(known) == len(calls) else None
+        known = [each for each in inventories if each is not None]
+        return await self._compute.run(cache_of, self._token, known) if len(known) == len(requests) else None
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
-        """Check what all ranks have written, write the index, and publish.
-
-        Raises:
-            SaveError: something is missing.
-            WriteError: the index can't be written.
-            CommitError: it can't be published.
-        """
+        """Check what all ranks have written, write the metadata and the manifest, and publish."""
         if self.transaction is None:
             raise RuntimeError("a save can't be published before it has begun")
         facts = self._facts()
-        book, summaries = await publish_together(self.transaction, self._book, facts, results, self._compute)
-        if self._book is None:  # each rank has decided alone what it writes
-            self._book = self._books[self._form] = book
+        plan, summaries = await publish_together(self.transaction, self._plan, facts, results, self._compute)
+        if self._plan is None:  # each rank has decided alone what it writes, so the plan was made from the results
+            self._plan = self._plans[self._form] = plan
         return summaries
 
     def _facts(self) -> WorldFacts:
         job = self._job
         return WorldFacts(self._token, dict(job.spec.metadata), {"captured": job.captured_s}, job.spec.started)
 
-    def parting(self) -> tuple[GlobalPlanCache | None, WorldFacts]:
-        """Give what it takes to publish."""
-        return self._book, self._facts()
+    def commit_facts(self) -> tuple[GlobalPlanCache | None, WorldFacts]:
+        """Return what a writer process needs to publish in rank 0's place."""
+        return self._plan, self._facts()
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""

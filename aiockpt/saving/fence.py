@@ -1,4 +1,4 @@
-"""Keeping what changes tensors behind the copies of them: for a moment, or at every step of an optimizer."""
+"""Order tensor updates behind the staging copies: once, with a fence, or at every optimizer step, with a guard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def fence_all(jobs: Sequence[SaveJob], timeout: float | None) -> None:
-    """Do what `SaveHandle.fence` does for several saves; raises the first error, when all were waited for."""
+    """Fence several saves; raise the first error after all were waited for."""
     timeout = check_timeout(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout
     errors: list[Exception] = []
@@ -34,13 +34,7 @@ def fence_all(jobs: Sequence[SaveJob], timeout: float | None) -> None:
 
 
 class StepGuard:
-    """Lets an optimizer's steps wait for what is being copied; see `AsyncCheckpointer.guard`.
-
-    Args:
-        optimizer: whose steps are to wait.
-        jobs: gives the saves that are being staged.
-        timeout: seconds that a step blocks at most.
-    """
+    """Makes the steps of an optimizer wait for the copies; see `AsyncCheckpointer.guard`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, jobs: Callable[[], Sequence[SaveJob]], timeout: float) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -64,7 +58,7 @@ class StepGuard:
         self.remove()
 
     def remove(self) -> None:
-        """Let steps go on without waiting. Idempotent."""
+        """Stop making the steps wait. Idempotent."""
         stop_waiting_before_steps(self._optimizer, self._before)
 
     def _wait(self) -> None:
@@ -74,7 +68,7 @@ class StepGuard:
 
 
 def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Find the optimizer whose steps call hooks: this one, or the one that it hands them on to.
+    """Return the optimizer whose steps call hooks: this one, or the one that it wraps.
 
     Raises:
         TypeError: there is none.
@@ -95,7 +89,7 @@ def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _changed_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Give what a step changes, those of optimizers within this one included."""
+    """Return the tensors that a step changes, including those of optimizers inside this one."""
     found: list[torch.Tensor] = []
     waiting, seen = [optimizer], {id(optimizer)}
     while waiting:
@@ -108,9 +102,9 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def hold_back(job: SaveJob, timeout_s: float | None, optimizer: torch.optim.Optimizer) -> None:
-    """Order a step behind the copies of a save, or give its snapshot up. Raises nothing of the save's.
+    """Order a step behind the copies of a save, or give up its snapshot. Raises no error of the save.
 
-    While a stream captures a graph nothing is done: it can't wait for what is outside, and nothing runs yet.
+    Does nothing while a stream captures a CUDA graph, which can't wait for work outside of it; nothing runs yet then.
     """
     try:
         if any(is_capturing(device) for device in list(job.snapshot.events)):

@@ -1,4 +1,4 @@
-"""What `save()` gives back: two moments to wait for, progress, and a way to call it off.
+"""The handle of a save: the futures `staged` and `written`, progress, and cancellation.
 
 Everything here may be used from any thread and any asyncio loop. Waiting never influences the save.
 """
@@ -57,9 +57,9 @@ class SaveResult:
         planned_s: how long planning took.
         staged_s: from the call until staged.
         written_s: from the call until durable under the final name.
-        post_commit_error: what the hook raised that came after that, if it failed.
-        spoilt: why it is not where it was to go, but at the ``fallback_path``.
-        error: why nothing was written: with ``on_failure="warn"`` what `SyncCheckpointer.save` gives then.
+        post_commit_error: the exception of the post_commit hook, if it failed.
+        fallback_error: why it is at the ``fallback_path``; None if it is where it was to go.
+        error: why nothing was written, in the results of `SyncCheckpointer.save` with ``on_failure="warn"``.
     """
 
     path: str
@@ -73,7 +73,7 @@ class SaveResult:
     staged_s: float
     written_s: float
     post_commit_error: BaseException | None = None
-    spoilt: BaseException | None = None
+    fallback_error: BaseException | None = None
     error: BaseException | None = None
 
     @classmethod
@@ -91,7 +91,7 @@ class Control(Protocol):
     """The save behind a handle."""
 
     def cancel(self) -> Completion[bool]:
-        """Call the save off."""
+        """Cancel the save."""
 
     def fence(self, timeout: float | None) -> None:
         """Order the caller's stream behind the copies."""
@@ -143,26 +143,26 @@ class SaveHandle(Awaitable[SaveResult]):
 
     @property
     def skipped(self) -> bool:
-        """Whether it was left out, or gave way to a later one; see ``on_busy``."""
+        """Whether the save was skipped, or superseded by a later one; see ``on_busy``."""
         return isinstance(self.written._error, SaveSkippedError)
 
     @property
     def observed(self) -> bool:
-        """Whether somebody has been given this save's failure."""
+        """Whether a caller has received this save's failure."""
         return self.staged.observed or self.written.observed
 
     @property
     def expected(self) -> bool:
-        """Whether somebody is about to be given this save's failure."""
+        """Whether a caller is about to receive this save's failure."""
         return self.staged.expected or self.written.expected
 
     def cancel(self) -> Completion[bool]:
-        """Call the save off; does not block, await the result to know that nothing is left of it.
+        """Cancel the save. Does not block: await the result to know that nothing is left of the save.
 
-        That is when its files are removed, its memory is free and no thread is at work for it: one that is in the
-        middle of a write is waited for. What it was to overwrite stays, and so do the other saves in flight. Nobody
-        is told of the end but who awaits `staged` or `written`. From any thread, and as often as you like: each
-        call gives the same answer. Who awaits that may be cancelled; the save is called off all the same.
+        The result comes when its files are removed, its memory is free and no thread works for it; a thread in the
+        middle of a write is waited for. The checkpoint that it was to overwrite stays, and so do other saves in
+        flight. Only callers that await `staged` or `written` get the `SaveCancelledError`. May be called from any
+        thread, any number of times, with the same result. Cancelling a waiter does not stop the cancellation.
 
         Returns:
             A completion: True when the save was cancelled and `written` raises `SaveCancelledError`; False
@@ -175,8 +175,9 @@ class SaveHandle(Awaitable[SaveResult]):
 
         Work that is enqueued in these streams after this may change the tensors. For tensors on an accelerator this
         returns as soon as all copies are enqueued; for those in host memory it blocks until they are copied. Either
-        way it checks that no tensor has changed since `save()`. Nothing is checked after that, for changes in these
-        streams can't be told from others: who changes tensors in another stream or thread has to call it there too.
+        way it checks that no tensor has changed since `save()`. Nothing is checked after that, because changes in these
+        streams can't be told from others. Code that changes tensors in another stream or thread has to call it there
+        too.
 
         Args:
             timeout: seconds to block at most; None for as long as it takes.
@@ -219,7 +220,7 @@ class SaveHandle(Awaitable[SaveResult]):
         return Completion(f"progress of {self.path}", self._origin)
 
     def _wake(self) -> None:
-        """Wake who iterates over the events: there will be no more."""
+        """Wake the iterators over events: there will be no more."""
         with self._lock:
             news = self._news
         news._settle(None)

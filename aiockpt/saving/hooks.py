@@ -1,4 +1,4 @@
-"""What a caller wants to be done right before and right after a checkpoint is published."""
+"""Hooks of the caller, run right before and right after a checkpoint is published."""
 
 from __future__ import annotations
 

@@ -397,7 +397,7 @@ class _Save:
                 raise
             error.add_note(f"nor could it be saved to {fallback}: {unwrapped(worse)}")
             raise error from error.__cause__
-        return replace(result, spoilt=error)
+        return replace(result, fallback_error=error)
 
     async def _write_again(self, plan: SavePlan, writer: Writer) -> None:
         """Put the chunks that were kept to another writer."""

@@ -1,4 +1,4 @@
-"""What is said of a save once its bytes are written: the manifest in the checkpoint, and the result for the caller."""
+"""The commit documents and the result of a save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
-    """Encode what makes a checkpoint of the files with items; None if it is one file. Takes long for many tensors."""
+    """Encode the metadata and the manifest; None if the checkpoint is one file. Slow for many tensors."""
     if plan.is_single_file:
         return None
     tensors, objects = _counts(plan)
@@ -44,7 +44,7 @@ def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
 
 
 def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: Mapping[str, float]) -> SaveResult:
-    """Sum up a save that has been committed."""
+    """Return the result of a committed save of one process."""
     tensors, objects = _counts(plan)
     if plan.is_single_file:
         sizes = {job.path.rpartition("/")[2]: plan.layout.nbytes}
@@ -67,7 +67,7 @@ def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: M
 def world_result(
     job: SaveJob, files: Mapping[str, FileFacts], times_s: Mapping[str, float], summary: Summary
 ) -> SaveResult:
-    """Sum up a checkpoint that several ranks have written, with the times of this one."""
+    """Return the result of a save of several ranks, with the times of this one."""
     return SaveResult(
         path=job.path,
         nbytes=summary.file_bytes,

@@ -1,4 +1,4 @@
-"""What one save's transfer of bytes needs: chunks that are always given back, and a stager for each device."""
+"""Staging of one save: its chunks, which are always given back, and a stager for each device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagingChunk:
-    """A chunk that holds, or will hold, the payload of the bytes ``start`` to ``stop`` of a file."""
+    """A chunk for the payload of the bytes ``start`` to ``stop`` of a file, and the copies into it."""
 
     lease: Lease
     start: int
@@ -33,7 +33,7 @@ class StagingChunk:
 
 
 class LeaseScope:
-    """All leases of one save: on leaving, whatever still is out goes back, once nothing uses it any more."""
+    """All leases of one save. On exit, those still out go back once nothing uses them any more."""
 
     def __init__(self, pool: ChunkPool) -> None:
         self._pool = pool
@@ -52,7 +52,7 @@ class LeaseScope:
         return lease
 
     def quarantine(self) -> None:
-        """Set apart what is out: the threads that hold it may never come back."""
+        """Set the leases apart: the threads that hold them may never come back."""
         for lease in self._out:
             lease.quarantine()
 
@@ -63,7 +63,7 @@ class LeaseScope:
         await self.give_back()
 
     async def give_back(self) -> None:
-        """Give back what is out, once nothing uses it any more. Not to be cancelled."""
+        """Release the leases once nothing uses them any more. Not to be cancelled."""
         with anyio.CancelScope(shield=True):
             for lease in self._out:
                 if not lease.released and lease in self.pending:
