@@ -113,32 +113,21 @@ class FileImage:
         return found
 
 
-def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> FileImage:
-    """Lay out items, given as leaf and framing, one after the other behind ``head_bytes``, with aligned payloads."""
+def lay_out(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]], *, aligned: bool = True) -> FileImage:
+    """Lay out items, given as leaf and framing, one after the other; without gaps unless ``aligned``."""
     slots: list[Slot] = []
-    position = head_bytes
+    offset = head_bytes
     for leaf, framing in items:
         before = len(framing.prefix)
-        offset = align_up(position, ITEM_ALIGNMENT)
-        if framing.nbytes >= ALIGNED_PAYLOAD_BYTES:
-            offset = align_up(offset + before, BLOCK_BYTES) - before
+        if aligned:
+            offset = align_up(offset, ITEM_ALIGNMENT)
+            if framing.nbytes >= ALIGNED_PAYLOAD_BYTES:
+                offset = align_up(offset + before, BLOCK_BYTES) - before
         begin = offset + before
         slots.append(Slot(leaf, offset, framing, begin, begin + framing.nbytes))
-        position = offset + framing.length
+        offset += framing.length
     ends = [slot.payload_end + len(slot.framing.suffix) for slot in slots]
-    return FileImage(name, head_bytes, slots, position, ends)
-
-
-def lay_out_packed(name: str, head_bytes: int, items: Sequence[tuple[int, Framing]]) -> FileImage:
-    """Lay out items without gaps; for the arguments see `lay_out`."""
-    slots: list[Slot] = []
-    position = head_bytes
-    for leaf, framing in items:
-        begin = position + len(framing.prefix)
-        slots.append(Slot(leaf, position, framing, begin, begin + framing.nbytes))
-        position += framing.length
-    ends = [slot.payload_end + len(slot.framing.suffix) for slot in slots]
-    return FileImage(name, head_bytes, slots, position, ends)
+    return FileImage(name, head_bytes, slots, offset, ends)
 
 
 class Sealer:

@@ -25,7 +25,7 @@ from aiockpt.format.safetensors.writer import (
     has_name,
     shard_name,
 )
-from aiockpt.planning.layout import lay_out_packed, split_in_order
+from aiockpt.planning.layout import lay_out, split_in_order
 from aiockpt.planning.planner import FileFormat, Layout, SavePlan, StateSummary
 from aiockpt.planning.specs import TensorSpec, describe_contiguous
 
@@ -150,8 +150,11 @@ class SafetensorsFormat(FileFormat):
             home[first][names[leaf]] = names[first]
         heads = self._heads(described, aliases, [0] * len(shards))
         images = [
-            lay_out_packed(
-                shard_name(number, len(shards)), len(head), [(leaf, _framing(sizes[leaf])) for leaf in shard]
+            lay_out(
+                shard_name(number, len(shards)),
+                len(head),
+                [(leaf, _framing(sizes[leaf])) for leaf in shard],
+                aligned=False,
             )
             for number, (shard, head) in enumerate(zip(shards, heads, strict=True))
         ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import AiockptError, CorruptCheckpointError, LoadError
-from aiockpt.format.transforms.undoing import TransformFailedError, decode_item, find_transforms
+from aiockpt.format.transforms.decoding import TransformFailedError, decode_item, find_transforms
 from aiockpt.format.transforms.zstd import Zstd, require_zstd
 from aiockpt.reading.virtual_files import OBJECT_BYTES, VirtualFile, expose
 from aiockpt.storage.base import Source

@@ -1,68 +1,96 @@
-"""Keys of dicts that are no texts: as JSON and back, and nothing else that JSON may say."""
+"""What looks like a key that is not there."""
 
 from __future__ import annotations
 
-import json
-import math
-from typing import Any
+import difflib
 
 import pytest
 
-from aiockpt.format.dict_keys import check_hashes, decode_key, encode_key, is_key
-from aiockpt.format.manifest.reader import containers
+from aiockpt.format import keys as selection
+from aiockpt.format.keys import hint
 
-KEYS = [1.5, -0.0, 1e300, math.inf, -math.inf, True, None, 7, (), (1, "x"), (1.5, (None, (True, "a.b"))), (math.inf,)]
-
-
-@pytest.mark.parametrize("key", KEYS, ids=repr)
-def test_keys_go_through_json(key: Any) -> None:
-    assert is_key(key)
-    text = json.dumps(encode_key(key), allow_nan=False)
-    again = decode_key(json.loads(text))
-    assert repr(again) == repr(key)
-    record = {"path": ["d"], "type": "dict", "at": 0, "keys": {str(key): json.loads(text)}}
-    assert containers([record])[0]["keys"] == record["keys"]
-
-
-def test_not_a_number_goes_through_json() -> None:
-    assert math.isnan(decode_key(json.loads(json.dumps(encode_key(math.nan), allow_nan=False))))
-
-
-@pytest.mark.parametrize("key", [b"x", 2**5000, (1, {2}), object(), [1], (2j,)], ids=lambda key: type(key).__name__)
-def test_other_keys_are_none(key: Any) -> None:
-    assert not is_key(key)
-
-
-def _nested(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
+LAYERS = [f"layers.{i}.{part}.{kind}" for i in range(12) for part in ("up", "down") for kind in ("weight", "bias")]
+INSIDE = [f"model.{name}" for name in LAYERS]
 
 
 @pytest.mark.parametrize(
-    "value", [{"float": "1.5"}, {"float": "nan", "x": 1}, {}, [{"a": 1}], _nested(40), {"float": [1]}], ids=str
+    ("missing", "found"),
+    [
+        ("model.layers.3.up.wieght", "model.layers.3.up.weight"),  # at the end
+        ("modle.layers.3.up.weight", "model.layers.3.up.weight"),  # at the beginning
+        ("model.layers.3.upp.weight", "model.layers.3.up.weight"),
+        ("model.layres.7.down.bias", "model.layers.7.down.bias"),
+        ("modle", "model"),  # a container
+        ("model.layerz.*", "model.layers"),  # a pattern
+    ],
 )
-def test_json_that_is_no_key(value: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        decode_key(value)
+def test_a_slip(missing: str, found: str) -> None:
+    assert hint([missing], INSIDE) == f" What looks alike: '{found}' for '{missing.removesuffix('.*')}'."
+
+
+def test_what_was_asked_for_is_not_meant_by_others() -> None:
+    """A model that has grown lacks nothing that is called a little otherwise."""
+    grown = [name.replace("layers.1.", "layers.12.") for name in INSIDE if "layers.1." in name]
+    assert hint(grown, INSIDE, {*INSIDE, *grown}) == ""
+    assert hint(["lr"], [*INSIDE, "momentum"]) == ""
+    assert hint(["lr"], []) == ""
 
 
 @pytest.mark.parametrize(
-    "keys", [{"1": 1.0}, {"x": True}, {"(1,)": [2]}, {"1.5": [1.5]}, {"nan": None}, [1.5]], ids=str
+    ("level", "wrapper"),
+    [
+        ("module", "DistributedDataParallel"),
+        ("_orig_mod", "torch.compile"),
+        ("module._orig_mod", "DistributedDataParallel and torch.compile"),
+    ],
 )
-def test_a_key_that_is_not_its_name_is_refused(keys: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        containers([{"path": ["d"], "type": "dict", "at": 0, "keys": keys}])
+@pytest.mark.parametrize("outer", ["", "state.model."])
+def test_a_wrapped_model(level: str, wrapper: str, outer: str) -> None:
+    wrapped, bare = ([f"{outer}{inner}{name}" for name in LAYERS] for inner in (f"{level}.", ""))
+    text = hint(bare, wrapped, bare, fills=True)
+    nested, ends = "".join(f"{{'{each}': " for each in level.split(".")), "}" * len(level.split("."))
+    assert text == (
+        f" Its keys have '{level}.', as in '{wrapped[0]}' for '{bare[0]}': it was saved from a model within {wrapper}. "
+        f"Load into {nested}model{ends} in place of model; what is saved as model.{level} has no such keys."
+    )
+    text = hint(wrapped, bare, wrapped, fills=True)
+    assert text == (
+        f" Its keys lack '{level}.', as in '{bare[0]}' for '{wrapped[0]}': it was saved from a model that was not "
+        f"within {wrapper}. Load into what is below '{level}' in the target, model.{level}."
+    )
+    assert hint(wrapped, bare).endswith(f"that was not within {wrapper}.")
 
 
-def test_keys_that_were_chosen_to_collide_are_refused() -> None:
-    check_hashes([*range(-1000, 1000), *(n + 0.5 for n in range(1000)), *((n, n) for n in range(1000))])
-    with pytest.raises(ValueError, match="one hash"):
-        check_hashes([n * (2**61 - 1) for n in range(1, 1000)])
+def test_any_level() -> None:
+    assert hint(LAYERS, INSIDE) == " Its keys have 'model.', as in 'model.layers.0.up.weight' for 'layers.0.up.weight'."
+    assert hint(INSIDE, LAYERS, fills=True) == (
+        " Its keys lack 'model.', as in 'layers.0.up.weight' for 'model.layers.0.up.weight'. "
+        "Load into what is below 'model' in the target."
+    )
+    assert hint([*LAYERS, "head.weight"], INSIDE).startswith(" Its keys have 'model.'")  # all but one
+    assert "'ema.net'" not in hint(["weight"], ["ema.net.weight", "net.weight"])  # nobody knows which
+    assert hint(["w"], ["model.w"]).startswith(" Its keys have 'model.'")
 
 
-@pytest.mark.parametrize("factory", ["eval", "", 5, ["list"], "range"], ids=str)
-def test_a_factory_that_is_not_known_is_refused(factory: Any) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        containers([{"path": ["d"], "type": "defaultdict", "at": 0, "factory": factory}])
+def test_the_work_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    closest = difflib.get_close_matches
+
+    def counted(word: str, names: list[str], *args: float) -> list[str]:
+        compared.append(len(names))
+        return closest(word, names, *args)
+
+    monkeypatch.setattr(selection.difflib, "get_close_matches", counted)
+    stored = [f"model.layers.{i}.up.weight" for i in range(100_000)]
+    missing = [f"model.layers.{i}.up.wieght" for i in range(5_000)]
+    assert hint(missing, stored).startswith(" What looks alike: 'model.layers.0.up.weight' for 'model.layers.0.up.wie")
+    assert hint([f"{i}.of.something.else" for i in range(5_000)], stored) == ""
+    assert len(compared) <= 20
+    assert max(compared) <= 200
+    assert hint(["a." * 100_000, "b" * 100_000], ["a." * 100_001, "b" * 100_001]) == ""
+
+
+def test_names_are_printed_safely() -> None:
+    text = hint(["model.\x1b[2Jw\ny"], ["model.\x1b[2Jw\nx"])
+    assert text == r" What looks alike: 'model.\x1b[2Jw\nx' for 'model.\x1b[2Jw\ny'."
+    assert "\x1b" not in hint(["w", "b"], ["\x1b.w", "\x1b.b"], fills=True)

@@ -42,6 +42,7 @@ class GlobalPlanCache:
         self.plan = plan
         self.tensors = len(plan.tensors)
         self.objects = len(plan.objects)
+        # Each stored tensor is counted once.
         self.tensor_bytes = sum(map(_payload_bytes, ranks, plan.assignments))
         self._object_leaves = [
             {leaf for leaf in assignment if inventory.form_of[leaf] < 0}

@@ -87,7 +87,7 @@ class PlanRequest:
     decentralized: bool  # the rank decides alone what it writes
     form: str  # name of the format
     token: int | None  # of the global plan that the rank's reusable layout belongs to; None: there is none
-    inventory: RankInventory | None = field(repr=False)
+    inventory: RankInventory | None = field(repr=False)  # None: rank 0 knows it by the token, or the rank decides
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Written:
     items: int  # number of tensor items
     objects: dict[int, ItemRange]  # by leaf
     places: ItemPlaces | None = field(repr=False)  # of tensor items; None if rank 0 knows them from an earlier save
-    inventory: RankInventory | None = field(repr=False, default=None)
+    inventory: RankInventory | None = field(repr=False, default=None)  # of a rank that decided alone
     token: int = 0  # of the global plan
 
 

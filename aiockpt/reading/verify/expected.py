@@ -10,7 +10,7 @@ from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.boxes import overlapping
 from aiockpt.format.index import InlineEntry, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.names import HIDDEN, METADATA_NAME
-from aiockpt.planning.coverage import Extent, split_overlaps
+from aiockpt.planning.segments import Extent, split_overlaps
 from aiockpt.reading.verify.stored import KeyRef, StoredFile, StoredItem
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from isal.isal_zlib import crc32_combine
 
-from aiockpt.planning.coverage import Extent
+from aiockpt.planning.segments import Extent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import aiockpt
 from aiockpt.format.boxes import Box, overlapping
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, TensorEntry
-from aiockpt.planning.coverage import Extent, cut_segments, group_segments, split_overlaps
+from aiockpt.planning.segments import Extent, cut_segments, group_segments, split_overlaps
 from aiockpt.reading.verify.expected import Inventory
 from aiockpt.reading.verify.report import Findings
 
