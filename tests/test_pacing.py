@@ -48,7 +48,7 @@ def test_a_rate_is_kept_whatever_the_sizes_and_pauses_earn_nothing() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("window", [TWO_CHUNKS, StagingWindow(bytes_per_s=CHUNK)])
-async def test_who_is_hurried_leaves_no_debt(window) -> None:
+async def test_an_unthrottled_save_leaves_no_debt(window) -> None:
     throttle = Throttle(window, lambda function: function())
     first, second = throttle.for_next_save(), throttle.for_next_save()
     first.unthrottle()

@@ -29,7 +29,7 @@ def _copied(state: Any) -> Any:
 
 
 def _save_and_change(way, path: Path, validate: Validation) -> tuple[Any, BaseException | Any]:
-    """Change a state when little of it is staged; give what it was, and the error or what was stored."""
+    """Change a state when little of it is staged; return its old values, and the error or the stored values."""
     victim, change = way()
     state = {"first": torch.arange(90_000), "victim": victim}
     expected = _copied(state)
@@ -67,7 +67,7 @@ def test_counters_show_it(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_only_samples_show_it(name: str, tmp_path: Path) -> None:
-    """Without them the checkpoint is announced, and is not the state of any moment."""
+    """Without samples the checkpoint is published, though it mixes two states."""
     expected, stored = _save_and_change(UNSEEN[name], tmp_path / "c", "versions")
     assert not _is_same(expected, stored)
     _, error = _save_and_change(UNSEEN[name], tmp_path / "d", "hash")
@@ -113,7 +113,7 @@ def test_every_element_has_its_chance() -> None:
 
 
 def test_small_writes_are_met_as_often_as_is_said() -> None:
-    """Of writes of 4 KiB in one piece at every place, one of sixteen is seen; where differs from save to save."""
+    """Of contiguous writes of 4 KiB, one in sixteen is found; which ones differs from save to save."""
     values = torch.zeros(32 * DISTANCE_BYTES // 4)
     tried = found = 0
     for number in range(20):
@@ -244,7 +244,7 @@ def test_what_was_looked_at_is_let_go_of(ending: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mesh():
-    """A process group of one; it keeps file descriptors of its own until the process ends."""
+    """Return a process group of one rank; its file descriptors stay open until the process ends."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -269,7 +269,7 @@ def test_parts_of_distributed_tensors_are_looked_at(mesh, tmp_path: Path) -> Non
 
 
 def test_an_operator_has_time_to_end_and_is_seen_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts only when it has ended, which may be after the copies were made."""
+    """An operator counts its change when it ends, which may be after the copies were made."""
     monkeypatch.setattr("aiockpt.snapshot.consistency._OPERATOR_S", 600.0)
     value = torch.arange(100_000)
     with aiockpt.SyncCheckpointer() as ckpt:

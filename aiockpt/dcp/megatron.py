@@ -266,5 +266,5 @@ def _read_results(path: str, count: int) -> list[ItemLocation]:
             if len(locations) == count:
                 return locations
     except (OSError, ValueError, TypeError) as exc:
-        raise WriteError(f"what was to be written has left no results at {path} ({exc}): did its process die?") from exc
+        raise WriteError(f"the writing process left no results at {path} ({exc}): did its process die?") from exc
     raise WriteError(f"writing failed: {results.get('error', 'some items have no place')}")

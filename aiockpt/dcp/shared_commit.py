@@ -1,9 +1,9 @@
-"""Where a checkpoint of several ranks is written before it is one, and how it becomes one. All functions block.
+"""The hidden directory that all ranks write to, and its commit. All functions block.
 
-The ranks write to a hidden directory, which has the same name for all of them: beside the final path if nothing is
-there, and within it if a directory is. In the first case the checkpoint appears by one rename. In the second its files
-are moved in under names that are free, what says that it is a checkpoint (`.metadata`) last, atomically; files of
-others in the directory stay.
+The name of the hidden directory is the same on all ranks. It is beside the final path if nothing exists there; if a
+directory exists there, it is inside that. In the first case one rename commits the checkpoint. In the second case its
+files are moved into the directory under unused names, and `.metadata`, which makes them a checkpoint, is moved last,
+atomically. Other files in the directory stay.
 """
 
 from __future__ import annotations
@@ -27,27 +27,18 @@ _DATA = ".distcp"
 
 
 def metadata_name(rank: int | None) -> str:
-    """Give the name of the metadata: of all ranks together (None), or of one that saves alone."""
+    """Return the name of the metadata file: of all ranks together (None), or of a rank that saves alone."""
     return METADATA_NAME if rank is None else f"__{rank}{METADATA_NAME}"
 
 
 def _hidden(path: str, rank: int | None) -> tuple[str, str]:
-    """Give the two places where the files may go: beside the path, and within it."""
+    """Return the two possible paths of the hidden directory: beside the final path, and inside it."""
     beside = os.path.join(os.path.dirname(path), shared_ticket(os.path.basename(path)))
     return beside, os.path.join(path, f"{HIDDEN}dcp" if rank is None else f"{HIDDEN}dcp-{rank}")
 
 
 def begin(path: str, rank: int | None, *, fsync: bool) -> str:
-    """Make the hidden directory; what an unfinished save has left there is removed.
-
-    Args:
-        path: the final path.
-        rank: who writes there; None: all ranks.
-        fsync: make it durable.
-
-    Raises:
-        WriteError: with the cause chained.
-    """
+    """Create the hidden directory of all ranks (None), or of a rank that saves alone; discard an unfinished save."""
     beside, within = _hidden(path, rank)
     try:
         if rank is not None:
@@ -65,11 +56,7 @@ def begin(path: str, rank: int | None, *, fsync: bool) -> str:
 
 
 def ensure(path: str, *, fsync: bool) -> str:
-    """Make the hidden directory for all ranks if no other rank has; what is there stays.
-
-    Raises:
-        WriteError: with the cause chained.
-    """
+    """Create the hidden directory of all ranks, unless another rank has; its files stay."""
     beside, within = _hidden(path, None)
     if os.path.isdir(beside):
         return beside
@@ -82,11 +69,7 @@ def ensure(path: str, *, fsync: bool) -> str:
 
 
 def find(path: str, rank: int | None) -> str:
-    """Find the directory that `begin` or `ensure` has made, maybe on another rank.
-
-    Raises:
-        WriteError: it is not there.
-    """
+    """Return the hidden directory that `begin` or `ensure` has created, maybe on another rank."""
     for hidden in _hidden(path, rank)[1:] if rank is not None else _hidden(path, rank):
         if os.path.isdir(hidden):
             return hidden
@@ -97,11 +80,7 @@ def find(path: str, rank: int | None) -> str:
 
 
 def names_for(files: Iterable[str], hidden: str, path: str) -> dict[str, str]:
-    """Choose the final name of each file: its own, or another if that is taken.
-
-    Raises:
-        WriteError: a file is not there.
-    """
+    """Return the final name of each file: its own, or another one if that is in use."""
     there = set(os.listdir(hidden))
     taken = set(os.listdir(path)) if os.path.isdir(path) else set()
     stamp = uuid.uuid4().hex[:8]
@@ -114,11 +93,7 @@ def names_for(files: Iterable[str], hidden: str, path: str) -> dict[str, str]:
 
 
 def write_metadata(hidden: str, name: str, data: bytes, *, fsync: bool) -> None:
-    """Write the metadata beside the files.
-
-    Raises:
-        WriteError: with the cause chained.
-    """
+    """Write the metadata into the hidden directory."""
     try:
         with open(os.path.join(hidden, name), "xb") as file:
             file.write(data)
@@ -132,28 +107,19 @@ def write_metadata(hidden: str, name: str, data: bytes, *, fsync: bool) -> None:
 def publish(
     hidden: str, path: str, names: Mapping[str, str], rank: int | None, *, overwrite: bool, fsync: bool
 ) -> None:
-    """Make a checkpoint of what is in the hidden directory, which is gone afterwards.
+    """Commit the hidden directory, which is removed. ``names`` is the result of `names_for`.
 
-    Args:
-        hidden: what `begin` gave.
-        path: the final path.
-        names: what `names_for` gave.
-        rank: see `begin`.
-        overwrite: replace a checkpoint that is there.
-        fsync: make it durable.
-
-    Raises:
-        CheckpointExistsError: something is there that may not be replaced.
-        CommitError: with the cause chained; what was there before still is.
+    Raise CheckpointExistsError if the path holds something that may not be replaced, and CommitError if the commit
+    fails; what was at the path before is then unchanged.
     """
     try:
         for name in os.listdir(hidden):
             if name not in names and name != metadata_name(rank):
-                remove(os.path.join(hidden, name))  # of an earlier save that was not finished
+                remove(os.path.join(hidden, name))  # left by an earlier save that did not finish
         if fsync:
             sync_directory(hidden)
         if not os.path.isdir(path):
-            with contextlib.suppress(FileExistsError):  # somebody has made the directory meanwhile
+            with contextlib.suppress(FileExistsError):  # the directory was created meanwhile
                 rename_noreplace(hidden, path)
                 if fsync:
                     sync_directory(os.path.dirname(path))
@@ -172,7 +138,7 @@ def _move_in(
     if not os.path.isdir(path) or (os.path.lexists(metadata) and not overwrite):
         raise CheckpointExistsError(f"{path} exists already; save under another name, or pass overwrite=True")
     old = [os.path.join(path, name) for name in data_files_of(path, metadata_name(rank))]
-    # The manifest is about the checkpoint that is being replaced.
+    # The manifest describes the checkpoint that is replaced.
     obsolete = os.path.join(path, MANIFEST_NAME) if rank is None else None
     move_in(hidden, path, names, metadata_name(rank), fsync=fsync, replace=True, obsolete=obsolete)
     if fsync:
@@ -183,17 +149,14 @@ def _move_in(
 
 
 def hold(hidden: str) -> int:
-    """Open the hidden directory, by which it can be told from a later one of the same name."""
+    """Open the hidden directory: the descriptor tells it from a later directory of the same name."""
     return os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def discard(hidden: str, held: int | None = None) -> None:
-    """Remove what was written and not published; what can't be removed is left to the next save.
+    """Remove the hidden directory; what can't be removed is left to the next save.
 
-    Args:
-        hidden: what `begin` gave.
-        held: what `hold` gave, which is closed; nothing is removed if another directory has come to the name. None:
-            remove whatever is there.
+    ``held`` is the result of `hold`, and is closed: another directory that has taken the name stays. None: remove any.
     """
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Whether the copies of a snapshot show one state: who may change tensors when, and whether one was changed."""
+"""Consistency of a snapshot: whether a tensor was changed before its copy was made, and when callers may change it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ _OPERATOR_S = 0.02
 
 
 class Consistency:
-    """Watches over one snapshot from the call until its copies are made. From any thread.
-
-    Args:
-        snapshot: what is copied.
-        path: names the save in errors.
-    """
+    """Detects changes of a snapshot's tensors, from the call until all copies are made. Thread-safe."""
 
     def __init__(self, snapshot: Snapshot, path: str) -> None:
         self._snapshot = snapshot
@@ -37,15 +32,15 @@ class Consistency:
         self.issued = threading.Event()  # all copies are enqueued
         self.awaited = threading.Event()  # a caller waits for the copies
         self.stagers: list[Stager] = []
-        self.abort_error: SaveError | None = None  # the save is to fail with it, though no step of it has failed
+        self.abort_error: SaveError | None = None  # raised at the save's next check; none of its steps has failed
         self.copied = False  # all copies are made, and compared
         self._fenced = False  # a caller may have passed a fence, to change tensors behind the copies
-        self._mutations_allowed = False  # whatever changes now is ordered behind the copies
+        self._mutations_allowed = False  # later changes are ordered behind the copies
 
     # --- the end of a save ------------------------------------------------------------------------
 
     def abort(self, error: SaveError, *, though_copied: bool = False) -> bool:
-        """Let the save fail with an error, unless all is copied; return whether it will."""
+        """Make the save fail with an error, unless all is copied; return whether it will."""
         with self._lock:
             if self.abort_error is not None or (self.copied and not though_copied):
                 return False
@@ -53,12 +48,12 @@ class Consistency:
         return True
 
     def raise_if_aborted(self) -> None:
-        """Raise what the save is to fail with, if anything."""
+        """Raise the error that the save was aborted with, if any."""
         if self.abort_error is not None:
             raise self.abort_error
 
     def reset_for_restage(self) -> bool:
-        """Get ready to copy once more; return False if a caller may have changed the tensors by now."""
+        """Prepare to copy again; return False if a caller may have changed the tensors since."""
         with self._lock:
             if self._fenced or self.copied or self._mutations_allowed:
                 return False
@@ -68,32 +63,25 @@ class Consistency:
     # --- fences -----------------------------------------------------------------------------------
 
     def wait_until_issued(self, timeout: float | None) -> None:
-        """Block until all copies are enqueued.
-
-        Raises:
-            TimeoutError: they were not in time.
-        """
+        """Block until all copies are enqueued; raise TimeoutError if they are not in time."""
         while not self._fenced:
             if not self.issued.wait(timeout):
                 raise TimeoutError(f"the copies of {self._path} were not enqueued within {timeout} s; the save goes on")
             with self._lock:
-                self._fenced = self.issued.is_set()  # else they are made once more
+                self._fenced = self.issued.is_set()  # if not, the copies are being made again
 
     def allow_changes(self, tensors: Iterable[torch.Tensor] | None = None) -> None:
-        """Compare the version counters, and stop looking at what the caller, who comes behind the copies, changes.
+        """Compare the version counters, then ignore later changes by the caller, which are ordered behind the copies.
 
-        Args:
-            tensors: what that is. None: it can be anything, so that changes by others go unseen too.
-
-        Raises:
-            TornSnapshotError: a tensor was changed before.
+        ``tensors`` are those that the caller may change. None: any, so that changes by others go undetected too. Raise
+        TornSnapshotError if a tensor was changed before.
         """
         with self._lock:
             if self.copied:
                 return
-            self._compare()
+            self._compare_versions()
             if tensors is None or not any(stager.is_async for stager in self.stagers):
-                self._look()
+                self._compare_samples()
                 self._mutations_allowed = True
                 return
             memory = {_memory(part) for tensor in tensors for part in _parts(tensor)} - {None}
@@ -104,25 +92,24 @@ class Consistency:
                     return True  # it was pickled before any copy was issued
                 return (host_is_copied and tensor.device.type == "cpu") or _memory(tensor) in memory
 
-            self._look(is_safe)
+            self._compare_samples(is_safe)
             self._snapshot.ignore_changes(is_safe)
 
     # --- comparing --------------------------------------------------------------------------------
 
     def check_for_changes(self) -> None:
-        """Compare version counters, and samples of the bytes if there are any, when all is copied. Blocks.
+        """Compare the version counters and the samples, when all is copied. Blocks.
 
-        Raises:
-            TornSnapshotError: a tensor was changed in place since `save()`, or may have been.
+        Raise TornSnapshotError if a tensor was changed in place since `save()`, or may have been.
         """
         samples = samples_of(self._snapshot)
         self._wait_for_operators()
         with self._lock:
-            self._compare()
+            self._compare_versions()
             if samples is not None:
                 samples.compare(readable=self._snapshot.readable)
             self.copied = True
-        # What a fence has looked at is known when the caller's stream has come that far: nobody waits for it meanwhile.
+        # A comparison made at a fence has its result when the caller's stream has reached it: wait outside of the lock.
         changed = [] if samples is None else samples.changed()
         if changed:
             raise self._torn(changed, ", as their bytes show: by writes that no version counter shows")
@@ -139,12 +126,12 @@ class Consistency:
         if has_host_tensors and is_any_left and not (self._mutations_allowed or self._fenced):
             self.awaited.wait(_OPERATOR_S)
 
-    def _look(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
+    def _compare_samples(self, chosen: Callable[[torch.Tensor], bool] | None = None) -> None:
         samples = samples_of(self._snapshot)
         if samples is not None:
             samples.compare(chosen)
 
-    def _compare(self) -> None:
+    def _compare_versions(self) -> None:
         self.raise_if_aborted()
         if self.copied or self._mutations_allowed:
             return
@@ -168,7 +155,7 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     try:
         return [part.tensor for part in local_parts("", tensor)]
-    except ShardingError:  # such a one can't be saved either
+    except ShardingError:  # can't be saved either
         return []
 
 
@@ -176,5 +163,5 @@ def _memory(tensor: torch.Tensor) -> object:
     """Return the identity of a tensor's memory: tensors that share it share its version counter."""
     try:
         return tensor.untyped_storage()._cdata
-    except RuntimeError:  # it has none of its own, and what is saved of it is a copy
+    except RuntimeError:  # it has no memory of its own, and a copy is saved
         return None

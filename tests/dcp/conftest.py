@@ -1,4 +1,4 @@
-"""Worlds of ranks for the adapters, and torch's warning that there is none."""
+"""Process groups for the adapters, and torch's warning if there is none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["alone", "server", "world2", "world4"]
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """torch warns whoever loads or saves without a process group."""
+    """Torch warns about loads and saves without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield

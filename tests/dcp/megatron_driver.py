@@ -37,7 +37,7 @@ class Planner(DefaultSavePlanner):
 def plan_save(
     state: dict[str, Any], writer: FileSystemWriterAsync, how: str, kept: dict[str, Any]
 ) -> Callable[[], None]:
-    """Plan, and give what finalises."""
+    """Plan a save, and return the function that finalises it."""
     ranks = _DistWrapper(None, True, 0)
     planner = Planner()
     metadata = None
@@ -81,7 +81,7 @@ def plan_save(
 
 
 def write_alone(path: Path, state: dict[str, Any]) -> None:
-    """Save by one process without others."""
+    """Save in a single process."""
     writer = FileSystemWriterAsync(path)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
@@ -102,7 +102,7 @@ def write_alone(path: Path, state: dict[str, Any]) -> None:
 
 
 def keep_writing(inbox: Any, preloaded: Any, done: Any) -> None:
-    """Be the process that is kept for all saves."""
+    """Run as the persistent writing process."""
     while (request := inbox.get()) is not None:
         write, args, preload = request
         args[1] = preload()
@@ -116,7 +116,7 @@ def die(*_: Any) -> None:
 
 
 class Calls:
-    """A queue of saves that are written by processes."""
+    """A queue of saves that other processes write."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -173,7 +173,7 @@ def state_of(step: int, rank: int, mesh: Any) -> dict[str, Any]:
 
 
 def drive(rank: int, size: int, folder: Path, kind: str, how: str, options: dict[str, Any]) -> str:
-    """Save three times; give what became of it."""
+    """Save three times; return the outcomes."""
     warnings.simplefilter("ignore")
     calls, kept = Calls(kind), {}
     options = dict(options)

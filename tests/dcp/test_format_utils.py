@@ -32,7 +32,7 @@ def stock_load(path: Path) -> dict[str, Any]:
 
 
 def assert_sound(path: Path) -> None:
-    """Every record of the file matches the CRC that it carries."""
+    """Assert that every record of the file matches its CRC."""
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
         assert all(info.CRC for info in archive.infolist() if info.file_size)
@@ -313,7 +313,7 @@ async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
 
 
 def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
-    """Convert; give by how many bytes the largest memory of this process is above what it had before."""
+    """Convert; return by how many bytes the peak memory of this process has grown."""
     warnings.simplefilter("ignore")
     torch.save({"warm": torch.rand(9)}, folder / "warm.pt")
     ours.torch_save_to_dcp(folder / "warm.pt", folder / "warm")

@@ -18,7 +18,7 @@ from tests.states import assert_same
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
-    """Two ranks that start the processes that write."""
+    """Two ranks, each with writing processes of its own."""
     with World(2, store="file", may_start=True) as world:
         yield world
 

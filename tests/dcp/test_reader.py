@@ -42,7 +42,7 @@ def state_of(seed: int = 0) -> dict[str, Any]:
 
 
 def blank(value: Any) -> Any:
-    """The same structure, with other values."""
+    """Return the same structure with other values."""
     if isinstance(value, torch.Tensor):
         raw = torch.full((value.numel() * value.dtype.itemsize,), 1, dtype=torch.uint8)
         return raw.view(value.dtype).reshape(value.shape)
@@ -183,7 +183,7 @@ def test_damage_is_found_and_told(tmp_path: Path, shape: tuple[int, ...]) -> Non
 
 
 class Renaming(DefaultLoadPlanner):
-    """Loads under other names, by way of the metadata."""
+    """Loads under other names, through the metadata."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         metadata.state_dict_metadata = {f"new.{k}": v for k, v in metadata.state_dict_metadata.items()}
@@ -208,7 +208,7 @@ def test_a_planner_may_rename(tmp_path: Path) -> None:
 
 
 class Scratching(DefaultLoadPlanner):
-    """Gives one tensor again and again, and copies from it when it is told that it is filled."""
+    """Returns the same tensor every time, and copies from it when it is committed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def test_a_planner_may_do_something_with_each_tensor_when_it_is_complete(tmp_pat
 
 
 class Taking(DefaultLoadPlanner):
-    """Takes objects as they are stored."""
+    """Keeps the stored bytes of objects."""
 
     def __init__(self) -> None:
         super().__init__()

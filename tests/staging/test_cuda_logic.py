@@ -1,4 +1,4 @@
-"""The accelerator stager's logic, on host memory through the same interfaces: events are recorded and obeyed."""
+"""The accelerator stager's logic, on host memory through the same interfaces, with recorded events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FakeEvent:
 
 
 class FakeRuntime:
-    """A device whose stream is done at once, and which writes down what it was asked for."""
+    """A device whose stream completes at once, and which records the calls."""
 
     non_blocking = True
 
@@ -100,7 +100,7 @@ def _captured(state, runtime: FakeRuntime):
 
 
 async def _check_all(state, capture, plan, stager: AcceleratorStager, chunk_bytes: int) -> None:
-    """Stage a whole state and compare what comes with it; closes the stager."""
+    """Stage a whole state, compare the result with it, and close the stager."""
     pool = ChunkPool(chunk_bytes, 1)
     (image,) = plan.layout.images
     sealer = Sealer(image, plan.heads[0])
@@ -189,7 +189,7 @@ async def test_an_error_of_the_device_is_a_stage_error() -> None:
 
 
 async def test_a_device_without_memory_to_spare_is_copied_from_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither gathering nor making dense finds memory: small pieces go one by one, strided ones in parts."""
+    """Neither packing nor densifying finds memory: small pieces are copied one by one, strided ones in parts."""
     state = {
         **{f"small{i}": random_tensor(torch.int16, (i, 7), i) for i in range(1, 30)},
         "strided": random_tensor(torch.float64, (800, 300), 4)[::2, 5:77],
@@ -254,7 +254,7 @@ async def test_what_is_pickled_for_the_plan_is_read_when_it_is_ready(monkeypatch
 
 
 async def test_the_place_of_other_devices_pieces_is_left_alone() -> None:
-    """What is gathered is copied with the gaps in it, which must hold nothing but framing."""
+    """Packed pieces are copied with the gaps between them, which must hold only framing."""
     state = {f"w{i}": random_tensor(torch.int16, (i, 7), i) for i in range(1, 9)}
     runtime = FakeRuntime()
     capture, plan = _captured(state, runtime)

@@ -100,12 +100,7 @@ def _must_move_in(target: str, *, overwrite: bool) -> bool:
 
 
 def _move_in(inner: str, target: str) -> None:
-    """Move a complete checkpoint into a directory where other files are; what says that it is one comes last.
-
-    Raises:
-        CheckpointExistsError: files of another checkpoint have come to the directory meanwhile.
-        CommitError: with the cause chained.
-    """
+    """Move a complete checkpoint into a directory with other files, its `.metadata` last."""
     moved: list[str] = []
     try:
         names = {name: name for name in os.listdir(inner) if name != METADATA_NAME}
@@ -114,7 +109,7 @@ def _move_in(inner: str, target: str) -> None:
         sync_directory(target)
     except OSError as exc:
         for path in (*reversed(moved), inner):
-            with contextlib.suppress(OSError):  # what went wrong before is told
+            with contextlib.suppress(OSError):  # the error above is raised
                 remove(path)
         if isinstance(exc, FileExistsError):
             raise CheckpointExistsError(f"files of a checkpoint have appeared in {target} meanwhile") from exc

@@ -34,7 +34,7 @@ class Runtime(FakeRuntime):
 
 @pytest.fixture
 def through_chunks(monkeypatch: pytest.MonkeyPatch):
-    """Let host tensors be filled as those of an accelerator are: through chunks, by a placer."""
+    """Fill host tensors as if they were on an accelerator: through chunks, by a placer."""
     runtimes = [Runtime(), Runtime()]
     made: list[AcceleratorPlacer] = []
 

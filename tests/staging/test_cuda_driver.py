@@ -1,4 +1,4 @@
-"""What is asked of the CUDA driver, as one sees it that writes the calls down."""
+"""The calls of the CUDA driver API, against a driver that records them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiockpt.staging import cuda_driver
 
 
 class FakeDriver:
-    """A driver of one device; calls that are named in ``failing`` give an error."""
+    """A driver of one device; the calls named in ``failing`` return an error."""
 
     def __init__(self, *failing: str) -> None:
         self.failing = failing
