@@ -16,12 +16,12 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.checks import MAX_DIMS, check_paths
 from aiockpt.format.dict_keys import FACTORIES, decode_key
+from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.index import Index
 from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm
@@ -155,10 +155,8 @@ def _positions(path: list[Any]) -> list[int]:
 
 
 _MAX_BYTES = 1 << 60
-_DTYPES = {
-    name: value
-    for name, value in vars(torch).items()
-    if isinstance(value, torch.dtype) and str(value) == f"torch.{name}" and not name.startswith("q")
+_DTYPES = {  # without aliases and quantized ones
+    name: value for name, value in DTYPES.items() if str(value) == f"torch.{name}" and not name.startswith("q")
 }
 
 

@@ -20,9 +20,8 @@ _INT = rb"(?:K.|M..|J.{4})"
 # A function called with one tuple of a few numbers: torch.Size.
 _CALL = _REF + rb"(?:\)|" + _INT + rb"{1,3}[\x85-\x87]\x94|\(" + _INT + rb"{4,64}t\x94)\x85\x94R\x94"
 _ATOM = rb"(N|" + _INT + rb"|" + _CALL + rb"|" + _REF + rb")"
-# A new object and the beginning of its state.
-_PAIR_END = b"\x94\x86\x94"
-_HEAD = b")\x81\x94}\x94("
+_PAIR_END = b"\x94\x86\x94"  # what follows a text that is the second of a pair
+_HEAD = b")\x81\x94}\x94("  # a new object and the beginning of its state
 _FIELD = rb"(" + _REF + rb")" + _ATOM
 # A new object of two or three fields.
 _FLAT = rb"(" + _REF + rb")\)\x81(?:\x94}\x94|})\(" + _FIELD + _FIELD + rb"(?:" + _FIELD + rb")?ub"
@@ -31,7 +30,7 @@ _match_call = re.compile(_CALL, re.DOTALL).match
 _match_flat = re.compile(_FLAT, re.DOTALL).match
 
 _SHORTEST_CALL = 7
-_RUN_BYTES = 2048
+_RUN_BYTES = 2048  # the longest run
 _RUN_LENGTHS = 16
 _MEMOIZE = 0x94
 _BUILD = ord("b")
