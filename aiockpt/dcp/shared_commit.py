@@ -17,7 +17,7 @@ from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, Wri
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.local.belonging import data_files_of, remove
 from aiockpt.storage.local.commit import make_directories, move_in, sync_directory
-from aiockpt.storage.local.temp_names import shared_ticket
+from aiockpt.storage.local.temp_dir import shared_ticket
 from aiockpt.storage.syscalls import rename_noreplace
 
 if TYPE_CHECKING:

@@ -6,6 +6,6 @@ METADATA_NAME = ".metadata"  # the index of DCP's format; the last file to be wr
 MANIFEST_NAME = ".aiockpt.json"  # the manifest: everything that DCP's index has no room for
 SUFFIX = ".safetensors"  # of safetensors files
 INDEX_NAME = "model.safetensors.index.json"  # of a set of safetensors files
-HIDDEN = ".aiockpt-"  # prefix of temporary directories and their sidecar files; see `aiockpt.storage.local.temp_names`
+HIDDEN = ".aiockpt-"  # prefix of temporary directories and their sidecar files; see `aiockpt.storage.local.temp_dir`
 # A single-file checkpoint in its temporary directory; without its name and suffix it is not mistaken for complete.
 SINGLE_NAME = "single"

@@ -91,7 +91,7 @@ def test_what_retries_may_be_given_as() -> None:
     for wrong in (-1, 1.5, True, "often"):
         with pytest.raises(ValueError, match="retries is"):
             aiockpt.SyncCheckpointer(retries=wrong)
-    assert pickle.loads(pickle.dumps(LocalStorage(retries=mine)))._manner.repeater.retries == mine
+    assert pickle.loads(pickle.dumps(LocalStorage(retries=mine)))._policy.repeater.retries == mine
 
 
 def test_pauses_grow_to_the_longest() -> None:

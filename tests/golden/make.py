@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import aiockpt
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.local.temp_names import RECORD, REPLACED, this_process
+from aiockpt.storage.local.temp_dir import RECORD, REPLACED, this_process
 from aiockpt.testing import GatedStorage
 from tests.golden import stock
 from tests.golden.states import PLAIN_DTYPES, plain_values, ranks, tensors, training

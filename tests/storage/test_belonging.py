@@ -22,7 +22,7 @@ from aiockpt.storage.local import delete as deleting
 from aiockpt.storage.local.belonging import OtherThingsError, checkpoint_above, look_into, remove
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.local.temp_names import new_ticket
+from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.testing import GatedStorage
 from tests.stock import ALONE
 

@@ -18,10 +18,9 @@ from aiockpt.storage.base import Storage
 from aiockpt.storage.local import commit
 from aiockpt.storage.local import delete as deleting
 from aiockpt.storage.local.delete import delete
-from aiockpt.storage.local.dir_lock import Hold
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.local.temp_names import new_ticket
+from aiockpt.storage.local.temp_dir import Hold, new_ticket
 from aiockpt.testing import FaultyStorage, GatedStorage
 
 

@@ -18,16 +18,16 @@ import pytest
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import DeleteError, WriteError
-from aiockpt.storage.local import orphans, temp_names
-from aiockpt.storage.local import temp_dir as hidden_module
-from aiockpt.storage.local.dir_lock import hold, lock
+from aiockpt.storage.local import orphans, temp_dir
 from aiockpt.storage.local.orphans import HostFacts, classify, clean
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.local.temp_dir import make_hidden
-from aiockpt.storage.local.temp_names import (
+from aiockpt.storage.local.temp_dir import (
     Owner,
-    _start,
+    _start_ticks,
+    hold,
     is_running,
+    lock,
+    make_hidden,
     new_ticket,
     read_ticket,
     shared_ticket,
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(HERE is None, reason="this system doesn't tell p
 ANCIENT = 1_000_000_000.0  # long before any machine that this runs on was started
 HOLD_AND_WAIT = """
 import sys
-from aiockpt.storage.local.dir_lock import hold
+from aiockpt.storage.local.temp_dir import hold
 
 held = hold(sys.argv[1])
 print(flush=True)
@@ -85,7 +85,7 @@ def dead() -> Owner:
 def living():
     """One that is not."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        yield replace(HERE, pid=process.pid, start=_start(process.pid))
+        yield replace(HERE, pid=process.pid, start=_start_ticks(process.pid))
         process.kill()
 
 
@@ -124,14 +124,14 @@ def test_names_tell_who_made_them(tmp_path: Path) -> None:
     ticket = new_ticket()
     (tmp_path / f"{ticket}-part-123456-swept").touch()
     found = read_ticket(f"{ticket}-part-123456")
-    assert (found.base, found.word, found.owner) == (ticket, "-part-123456", HERE)
-    assert read_ticket(ticket).word == ""
+    assert (found.base, found.suffix, found.owner) == (ticket, "-part-123456", HERE)
+    assert read_ticket(ticket).suffix == ""
     assert ticket != new_ticket()
     shutil.rmtree(tmp_path)
 
 
 def test_processes_that_were_started_here_have_names_of_their_own() -> None:
-    code = "from aiockpt.storage.local.temp_names import this_process; print(this_process())"
+    code = "from aiockpt.storage.local.temp_dir import this_process; print(this_process())"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         there = process.communicate()[0].strip()
     owner = read_ticket(f".aiockpt-{there}.0123456789abcdef").owner
@@ -143,11 +143,11 @@ def test_processes_that_were_started_here_have_names_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("number", "space", "known"),
     [
-        ("0123456789abcdef0123456789abcdef", temp_names._FIRST_SPACE, True),
+        ("0123456789abcdef0123456789abcdef", temp_dir._FIRST_SPACE, True),
         ("0123456789abcdef0123456789abcdef", "pid:[4026532201]", False),
-        ("", temp_names._FIRST_SPACE, False),
-        ("uninitialized", temp_names._FIRST_SPACE, False),
-        (None, temp_names._FIRST_SPACE, False),
+        ("", temp_dir._FIRST_SPACE, False),
+        ("uninitialized", temp_dir._FIRST_SPACE, False),
+        (None, temp_dir._FIRST_SPACE, False),
     ],
 )
 def test_machines_that_can_be_told_from_others(
@@ -160,9 +160,9 @@ def test_machines_that_can_be_told_from_others(
             raise FileNotFoundError(errno.ENOENT, "No such file or directory")
         return number
 
-    monkeypatch.setattr(temp_names, "_contents", contents)
-    monkeypatch.setattr(temp_names.os, "readlink", lambda _path: space)
-    names = {temp_names._hash(temp_names._machine()) for _ in range(3)}
+    monkeypatch.setattr(temp_dir, "_text_of", contents)
+    monkeypatch.setattr(temp_dir.os, "readlink", lambda _path: space)
+    names = {temp_dir._hash(temp_dir._machine()) for _ in range(3)}
     assert len(names) == (1 if known else 3)
 
 
@@ -545,14 +545,14 @@ def test_giving_the_name_is_answered_with_an_error(
     done: bool, dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / name_of(dead))
-    real = hidden_module.rename_noreplace
+    real = temp_dir.rename_noreplace
 
     def rename(source: str, target: str) -> None:
         if done:
             real(source, target)
         raise InterruptedError(errno.EINTR, "Interrupted system call")
 
-    monkeypatch.setattr(hidden_module, "rename_noreplace", rename)
+    monkeypatch.setattr(temp_dir, "rename_noreplace", rename)
     if done:
         held = make_hidden(path)
         assert os.listdir(tmp_path) == [os.path.basename(path)]

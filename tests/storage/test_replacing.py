@@ -18,7 +18,7 @@ from aiockpt.errors import CheckpointExistsError, CheckpointNotFoundError, Commi
 from aiockpt.storage import syscalls
 from aiockpt.storage.local import commit, replacing
 from aiockpt.storage.local.orphans import clean
-from aiockpt.storage.local.temp_names import RECORD, REPLACED, Owner, this_process
+from aiockpt.storage.local.temp_dir import RECORD, REPLACED, Owner, this_process
 
 OLD, NEW = {"x": torch.zeros(1000)}, {"x": torch.ones(1000)}
 HERE = this_process()

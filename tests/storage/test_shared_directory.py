@@ -17,13 +17,11 @@ import torch
 import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, CorruptCheckpointError, UnsafeCheckpointError, WriteError
-from aiockpt.storage.local import commit, temp_names
-from aiockpt.storage.local import temp_dir as hidden_module
+from aiockpt.storage.local import commit, temp_dir
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.source import open_source
 from aiockpt.storage.local.storage import LocalStorage
-from aiockpt.storage.local.temp_dir import contents, make_hidden, sweep, write_word
-from aiockpt.storage.local.temp_names import new_ticket
+from aiockpt.storage.local.temp_dir import make_hidden, new_ticket, read_sidecar, sweep, write_sidecar
 
 NOBODY = 65534
 
@@ -54,7 +52,7 @@ def checkpoint(path: Path, data: bytes) -> Path:
 async def test_names_that_are_taken_are_not_used(workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c"
     numbers = iter(["1" * 16, "1" * 16, "2" * 16])
-    monkeypatch.setattr(temp_names.secrets, "token_hex", lambda _: next(numbers))
+    monkeypatch.setattr(temp_dir.secrets, "token_hex", lambda _: next(numbers))
     taken = tmp_path / LocalStorage().new_ticket(str(path))
     taken.mkdir()
     transaction = await LocalStorage().begin(str(path), overwrite=False, workers=workers)
@@ -171,21 +169,21 @@ async def test_files_that_are_there_are_not_used(workers, tmp_path: Path) -> Non
 
 def test_words_are_plain_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     word = str(tmp_path / "word")
-    assert contents(word) is None
-    write_word(word, b"said")
-    assert contents(word) == b"said"
+    assert read_sidecar(word) is None
+    write_sidecar(word, b"said")
+    assert read_sidecar(word) == b"said"
     os.symlink(word, tmp_path / "link")
     with pytest.raises(OSError, match="symbolic links"):
-        contents(str(tmp_path / "link"))
+        read_sidecar(str(tmp_path / "link"))
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="no regular file"):
-        contents(str(tmp_path / "pipe"))
+        read_sidecar(str(tmp_path / "pipe"))
     with pytest.raises(OSError, match="no regular file"):
-        contents(str(tmp_path))
+        read_sidecar(str(tmp_path))
     os.truncate(word, 1 << 40)
-    monkeypatch.setattr(hidden_module, "_WORD_BYTES", 1 << 16)
+    monkeypatch.setattr(temp_dir, "_SIDECAR_BYTES", 1 << 16)
     with pytest.raises(OSError, match="it has more than 65536 bytes"):
-        contents(word)
+        read_sidecar(word)
 
 
 # --- modes and other users ----------------------------------------------------------------------------
@@ -274,7 +272,7 @@ async def test_another_user_in_a_shared_directory(workers, sticky: Path) -> None
 def test_another_user_plants_leftovers(sticky: Path) -> None:
     """Neither what he has made, nor what his links lead to, is removed."""
     precious = checkpoint(sticky / "precious", b"precious")
-    gone = replace(temp_names.this_process(), pid=4_194_304, start=1)  # a number that no process has
+    gone = replace(temp_dir.this_process(), pid=4_194_304, start=1)  # a number that no process has
     names = [f".aiockpt-{gone}.{number:016x}" for number in range(3)]
 
     def plant() -> None:
@@ -357,11 +355,11 @@ def test_what_has_come_to_the_name_of_an_unfinished_checkpoint_is_not_swept(
 
     if moment == "before":
         swap()
-    monkeypatch.setattr(hidden_module.os, "rename", rename)
+    monkeypatch.setattr(temp_dir.os, "rename", rename)
     sweep(str(hidden), held.identity)
     assert (hidden / ".metadata").read_bytes() == b"theirs"
     assert sorted(os.listdir(tmp_path)) == sorted([hidden.name, "mine"])
-    monkeypatch.setattr(hidden_module.os, "rename", real)
+    monkeypatch.setattr(temp_dir.os, "rename", real)
     shutil.rmtree(hidden)
     (tmp_path / "mine").rename(hidden)
     sweep(str(hidden), held.identity)

@@ -109,7 +109,7 @@ def test_nothing_is_unpickled_before_its_digest_is_verified(tmp_path: Path) -> N
 
 @pytest.mark.asyncio
 async def test_a_sidecar_that_exists_already(workers, tmp_path: Path) -> None:
-    with pytest.raises(CommitError, match=r"can't leave a word .* File exists"):
+    with pytest.raises(CommitError, match=r"can't write a sidecar file .* File exists"):
         await commit(tmp_path, workers, lambda sidecar: sidecar.write_bytes(RIGHT), 1)
     assert not list(tmp_path.iterdir())
 

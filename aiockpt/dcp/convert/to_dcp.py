@@ -17,7 +17,7 @@ from aiockpt.errors import CheckpointExistsError, CommitError, LoadError
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.commit import move_in, sync_directory
-from aiockpt.storage.local.temp_names import new_ticket
+from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:

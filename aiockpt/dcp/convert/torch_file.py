@@ -19,7 +19,7 @@ from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.item.ziparchive import CRC, FramingError, data_offset, read_directory
 from aiockpt.storage.local.belonging import why_not_a_checkpoint
 from aiockpt.storage.local.commit import make_directories, sync_directory
-from aiockpt.storage.local.temp_names import new_ticket
+from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.syscalls import allocate, rename_noreplace
 
 if TYPE_CHECKING:

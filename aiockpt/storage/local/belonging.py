@@ -35,7 +35,7 @@ _RANK_METADATA = re.compile(r"__[0-9]+\.metadata")
 _SHARD_INDEX = ".safetensors.index.json"
 _STILL_OPEN = (".nfs*", ".fuse_hidden*")  # what NFS and FUSE keep of files that were removed while they are open
 _LEFT = (SINGLE_NAME, *_STILL_OPEN, ".__*_results.json", ".__*_results.json.new")  # the last ones are of Megatron
-_PROBE = "probe"  # see `hidden._is_own`
+_PROBE = "probe"  # see `temp_dir._is_own`
 
 _ATTEMPTS = 100
 _SHOWN = 5

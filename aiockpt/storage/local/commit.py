@@ -26,7 +26,7 @@ from aiockpt.storage.local.replacing import (
     undo_replacement,
 )
 from aiockpt.storage.local.retries import AMBIGUOUS, NotSyncedError, fault_of, sync_fd
-from aiockpt.storage.local.temp_names import REPLACED
+from aiockpt.storage.local.temp_dir import REPLACED
 from aiockpt.storage.syscalls import UnsupportedError, identity, rename_exchange, rename_noreplace
 
 if TYPE_CHECKING:

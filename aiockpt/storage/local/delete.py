@@ -15,9 +15,8 @@ from aiockpt.storage.local.belonging import (
     why_not_of_contents,
 )
 from aiockpt.storage.local.commit import remove_own, sync_directory
-from aiockpt.storage.local.dir_lock import hold
 from aiockpt.storage.local.replacing import complete, explained, remove_record, stand_in
-from aiockpt.storage.local.temp_names import REPLACED
+from aiockpt.storage.local.temp_dir import REPLACED, hold
 from aiockpt.storage.syscalls import identity, rename_noreplace
 
 if TYPE_CHECKING:

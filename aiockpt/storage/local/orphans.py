@@ -1,7 +1,7 @@
 """What killed processes have left: hidden directories of saves and deletions that were never finished.
 
 One is removed when its owner is proven to be gone, and nobody else holds it: the writer process of a trainer that was
-killed, and the other ranks of a save, hold what they work at with a lock (see `aiockpt.storage.local.dir_lock`). The
+killed, and the other ranks of a save, hold what they work at with a lock (see `aiockpt.storage.local.temp_dir`). The
 owner is
 
 - of this kernel and namespace: then it is not among the processes, or its number belongs to a later one;
@@ -28,9 +28,8 @@ from typing import Literal
 from aiockpt.errors import printable_key
 from aiockpt.storage.local.belonging import OtherThingsError, look_into, remove, several
 from aiockpt.storage.local.commit import remove_own
-from aiockpt.storage.local.dir_lock import lock
 from aiockpt.storage.local.replacing import complete, is_between, recorded_name
-from aiockpt.storage.local.temp_names import (
+from aiockpt.storage.local.temp_dir import (
     RECORD,
     REPLACED,
     SWEPT,
@@ -38,6 +37,7 @@ from aiockpt.storage.local.temp_names import (
     Ticket,
     booted_s,
     is_running,
+    lock,
     read_ticket,
     this_process,
 )
@@ -188,7 +188,7 @@ class _Cleaning:
                 groups[ticket.base].append(ticket)
         for base, tickets in sorted(groups.items()):
             try:
-                self._clean(base, sorted(tickets, key=lambda ticket: ticket.word))
+                self._clean(base, sorted(tickets, key=lambda ticket: ticket.suffix))
             except _InUseError as exc:
                 self._later = True
                 logger.debug("%s stays: %s", printable_key(self._path(base)), exc)
@@ -203,7 +203,7 @@ class _Cleaning:
         owner = tickets[0].owner
         if self._is_running(owner):
             return
-        names = [base + ticket.word for ticket in tickets]
+        names = [base + ticket.suffix for ticket in tickets]
         if is_between(self._path(base)) and not self._settle(base, owner):
             return
         for name in names:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from aiockpt.errors import CheckpointExistsError
 from aiockpt.format.names import METADATA_NAME, SINGLE_NAME, SUFFIX
 from aiockpt.storage.local.belonging import remove
-from aiockpt.storage.local.temp_names import RECORD, REPLACED, read_ticket
+from aiockpt.storage.local.temp_dir import RECORD, REPLACED, read_ticket
 from aiockpt.storage.syscalls import UnsupportedError, identity, is_overlay, rename_exchange, rename_noreplace
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def stand_in(path: str) -> str | None:
     found = []
     for entry in entries:
         ticket = read_ticket(entry)
-        if ticket is None or ticket.word != RECORD:
+        if ticket is None or ticket.suffix != RECORD:
             continue
         hidden = os.path.join(folder, ticket.base)
         with contextlib.suppress(OSError):  # it was completed meanwhile

@@ -1,8 +1,8 @@
 """Checkpoints in a directory of a local or mounted file system.
 
-The files go to a hidden directory beside the final one; each is synced, then the directory, then it is
-renamed to its final name, then the parent directory is synced. So the final name shows a complete and
-durable checkpoint or nothing. A checkpoint that is one file is written there as well, and renamed alone.
+The files are written to a temporary directory beside the final one. Each is synced, then the directory; then it is
+renamed to its final name, and the parent directory is synced. So the final name shows a complete and durable
+checkpoint, or nothing. A checkpoint of one file is written to such a directory too, and renamed alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from aiockpt.storage.base import Identity, SharedStorage, SharedTransaction, Sou
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.commit import check_free, make_parents
 from aiockpt.storage.local.delete import delete
-from aiockpt.storage.local.dir_lock import hold_if_there
 from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.replacing import ask_file_system
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
 from aiockpt.storage.local.source import open_source
-from aiockpt.storage.local.temp_dir import make_hidden
-from aiockpt.storage.local.temp_names import new_ticket
+from aiockpt.storage.local.temp_dir import hold_if_there, make_hidden, new_ticket
 from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, WithinTransaction, WritePolicy
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.local.dir_lock import Hold
+    from aiockpt.storage.local.temp_dir import Hold
 
 _ATTEMPTS = 100
 
@@ -38,7 +36,7 @@ logger = logging.getLogger("aiockpt")
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of what a user has named, in which ``~`` is a home directory."""
+    """Return the absolute path of a user's path, in which ``~`` is the home directory."""
     return os.path.abspath(os.path.expanduser(path))
 
 
@@ -48,30 +46,30 @@ class LocalStorage(SharedStorage):
     Args:
         direct_io: write large files past the page cache, where the file system allows it.
         fsync: make files and directories durable. Without it a crash of the machine may lose a checkpoint
-            that was announced as written.
-        retries: how often to try again what may pass by itself; `aiockpt.storage.local.retries` lists it. A number is
-            that of attempts after the first; None is 0.
+            that was reported as written.
+        retries: how often to retry transient errors, which `aiockpt.storage.local.retries` lists. A number is that of
+            the attempts after the first one; None is 0.
     """
 
     def __init__(
         self, *, direct_io: bool = True, fsync: bool = True, retries: Retries | int | None = DEFAULT_RETRIES
     ) -> None:
         repeater = Repeater(check_retries(retries))
-        self._manner = WritePolicy(direct_io, fsync, repeater, OrphanCleaner(fsync=fsync))
-        self._buffers: deque[memoryview] = deque()
-        self._settled: set[str] = set()
+        self._policy = WritePolicy(direct_io, fsync, repeater, OrphanCleaner(fsync=fsync))
+        self._buffers: deque[memoryview] = deque()  # for direct reads, shared by all sources
+        self._settled: set[str] = set()  # directories that are known to be durable
 
     def __repr__(self) -> str:
-        return f"LocalStorage(direct_io={self._manner.direct_io}, fsync={self._manner.fsync})"
+        return f"LocalStorage(direct_io={self._policy.direct_io}, fsync={self._policy.fsync})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        manner = self._manner
+        policy = self._policy
         return partial(
-            LocalStorage, direct_io=manner.direct_io, fsync=manner.fsync, retries=manner.repeater.retries
+            LocalStorage, direct_io=policy.direct_io, fsync=policy.fsync, retries=policy.repeater.retries
         ), ()
 
     def resolve(self, path: str) -> str:
-        """Give the absolute path."""
+        """Return the absolute path."""
         if "://" in path:
             raise AiockptError(f"{path} is a URL; this version keeps checkpoints in directories, so give a path")
         if not path:
@@ -79,7 +77,7 @@ class LocalStorage(SharedStorage):
         return absolute(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:
-        """Look whether the path is free, or holds what may be overwritten."""
+        """Refuse a path that is taken, unless it holds a checkpoint that may be overwritten."""
         try:
             check_free(self.resolve(path), overwrite=overwrite)
         except OSError as exc:
@@ -88,31 +86,31 @@ class LocalStorage(SharedStorage):
             raise WriteError(f"can't look at {path}: {exc}") from exc
 
     def new_ticket(self, path: str) -> str:
-        """Choose a name for the hidden directory."""
+        """Choose a name for the temporary directory."""
         return new_ticket()
 
     async def begin(
         self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
     ) -> SharedTransaction:
-        """Make the hidden directory that the files go to, when what killed processes have left beside it is removed."""
+        """Remove orphans beside the path, then make the temporary directory."""
         path = self.resolve(path)
-        again = self._manner.repeater.run
-        await workers.run(self._manner.leftovers.look, os.path.dirname(path))  # its space, or its name, may be needed
+        again = self._policy.repeater.run
+        await workers.run(self._policy.orphans.look, os.path.dirname(path))  # their space, or their name, may be needed
         await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
         make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
         hidden, held = await again(f"make the directory for {path}", make)
         return LocalTransaction(
-            self._manner, path, hidden, overwrite=overwrite, workers=workers, held=held, own=held.identity
+            self._policy, path, hidden, overwrite=overwrite, workers=workers, held=held, own=held.identity
         )
 
     def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
         try:
-            make_parents(path, self._manner.fsync, self._settled)
+            make_parents(path, self._policy.fsync, self._settled)
             for attempt in range(_ATTEMPTS):
                 hidden = _beside(path, ticket or self.new_ticket(path))
                 try:
                     held = make_hidden(hidden)
-                except FileExistsError:  # never use what somebody else has made
+                except FileExistsError:  # never use what another process has made
                     if ticket is not None or attempt == _ATTEMPTS - 1:
                         raise
                 else:
@@ -126,7 +124,7 @@ class LocalStorage(SharedStorage):
         raise AssertionError("the last attempt returns or raises")
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
-        """Write to the hidden directory that another process has made."""
+        """Write to the temporary directory that another process has made."""
         path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
@@ -136,50 +134,50 @@ class LocalStorage(SharedStorage):
                 "save to one file system that every host has mounted"
             )
         return JoinedTransaction(
-            self._manner, path, hidden, overwrite=False, workers=workers, held=held, own=held.identity
+            self._policy, path, hidden, overwrite=False, workers=workers, held=held, own=held.identity
         )
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
     ) -> SharedTransaction:
-        """Go on with the hidden directory that another process has made."""
+        """Take over the temporary directory that another process has made."""
         path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
         return LocalTransaction(
-            self._manner, path, hidden, overwrite=overwrite, workers=workers, held=held, own=identity
+            self._policy, path, hidden, overwrite=overwrite, workers=workers, held=held, own=identity
         )
 
     def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
-        """Write files into a directory that is there, for who publishes it by other means."""
+        """Add files to an existing directory, which the caller publishes by other means."""
         path = self.resolve(path)
-        return WithinTransaction(self._manner, path, path, overwrite=False, workers=workers, held=None, own=None)
+        return WithinTransaction(self._policy, path, path, overwrite=False, workers=workers, held=None, own=None)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
-        """Give a checkpoint a hidden name, durably, and remove it."""
+        """Rename a checkpoint to a temporary name, durably, and remove it."""
         path = self.resolve(path)
-        hidden, manner = _beside(path, self.new_ticket(path)), self._manner
-        await workers.run(delete, path, hidden, manner.fsync, manner.leftovers.add)
+        hidden, policy = _beside(path, self.new_ticket(path)), self._policy
+        await workers.run(delete, path, hidden, policy.fsync, policy.orphans.add)
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
-        """Remove what killed processes have left in a directory."""
+        """Remove the orphans in a directory."""
         directory = self.resolve(directory)
         try:
-            fsync = self._manner.fsync
+            fsync = self._policy.fsync
             removed, _ = await workers.run(clean, directory, fsync=fsync, older_than_s=older_than_s)
         except OSError as exc:
             raise DeleteError(f"can't look for what killed processes have left in {directory}: {exc}") from exc
         return removed
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        """Look at a checkpoint's directory."""
+        """Open a checkpoint: its directory, and its files if they are few."""
         return await workers.run(
-            open_source, self.resolve(path), direct_io=self._manner.direct_io, buffers=self._buffers
+            open_source, self.resolve(path), direct_io=self._policy.direct_io, buffers=self._buffers
         )
 
 
 def _ask(hidden: str, path: str, held: Hold) -> None:
-    """Ask the file system, before anything is written, whether what is at a path can be replaced there."""
+    """Find out, before anything is written, whether the file system can replace what is at a path."""
     try:
         if os.path.lexists(path):
             ask_file_system(hidden, path)
@@ -193,18 +191,14 @@ def _ask(hidden: str, path: str, held: Hold) -> None:
 
 
 def _beside(path: str, ticket: str) -> str:
-    """Give the hidden directory of a ticket.
-
-    Raises:
-        WriteError: it is no name of one.
-    """
+    """Return the temporary directory of a ticket; WriteError if it is no ticket."""
     if os.path.basename(ticket) != ticket or not ticket.startswith("."):
         raise WriteError(f"{ticket!r} is no ticket of an unfinished checkpoint")
     return os.path.join(os.path.dirname(path), ticket)
 
 
 def _hold(hidden: str, path: str) -> Hold | None:
-    """Hold a hidden directory that another process has made; None if it is not there."""
+    """Hold a temporary directory that another process has made; None if it is not there."""
     try:
         return hold_if_there(hidden)
     except OSError as exc:

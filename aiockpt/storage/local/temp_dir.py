@@ -1,63 +1,289 @@
-"""The hidden directory that a checkpoint is written to, and the words beside it. All functions block."""
+r"""The temporary directory that a checkpoint is written to: its name, its lock, and the sidecar files beside it.
+
+A name is `.aiockpt-MACHINE BOOT SPACE.PID.START.RANDOM`, the first three being hashes of ten letters each without a gap
+between them, and maybe a suffix: `-part-3` for a sidecar file, `-swept` for a directory that is being removed. The name
+encodes the owner process, so that orphans can be recognised. RANDOM has 64 bits, so that nobody can guess it.
+
+The name of the checkpoint is no part of it: a program that looks for checkpoints with `step-(\d+)` would take a killed
+save for a complete one. For the same reason the hashes have no vowels and no digits, so that they spell no word by
+chance, and no number follows a hyphen.
+
+The processes of a save hold a shared flock on the directory; an orphan is removed under an exclusive one. All functions
+block.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
+import logging
 import os
+import re
+import secrets
+import socket
 import stat
-from typing import TYPE_CHECKING, Literal
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
 
+from aiockpt.format.names import HIDDEN
 from aiockpt.storage.local.belonging import remove
-from aiockpt.storage.local.dir_lock import hold
-from aiockpt.storage.local.replacing import complete, is_between
-from aiockpt.storage.local.temp_names import SWEPT, new_ticket, read_ticket, this_process
 from aiockpt.storage.syscalls import identity, rename_noreplace
 
-if TYPE_CHECKING:
-    from aiockpt.storage.local.dir_lock import Hold
+_LETTERS = "bcdfghjklmnpqrstvwxz"
+_HASH_LETTERS = 10
+_FIRST_SPACE = "pid:[4026531836]"  # of the processes that are in no container; see PROC_PID_INIT_INO in the kernel
+_OWNED = re.compile(
+    r"(?P<base>\.aiockpt-(?P<machine>[a-z]{10})(?P<boot>[a-z]{10})(?P<space>[a-z]{10})"
+    r"\.(?P<pid>[0-9]{1,7})\.(?P<start>[0-9]{1,20})\.[0-9a-f]{16})(?P<suffix>(?:-[a-z0-9]+)*)"
+)
+# Names made on systems that don't identify processes, and by the adapters for DCP.
+_UNOWNED = re.compile(
+    r"(?P<base>\.aiockpt-(?:x\.[0-9]{1,7}\.[0-9a-f]{16}|dcp(?:-[a-z]{20})?))(?P<suffix>(?:-[a-z0-9]+)*)"
+)
+SWEPT = "-swept"  # suffix of a directory that is being removed
+REPLACED = "-replaced"  # suffix of what the directory's contents are about to replace; see `replacing`
+RECORD = "-replaces"  # suffix of a file with the name of the checkpoint that they replace
 
-_ATTEMPTS = 100
-_WORD_BYTES = 1 << 28  # the longest says where each of some million items is
-
-# What is made follows the umask, but is never for everybody to write to.
+# What is made follows the umask, but is never writable for everybody.
 _DIRECTORY_MODE = 0o775
 _FILE_MODE = 0o664
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NAME_ATTEMPTS = 100
+_SIDECAR_BYTES = 1 << 28  # the longest one lists the places of some million items
+
+LockResult = Literal["held", "refused", "unsupported"]
+# EBADF: for directories on NFS; EACCES and EPERM: where a filter of system calls refuses flock.
+_LOCK_UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.EACCES, errno.EPERM})
+_LOCK_PASSING = frozenset({errno.ENOLCK, errno.EINTR})
+_LOCK_ATTEMPTS = 4
+_LOCK_PAUSE_S = 0.01
+
+logger = logging.getLogger("aiockpt")
+
+
+# --- names --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process, distinguished from all others that exist or have existed."""
+
+    machine: str  # a hash of the machine's id and host name; unique where these prove nothing
+    boot: str  # a hash of the id of this run of its kernel
+    space: str  # a hash of that and of the process's namespace, within which its number counts
+    pid: int  # its number there
+    start: int  # when it was started, in ticks since the kernel was
+
+    def __str__(self) -> str:
+        return f"{self.machine}{self.boot}{self.space}.{self.pid}.{self.start}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A temporary name, taken apart."""
+
+    base: str  # the name of the directory
+    suffix: str  # empty for the directory itself
+    owner: Owner | None  # None if it is not known
+
+
+def new_ticket() -> str:
+    """Choose a temporary name."""
+    return f"{HIDDEN}{this_process() or f'x.{os.getpid()}'}.{secrets.token_hex(8)}"
+
+
+def shared_ticket(name: str) -> str:
+    """Return the temporary name that all ranks of an adapter for DCP use for a checkpoint of this name."""
+    return f"{HIDDEN}dcp-{_hash(name, 2 * _HASH_LETTERS)}"
+
+
+def read_ticket(name: str) -> Ticket | None:
+    """Take a name apart; None if it is no temporary one."""
+    found = _OWNED.fullmatch(name)
+    if found is not None:
+        owner = Owner(found["machine"], found["boot"], found["space"], int(found["pid"]), int(found["start"]))
+        return Ticket(found["base"], found["suffix"], owner)
+    found = _UNOWNED.fullmatch(name)
+    return None if found is None else Ticket(found["base"], found["suffix"], None)
+
+
+def this_process() -> Owner | None:
+    """Return what identifies this process; None where the system doesn't say."""
+    return _process(os.getpid())
+
+
+@cache
+def _process(pid: int) -> Owner | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        boot = _text_of("/proc/sys/kernel/random/boot_id")
+        space = os.stat("/proc/self/ns/pid").st_ino
+        start = _start_ticks(pid)
+        if os.readlink("/proc/self") != str(pid) or start is None:  # /proc is of another namespace
+            return None
+    except OSError:
+        return None
+    return Owner(_hash(_machine()), _hash(boot), _hash(f"{boot} {space}"), pid, start)
+
+
+def is_running(owner: Owner) -> bool:
+    """Return whether a process of this namespace still exists; True where that can't be found out."""
+    try:
+        os.kill(owner.pid, 0)
+        return _start_ticks(owner.pid) == owner.start
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user, or not shown
+        return True
+
+
+def booted_s() -> float | None:
+    """Return when the kernel was started, in seconds as in `time.time`."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return None if clock is None else time.time() - time.clock_gettime(clock)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process was started; None for a zombie."""
+    state, *fields = _text_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def _machine() -> str:
+    """Return the machine's id and host name: copies of a machine share the id.
+
+    Containers may share both with others: they get a random number, as does a machine without an id.
+    """
+    try:
+        number = _text_of("/etc/machine-id")
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        number = space = ""
+    if number in ("", "uninitialized") or space != _FIRST_SPACE:
+        return secrets.token_hex(8)
+    return f"{number} {socket.gethostname()}"
+
+
+def _text_of(path: str) -> str:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read().strip()
+
+
+def _hash(text: str, length: int = _HASH_LETTERS) -> str:
+    number = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest(), "big")
+    letters = []
+    for _ in range(length):
+        number, letter = divmod(number, len(_LETTERS))
+        letters.append(_LETTERS[letter])
+    return "".join(letters)
+
+
+# --- locks --------------------------------------------------------------------------------------------
+
+
+class Hold:
+    """An open directory with a shared flock, where the file system has locks: it is no orphan.
+
+    `release` is idempotent; the lock ends with the process at the latest.
+    """
+
+    def __init__(self, fd: int) -> None:
+        found = os.fstat(fd)
+        self.fd = fd
+        self.identity = (found.st_dev, found.st_ino)  # distinguishes the directory, whatever its name
+        self.release = weakref.finalize(self, _unlock, fd, os.getpid())
+        self.release.atexit = False
+
+
+def hold(path: str) -> Hold:
+    """Hold a directory; FileNotFoundError if it is not there, or is just being removed."""
+    fd = os.open(path, _DIRECTORY_FLAGS)
+    try:
+        refused = lock(fd, fcntl.LOCK_SH) == "refused"
+        if refused or not os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+            raise FileNotFoundError(errno.ENOENT, "it is being removed", path)
+        return Hold(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def hold_if_there(path: str) -> Hold | None:
+    """Hold a directory; None if it is not there."""
+    try:
+        return hold(path)
+    except FileNotFoundError:
+        return None
+
+
+def lock(fd: int, kind: int) -> LockResult:
+    """Lock a directory without waiting for others, shared or exclusively; OSError if the outcome is unknown."""
+    for attempt in range(1, _LOCK_ATTEMPTS + 1):
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return "refused"
+        except OSError as exc:
+            if exc.errno in _LOCK_UNSUPPORTED:
+                return "unsupported"
+            if exc.errno not in _LOCK_PASSING or (attempt == _LOCK_ATTEMPTS and exc.errno != errno.ENOLCK):
+                raise
+            if attempt == _LOCK_ATTEMPTS:
+                logger.info("the file system gives no lock, so it counts as one without locks: %s", exc)
+                return "unsupported"
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return "held"
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _unlock(fd: int, pid: int) -> None:
+    """Unlock and close; only in the process that has locked, since its forks share the lock."""
+    if os.getpid() != pid:
+        return
+    with contextlib.suppress(OSError):  # there was no lock
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing would leave it to a process that was forked meanwhile
+    os.close(fd)
+
+
+# --- making and removing ------------------------------------------------------------------------------
 
 
 def make_hidden(hidden: str) -> Hold:
-    """Make a hidden directory and hold it; nothing that is there already is used.
-
-    Raises:
-        FileExistsError: the name is taken.
-        OSError: it can't be made, or somebody has put another one in its place.
-    """
+    """Make a temporary directory and hold it; FileExistsError if the name is taken."""
     ticket = read_ticket(os.path.basename(hidden))
     if ticket is None or ticket.owner is None or ticket.owner == this_process():
         return _make(hidden)
-    # Who has chosen the name may be dead: nobody must see it under that before it is held.
+    # The name's owner may be dead: lock the directory before it becomes visible under that name.
     return _make_elsewhere(hidden)
 
 
 def _make_elsewhere(hidden: str) -> Hold:
-    """Make a directory under a name of this process, and give it the other one when it is held."""
+    """Make a directory under a name of this process, and rename it when it is held."""
     folder = os.path.dirname(hidden)
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_NAME_ATTEMPTS):
         own = os.path.join(folder, new_ticket())
         try:
             held = _make(own)
             break
         except FileExistsError:
-            if attempt == _ATTEMPTS - 1:
+            if attempt == _NAME_ATTEMPTS - 1:
                 raise
     with contextlib.ExitStack() as undo:
-        undo.callback(_discard, own)
+        undo.callback(_remove_empty, own)
         undo.callback(held.release)
         try:
             rename_noreplace(own, hidden)
         except OSError as exc:
             exc.filename = hidden
-            if identity(hidden) != held.identity:  # else it is done, whatever was answered
+            if identity(hidden) != held.identity:  # else it is done, though the answer is an error
                 raise
         undo.pop_all()
     return held
@@ -66,10 +292,10 @@ def _make_elsewhere(hidden: str) -> Hold:
 def _make(path: str) -> Hold:
     os.mkdir(path, _DIRECTORY_MODE)
     with contextlib.ExitStack() as undo:
-        undo.callback(_discard, path)
+        undo.callback(_remove_empty, path)
         try:
             held = hold(path)
-        except FileNotFoundError as exc:  # who cleans up has been faster: another name is as good
+        except FileNotFoundError as exc:  # a cleaner has been faster: another name is as good
             raise FileExistsError(errno.EEXIST, "somebody removes it already", path) from exc
         undo.callback(held.release)
         if not _is_own(held.fd):
@@ -78,17 +304,17 @@ def _make(path: str) -> Hold:
     return held
 
 
-def _discard(path: str) -> None:
+def _remove_empty(path: str) -> None:
     with contextlib.suppress(OSError):  # the first error counts
         os.rmdir(path)
 
 
 def _is_own(directory: int) -> bool:
-    """Tell whether a directory belongs to who this process is, as the file system sees it."""
+    """Return whether a directory belongs to the user of this process, as the file system sees it."""
     owner = os.fstat(directory).st_uid
     if owner == os.geteuid():
         return True
-    probe = "probe"  # mounts may give all that is made to one user, so that what is made here tells
+    probe = "probe"  # a mount may map all users to one: compare with the owner of what is made here
     os.mkdir(probe, 0o700, dir_fd=directory)
     try:
         return os.stat(probe, dir_fd=directory, follow_symlinks=False).st_uid == owner
@@ -96,18 +322,43 @@ def _is_own(directory: int) -> bool:
         os.rmdir(probe, dir_fd=directory)
 
 
+def sweep(hidden: str, own: tuple[int, int] | None = None) -> None:
+    """Remove the directory of a save whose owner seems to be dead, if it still has this identity; None: any.
+
+    It is renamed first: if the owner lives after all, it either publishes the whole of it, or finds it gone.
+    """
+    if own is not None and identity(hidden) != own:
+        return
+    swept = f"{hidden}{SWEPT}"
+    try:
+        os.rename(hidden, swept)
+    except FileNotFoundError:  # it was published, or another process was faster
+        return
+    found = identity(swept)
+    if own is None or found == own:
+        remove(swept)
+    elif found is not None:
+        rename_noreplace(swept, hidden)
+
+
+# --- contents, and sidecar files ----------------------------------------------------------------------
+
+
 def sizes_in(path: str) -> dict[str, int]:
-    """Give the size in bytes of each file in a directory."""
+    """Return the size in bytes of each file in a directory."""
     with os.scandir(path) as entries:
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
 
 
-def contents(path: str) -> bytes | None:
-    """Give the contents of a small file; None if it is not there.
+def write_sidecar(path: str, data: bytes) -> None:
+    """Write a sidecar file; it is a message between running processes, so it need not be durable."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE)
+    with open(fd, "wb") as file:
+        file.write(data)
 
-    Raises:
-        OSError: it is a link, no file at all, or larger than anything that belongs there.
-    """
+
+def read_sidecar(path: str) -> bytes | None:
+    """Return the contents of a sidecar file; None if it is not there, OSError if it can't be one."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -117,52 +368,6 @@ def contents(path: str) -> bytes | None:
         os.close(fd)
         raise OSError(errno.EINVAL, "it is no regular file", path)
     with open(fd, "rb") as file:
-        if found.st_size > _WORD_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {_WORD_BYTES} bytes", path)
+        if found.st_size > _SIDECAR_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_SIDECAR_BYTES} bytes", path)
         return file.read(found.st_size)
-
-
-def fate_of(hidden: str, path: str, own: tuple[int, int] | None) -> Literal["open", "published", "gone"]:
-    """Tell what has become of a hidden directory; None as its identity if that was never known.
-
-    A replacement that was interrupted between its two renames is completed.
-    """
-    if is_between(hidden):
-        complete(hidden, path, lambda: None)  # `LocalTransaction.tidy` syncs
-    found = identity(hidden)
-    if own is None:
-        return "gone" if found is None else "open"
-    if found == own:
-        return "open"
-    return "published" if identity(path) == own else "gone"
-
-
-def write_word(path: str, data: bytes) -> None:
-    """Write a small file that only takes part in an agreement of running processes: it need not be durable."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE)
-    with open(fd, "wb") as file:
-        file.write(data)
-
-
-def sweep(hidden: str, own: tuple[int, int] | None = None) -> None:
-    """Remove an unfinished checkpoint whose owner is gone, as far as can be told.
-
-    It gets another name first: should its owner live after all, then either it publishes the whole of it, or it
-    finds that it is gone.
-
-    Args:
-        hidden: the hidden directory.
-        own: its identity: a directory that has come to its name stays; None: whatever it is.
-    """
-    if own is not None and identity(hidden) != own:
-        return
-    swept = f"{hidden}{SWEPT}"
-    try:
-        os.rename(hidden, swept)
-    except FileNotFoundError:  # it was published, or somebody else was faster
-        return
-    found = identity(swept)
-    if own is None or found == own:
-        remove(swept)
-    elif found is not None:
-        rename_noreplace(swept, hidden)

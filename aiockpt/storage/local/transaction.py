@@ -1,4 +1,4 @@
-"""Transactions of local and mounted file systems: what is begun, joined, or added to a directory that is there."""
+"""Transactions of local and mounted file systems: begun or taken over, joined, or adding files to a directory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from aiockpt.storage.local.commit import (
     remove_own,
     sync_directory,
 )
-from aiockpt.storage.local.replacing import is_between, remove_record
+from aiockpt.storage.local.replacing import complete, is_between, remove_record
 from aiockpt.storage.local.sink import LocalSink
-from aiockpt.storage.local.temp_dir import contents, fate_of, sizes_in, sweep, write_word
-from aiockpt.storage.local.temp_names import REPLACED
+from aiockpt.storage.local.temp_dir import REPLACED, read_sidecar, sizes_in, sweep, write_sidecar
+from aiockpt.storage.syscalls import identity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.local.dir_lock import Hold
     from aiockpt.storage.local.orphans import OrphanCleaner
     from aiockpt.storage.local.retries import Repeater
+    from aiockpt.storage.local.temp_dir import Hold
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,37 +37,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WritePolicy:
-    """How a storage writes.
+    """How a storage writes."""
 
-    Attributes:
-        direct_io: past the page cache, where the file system allows it.
-        fsync: durably.
-        repeater: tries again what may pass.
-        leftovers: takes note of what could not be removed.
-    """
-
-    direct_io: bool
+    direct_io: bool  # past the page cache, where the file system allows it
     fsync: bool
-    repeater: Repeater = field(repr=False)
-    leftovers: OrphanCleaner = field(repr=False)
+    repeater: Repeater = field(repr=False)  # retries transient errors
+    orphans: OrphanCleaner = field(repr=False)  # takes note of what could not be removed
 
 
 class LocalTransaction(SharedTransaction):
-    """What this process has begun, or has taken over.
-
-    Args:
-        manner: how to write.
-        path: the final name.
-        hidden: the hidden directory.
-        overwrite: replace what is at ``path``.
-        workers: for blocking work.
-        held: keeps others from removing the hidden directory; None if it is not there, or not theirs to remove.
-        own: the identity of the hidden directory; None if it is not known.
-    """
+    """A checkpoint that this process has begun or taken over."""
 
     def __init__(
         self,
-        manner: WritePolicy,
+        policy: WritePolicy,
         path: str,
         hidden: str,
         *,
@@ -76,49 +59,49 @@ class LocalTransaction(SharedTransaction):
         held: Hold | None,
         own: Identity | None,
     ) -> None:
-        self._manner = manner
-        self._path = path
-        self._hidden = hidden
+        self._policy = policy
+        self._path = path  # the final name
+        self._hidden = hidden  # the temporary directory
         self._overwrite = overwrite
         self._workers = workers
-        self._single = ""
+        self._single = ""  # the name of the one file that is the checkpoint; empty if the directory is
         self._sinks: list[LocalSink] = []
         self._over = False
         self._revoked = False
-        self._held = held
-        self._identity = own
+        self._held = held  # keeps others from removing the directory; None if it is not there or not theirs to remove
+        self._identity = own  # of the temporary directory; None if it is not known
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
-        """See `Transaction.create`."""
+        """Create a file in the temporary directory."""
         if not name:
             self._single = SINGLE_NAME
         path = os.path.join(self._hidden, name or self._single)
         final = os.path.join(self._path, name) if name else self._path
-        manner = self._manner
-        sink = LocalSink(path, final, nbytes, fsync=manner.fsync, workers=self._workers, repeater=manner.repeater)
+        policy = self._policy
+        sink = LocalSink(path, final, nbytes, fsync=policy.fsync, workers=self._workers, repeater=policy.repeater)
         self._sinks.append(sink)
-        await sink.open(direct=manner.direct_io)
+        await sink.open(direct=policy.direct_io)
         return sink
 
     async def commit(self) -> None:
-        """See `Transaction.commit`."""
+        """Publish the checkpoint."""
+        policy = self._policy
+        publication = Publication(
+            self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
+        )
         try:
-            manner = self._manner
-            publication = Publication(
-                self._hidden, self._path, self._single, self._overwrite, manner.fsync, self._identity, self._check
-            )
-            await publish_repeatedly(publication, manner.repeater, self._workers)
+            await publish_repeatedly(publication, policy.repeater, self._workers)
         except CommitUncertainError as exc:
-            self._over = True  # what is in the hidden directory may be the only good checkpoint
+            self._over = True  # the temporary directory may hold the only good checkpoint
             await self.release()
             raise CommitError(str(exc)) from exc.__cause__
         if publication.rest is not None:
-            manner.leftovers.add(*publication.rest)
+            policy.orphans.add(*publication.rest)
         self._over = True
         await self.release()
 
     def revoke(self) -> None:
-        """See `Transaction.revoke`."""
+        """Make a commit fail that has not renamed yet."""
         self._revoked = True
 
     def _check(self) -> None:
@@ -126,15 +109,15 @@ class LocalTransaction(SharedTransaction):
             raise CommitError(f"{self._path} was given up before it was published")
 
     async def abort(self) -> None:
-        """See `Transaction.abort`."""
+        """Remove the temporary directory."""
         if self._over:
             return
         self._over = True
         for sink in self._sinks:
             await sink.close()
-        leftovers = self._manner.leftovers
-        leftovers.look_again(os.path.dirname(self._hidden))
-        if is_between(self._hidden):  # a commit that hangs: the only good checkpoint may be here
+        orphans = self._policy.orphans
+        orphans.look_again(os.path.dirname(self._hidden))
+        if is_between(self._hidden):  # a commit hangs between its two renames: the only good checkpoint may be here
             await self.release()
             raise WriteError(f"{self._path} is just being replaced, so what was written stays in {self._hidden}")
         try:
@@ -143,7 +126,7 @@ class LocalTransaction(SharedTransaction):
         except OtherThingsError as exc:
             raise WriteError(f"can't remove the unfinished checkpoint {self._hidden}: {exc}; see what that is") from exc
         except OSError as exc:
-            leftovers.add(self._hidden, self._identity)
+            orphans.add(self._hidden, self._identity)
             raise WriteError(
                 f"can't remove the unfinished checkpoint {self._hidden}: {exc}; the next save beside it tries again"
             ) from exc
@@ -151,22 +134,22 @@ class LocalTransaction(SharedTransaction):
             await self.release()
 
     async def release(self) -> None:
-        """See `SharedTransaction.release`."""
+        """Release the lock on the temporary directory."""
         if self._held is not None:
             await self._workers.run(self._held.release)
 
     async def _again(self, verb: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do what may be done several times, until it succeeds."""
+        """Run an idempotent function in a thread, and retry transient errors."""
         step = partial(self._workers.run, function, *args, **kwargs)
-        return await self._manner.repeater.run(f"{verb} what was written for {self._path}", step)
+        return await self._policy.repeater.run(f"{verb} what was written for {self._path}", step)
 
     @property
     def ticket(self) -> str:
-        """See `SharedTransaction.ticket`."""
+        """The name of the temporary directory."""
         return os.path.basename(self._hidden)
 
     async def sizes(self) -> Mapping[str, int]:
-        """See `SharedTransaction.sizes`."""
+        """Return the sizes of the files in the temporary directory."""
         try:
             return await self._again("look at", sizes_in, self._hidden)
         except OSError as exc:
@@ -174,29 +157,29 @@ class LocalTransaction(SharedTransaction):
 
     @property
     def identity(self) -> Identity | None:
-        """See `SharedTransaction.identity`."""
+        """Device and inode of the temporary directory."""
         return self._identity
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        """See `SharedTransaction.put_sidecar`."""
+        """Write a sidecar file beside the temporary directory."""
         try:
-            await self._workers.run(write_word, f"{self._hidden}-{name}", data)
+            await self._workers.run(write_sidecar, f"{self._hidden}-{name}", data)
         except OSError as exc:
-            raise WriteError(f"can't leave a word beside {self._path}: {exc}") from exc
+            raise WriteError(f"can't write a sidecar file beside {self._path}: {exc}") from exc
 
     async def get_sidecar(self, name: str) -> bytes | None:
-        """See `SharedTransaction.get_sidecar`."""
+        """Read a sidecar file."""
         try:
-            return await self._again("read", contents, f"{self._hidden}-{name}")
+            return await self._again("read", read_sidecar, f"{self._hidden}-{name}")
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
     async def delete_sidecar(self, name: str) -> None:
-        """See `SharedTransaction.delete_sidecar`."""
+        """Remove a sidecar file."""
         await self._remove(f"{self._hidden}-{name}")
 
     async def delete_file(self, name: str) -> None:
-        """See `SharedTransaction.delete_file`."""
+        """Remove a file from the temporary directory."""
         await self._remove(os.path.join(self._hidden, name))
 
     async def _remove(self, path: str) -> None:
@@ -206,18 +189,18 @@ class LocalTransaction(SharedTransaction):
             raise WriteError(f"can't remove {path}: {exc}; remove it by hand") from exc
 
     async def status(self) -> Status:
-        """See `SharedTransaction.status`."""
+        """Find out what has become of the temporary directory."""
         try:
-            return await self._again("look for", fate_of, self._hidden, self._path, self._identity)
+            return await self._again("look for", _status_of, self._hidden, self._path, self._identity)
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
 
     async def finalize(self) -> None:
-        """See `SharedTransaction.finalize`."""
+        """Sync the parent directory, and remove what was replaced."""
         self._over = True
         try:
-            if await self._workers.run(fate_of, self._hidden, self._path, self._identity) == "published":
-                if self._manner.fsync:
+            if await self._workers.run(_status_of, self._hidden, self._path, self._identity) == "published":
+                if self._policy.fsync:
                     await self._workers.run(sync_directory, os.path.dirname(self._path))
                 await self._workers.run(remove, self._hidden)  # what it replaced, where names were exchanged
                 await self._workers.run(remove_record, self._hidden)
@@ -229,24 +212,24 @@ class LocalTransaction(SharedTransaction):
 
 
 class JoinedTransaction(LocalTransaction):
-    """A part in what another process has begun, and commits or aborts."""
+    """Files of this process in a checkpoint that another process commits or aborts."""
 
     async def commit(self) -> None:
-        """See `Transaction.commit`."""
-        if self._manner.fsync:
+        """Sync the directory; its owner publishes it."""
+        if self._policy.fsync:
             try:
                 await self._workers.run(sync_directory, self._hidden)
             except OSError as exc:
                 raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
 
     async def abort(self) -> None:
-        """See `Transaction.abort`."""
+        """Close the files of this process."""
         for sink in self._sinks:
             await sink.close()
         await self.release()
 
     async def discard_all(self) -> None:
-        """See `SharedTransaction.discard_all`."""
+        """Remove the temporary directory, whose owner is dead."""
         await self.abort()
         try:
             await self._workers.run(sweep, self._hidden, self._identity)
@@ -257,13 +240,25 @@ class JoinedTransaction(LocalTransaction):
 
 
 class WithinTransaction(JoinedTransaction):
-    """Files in a directory that belongs to somebody else: the own ones alone are removed."""
+    """Files in an existing directory: an abort removes them alone."""
 
     async def abort(self) -> None:
-        """See `Transaction.abort`."""
+        """Close and remove the files of this process."""
         await super().abort()
         for sink in self._sinks:
             try:
                 await self._workers.run(remove, sink.path)
             except OSError as exc:
                 raise WriteError(f"can't remove the unfinished file {sink.path}: {exc}; remove it by hand") from exc
+
+
+def _status_of(hidden: str, path: str, own: Identity | None) -> Status:
+    """Return the status of a transaction; completes a replacement that was interrupted between its two renames."""
+    if is_between(hidden):
+        complete(hidden, path, lambda: None)  # `LocalTransaction.finalize` syncs
+    found = identity(hidden)
+    if own is None:
+        return "gone" if found is None else "open"
+    if found == own:
+        return "open"
+    return "published" if identity(path) == own else "gone"
