@@ -219,7 +219,8 @@ class ItemParser:
             template, crc_at = known
             if template.crc is None:
                 return template
-            return template._replace(crc=CRC.unpack_from(item, crc_at)[0])
+            crc = CRC.unpack_from(item, crc_at)[0]
+            return TensorItem(*template[:6], crc, template.conj, template.neg)  # _replace() takes twice as long
 
         def fetch(offset: int, size: int) -> bytes:
             return bytes(item[offset : offset + size])
