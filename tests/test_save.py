@@ -653,7 +653,7 @@ async def test_a_pool_that_can_not_grow_ahead_harms_nothing(tmp_path: Path, monk
         def fail(self: ChunkPool, count: int):
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr(ChunkPool, "fresh", fail)
+        monkeypatch.setattr(ChunkPool, "lease_new", fail)
         await ckpt.save(large_state(2), tmp_path / "2")
         await ckpt.save(large_state(3), tmp_path / "3")
         assert_same(large_state(3), await ckpt.load(tmp_path / "3"))
