@@ -82,7 +82,7 @@ def runtime_of(device: torch.device) -> Runtime:
     """Return the runtime of a device, with a new staging stream."""
     if device.type == "cuda":
         return CudaRuntime(device)
-    return StreamRuntime(device) if _has_streams(device.type) else PlainRuntime(device)
+    return _StreamRuntime(device) if _has_streams(device.type) else _PlainRuntime()
 
 
 def ready_event(device: torch.device) -> torch.Event | None:
@@ -167,7 +167,7 @@ class CudaRuntime:
         give_stream_back(self._stream)
 
 
-class StreamRuntime:
+class _StreamRuntime:
     """A device of another kind with streams and events, through ``torch.accelerator``."""
 
     non_blocking = True
@@ -177,90 +177,76 @@ class StreamRuntime:
         self._stream = torch.Stream(device)
 
     def enter(self) -> None:
-        """Make the device current in this thread."""
         torch.accelerator.set_device_index(self._device.index or 0)
 
     def stream(self) -> AbstractContextManager[object]:
-        """Make the staging stream current in this thread for good: the thread belongs to staging."""
+        # For good: the thread belongs to staging.
         torch.accelerator.set_stream(self._stream)
         return contextlib.nullcontext()
 
     def wait_for(self, event: torch.Event) -> None:
-        """Make the staging stream wait for an event."""
         self._stream.wait_event(event)
 
     def record(self) -> torch.Event:
-        """Record an event in the staging stream."""
         return _event(self._device, self._stream)
 
     def record_current(self) -> torch.Event:
-        """Record an event in this thread's current stream of the device."""
         return _event(self._device, torch.accelerator.current_stream(self._device))
 
     def order_behind(self, event: torch.Event) -> None:
-        """Make this thread's current stream of the device wait for an event."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
     def sleep_until(self, event: torch.Event) -> None:
-        """Block until an event is reached."""
         self.enter()
         event.synchronize()
 
-    def pin(self, address: int, nbytes: int) -> bool:
-        """Do nothing: there is no portable way to register memory."""
+    def pin(self, address: int, nbytes: int) -> bool:  # there is no portable way to register memory
         return False
 
     def unpin(self, address: int) -> None:
-        """Do nothing."""
+        pass
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
-class PlainRuntime:
+class _PlainRuntime:
     """A device without streams: copies block, in order with its other work."""
 
     non_blocking = False
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
     def enter(self) -> None:
-        """Do nothing: the tensors of a copy determine its device."""
+        pass  # the tensors of a copy determine its device
 
     def stream(self) -> AbstractContextManager[object]:
-        """Do nothing: there is one stream."""
         return contextlib.nullcontext()
 
     def wait_for(self, event: torch.Event) -> None:
-        """Do nothing: the device works in order."""
+        pass  # the device works in order
 
     def record(self) -> torch.Event:
-        """Return an event that was reached: copies block."""
         return _PAST
 
     def record_current(self) -> torch.Event:
-        """Return an event that was reached: the device works in order."""
         return _PAST
 
     def order_behind(self, event: torch.Event) -> None:
-        """Do nothing: copies block."""
+        pass  # copies block
 
     def sleep_until(self, event: torch.Event) -> None:
-        """Do nothing: copies block."""
+        pass  # copies block
 
-    def pin(self, address: int, nbytes: int) -> bool:
-        """Do nothing: there is no portable way to register memory."""
+    def pin(self, address: int, nbytes: int) -> bool:  # there is no portable way to register memory
         return False
 
     def unpin(self, address: int) -> None:
-        """Do nothing."""
+        pass
 
     def close(self) -> None:
-        """Do nothing."""
+        pass
 
 
-_PAST = cast("torch.Event", object())
+_PAST = cast("torch.Event", object())  # stands for an event that was reached
 _thread = threading.local()
 
 
