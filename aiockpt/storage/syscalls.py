@@ -1,4 +1,4 @@
-"""System calls that Python's `os` lacks: atomic renames and preallocation. Linux; elsewhere they say so."""
+"""System calls that Python's `os` lacks: atomic renames, preallocation, page cache. They need Linux."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _call(name: str, *args: Any) -> None:
 def rename_noreplace(source: str, target: str) -> None:
     """Rename, failing with FileExistsError if ``target`` exists; see renameat2(2).
 
-    After InterruptedError it may be done all the same, so that is for the caller to look at.
+    After InterruptedError it may have happened all the same: the caller has to find out.
     """
     try:
         _call("renameat2", _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(_NOREPLACE))
@@ -60,12 +60,12 @@ def _rename_in_steps(source: str, target: str) -> None:
         return
     try:
         os.unlink(source)
-    except OSError as exc:  # it has its new name, and that counts
+    except OSError as exc:  # the new name counts
         logger.info("%s has got the name %s, and keeps its old one as well: %s", source, target, exc)
 
 
 def _link(source: str, target: str) -> bool:
-    """Give a file a second name; tell whether the file system has such."""
+    """Make a hard link; return False if the file system has none."""
     try:
         os.link(source, target)
     except OSError as exc:
@@ -76,7 +76,7 @@ def _link(source: str, target: str) -> bool:
 
 
 def identity(path: str) -> tuple[int, int] | None:
-    """Return what tells a directory from all others, whatever it is called; None if there is none."""
+    """Return device and inode of a file or directory; None if there is none."""
     try:
         found = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -85,19 +85,19 @@ def identity(path: str) -> tuple[int, int] | None:
 
 
 def rename_exchange(one: str, other: str) -> None:
-    """Let two paths change places atomically; see renameat2(2).
+    """Swap two paths atomically; see renameat2(2).
 
-    It is never repeated: the second time would undo the first.
+    Never retry it: a second exchange would undo the first.
 
     Raises:
         UnsupportedError: the file system can't.
-        InterruptedError: it may be done, or not.
+        InterruptedError: it may have happened, or not.
     """
     _call("renameat2", _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE))
 
 
 def is_overlay(device: int) -> bool:
-    """Return whether a device is an overlay file system, as containers have it; see proc_pid_mountinfo(5)."""
+    """Return whether a device is an overlay file system, as in containers; see proc_pid_mountinfo(5)."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
@@ -117,7 +117,7 @@ def allocate(fd: int, nbytes: int) -> None:
     while True:
         try:
             return _call("fallocate", fd, keep_size, ctypes.c_longlong(0), ctypes.c_longlong(nbytes))
-        except InterruptedError:  # harmless to do again
+        except InterruptedError:  # idempotent
             continue
         except UnsupportedError:
             return None
@@ -127,7 +127,7 @@ def cached_pages(fd: int, offset: int, nbytes: int) -> int:
     """Count the pages of a range of a file that are in the page cache, without any I/O; see cachestat(2).
 
     Raises:
-        UnsupportedError: the kernel is older than Linux 6.5, or doesn't tell who may not write to the file.
+        UnsupportedError: the kernel is older than Linux 6.5, or answers only users who may write to the file.
     """
     if sys.platform != "linux":
         raise UnsupportedError(errno.ENOSYS, "cachestat is not available here")

@@ -71,7 +71,7 @@ def kind_of(call: FileCall) -> str:
     return re.sub(r"\d+", "N", parts[-1]) if parts[-1].startswith((".", "_", "model", "optim")) else "single file"
 
 
-def summary(root: Path, name: str, scenario: Scenario | None = None) -> list[FileCall]:
+def survey(root: Path, name: str, scenario: Scenario | None = None) -> list[FileCall]:
     """Run a scenario untouched, and check what comes of it; give its calls.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Deleting a checkpoint, so that at no moment a part of one is under its name. All functions block."""
+"""Deletion of a checkpoint: renamed first, so that its path never shows a part of one. All functions block."""
 
 from __future__ import annotations
 
@@ -30,16 +30,8 @@ def delete(
 ) -> None:
     """Remove a checkpoint; of a link, the link alone.
 
-    Args:
-        path: where it is.
-        hidden: a name beside it; should this process be killed, the rest is recognised by that.
-        fsync: let it be gone durably before its files are.
-        note: is told the name and the identity of what is deleted but can't be removed now, for another attempt.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        DeleteError: it is no checkpoint, holds other things, or can't be removed; the message says what is left, the
-            cause is chained.
+    It is renamed to ``hidden``, a temporary name beside it, by which an orphan is recognised, and that is made durable
+    before its files are removed. ``note`` is called with the name and the identity of what can't be removed now.
     """
     try:
         if not os.path.lexists(path):
@@ -57,7 +49,7 @@ def delete(
 
 
 def _recover(path: str, fsync: bool) -> None:
-    """Give what belongs at a path its name, if it was being replaced when a process was killed; so nothing stays."""
+    """Complete a replacement that was interrupted by a kill, so that both checkpoints are removed."""
     hidden = stand_in(path)
     if hidden is None:
         raise FileNotFoundError(path)
@@ -75,7 +67,7 @@ def _refuse(path: str, found: str | None) -> None:
 def _delete_directory(path: str, hidden: str, fsync: bool, note: Callable[[str, Identity | None], object]) -> None:
     held = hold(path)
     try:
-        _refuse(path, why_not_of_contents(held.fd))  # of the one that is held, whatever comes to its place
+        _refuse(path, why_not_of_contents(held.fd))  # of the directory that is held, whatever takes its path
         _delete_held(path, hidden, fsync, note, held.identity, held.fd)
     finally:
         held.release()
@@ -89,19 +81,10 @@ def _delete_held(
     own: Identity | None,
     directory: int | None = None,
 ) -> None:
-    """Delete what was looked at, and nothing else.
-
-    Args:
-        path: see `delete`.
-        hidden: see `delete`.
-        fsync: see `delete`.
-        note: see `delete`.
-        own: the identity of what was looked at.
-        directory: it, if it is one, open.
-    """
+    """Delete what was checked, known by its identity and by its open descriptor if it is a directory."""
     _move(path, hidden, own)
     found = None if directory is None else why_not_of_contents(directory)
-    if found is not None:  # somebody has put a file there at the last moment
+    if found is not None:  # a file was added at the last moment
         _move_back(path, hidden, f"{path} {found}")
     if fsync:
         _make_durable(path, hidden)
@@ -114,7 +97,7 @@ def _delete_held(
 
 
 def _move(path: str, hidden: str, own: Identity | None) -> None:
-    """Rename what was looked at, and nothing else."""
+    """Rename what was checked, and nothing else."""
     try:
         rename_noreplace(path, hidden)
     except OSError:
@@ -125,7 +108,7 @@ def _move(path: str, hidden: str, own: Identity | None) -> None:
 
 
 def _move_back(path: str, hidden: str, reason: str) -> None:
-    """Give a name back, and raise why."""
+    """Undo the rename, and raise DeleteError with the reason."""
     try:
         rename_noreplace(hidden, path)
     except OSError as worse:

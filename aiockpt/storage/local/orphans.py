@@ -1,15 +1,14 @@
-"""What killed processes have left: hidden directories of saves and deletions that were never finished.
+"""Orphan collection: temporary directories of saves and deletions whose process was killed.
 
-One is removed when its owner is proven to be gone, and nobody else holds it: the writer process of a trainer that was
-killed, and the other ranks of a save, hold what they work at with a lock (see `aiockpt.storage.local.temp_dir`). The
-owner is
+An orphan is removed when its owner is proven to be dead, and no other process holds it: the writer process of a killed
+trainer, and the other ranks of a save, hold a shared flock (see `aiockpt.storage.local.temp_dir`). The owner is dead if
 
-- of this kernel and namespace: then it is not among the processes, or its number belongs to a later one;
-- of this machine, but of an earlier run of its kernel: then nothing was changed since that ended.
+- it is of this kernel and namespace, and its pid does not exist or belongs to a later process;
+- it is of an earlier boot of this machine, and nothing was changed since that boot ended.
 
-What others have left can't be judged from here, and stays until somebody says how old is old enough: other machines,
-and other containers of this one, for locks may count within one mount only. Without locks that is so for processes of
-this namespace as well, whose writer processes may live. All functions block.
+Orphans of other machines and of other containers can't be classified here, since locks may count within one mount only.
+They stay until the caller says how old is old enough. Without locks that holds for this namespace too, since the writer
+process of a dead owner may live. All functions block.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from aiockpt.storage.local.temp_dir import (
     this_process,
 )
 
-Verdict = Literal["dead", "rebooted", "old", "running", "unknown"]
-"""Of a leftover: its owner is dead, or was when the machine was started, or it is as old as was asked for; or it must
-stay: its owner lives, or is not known here."""
+OrphanStatus = Literal["dead", "rebooted", "old", "running", "unknown"]
+"""To be removed: the owner is dead, or is of an earlier boot, or the orphan is as old as was asked for. To be kept: the
+owner is running, or is not known here."""
 
 _QUIET_S = 60.0
 
@@ -52,39 +51,25 @@ logger = logging.getLogger("aiockpt")
 
 
 class _InUseError(Exception):
-    """Somebody is at it."""
+    """Another process holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What leftovers are judged by.
+    """The facts by which orphans are classified."""
 
-    Attributes:
-        here: this process; None if that is not known.
-        now_s: the time, in seconds as in `time.time`.
-        booted_s: when this machine was started; None if that is not known.
-        older_than_s: from what age on others' leftovers are removed as well, in seconds; None: never.
-    """
-
-    here: Owner | None
-    now_s: float
-    booted_s: float | None = None
-    older_than_s: float | None = None
+    here: Owner | None  # this process; None if that is not known
+    now_s: float  # as in `time.time`
+    booted_s: float | None = None  # when this machine was started; None if that is not known
+    older_than_s: float | None = None  # the age from which on unknown owners' orphans are removed too; None: never
 
     def is_old(self, changed_s: float) -> bool:
-        """Tell whether what was changed then is as old as was asked for."""
+        """Return whether the last change is as old as was asked for."""
         return self.older_than_s is not None and changed_s < self.now_s - self.older_than_s
 
 
-def classify(owner: Owner | None, changed_s: float, running: bool, by: HostFacts) -> Verdict:
-    """Decide what becomes of a leftover that nobody holds.
-
-    Args:
-        owner: who has made it; None if that is not known.
-        changed_s: when anything in it was changed last.
-        running: whether the owner is among the processes here.
-        by: what else counts.
-    """
+def classify(owner: Owner | None, changed_s: float, running: bool, by: HostFacts) -> OrphanStatus:
+    """Classify an unlocked orphan by its owner and its last change."""
     quiet = changed_s < by.now_s - _QUIET_S
     if owner is not None and by.here is not None:
         if owner.space == by.here.space:
@@ -96,27 +81,23 @@ def classify(owner: Owner | None, changed_s: float, running: bool, by: HostFacts
 
 
 class OrphanCleaner:
-    """Keeps the directories of one storage free of leftovers.
-
-    Args:
-        fsync: make durable what has replaced a leftover, before that is removed.
-    """
+    """Removes the orphans in the directories that one storage saves to, once for each directory."""
 
     def __init__(self, *, fsync: bool) -> None:
-        self._fsync = fsync
+        self._fsync = fsync  # make a checkpoint durable before the one that it replaced is removed
         self._looked: set[str] = set()
-        self._own: dict[str, tuple[int, int] | None] = {}
+        self._own: dict[str, tuple[int, int] | None] = {}  # what this process could not remove, with its identity
 
     def add(self, hidden: str, identity: tuple[int, int] | None) -> None:
-        """Note what this process could not remove, for another attempt."""
+        """Note a directory that this process could not remove, for another attempt."""
         self._own[hidden] = identity
 
     def look_again(self, directory: str) -> None:
-        """Let the next look be a real one."""
+        """Make the next `look` at a directory list it again."""
         self._looked.discard(directory)
 
     def look(self, directory: str) -> None:
-        """Remove what is proven to be left, if that was not looked for yet; failures are logged."""
+        """Remove proven orphans, if the directory was not cleaned yet; failures are logged."""
         for hidden, identity in list(self._own.items()):
             if os.path.dirname(hidden) == directory:
                 self._try_again(hidden, identity)
@@ -137,7 +118,7 @@ class OrphanCleaner:
         try:
             remove_own(hidden, identity)
         except OSError as exc:
-            if isinstance(exc, OtherThingsError):  # for somebody to look at, once
+            if isinstance(exc, OtherThingsError):  # a user has to look at it; reported once
                 self._own.pop(hidden, None)
             logger.warning("can't remove the unfinished checkpoint %s: %s", printable_key(hidden), exc)
         else:
@@ -145,18 +126,9 @@ class OrphanCleaner:
 
 
 def clean(directory: str, *, fsync: bool, older_than_s: float | None = None) -> tuple[list[str], bool]:
-    """Remove what killed processes have left in a directory.
+    """Remove the orphans in a directory; log what can't be removed.
 
-    Args:
-        directory: where checkpoints are kept.
-        fsync: make durable what has replaced a leftover, before that is removed.
-        older_than_s: see `HostFacts`.
-
-    Returns:
-        The paths that were removed, and whether a later look may find more. What can't be removed is logged.
-
-    Raises:
-        OSError: the directory can't be read.
+    Returns the paths that were removed, and whether a later attempt may remove more.
     """
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -170,7 +142,7 @@ def clean(directory: str, *, fsync: bool, older_than_s: float | None = None) -> 
 
 
 class _Cleaning:
-    """One look at a directory. All names are looked up in the open directory, and links are never followed."""
+    """One pass over a directory. All names are looked up in the open directory, and links are never followed."""
 
     def __init__(self, fd: int, directory: str, by: HostFacts, *, fsync: bool) -> None:
         self._fd = fd
@@ -199,7 +171,7 @@ class _Cleaning:
         return [self._path(name) for name in self._removed], self._later
 
     def _clean(self, base: str, tickets: list[Ticket]) -> None:
-        """Remove the directories of a ticket, and then the words beside them, which nobody needs without these."""
+        """Remove the directories of a ticket, then their sidecar files, which are useless without them."""
         owner = tickets[0].owner
         if self._is_running(owner):
             return
@@ -208,7 +180,7 @@ class _Cleaning:
             return
         for name in names:
             if stat.S_ISDIR(self._mode(name)):
-                with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                with contextlib.suppress(FileNotFoundError):  # another process was faster
                     self._clean_directory(name, owner)
         if any(stat.S_ISDIR(self._mode(name)) for name in (base, base + SWEPT, base + REPLACED)):
             return
@@ -219,9 +191,10 @@ class _Cleaning:
                     self._clean_file(name, owner, replaced=name in (base, base + REPLACED))
 
     def _settle(self, base: str, owner: Owner | None) -> bool:
-        """Complete a replacement that was interrupted; return whether what it has set aside may be removed.
+        """Complete an interrupted replacement; return whether what it has set aside may be removed.
 
-        Whoever's it is: a path without its checkpoint serves nobody. Only its owner may be about to do it.
+        The owner does not matter, since a path without its checkpoint is of no use; but a live owner may be about to do
+        the same, so a recent one is left to it.
         """
         fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
         try:
@@ -232,7 +205,7 @@ class _Cleaning:
             if classify(owner, record.st_mtime, False, self._by) == "unknown" and not is_quiet:
                 return False
             if lock(fd, fcntl.LOCK_EX) == "refused":
-                raise _InUseError("somebody else works at it")
+                raise _InUseError("another process works at it")
             path = self._path(recorded_name(self._path(base)))
             if not complete(self._path(base), path, self._sync):
                 raise OSError(
@@ -256,28 +229,29 @@ class _Cleaning:
         try:
             if not self._is_own(name, os.fstat(fd)):
                 return
-            if self._verdict(name, owner, _changed_s(fd)) == "unknown":  # not even locked: it may just be begun
+            # An unknown one is not even locked: it may have just been made.
+            if self._status(name, owner, _changed_s(fd)) == "unknown":
                 return
             locked = lock(fd, fcntl.LOCK_EX)
             if locked == "refused":
-                raise _InUseError("somebody else works at it, or removes it")
+                raise _InUseError("another process works at it, or removes it")
             changed_s = _changed_s(fd)
-            verdict = self._verdict(name, owner, changed_s)
-            # Without locks nobody knows whether a dead trainer's writer process lives.
-            unsure = verdict == "dead" and locked == "unsupported" and not self._by.is_old(changed_s)
-            if verdict == "unknown" or unsure:
+            status = self._status(name, owner, changed_s)
+            # Without locks it is not known whether the writer process of a dead trainer lives.
+            unsure = status == "dead" and locked == "unsupported" and not self._by.is_old(changed_s)
+            if status == "unknown" or unsure:
                 return
             others = look_into(fd, unfinished=True).others
             if others:
                 raise OSError(errno.ENOTEMPTY, f"it holds other things than a checkpoint ({several(others)})", name)
-            self._sync()  # whatever has replaced it
+            self._sync()  # it may have been replaced: make that durable first
             self._take(name, os.fstat(fd))
             self._removed.append(name)
         finally:
             os.close(fd)
 
     def _take(self, name: str, own: os.stat_result) -> None:
-        """Remove a directory under another name: should it be in use after all, its owner finds it gone, or whole."""
+        """Rename a directory, then remove it: if it is in use after all, its owner finds it gone, or whole."""
         swept = name if name.endswith(SWEPT) else name + SWEPT
         if swept != name:
             os.rename(name, swept, src_dir_fd=self._fd, dst_dir_fd=self._fd)
@@ -289,18 +263,18 @@ class _Cleaning:
 
     def _clean_file(self, name: str, owner: Owner | None, *, replaced: bool) -> None:
         found = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-        if not self._is_own(name, found) or self._verdict(name, owner, found.st_mtime) == "unknown":
+        if not self._is_own(name, found) or self._status(name, owner, found.st_mtime) == "unknown":
             return
         if self._fsync and replaced:  # a file or a link, which something has replaced
             os.fsync(self._fd)
         os.unlink(name, dir_fd=self._fd)
         self._removed.append(name)
 
-    def _verdict(self, name: str, owner: Owner | None, changed_s: float) -> Verdict:
-        verdict = classify(owner, changed_s, False, self._by)
-        if verdict == "unknown":
+    def _status(self, name: str, owner: Owner | None, changed_s: float) -> OrphanStatus:
+        status = classify(owner, changed_s, False, self._by)
+        if status == "unknown":
             logger.debug("%s stays: it is not known here whether its owner lives", printable_key(self._path(name)))
-        return verdict
+        return status
 
     def _is_own(self, name: str, found: os.stat_result) -> bool:
         if found.st_uid == os.geteuid():
@@ -309,7 +283,7 @@ class _Cleaning:
         return False
 
     def _mode(self, name: str) -> int:
-        """Give what is called so; 0 for nothing."""
+        """Return the mode of what has this name; 0 for nothing."""
         try:
             return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode
         except FileNotFoundError:
