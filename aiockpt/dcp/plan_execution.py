@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from aiockpt.engine.facade import EngineAccess
     from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.options import LoadOptions
+    from aiockpt.reading.decoded import DecodedSource
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.storage.base import Source
 
 _WINDOW_BYTES = 128 << 20
 """At most so much is read ahead of the planner."""
@@ -73,7 +73,7 @@ class PlanExecution:
     """
 
     def __init__(
-        self, engine: EngineAccess, source: Source, path: str, options: LoadOptions, planner: LoadPlanner
+        self, engine: EngineAccess, source: DecodedSource, path: str, options: LoadOptions, planner: LoadPlanner
     ) -> None:
         self._engine = engine
         self._source = source
@@ -202,7 +202,7 @@ class PlanExecution:
             request.blob = self._read_object(request)
 
     def _read_object(self, request: _Request) -> bytes:
-        place, name = self._source.settled(request.stored.range), request.item.storage_index.fqn
+        place, name = self._source.exact_range(request.stored.range), request.item.storage_index.fqn
         if request.stored.inline is not None:
             buffer = io.BytesIO()
             torch.save(request.stored.inline.value, buffer)

@@ -70,7 +70,7 @@ class DecodedSource(Source):
         self._items |= items
         self._files = {**self._inner.files, **{name: item.most for name, item in self._items.items()}}
 
-    def settled(self, place: ItemRange) -> ItemRange:
+    def exact_range(self, place: ItemRange) -> ItemRange:
         """Return the range of an item with its exact length; decodes it if the manifest lacks the length."""
         item = self._items.get(place.file)
         if item is None:
@@ -81,7 +81,7 @@ class DecodedSource(Source):
             return place._replace(length=len(self.whole(item.name)) if exact is None else exact)
         return place
 
-    def comes_whole(self, name: str) -> bool:
+    def is_virtual(self, name: str) -> bool:
         """Return whether a file is decoded from its beginning on, so that it is best read at once."""
         return name in self._items
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import LoadOptions
+    from aiockpt.reading.decoded import DecodedSource
     from aiockpt.reading.jobs import ReadJob
     from aiockpt.reading.read_plan import ObjectRead, ReadPlan
     from aiockpt.staging.host_cache import HostCache
@@ -50,7 +51,7 @@ BUFFER_BYTES = 8 << 20
 _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _PAGE_BYTES = 4096
-_SETTLED_AT_ONCE = 16
+_LENGTHS_AT_ONCE = 16
 _CPU = torch.device("cpu")
 
 
@@ -114,7 +115,7 @@ class ItemReader:
 
     def __init__(
         self,
-        source: Source,
+        source: DecodedSource,
         path: str,
         options: LoadOptions,
         tools: LoadTools,
@@ -162,9 +163,9 @@ class ItemReader:
 
     async def prepare(self, reads: Sequence[TensorRead]) -> None:
         """Read the framing of items that are not read whole, so that damage there shows before a target changes."""
-        decoded = [read for read in reads if self._source.comes_whole(read.chunk.place.file)]
-        groups = [decoded[at : at + _SETTLED_AT_ONCE] for at in range(0, len(decoded), _SETTLED_AT_ONCE)]
-        await self._in_threads(self._settle, groups)
+        virtual = [read for read in reads if self._source.is_virtual(read.chunk.place.file)]
+        groups = [virtual[at : at + _LENGTHS_AT_ONCE] for at in range(0, len(virtual), _LENGTHS_AT_ONCE)]
+        await self._in_threads(self._set_lengths, groups)
         unknown: list[TensorRead] = []
         for read in reads:
             read.item = read.item or read.chunk.item or self._known.get(read.chunk.place)
@@ -216,7 +217,7 @@ class ItemReader:
             read.memory = self._tools.memory.take(item.nbytes)
             memory = memory_of(read.memory)
         # A virtual file is read in one part: decoding always starts at its beginning.
-        is_virtual = self._source.comes_whole(read.chunk.place.file)
+        is_virtual = self._source.is_virtual(read.chunk.place.file)
         part_bytes = align_up(item.nbytes, _PAGE_BYTES) if is_virtual else PART_BYTES
         chunk = ChunkRead(read, item, memory, part_bytes, self._framing)
         if not chunk.is_direct:
@@ -288,7 +289,7 @@ class ItemReader:
     def _decode_run(self, run: Sequence[ObjectRead]) -> None:
         """Read objects that are neighbours in a file at once."""
         for read in run:
-            read.place = self._source.settled(read.place)
+            read.place = self._source.exact_range(read.place)
         begin, end = run[0].place.offset, max(read.place.offset + read.place.length for read in run)
         data = memoryview(self._framing.read_bytes(run[0].place, 0, end - begin))
         for read in run:
@@ -314,10 +315,10 @@ class ItemReader:
         except LoadError as exc:
             raise type(exc)(f"{self._path}/{read.place.file}: {exc}") from exc
 
-    def _settle(self, reads: Sequence[TensorRead]) -> None:
+    def _set_lengths(self, reads: Sequence[TensorRead]) -> None:
         """Set the exact length of virtual files, which some have to be decoded for."""
         for read in reads:
-            read.chunk = read.chunk._replace(place=self._source.settled(read.chunk.place))
+            read.chunk = read.chunk._replace(place=self._source.exact_range(read.chunk.place))
 
     def _locate(self, read: TensorRead) -> None:
         read.item = self._framing.locate(read)

@@ -324,7 +324,7 @@ def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None 
 class OpenCheckpoint:
     """A checkpoint whose index was read."""
 
-    source: Source
+    source: DecodedSource
     path: str
     index: Index
     known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ChunkEntry, Index, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.storage.base import Source, Storage
+    from aiockpt.storage.base import Storage
 
 _WINDOW_BYTES = 32 << 20
 """Tensors are read together up to this size; larger ones are streamed."""
@@ -70,7 +70,7 @@ class _Pending:
 
 
 class _Conversion:
-    def __init__(self, source: Source, path: str, index: Index, options: LoadOptions, tools: LoadTools) -> None:
+    def __init__(self, source: DecodedSource, path: str, index: Index, options: LoadOptions, tools: LoadTools) -> None:
         self._source = source
         self._path = path
         self._index = index

@@ -7,8 +7,6 @@ import functools
 import mmap
 from typing import TYPE_CHECKING
 
-import anyio
-import anyio.lowlevel
 from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
@@ -16,6 +14,7 @@ from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, rea
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.planning.segments import Extent, Segment, cut_segments, group_segments, split_overlaps
+from aiockpt.reading.executor import run_each
 from aiockpt.reading.verify.stored import CheckedRange, StoredFile, StoredItem, combined
 
 if TYPE_CHECKING:
@@ -90,23 +89,8 @@ class ItemVerifier:
                 self._check_small(stored, data)
 
     async def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Run blocking jobs with all threads; each takes the next one."""
-        pending = iter(jobs)
-
-        async def work() -> None:
-            for job in pending:
-                await anyio.lowlevel.checkpoint_if_cancelled()  # workers.run() itself is not a cancellation point
-                await self._workers.run(job)
-
-        try:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(min(self._workers.count, len(jobs))):
-                    tasks.start_soon(work)
-        except BaseExceptionGroup as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from error.__cause__
+        """Run blocking jobs with all threads."""
+        await run_each(self._workers.run, jobs, self._workers.count)
 
     # --- framing of large items -------------------------------------------------------------------
 
