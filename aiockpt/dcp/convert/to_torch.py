@@ -19,7 +19,7 @@ from aiockpt.format.item.item_framing import unbacked_tensor
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.decoded import DecodedSource
-from aiockpt.reading.executor import ItemReader
+from aiockpt.reading.executor import ItemReader, run_each
 from aiockpt.reading.jobs import memory_of
 from aiockpt.reading.open import read_index
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of
@@ -158,31 +158,22 @@ class _Conversion:
         self, file: TorchFileWriter, each: _Pending, chunks: Sequence[tuple[ChunkEntry, TensorItem]]
     ) -> None:
         """Copy a tensor part by part, several of its chunks concurrently."""
-        pending = iter(chunks)
         crcs: list[int] = []
 
-        async def work() -> None:
-            buffer = bytearray(_PART_BYTES)
-            for chunk, item in pending:
-                crc, at = 0, 0
-                while at < item.nbytes:
-                    crc, at = await self._run(self._copy_part, file, each, chunk, item, crc, at, buffer)
-                if self._options.verify and item.crc is not None and crc != item.crc:
-                    raise CorruptCheckpointError(
-                        f"{self._path}/{chunk.place.file}: the bytes of {each.name} do not match their CRC: they "
-                        "changed since they were written. Use an older checkpoint."
-                    )
-                crcs.append(crc)
+        async def copy(part: tuple[ChunkEntry, TensorItem]) -> None:
+            chunk, item = part
+            buffer = bytearray(min(_PART_BYTES, item.nbytes))
+            crc, at = 0, 0
+            while at < item.nbytes:
+                crc, at = await self._run(self._copy_part, file, each, chunk, item, crc, at, buffer)
+            if self._options.verify and item.crc is not None and crc != item.crc:
+                raise CorruptCheckpointError(
+                    f"{self._path}/{chunk.place.file}: the bytes of {each.name} do not match their CRC: they "
+                    "changed since they were written. Use an older checkpoint."
+                )
+            crcs.append(crc)
 
-        try:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(min(_STREAMS, len(chunks))):
-                    tasks.start_soon(work)
-        except BaseExceptionGroup as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from error.__cause__
+        await run_each(copy, chunks, _STREAMS)
         if len(chunks) == 1:
             await self._run(file.seal, each.space, crcs[0])
             return
