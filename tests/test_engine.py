@@ -18,7 +18,7 @@ import torch
 
 import aiockpt
 from aiockpt.core.futures import Completion
-from aiockpt.engine.engine import Engine
+from aiockpt.engine.loop import EngineLoop
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
@@ -34,9 +34,9 @@ class Posts:
     def __init__(self, broken: int | None = None) -> None:
         self.names: list[str] = []
         self._broken = broken
-        self._post = Engine._post
+        self._post = EngineLoop.post
 
-    def post(self, engine: Engine, function: Callable[[], object], owner: Any = None) -> None:
+    def post(self, engine: EngineLoop, function: Callable[[], object], owner: Any = None) -> None:
         named = function.func if isinstance(function, partial) else function
         self.names.append(named.__qualname__.split(".<locals>")[0])
         if len(self.names) - 1 == self._broken:
@@ -80,10 +80,10 @@ def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
         call.completion.ended(60)
     note(engine.queue.ready)
     engine.close().ended(60)
-    assert engine._thread is not None
+    assert engine.loop.thread is not None
     engine.join()
-    engine._thread.join(60)
-    assert not engine._thread.is_alive()
+    engine.loop.thread.join(60)
+    assert not engine.loop.thread.is_alive()
     with pytest.raises(aiockpt.AiockptError, match=r"is closed|has failed"):
         ckpt.save(STATE, folder / "d")
     return ended
@@ -95,11 +95,11 @@ def test_whichever_callback_raises_nothing_is_left_pending(
 ) -> None:
     counted = Posts()
     with monkeypatch.context() as patched:
-        patched.setattr(Engine, "_post", lambda *args: counted.post(*args))
+        patched.setattr(EngineLoop, "post", lambda *args: counted.post(*args))
         outcomes = _outcomes(tmp_path / "whole", writer=writer)
     assert [type(error) for error in outcomes if error is not None] == [aiockpt.TornSnapshotError]
     assert set(counted.names) == {
-        "Engine._enter",
+        "Engine._enqueue",
         "Engine.call",
         "Engine._finish",
         "Throttle._open",
@@ -111,7 +111,7 @@ def test_whichever_callback_raises_nothing_is_left_pending(
     for number in range(len(counted.names)):
         posts = Posts(number)
         with monkeypatch.context() as patched:
-            patched.setattr(Engine, "_post", lambda *args, posts=posts: posts.post(*args))
+            patched.setattr(EngineLoop, "post", lambda *args, posts=posts: posts.post(*args))
             _outcomes(tmp_path / str(number), writer=writer)
 
 
@@ -128,7 +128,7 @@ def test_an_exception_that_belongs_to_nobody_ends_all_that_is_pending(
         load = ckpt._engine.call(lambda _: asyncio.Event().wait(), "a call that never ends")
         ready = ckpt._engine.queue.ready()
         gate.reached["begin"].result(60)
-        ckpt._engine._loop.call_soon_threadsafe(_raise)  # type: ignore[union-attr]
+        ckpt._engine.loop._loop.call_soon_threadsafe(_raise)  # type: ignore[union-attr]
         for save in saves:
             with pytest.raises(aiockpt.SaveError, match="failed with the engine: ZeroDivisionError") as caught:
                 save.written.result(60)

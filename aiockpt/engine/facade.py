@@ -1,4 +1,4 @@
-"""What the facades share: options, the engine, and the making of jobs."""
+"""The base of both facades: everything but waiting."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class CheckpointerBase:
-    """A checkpointer without a way to wait."""
+    """A checkpointer without methods that wait."""
 
     _unclosed: weakref.finalize[Any, Any] | None = None
 
@@ -68,11 +68,11 @@ class CheckpointerBase:
         self._warns_as(f"{type(self).__name__}")
 
     def _warns_as(self, what: str) -> None:
-        """Have the engine end when the last reference to this goes, with a warning that names it so."""
+        """End the engine when this object is garbage, with a warning that names it ``what``."""
         if self._unclosed is not None:
             self._unclosed.detach()
-        self._unclosed = weakref.finalize(self, self._engine.let_go, what)
-        self._unclosed.atexit = False  # saves in flight are finished then, and nothing is to be said
+        self._unclosed = weakref.finalize(self, self._engine.close_when_idle, what)
+        self._unclosed.atexit = False  # the engine finishes its saves at exit, without a warning
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._engine!r}>"
@@ -86,24 +86,11 @@ class CheckpointerBase:
         files: int | None = None,
         separation_hint: Sequence[str] = (),
     ) -> SaveJob:
-        """Start to write items to files in a directory that is there, for who makes a checkpoint of it himself.
+        """Start to write tensors, and bytes of objects, to files in an existing directory. For adapters.
 
-        When it fails, the files are removed again. For adapters to other interfaces.
-
-        Args:
-            items: name and value of each: a tensor, or the bytes of an object.
-            directory: where the files go.
-            planner: names the files, and keeps their layout for the next time.
-            files: the most files to write; None: one for each item.
-            separation_hint: beginnings of names; tensors that are called so go to files of their own, which are called
-                by the hint.
-
-        Returns:
-            The save; its ``handle`` tells how it goes, its ``places`` where each item is once it is written.
-
-        Raises:
-            SaveError: something can't be saved; the message names it.
-            CheckpointerClosedError: the checkpointer is closed.
+        The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` names the
+        files and keeps their layout for the next call. ``files`` is the most files to write; None: one for each item.
+        Tensors whose names begin with a ``separation_hint`` go to files of their own, named after the hint.
         """
         return self._submitter.submit_items(items, directory, planner, files=files, separation_hint=separation_hint)
 
@@ -184,18 +171,19 @@ class CheckpointerBase:
         )
 
     def fence(self, timeout: float | None = None) -> None:
-        """Let the caller's current accelerator streams wait for the copies of all saves in flight.
+        """Make the caller's current accelerator streams wait for the copies of all saves in flight.
 
-        As `SaveHandle.fence`, for every save that is not staged yet: call it before whatever changes tensors, such as
-        an update of averaged weights (EMA), or the replay of a CUDA graph that holds an optimizer's step, in the
-        stream that does so. Changes in other streams are not seen after it. Costs nothing when there is no such save.
+        The same as `SaveHandle.fence`, for every save that is not staged yet. Call it before anything that changes
+        tensors, such as an update of averaged weights (EMA) or the replay of a CUDA graph that contains an optimizer
+        step, in the stream that makes the change. Changes in other streams are not detected after it. Without a save
+        in flight it costs nothing.
 
         Args:
-            timeout: seconds to block at most; None for as long as it takes.
+            timeout: seconds to block at most; None: as long as it takes.
 
         Raises:
             TornSnapshotError: a tensor has changed already; all saves were waited for.
-            SaveError: a save has failed meanwhile.
+            SaveError: a save has failed.
             TimeoutError: the copies were not enqueued in time.
             ValueError: the timeout is negative, or no number.
             AiockptError: a CUDA graph is being captured; see `SaveHandle.fence`.
@@ -203,41 +191,42 @@ class CheckpointerBase:
         fence_all(self._engine.queue.staging(), timeout)
 
     def guard(self, optimizer: torch.optim.Optimizer, *, timeout: float = 1800.0) -> StepGuard:
-        """Let every ``optimizer.step()`` wait for the copies of saves in flight, so that none is torn.
+        """Make every ``optimizer.step()`` wait for the copies of saves in flight, so that no snapshot is torn.
 
-        The waiting is that of `SaveHandle.fence`: for tensors on an accelerator the stream waits, not the program.
-        Nothing is ever raised out of a step: a save that failed tells so through its handle. Steps that are compiled
-        with ``torch.compile`` wait as well (the guard breaks the graph, so not with ``fullgraph=True``). A CUDA graph
-        that holds a step is not guarded: call `fence` before its replay.
+        It waits as `SaveHandle.fence` does: for tensors on an accelerator the stream waits, not the program. A step
+        never raises an error of a save; that is raised by the save's handle. Steps compiled with ``torch.compile``
+        wait too (the guard breaks the graph, so ``fullgraph=True`` is not possible). A CUDA graph that contains a step
+        is not guarded: call `fence` before its replay.
 
-        The optimizer's parameters and state may change from then on. For other tensors, such as averaged weights (EMA)
-        or what another optimizer has, a change before the copies are done still fails the save: guard that one as
-        well, or call `fence` before the update.
+        The guard covers the parameters and the state of this optimizer. A change of other tensors before their copies
+        are done, such as averaged weights (EMA) or those of another optimizer, still fails the save: guard that
+        optimizer too, or call `fence` before the update.
 
         ::
 
             with ckpt.guard(optimizer):
                 for batch in batches:
                     loss(model(batch)).backward()
-                    optimizer.step()                 # waits for what is still being copied
+                    optimizer.step()                 # waits for copies in flight
                     ckpt.save(state, path)           # SyncCheckpointer: submit
 
         Args:
-            optimizer: whose steps are to wait. One that only hands them on to its ``optimizer`` stands for that.
-            timeout: seconds that a step blocks at most; then the save's snapshot is given up: it fails with
+            optimizer: the optimizer whose steps wait. A wrapper that forwards steps to its ``optimizer`` stands for
+                that one.
+            timeout: seconds that a step blocks at most. After that the snapshot is given up: the save fails with
                 `TornSnapshotError`, and training goes on.
 
         Returns:
-            The guard, in force until its ``remove()``, or the end of its ``with`` block.
+            The guard, in force until its ``remove()`` or the end of its ``with`` block.
 
         Raises:
-            TypeError: it is no ``torch.optim.Optimizer``, or one whose steps call no hooks.
+            TypeError: this is no ``torch.optim.Optimizer``, or one whose steps call no hooks.
             ValueError: the timeout is negative, or no number.
         """
         return StepGuard(optimizer, self._engine.queue.staging, timeout)
 
     def statistics(self) -> Statistics:
-        """Sum up what has become of the saves so far: counts, what was skipped, what has failed, memory."""
+        """Return counts of the saves so far, what was skipped, what failed, and the staging memory."""
         return self._engine.statistics()
 
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:

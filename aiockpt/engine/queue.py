@@ -1,4 +1,4 @@
-"""The saves in line: which are in flight, which give way to others, and whose failure has not been told."""
+"""The queue of saves: which are in flight, which are superseded, and which failures nobody has seen yet."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.options import OnBusy, OnFailure
     from aiockpt.saving.job import SaveJob
 
-KEPT = 100
-"""How many paths and errors are kept for `Statistics`."""
+KEPT = 100  # paths and errors for `Statistics`
 
 logger = logging.getLogger("aiockpt")
 
@@ -31,19 +30,19 @@ Failures = deque[tuple[str, BaseException]]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What has become of the saves of one checkpointer.
+    """Counts of the saves of one checkpointer, by outcome.
 
     Attributes:
-        in_flight: how many are in line or under way.
-        abandoned: how many were given up after ``save_timeout``, while a thread still is at them.
-        written: how many were written.
-        skipped: how many were left out, or gave way to a later one; see ``on_busy``.
-        failed: how many have failed.
-        cancelled: how many were cancelled.
-        skipped_paths: the paths of the last 100 that were skipped.
-        failures: path and error of the last 100 that have failed.
-        staging_bytes: the staging memory that exists.
-        quarantined_bytes: how much of it abandoned saves still hold.
+        in_flight: saves that are queued or running.
+        abandoned: saves that were given up after ``save_timeout`` while a thread of theirs still hangs.
+        written: saves that were written.
+        skipped: saves that were skipped or superseded by a later one; see ``on_busy``.
+        failed: saves that failed.
+        cancelled: saves that were cancelled.
+        skipped_paths: the paths of the last 100 skipped saves.
+        failures: path and error of the last 100 failed saves.
+        staging_bytes: the staging memory that is allocated, in bytes.
+        quarantined_bytes: the part of it that abandoned saves still hold.
     """
 
     in_flight: int
@@ -59,7 +58,7 @@ class Statistics:
 
 
 def outcome_of(error: BaseException | None) -> Outcome:
-    """Tell how a save has ended."""
+    """Return the outcome of a save that ended with this error."""
     if error is None:
         return "written"
     if isinstance(error, SaveSkippedError):
@@ -68,43 +67,29 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 def superseded(staged: Sequence[bool], most: int) -> list[int]:
-    """Choose which saves in flight give way to a new one: those that are not staged, behind the first ``most``.
+    """Return the numbers of the saves in flight that a new one supersedes: those not staged, behind the first ``most``.
 
-    The first ones always go on, so that something gets written however fast saves come.
-
-    Args:
-        staged: for each save in flight, in order, whether its tensors are copied.
-        most: how many are to be in flight at once.
+    The first ones always go on, so that something is written however fast saves are submitted.
     """
     return [number for number, is_staged in enumerate(staged) if number >= most and not is_staged]
 
 
 class SaveQueue:
-    """The saves in flight, in order. All methods may be called from any thread.
-
-    Args:
-        on_busy: what becomes of a save that comes while others are in flight.
-        most: how many saves may be in flight before that counts as busy.
-        on_failure: whether failures that nobody awaits are raised, or logged alone.
-        origin: the engine.
-        failures: gets path and error of each that fails, as long as somebody else has it; see `_see`.
-
-    Attributes:
-        lock: guards all of it; whoever holds it may call any method.
-    """
+    """The saves in flight, in order. All methods may be called from any thread, also with ``lock`` held."""
 
     def __init__(self, on_busy: OnBusy, most: int, on_failure: OnFailure, origin: Origin, failures: Failures) -> None:
         self._origin = origin
+        # Weak: an error leads to the frames that it passed, which may hold the checkpointer and keep it alive.
         self._failures = weakref.ref(failures)
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # guards everything
         self._idle = threading.Condition(self.lock)
         self._on_busy = on_busy
-        self._most = most
+        self._most = most  # saves in flight before the checkpointer is busy
         self._on_failure = on_failure
         self._jobs: list[SaveJob] = []
         self._abandoned: list[SaveJob] = []
-        self._unseen: list[SaveJob] = []
-        self._waiting: list[Completion[None]] = []
+        self._unreported: list[SaveJob] = []  # saves whose failure nobody has been given yet
+        self._ready_waiters: list[Completion[None]] = []
         self._counts: Counter[Outcome] = Counter()
         self._skipped: deque[str] = deque(maxlen=KEPT)
 
@@ -118,27 +103,22 @@ class SaveQueue:
             return list(self._jobs)
 
     def staging(self) -> list[SaveJob]:
-        """Give the saves whose tensors are not all copied, in order."""
+        """Return the saves whose tensors are not all copied, in order; none in a forked process."""
         if not self._origin.is_here:
             return []
         return [job for job in self.jobs if not job.handle.staged.done() and not job.spec.refusal]
 
     def is_path_busy(self, path: str, *, overwrite: bool) -> bool:
-        """Tell whether a save to this path is in the way of another."""
+        """Return whether a save to this path, or one that hangs, is in the way of another."""
         with self.lock:
             if any(path in job.paths for job in self._abandoned):
                 return True
             return not overwrite and any(path in job.paths and not job.spec.refusal for job in self._running)
 
-    # --- when saves come faster than they are written -----------------------------------------------
+    # --- the busy policy ------------------------------------------------------------------------------
 
     def admit(self, path: str) -> None:
-        """Decide on a save that comes now.
-
-        Raises:
-            SaveSkippedError: it is to be left out.
-            CheckpointerBusyError: the caller wants to be told so.
-        """
+        """Raise SaveSkippedError or CheckpointerBusyError if a save that is submitted now must not be made."""
         with self.lock:
             if self._on_busy not in ("skip", "error") or not self._busy:
                 return
@@ -152,7 +132,7 @@ class SaveQueue:
 
     @property
     def _running(self) -> list[SaveJob]:
-        # Not those that only tell other ranks, or end without a checkpoint: they are in nobody's way.
+        # Without those that only inform other ranks, or end without a checkpoint: they delay nobody.
         return [
             job
             for job in self._jobs
@@ -164,7 +144,7 @@ class SaveQueue:
         return len(self._running) >= self._most
 
     def supersede(self, path: str) -> None:
-        """Let those that only wait give way to the newest."""
+        """End the queued saves that the save to this path supersedes, if that is the policy."""
         with self.lock:
             if self._on_busy != "supersede":
                 return
@@ -174,34 +154,33 @@ class SaveQueue:
             job.supersede(SaveSkippedError(f"the save of {job.path} gave way to that of {path}; nothing of it is left"))
 
     def ready(self) -> Completion[None]:
-        """Give the moment when a save would find the checkpointer not busy."""
+        """Return a future that completes when a save would find the checkpointer not busy."""
         self._origin.check_process()
         completion = Completion[None]("ready()", self._origin)
         with self.lock:
             if self._busy:
-                self._waiting.append(completion)
+                self._ready_waiters.append(completion)
             else:
                 completion._settle(None)
         return completion
 
-    # --- their course ------------------------------------------------------------------------------
+    # --- saves enter and leave --------------------------------------------------------------------------
 
     def add(self, job: SaveJob) -> None:
-        """Put a save in line."""
+        """Append a save."""
         with self.lock:
             job.on_end = self.record
             self._jobs.append(job)
             if job.spec.refusal is None:
-                self._unseen.append(job)
-                # An error that was raised leads to the frames that it went through, which may have the checkpointer.
-                job.handle.staged._on_observed = job.handle.written._on_observed = partial(self._see, job)
+                self._unreported.append(job)
+                job.handle.staged._on_observed = job.handle.written._on_observed = partial(self._mark_reported, job)
 
-    def _see(self, job: SaveJob) -> None:
+    def _mark_reported(self, job: SaveJob) -> None:
         with self.lock:
-            self._unseen = [other for other in self._unseen if other is not job]
+            self._unreported = [other for other in self._unreported if other is not job]
 
     def record(self, job: SaveJob, error: BaseException | None) -> None:
-        """Take note of how a save ends, right before those who wait for it are told."""
+        """Count the outcome of a save, right before its waiters wake up."""
         with self.lock:
             if job.ended:
                 return
@@ -210,23 +189,23 @@ class SaveQueue:
                 self._count(job, error)
 
     def abandon(self, job: SaveJob) -> None:
-        """Let the others go on without a save that still has a thread; its paths stay taken."""
+        """Take out a save whose thread hangs; its paths stay taken."""
         with self.lock:
             if job in self._jobs:
                 self._abandoned.append(job)
-                self._leave(job)
+                self._take_out(job)
 
     def remove(self, job: SaveJob) -> None:
-        """Take out a save that is over, of which everybody has been told."""
+        """Take out a save that is over."""
         with self.lock:
             self._abandoned = [other for other in self._abandoned if other is not job]
-            self._leave(job)
+            self._take_out(job)
 
-    def _leave(self, job: SaveJob) -> None:
+    def _take_out(self, job: SaveJob) -> None:
         self._jobs = [other for other in self._jobs if other is not job]
         self._idle.notify_all()
         if not self._busy:
-            ready, self._waiting = self._waiting, []
+            ready, self._ready_waiters = self._ready_waiters, []
             for completion in ready:
                 completion._settle(None)
 
@@ -244,40 +223,40 @@ class SaveQueue:
                 logger.error("a checkpoint was not written, training goes on: %s", error, exc_info=error)
 
     def fail_all(self, error: BaseException) -> list[SaveJob]:
-        """Take all out, and tell who waits until it is ready: the engine has failed."""
+        """Take out and return all saves, and fail the waiters of `ready`: the engine has failed."""
         with self.lock:
             jobs, self._jobs, self._abandoned = self._jobs + self._abandoned, [], []
             self._idle.notify_all()
-            ready, self._waiting = self._waiting, []
+            ready, self._ready_waiters = self._ready_waiters, []
         for completion in ready:
             completion._settle(None, error)
         return jobs
 
-    def ends_within(self, timeout_s: float, *, abandoned: bool = False) -> bool:
-        """Wait for all saves, or for those that were abandoned too; tell whether they have ended. Blocks."""
+    def wait_idle(self, timeout_s: float, *, abandoned: bool = False) -> bool:
+        """Wait until all saves have ended, abandoned ones too if wanted; return whether they have. Blocks."""
         with self.lock:
             return self._idle.wait_for(lambda: not self._jobs and not (abandoned and self._abandoned), timeout_s)
 
-    # --- what has become of them -------------------------------------------------------------------
+    # --- outcomes -------------------------------------------------------------------------------------
 
     def raise_unreported(self) -> None:
-        """Raise the error of an earlier save that nobody has been told of."""
+        """Raise the error of an earlier save that nobody has been given."""
         with self.lock:
-            for job in list(self._unseen):
+            for job in list(self._unreported):
                 if not job.handle.written.done():
                     continue
                 error = job.handle.written._error
-                # Who cancels a save knows that it is not written; who waits for it is about to be told.
-                is_told = self._on_failure == "warn" or job.handle.observed
-                if is_told or error is None or outcome_of(error) != "failed":
-                    self._unseen.remove(job)
+                # A caller who cancelled the save knows already; one who waits for it is about to be given the error.
+                is_reported = self._on_failure == "warn" or job.handle.observed
+                if is_reported or error is None or outcome_of(error) != "failed":
+                    self._unreported.remove(job)
                 elif not job.handle.expected:
-                    self._unseen.remove(job)
+                    self._unreported.remove(job)
                     error.add_note(f"(this is the failure of the earlier save to {job.path}, which nobody awaited)")
                     raise error
 
     def log_unreported(self) -> None:
-        """Log the errors of saves that nobody has been told of, and that nobody is left to be told of."""
+        """Log the errors that nobody has been given, as nobody has the checkpointer any more."""
         while True:
             try:
                 self.raise_unreported()
@@ -287,7 +266,7 @@ class SaveQueue:
                 return
 
     def statistics(self, staging_bytes: int, quarantined_bytes: int) -> Statistics:
-        """Sum up."""
+        """Return the counts, with the bytes of staging memory."""
         with self.lock:
             return Statistics(
                 in_flight=sum(job.spec.refusal is None for job in self._running),

@@ -1,13 +1,15 @@
-"""What an engine works with: threads, staging memory, what copies to and from devices, and the writer process."""
+"""Resources of an engine: worker threads, staging memory, stagers of devices, and the writer process."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING
+
+import anyio
 
 from aiockpt.core.machine import available_memory_bytes, cores
 from aiockpt.core.threads import Duty, Origin, Workers
-from aiockpt.engine.pool_sizer import PoolSizer
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import Planner
 from aiockpt.reading.executor import LoadTools
@@ -28,39 +30,22 @@ if TYPE_CHECKING:
     from aiockpt.options import CheckpointerOptions
     from aiockpt.saving.collective_leader import CollectiveResources
     from aiockpt.staging.base import Stager
+    from aiockpt.staging.pool import Lease
 
-# The threads that compute give way to the caller's. Not those that copy, for which training may be waiting.
-_NICE = 10
+logger = logging.getLogger("aiockpt")
+
+_NICE = 10  # of threads that compute; threads that copy keep their priority, as training may wait for them
 
 
 class EngineResources:
-    """Made by the engine's loop, and for it.
-
-    Args:
-        options: how large, and how many.
-        world: gives the other ranks, where there are any.
-        unwanted: tells that staging memory is not to be made ahead just now.
-        origin: the engine.
-        shared: the memory that a writer process is to share; see `shared_memory`.
-
-    Attributes:
-        io_workers: the threads that write.
-        copy_workers: the threads that copy, and plan.
-        writer: the process that writes, if there is one.
-        pool: the staging memory.
-        growth: makes it.
-        stagers: what copies from each device.
-        placers: what copies to each device.
-        saves: what is lent to each save.
-        loads: what is lent to each load.
-    """
+    """The resources, made by the engine's loop and for it."""
 
     def __init__(
         self,
         options: CheckpointerOptions,
         transforms: Sequence[Transform],
         world: Callable[[], CollectiveResources | None],
-        unwanted: Callable[[], bool],
+        is_unwanted: Callable[[], bool],
         *,
         origin: Origin,
         shared: SharedMemory | None = None,
@@ -71,7 +56,7 @@ class EngineResources:
         self.copy_workers = Workers(max(2, min(4, cores())), "aiockpt-copy", duty=saving)
         self.io_workers = Workers(count, "aiockpt-io", duty=saving)
         self._seal_workers = Workers(min(count, max(2, cores())), "aiockpt-seal", nice=_NICE, duty=saving)
-        # Twice as many as write, for each also checks and places what it has read, while the disk waits.
+        # Twice as many as write: each also checks and places what it has read, during which it does not read.
         self._load_workers = Workers(2 * count, "aiockpt-load", duty=loading)
         self.stagers: dict[torch.device, Stager] = {}
         self.placers: dict[torch.device, AcceleratorPlacer] = {}
@@ -82,7 +67,7 @@ class EngineResources:
         if options.process_writer is not None and shared is not None:
             self.writer = WriterHost(options.process_writer, options.chunk, count, shared)
         self.pool = ChunkPool(options.chunk, capacity, self._shared)
-        self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, unwanted=unwanted)
+        self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, is_unwanted=is_unwanted)
         self.saves = SaveTools(
             pool=self.pool,
             planner=Planner(DcpFormat(count)),
@@ -98,7 +83,7 @@ class EngineResources:
         self.loads = LoadTools(self._load_workers, self._memory, self.pool, self._placer_for, transforms)
 
     def stager_for(self, device: torch.device) -> Stager:
-        """Give what copies from a device; make it at its first use."""
+        """Return the stager of a device; create it at its first use."""
         stager = self.stagers.get(device)
         if stager is None:
             stager = CpuStager(self.copy_workers) if device.type == "cpu" else AcceleratorStager(device)
@@ -112,12 +97,12 @@ class EngineResources:
             if not isinstance(stager, AcceleratorStager):
                 raise TypeError(f"{device} is no accelerator")
             placer = self.placers[device] = AcceleratorPlacer(stager)
-            if self._options.staging_bytes is None:  # some to be read into while others are copied
+            if self._options.staging_bytes is None:  # chunks to read into while others are copied
                 self.pool.raise_capacity(2 * self._options.writing_threads)
         return placer
 
     def close(self) -> None:
-        """End all threads and let go of all memory. Blocks."""
+        """End all threads and free all memory. Blocks."""
         with contextlib.ExitStack() as stack:  # all are closed, whatever one of them raises
             stack.callback(self._memory.close)
             stack.callback(self.pool.drop)
@@ -132,12 +117,7 @@ class EngineResources:
 
 
 def shared_memory(options: CheckpointerOptions) -> SharedMemory | None:
-    """Make the staging memory that a writer process is to share; None where threads write.
-
-    Raises:
-        OSError: there is no descriptor for it.
-        AiockptError: there is no such memory.
-    """
+    """Allocate the staging memory that a writer process shares, or return None; raise OSError or AiockptError."""
     if options.process_writer is None:
         return None
     is_bounded = options.staging_bytes is not None
@@ -146,5 +126,68 @@ def shared_memory(options: CheckpointerOptions) -> SharedMemory | None:
 
 
 def _chunks(options: CheckpointerOptions) -> int:
-    """Return how many chunks there may be at first."""
+    """Return the number of chunks that the pool may hold at first."""
     return 1 if options.staging_bytes is None else max(1, options.staging_bytes // options.chunk)
+
+
+# --- staging memory ---------------------------------------------------------------------------------
+
+
+class PoolSizer:
+    """Lets the pool grow to the size of the states that are saved, ahead of the next save. For the engine's loop."""
+
+    def __init__(
+        self, pool: ChunkPool, workers: Workers, *, files: int, bounded: bool, is_unwanted: Callable[[], bool]
+    ) -> None:
+        self._pool = pool
+        self._workers = workers  # they fault memory in
+        self._files = files  # each of which may end in a chunk of its own
+        self._bounded = bounded  # by the caller's staging_bytes
+        self._is_unwanted = is_unwanted  # a save wants the threads, or the engine closes
+        self._nbytes = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Let the pool grow to the size of a state, but at most to half of the available memory."""
+        self._nbytes = nbytes
+        if not self._bounded:
+            chunk = self._pool.chunk_bytes
+            most = (available_memory_bytes() + self._pool.made * chunk) // 2
+            self._pool.raise_capacity(max(1, min(self._wanted(nbytes), most // chunk)))
+
+    async def prewarm(self, nbytes: int, stagers: Sequence[Stager]) -> None:
+        """Allocate staging memory for a state of this size, and fault it in with several threads."""
+        self.reserve(nbytes)
+        await self._touch(self._pool.lease_new(self._wanted(nbytes)), stagers)
+
+    async def fill(self, stagers: Sequence[Stager]) -> None:
+        """Allocate the rest of what the pool may hold, while nothing is in flight.
+
+        The first save returns its chunks so early that it needs fewer than it may have. The next save copies faster,
+        into memory that is faulted in already, and would have to fault in the rest.
+        """
+        try:
+            await self._touch(self._pool.lease_new(self._wanted(self._nbytes)), stagers, only_if_idle=True)
+        except (OSError, MemoryError, RuntimeError) as exc:
+            logger.warning("no more staging memory could be allocated ahead of the next save: %s", exc)
+
+    def _wanted(self, nbytes: int) -> int:
+        return -(-nbytes // self._pool.chunk_bytes) + self._files
+
+    async def _touch(self, leases: list[Lease], stagers: Sequence[Stager], *, only_if_idle: bool = False) -> None:
+        """Fault in the memory of new chunks with all copy threads, and return the chunks to the pool."""
+
+        async def touch(lease: Lease) -> None:
+            if only_if_idle and self._is_unwanted():
+                return
+            await self._workers.run(lease.chunk.touch)
+            for stager in stagers:
+                await stager.pin(lease.chunk)
+            lease.release()
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for lease in leases:
+                    tasks.start_soon(touch, lease)
+        finally:
+            for lease in leases:
+                lease.release()

@@ -72,7 +72,7 @@ def test_what_is_awaited_says_so_and_nothing_has_begun(
             await call(ckpt, tmp_path)
 
     trio.run(main)
-    assert ckpt._engine._thread is None
+    assert ckpt._engine.loop.thread is None
 
 
 def test_so_do_readers_that_asyncio_has_opened(tmp_path: Path) -> None:

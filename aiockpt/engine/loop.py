@@ -1,0 +1,132 @@
+"""A private event loop in a thread of its own: a caller's loop that is blocked or closed does not stop a save."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import importlib
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+import anyio
+
+from aiockpt.core.threads import Duty, new_event_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from aiockpt.core.threads import Origin
+
+logger = logging.getLogger("aiockpt")
+
+
+class Owner(Protocol):
+    """A save or a call that fails if a function posted for it raises."""
+
+    def fail(self, cause: BaseException) -> None:
+        """Fail with the engine's exception."""
+
+
+class EngineLoop:
+    """The loop and its thread. If anything fails that has no owner, ``on_failure`` gets the exception, once or more."""
+
+    def __init__(self, origin: Origin, on_failure: Callable[[BaseException], None]) -> None:
+        self._origin = origin
+        self._on_failure = on_failure
+        self.thread: threading.Thread | None = None  # since `start`
+        self._loop: asyncio.AbstractEventLoop | None = None  # since `accept`
+        self._main_task: asyncio.Task[Any] | None = None
+        self._context = contextvars.Context()
+        self._posting = threading.RLock()  # reentrant: the garbage collector may run code that posts
+        self._backlog: list[tuple[Callable[[], object], Owner | None]] = []
+
+    def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``main`` in a new thread, without waiting for it; raise OSError, ImportError or RuntimeError if it can't.
+
+        All modules are imported before there is a thread: a process that is forked in the middle of an import would
+        lack the rest of it.
+        """
+        _import_all()
+        loop = new_event_loop()
+        try:
+            # In an empty context: the caller's may name the async library of the caller's loop.
+            thread = threading.Thread(
+                target=contextvars.Context().run, args=(self._serve, loop, main), name="aiockpt-engine", daemon=True
+            )
+            thread.start()
+        except BaseException:
+            loop.close()
+            raise
+        self.thread = thread
+
+    def _serve(self, loop: asyncio.AbstractEventLoop, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        with Duty(self._origin, "loop", "the thread of the checkpointer's own event loop"):
+            try:
+                anyio.run(main, backend="asyncio", backend_options={"loop_factory": lambda: loop})
+            except BaseException as exc:  # delivered to every waiter
+                self._on_failure(exc)
+
+    def accept(self) -> None:
+        """Start to take posted functions, those that were posted before first. For ``main``, in its task."""
+        with self._posting:
+            self._context = contextvars.copy_context()
+            self._main_task = asyncio.current_task()
+            self._loop = loop = asyncio.get_running_loop()
+            for function, owner in self._backlog:
+                loop.call_soon(self._call, function, owner)
+            self._backlog.clear()
+        loop.set_exception_handler(self._on_exception)
+
+    def post(self, function: Callable[[], object], owner: Owner | None = None) -> None:
+        """Call a function on the loop as soon as it runs. From any thread; never waits, never raises.
+
+        The function runs in the engine's context: in the caller's, anyio may find the mark of another event loop.
+        An exception of it fails the owner, or without an owner the engine.
+        """
+        with self._posting:
+            if self._loop is None:
+                self._backlog.append((function, owner))
+                return
+        if self._origin.is_here:  # in a forked process, the descriptor that wakes the loop is the parent's
+            self._wake(self._call, function, owner)
+
+    def post_without_lock(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop if it runs already. Takes no lock, as the garbage collector may be the caller."""
+        if self._loop is not None:
+            self._wake(function)
+
+    def _wake(self, function: Callable[..., object], *args: Any) -> None:
+        # If the loop is closed, everything pending has been settled.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args, context=self._context.copy())  # type: ignore[union-attr]
+
+    def _call(self, function: Callable[[], object], owner: Owner | None) -> None:
+        try:
+            function()
+        except BaseException as exc:
+            if owner is None:
+                raise  # to `_on_exception`
+            logger.exception("a function posted for %r has failed in the engine", owner)
+            owner.fail(exc)
+
+    def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Fail the engine if a callback has failed: nobody knows what will not happen now. Log other reports."""
+        error = context.get("exception")
+        if "handle" in context and error is not None:
+            self._on_failure(error)
+        else:
+            loop.default_exception_handler(context)
+
+    def cancel(self) -> None:
+        """Cancel ``main``, if it runs. On the loop's thread."""
+        if self._main_task is not None:
+            self._main_task.cancel()
+
+
+def _import_all() -> None:
+    """Import what the engine's threads would import at their first use."""
+    importlib.import_module("anyio._backends._asyncio")
+    with contextlib.suppress(ImportError):  # a private place of torch's, which may change
+        importlib.import_module("torch.utils.serialization.config")
