@@ -48,26 +48,26 @@ def decode_item(
     for number, transform in enumerate(transforms, 1):
         # The bytes between two transforms are not much longer than the stored or the final ones.
         limit = most if number == len(transforms) else max(stored_bytes, most) * 2 + _SLACK_BYTES
-        pieces = _undone_once(transform, pieces, limit)
+        pieces = _decode_once(transform, pieces, limit)
     yield from pieces
 
 
-def _undone_once(transform: Transform | Zstd, pieces: Iterable[memoryview], most: int) -> Iterator[memoryview]:
+def _decode_once(transform: Transform | Zstd, pieces: Iterable[memoryview], most: int) -> Iterator[memoryview]:
     name, left = transform.descriptor, most
-    with _failures_of(name):
+    with _translated(name):
         decoder = transform.decoder()
     for data in pieces:
         parts = _updates(decoder, data, left)
         while True:
-            with _failures_of(name):
+            with _translated(name):
                 part = next(parts, None)
             if part is None:
                 break
-            left = _less(left, part, name, most)
+            left = _subtract(left, part, name, most)
             yield part
-    with _failures_of(name):
+    with _translated(name):
         part = memoryview(decoder.finish(left)).cast("B")
-    _less(left, part, name, most)
+    _subtract(left, part, name, most)
     yield part
 
 
@@ -77,14 +77,14 @@ def _updates(decoder: Decoder, data: memoryview, most: int) -> Iterator[memoryvi
         yield memoryview(part).cast("B")
 
 
-def _less(left: int, part: memoryview, descriptor: str, most: int) -> int:
+def _subtract(left: int, part: memoryview, descriptor: str, most: int) -> int:
     if len(part) > left:
         raise TransformFailedError(descriptor, f"they stand for more than the {most} bytes that they should")
     return left - len(part)
 
 
 @contextlib.contextmanager
-def _failures_of(descriptor: str) -> Iterator[None]:
+def _translated(descriptor: str) -> Iterator[None]:
     """Translate exceptions of a transform."""
     try:
         yield
