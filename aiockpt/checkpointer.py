@@ -1,4 +1,4 @@
-"""The facade for async programs."""
+"""The facade for asyncio programs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _INSTEAD = "use a SyncCheckpointer in a thread"
 
 
 class AsyncCheckpointer(CheckpointerBase):
-    """Saves and loads checkpoints from asyncio programs, without ever blocking the loop.
+    """Saves and loads checkpoints from asyncio programs, without blocking the event loop.
 
-    Only asyncio can await it; in trio use a `SyncCheckpointer` in ``trio.to_thread.run_sync``. Usable from any number
-    of loops and threads::
+    It can only be awaited in asyncio; in trio, use a `SyncCheckpointer` in ``trio.to_thread.run_sync``. Any number of
+    loops and threads can use it::
 
         async with aiockpt.AsyncCheckpointer() as ckpt:
             save = ckpt.save({"model": model.state_dict()}, "runs/a/step-100")
@@ -122,40 +122,39 @@ class AsyncCheckpointer(CheckpointerBase):
         return CheckpointReader(self._engine, *self._opening(request), self)
 
     async def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
-        """Check all of a checkpoint: files, sizes, framing, CRCs, and what its metadata says of them.
+        """Check all of a checkpoint: files, sizes, framing, CRCs, and whether they match the metadata.
 
-        Reads every byte once, in bounded memory, and finds every problem rather than the first. When the waiting
-        task is cancelled, it stops.
+        Reads every byte once, in bounded memory, and reports all problems, not only the first. If the waiting task is
+        cancelled, it stops.
 
         Args:
             path: see `load`.
             storage: see `load`.
 
         Returns:
-            A report of all problems, with keys and files; ``report.ok`` if there are none.
+            A report of all problems, with keys and files; ``report.ok`` is True if there are none.
 
         Raises:
-            CheckpointNotFoundError: nothing is there.
-            LoadError: it can't be read at all.
+            CheckpointNotFoundError: nothing is at this path.
+            LoadError: the checkpoint can't be read at all.
         """
         check_asyncio("verify()", _INSTEAD)
         return await self._verify(path, storage).wait()
 
     async def delete(self, path: Path, *, storage: Storage | None = None) -> None:
-        """Delete a checkpoint: at once from its name, and for good before its files are removed.
+        """Delete a checkpoint. Atomic: it is renamed and the rename is made durable before its files are removed.
 
-        Whoever has it open can go on reading what is open. A process that is killed meanwhile leaves all of it, or
-        nothing under its name and a leftover that the next save beside it removes. Of several ranks one calls it.
-        Does not stop when the waiting task is cancelled.
+        Readers that have it open can go on reading. If the process is killed meanwhile, either the whole checkpoint is
+        left, or nothing under its name and a hidden directory that the next save beside it removes. With several
+        ranks, one calls it. Cancelling the waiting task does not stop it.
 
         Args:
-            path: a checkpoint's directory, a file of safetensors or ``torch.save``, or a link, of which the link alone
-                is removed. Anything else is refused, and so is a directory that holds anything that the checkpoint
-                does not name.
+            path: a checkpoint's directory, or a file of safetensors or ``torch.save``. Of a link only the link is
+                removed. Anything else is refused, and so is a directory with files that the checkpoint does not name.
             storage: see `load`.
 
         Raises:
-            CheckpointNotFoundError: nothing is there.
+            CheckpointNotFoundError: nothing is at this path.
             DeleteError: it is no checkpoint, is being saved by this checkpointer, or can't be removed.
         """
         check_asyncio("delete()", _INSTEAD)
@@ -164,19 +163,19 @@ class AsyncCheckpointer(CheckpointerBase):
     async def clean(
         self, directory: Path, *, older_than_s: float | None = None, storage: Storage | None = None
     ) -> list[str]:
-        """Remove the hidden directories (``.aiockpt-*``) that killed processes have left, without saving.
+        """Remove orphans: hidden directories (``.aiockpt-*``) that killed processes have left.
 
-        Every first save into a directory does so as well, as far as it is proven that nobody needs them any more: their
-        process ran on this machine and is gone, and no other, such as its writer process, holds them.
+        The first save into a directory does the same. A directory is removed if it is certain that nobody needs it:
+        its process ran on this machine and is dead, and no other process, such as its writer process, holds its lock.
 
         Args:
-            directory: where checkpoints are kept.
-            older_than_s: remove also those of which that can't be known here, such as those of other hosts, in which
-                nothing was changed for so many seconds. Be sure that no save takes that long.
+            directory: the directory that contains checkpoints.
+            older_than_s: also remove directories whose process can't be checked here, such as one on another host, if
+                nothing in them has changed for so many seconds. Be sure that no save takes that long.
             storage: see `load`.
 
         Returns:
-            The paths of what was removed. What could not be removed is logged.
+            The paths that were removed. Those that could not be removed are logged.
 
         Raises:
             ValueError: the age is negative.
@@ -186,25 +185,25 @@ class AsyncCheckpointer(CheckpointerBase):
         return await self._clean(directory, older_than_s, storage).wait()
 
     async def ready(self) -> None:
-        """Wait until fewer than ``max_in_flight`` saves are in flight, so that a save now finds it not busy.
+        """Wait until fewer than ``max_in_flight`` saves are in flight, so that ``on_busy`` does not apply to a save.
 
-        That place is not reserved: of several tasks that wait, the first one to save has it. Safe to cancel.
+        Nothing is reserved: if several tasks wait, the first one to save gets the free place. Safe to cancel.
         """
         await self._engine.queue.ready()
 
     async def prewarm(self, state_dict: StateDict) -> None:
-        """Make the staging memory for such a state, and fault it in, so that the first save is as fast as later ones.
+        """Allocate the staging memory for a state and fault it in, so that the first save is as fast as later ones.
 
         Args:
-            state_dict: a state of the size to come; only its tensors' sizes matter.
+            state_dict: a state of the expected size; only the sizes of its tensors matter.
         """
         check_asyncio("prewarm()", _INSTEAD)
         await self._prewarm(state_dict)
 
     async def window(self) -> None:
-        """Let staging copy the next ``bytes_per_window`` of the ``staging_window``; does not wait until it has.
+        """Allow staging to copy the next ``bytes_per_window`` of the ``staging_window``; does not wait for the copies.
 
-        For where the training loop can best spare the bus, once per step, say.
+        Call it where the training loop needs the bus least, such as once per step.
         """
         self._engine.open_window()
         await anyio.lowlevel.checkpoint()
@@ -212,7 +211,7 @@ class AsyncCheckpointer(CheckpointerBase):
     async def aclose(self) -> None:
         """Finish the saves in flight, join every thread and free staging memory. Idempotent.
 
-        Cancelling this await does not stop the closing.
+        Cancelling the waiting task does not stop it.
 
         Raises:
             AiockptError: the failure of an earlier save that nobody awaited.
@@ -233,9 +232,9 @@ def open(
     trust: bool = False,
     transforms: Sequence[Transform] = (),
 ) -> CheckpointReader:
-    """Look into a checkpoint without a checkpointer: ``async with aiockpt.open(path) as reader:``.
+    """Inspect a checkpoint without a checkpointer: ``async with aiockpt.open(path) as reader:``.
 
-    See `AsyncCheckpointer.open`. The threads that read are the reader's own, and end with it.
+    See `AsyncCheckpointer.open`. The reader has threads of its own, which end with it.
     """
     request = OpenRequest(path, verify=verify, safe_globals=safe_globals, trust=trust)
     return _LoneReader(AsyncCheckpointer(transforms=transforms), request)
@@ -259,7 +258,7 @@ class _LoneReader(CheckpointReader):
             raise
 
     async def aclose(self) -> None:
-        """Close the files, and end the threads. Idempotent; what was read stays."""
+        """Close the files and end the threads. Idempotent; loaded tensors stay valid."""
         try:
             await super().aclose()
         finally:

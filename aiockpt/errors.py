@@ -9,7 +9,7 @@
     │   ├── CommitError                publishing the finished checkpoint failed
     │   ├── TornSnapshotError          a tensor changed while it was being copied
     │   ├── SaveTimeoutError           (TimeoutError) the save took longer than ``save_timeout``
-    │   ├── SaveSkippedError           the save was left out, or gave way to a later one
+    │   ├── SaveSkippedError           the save was skipped, or superseded by a later one
     │   └── SaveCancelledError         the save was cancelled, or the drain timeout passed
     ├── LoadError                      a load failed or was refused
     │   ├── CheckpointNotFoundError    (FileNotFoundError) no checkpoint at this path
@@ -18,7 +18,7 @@
     │   ├── ShapeMismatchError         a target's shape, dtype or kind is not the checkpoint's
     │   └── UnsafeCheckpointError      reading it would execute code or leave its directory
     ├── CheckpointExistsError          (FileExistsError) the path is taken
-    ├── DeleteError                    a checkpoint could not be deleted, or was not meant to be
+    ├── DeleteError                    a checkpoint could not be deleted, or deleting it was refused
     ├── CheckpointerBusyError          earlier saves are in flight, and ``on_busy`` is "error"
     ├── CheckpointerClosedError        the checkpointer was used after it was closed
     └── CoordinationError              ranks could not agree
@@ -57,7 +57,7 @@ class CommitError(SaveError):
 
 
 class TornSnapshotError(SaveError):
-    """A tensor changed between ``save()`` and ``staged``, so the copy may mix two states."""
+    """A tensor changed between ``save()`` and ``staged``, so the snapshot may mix two states."""
 
 
 class SaveCancelledError(SaveError):
@@ -69,22 +69,22 @@ class SaveTimeoutError(SaveError, TimeoutError):
 
 
 class SaveSkippedError(SaveError):
-    """The save was left out because others were in flight, or gave way to a later one; see ``on_busy``."""
+    """The save was skipped because others were in flight, or superseded by a later one; see ``on_busy``."""
 
 
 class LoadError(AiockptError):
     """A load failed or was refused.
 
     Attributes:
-        placed: keys of the target whose tensors had been filled when it failed.
-        partly_placed: keys of the target whose tensors hold some of what was to come, or bytes that are damaged.
+        placed: keys of the target whose tensors were filled when it failed.
+        partly_placed: keys of the target whose tensors were filled in part, or with damaged bytes.
     """
 
     placed: tuple[str, ...] = ()
     partly_placed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # there may be names in it of which nobody knows who chose them
+        return printable(super().__str__())  # it may contain names from an untrusted checkpoint
 
 
 class CheckpointNotFoundError(LoadError, FileNotFoundError):
@@ -116,7 +116,7 @@ class MissingKeysWarning(UserWarning):
 
     Attributes:
         keys: the keys that the checkpoint lacks, in the order of the target.
-        unexpected: the keys of the checkpoint that modules did not know.
+        unexpected: the keys of the checkpoint that modules did not expect.
     """
 
     def __init__(self, message: str, keys: tuple[str, ...] = (), unexpected: tuple[str, ...] = ()) -> None:
@@ -129,7 +129,7 @@ class MissingKeysWarning(UserWarning):
 
 
 class SafeGlobalsWarning(UserWarning):
-    """A save holds objects that only a load with ``safe_globals`` or ``trust`` will read.
+    """A saved state has objects that can only be loaded with ``safe_globals`` or ``trust``.
 
     Attributes:
         names: the full names of the classes and functions that ``safe_globals`` has to list.
@@ -152,15 +152,15 @@ class UnsafeCheckpointError(LoadError):
 
 
 class CheckpointExistsError(AiockptError, FileExistsError):
-    """Something is at this path already, and overwriting was not asked for or is not safe."""
+    """The path is taken, and ``overwrite`` was not given or is not safe."""
 
 
 class DeleteError(AiockptError):
-    """A checkpoint could not be deleted; or it is none, or is being saved."""
+    """A path could not be deleted, is no checkpoint, or is being saved."""
 
 
 class CheckpointerBusyError(AiockptError):
-    """Earlier saves are in flight, and ``on_busy="error"`` was asked for."""
+    """Earlier saves are in flight, and ``on_busy`` is "error"."""
 
 
 class CheckpointerClosedError(AiockptError):
@@ -171,18 +171,18 @@ class CoordinationError(AiockptError):
     """The ranks of a distributed save or load could not agree."""
 
 
-# --- texts of a checkpoint in messages ---------------------------------------------------------------
+# --- text from checkpoints in messages ------------------------------------------------------------------
 
 
 def printable(text: str) -> str:
-    """Give a text as it can be printed: control characters and halves of characters are escaped."""
-    if len(text) > _MOST_LETTERS:  # its end says what to do
+    """Return a text with control characters and surrogates escaped, and its middle cut out if it is very long."""
+    if len(text) > _MOST_LETTERS:  # the end of a message says what to do
         text = f"{text[: _MOST_LETTERS - _LAST_LETTERS]} [...] {text[-_LAST_LETTERS:]}"
     return _escaped(text, "\n")
 
 
 def printable_key(name: str) -> str:
-    """Give a key, or the name of a file, as it can be printed: in one line, and not too long a one."""
+    """Return a key or file name with control characters escaped, on one line and not too long."""
     if len(name) > _NAME_LETTERS:
         name = f"{name[: _NAME_LETTERS // 2]}[...]{name[-_NAME_LETTERS // 2 :]}"
     return _escaped(name, "")
@@ -195,7 +195,7 @@ def _escaped(text: str, but: str) -> str:
 
 
 def sanitize_error(error: BaseException) -> None:
-    """Make the messages of an error, and of what has led to it, ones that can be printed."""
+    """Escape the messages of an error and of its causes; see `printable`."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen:

@@ -1,4 +1,4 @@
-"""The facade for plain programs."""
+"""The facade for programs without asyncio."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SyncCheckpointer(CheckpointerBase):
-    """Saves and loads checkpoints from plain programs, with the same engine in the background.
+    """Saves and loads checkpoints from programs without asyncio, with the same engine in the background.
 
     ::
 
@@ -90,26 +90,26 @@ class SyncCheckpointer(CheckpointerBase):
         self._delete(path, storage).result()
 
     def clean(self, directory: Path, *, older_than_s: float | None = None, storage: Storage | None = None) -> list[str]:
-        """Remove what killed processes have left in a directory, blocking; see `AsyncCheckpointer.clean`."""
+        """Remove orphans in a directory, blocking; see `AsyncCheckpointer.clean`."""
         return self._clean(directory, older_than_s, storage).result()
 
     def ready(self, timeout: float | None = None) -> None:
-        """Wait until a save finds it not busy, blocking; see `AsyncCheckpointer.ready`.
+        """Block until fewer than ``max_in_flight`` saves are in flight; see `AsyncCheckpointer.ready`.
 
         Args:
-            timeout: seconds to wait at most; None for as long as it takes.
+            timeout: seconds to wait at most; None: as long as it takes.
 
         Raises:
-            TimeoutError: it was busy all the time.
+            TimeoutError: there were too many saves in flight all the time.
         """
         self._engine.queue.ready().result(timeout)
 
     def prewarm(self, state_dict: StateDict) -> None:
-        """Make and fault in staging memory for such a state, blocking; see `AsyncCheckpointer.prewarm`."""
+        """Allocate and fault in staging memory for a state, blocking; see `AsyncCheckpointer.prewarm`."""
         self._prewarm(state_dict).result()
 
     def window(self) -> None:
-        """Let staging copy the next ``bytes_per_window``, without waiting; see `AsyncCheckpointer.window`."""
+        """Allow staging to copy the next ``bytes_per_window``, without waiting; see `AsyncCheckpointer.window`."""
         self._engine.open_window()
 
     def close(self) -> None:

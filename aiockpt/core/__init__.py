@@ -1,1 +1,1 @@
-"""Threads, futures and machine facts: nothing about checkpoints."""
+"""Threads, futures, parameter objects and machine facts; nothing about checkpoints."""

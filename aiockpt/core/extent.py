@@ -1,4 +1,4 @@
-"""Whether the memory that a tensor reaches into is there: a storage may be shrunk, or freed, under its tensors."""
+"""Memory extent of tensors, and detection of freed storages: a storage may be shrunk or freed under its tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PACKED = {dtype: count for name, count in (("quint4x2", 2), ("quint2x4", 4)) if (dtype := getattr(torch, name, None))}
-"""How many elements of a dtype are in one byte."""
+"""Elements per byte of packed dtypes."""
 
 
 def freed_message(name: str) -> str:
@@ -25,7 +25,7 @@ def freed_message(name: str) -> str:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Return if a tensor, or a part that holds its values, reaches out of its storage; of any layout and class."""
+    """Return whether a tensor of any layout and class, or a part of it, reaches beyond its storage."""
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.is_contiguous():
         numel = tensor.numel()
         if tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + numel) * tensor.itemsize or not numel:
@@ -35,10 +35,7 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 def strided_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the strided tensors that hold the values of one of any layout; none of what is held otherwise.
-
-    A wrapper subclass has the parts of the tensors that it is made of.
-    """
+    """Return the strided tensors that hold the values of a tensor of any layout, or of a wrapper subclass."""
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return [part for name in names for part in strided_parts(getattr(tensor, name))]
@@ -59,7 +56,7 @@ def strided_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def reach_bytes(tensor: torch.Tensor) -> int:
-    """Return how much memory, from the beginning of its storage, a strided tensor reaches into."""
+    """Return the end of a strided tensor in its storage, in bytes."""
     numel = tensor.numel()
     if not numel:
         return 0
@@ -70,5 +67,5 @@ def reach_bytes(tensor: torch.Tensor) -> int:
 
 
 def _is_short(tensor: torch.Tensor) -> bool:
-    """Return whether a strided tensor reaches out of its storage."""
+    """Return whether a strided tensor reaches beyond its storage."""
     return torch._C._has_storage(tensor) and tensor.untyped_storage().nbytes() < reach_bytes(tensor)

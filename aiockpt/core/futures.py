@@ -1,4 +1,4 @@
-"""Futures of the engine: moments that any thread and any asyncio loop can wait for, and calls on the engine's loop."""
+"""Futures that any thread and any asyncio loop can wait for, and calls on the engine's loop."""
 
 from __future__ import annotations
 
@@ -25,37 +25,34 @@ T = TypeVar("T")
 
 
 class Completion(Awaitable[T], Generic[T]):
-    """A moment that comes once, with a value or an error.
+    """A future that completes once, with a value or an error.
 
-    Await it, in any asyncio loop and as often as you like, or call `result` in any thread. Safe to cancel: that
-    who awaits it is cancelled, in whatever way, or that his loop is closed, changes nothing for others who wait,
-    nor for the work itself::
+    Await it in any asyncio loop, as often as you like, or call `result` in any thread. Safe to cancel: cancelling a
+    waiter, or closing its loop, affects neither other waiters nor the work::
 
         await save.staged
         save.written.result(timeout=60)
 
-    It can't be waited for in a forked process, which lacks the threads that bring it about, nor in these themselves:
-    in hooks, above all. Waiting there raises an error at once, if the moment has not come.
-
-    Args:
-        what: names it in messages.
-        origin: the engine that brings it about; None: anybody may wait anywhere.
-        saves: it comes when saves have ended.
+    A forked process can't wait for it, as it lacks the engine's threads. Nor can these threads themselves, and so the
+    hooks that they run. If it has not completed, waiting there raises an error at once.
     """
 
+    # Not a concurrent.futures.Future: that has no callbacks that can be removed, which a cancelled `await` needs, and
+    # does not notice the first waiter.
+
     def __init__(self, what: str, origin: Origin | None = None, *, saves: bool = True) -> None:
-        self._what = what
-        self._origin = origin
-        self._saves = saves
+        self._what = what  # for messages
+        self._origin = origin  # the engine that completes it; None: everybody may wait
+        self._saves = saves  # it completes when saves end
         self._condition = threading.Condition()
         self._done = False
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._wakers: list[Any] = []
+        self._wakers: list[Any] = []  # of waiting loops
         self._waiting = 0
-        self.observed = False
-        self._on_block: Callable[[], object] | None = None
-        self._on_await: Callable[[], object] | None = None
+        self.observed = False  # the error was delivered
+        self._on_block: Callable[[], object] | None = None  # called before a thread blocks
+        self._on_await: Callable[[], object] | None = None  # called before a task waits
         self._on_observed: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
@@ -64,42 +61,38 @@ class Completion(Awaitable[T], Generic[T]):
 
     @property
     def expected(self) -> bool:
-        """Whether somebody waits for it, or is about to be given it."""
+        """Whether a waiter is waiting, or about to get the result."""
         return self._waiting > 0
 
     def done(self) -> bool:
-        """Tell whether the moment has come."""
+        """Return whether it has completed."""
         return self._done
 
     def result(self, timeout: float | None = None) -> T:
-        """Block until the moment comes; give its value or raise its error.
+        """Block until it completes; return its value or raise its error.
 
-        Not for use in an event loop's thread, which it would hold: await there.
+        Do not use it in the thread of an event loop, which it would block: await there.
 
         Args:
-            timeout: seconds to wait at most; None for as long as it takes.
+            timeout: seconds to wait at most; None: as long as it takes.
 
         Raises:
-            TimeoutError: it has not come in time. The work goes on.
+            TimeoutError: it has not completed in time. The work goes on.
             CheckpointerClosedError: it belongs to another process, from which this one was forked.
-            SaveError: this is a hook of the same checkpointer, which can't wait for it.
+            SaveError: the caller is a hook of the same checkpointer, which can't wait for it.
         """
         self._block(timeout)
         return self._deliver()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Block until the moment comes; give its error, or None."""
+        """Block until it completes; return its error, or None."""
         self._block(timeout)
         if self._error is not None:
             self._observe()
         return self._error
 
     def ended(self, timeout: float | None) -> None:
-        """Block until the moment comes, whatever it brings; for who does not deliver it.
-
-        Raises:
-            TimeoutError: it has not come in time.
-        """
+        """Block until it completes, without its value or error; raise TimeoutError if it does not in time."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._done, timeout):
                 raise TimeoutError(f"{self._what} has not come within {timeout} s")
@@ -127,7 +120,7 @@ class Completion(Awaitable[T], Generic[T]):
         return self._deliver()
 
     async def settled(self) -> None:
-        """Wait until the moment has come, without its value or error."""
+        """Wait until it completes, without its value or error."""
         check_asyncio(self._what)
         if self._done:
             return
@@ -142,7 +135,7 @@ class Completion(Awaitable[T], Generic[T]):
                 waiter.set_result(None)
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the waiter
                 loop.call_soon_threadsafe(arrive)
 
         with self._condition:
@@ -170,7 +163,7 @@ class Completion(Awaitable[T], Generic[T]):
             self._on_observed()
 
     def _settle(self, value: T | None, error: BaseException | None = None) -> bool:
-        """Let the moment come; False when it had come before."""
+        """Complete it; return False if it was complete before."""
         with self._condition:
             if self._done:
                 return False
@@ -180,73 +173,65 @@ class Completion(Awaitable[T], Generic[T]):
         for wake in wakers:
             try:
                 wake()
-            except Exception:  # of a loop of the caller's; those who wait in others are told all the same
-                logger.exception("a loop in which %s is waited for can't be told that it has come", self._what)
+            except Exception:  # of a loop of the caller's; waiters in other loops are woken all the same
+                logger.exception("a loop that waits for %s can't be woken", self._what)
         return True
 
 
 class Call(Generic[T]):
-    """A coroutine function that runs on the engine's loop.
-
-    Attributes:
-        completion: its end.
-        post: lets the engine's loop call a function; never raises.
-    """
+    """A coroutine function that runs on the engine's loop."""
 
     def __init__(self, function: Callable[[], Coroutine[Any, Any, T]], what: str, origin: Origin) -> None:
         self.completion: Completion[T] = Completion(what, origin, saves=False)
-        self.post: Callable[[Callable[[], object]], object] = lambda _: None
+        self.post: Callable[[Callable[[], object]], object] = lambda _: None  # calls a function on the loop
         self._function = function
         self._scope: anyio.CancelScope | None = None
         self._cancel_asked = False
 
     async def run(self) -> None:
-        """Run it; never raises."""
+        """Run it to its end, whatever that is."""
         try:
             with anyio.CancelScope() as self._scope:
                 if self._cancel_asked:
                     self._scope.cancel()
                 self.completion._settle(await self._function())
-        except asyncio.CancelledError as exc:  # not by its own scope: the engine ends
+        except asyncio.CancelledError as exc:  # not of its own scope: the engine ends
             self.fail(exc)
             raise
-        except BaseException as exc:  # delivered to who waits
+        except BaseException as exc:  # delivered to the waiter
             self.completion._settle(None, exc)
         self.completion._settle(None, asyncio.CancelledError("cancelled"))
 
     def fail(self, cause: BaseException) -> None:
-        """Tell who waits that it can't be run, or stopped, as the engine has failed in this; from any thread."""
+        """Fail it, as the engine has failed to run or to stop it. From any thread."""
         error = AiockptError(f"{self.completion._what} failed with the engine: {cause!r}")
         error.__cause__ = cause
         self.completion._settle(None, error)
 
     async def wait(self, drop: Callable[[T], object] | None = None) -> T:
-        """Wait for its result; who is cancelled stops it, and goes on when it has stopped.
-
-        Args:
-            drop: is given the result if it came too late for who waits.
-        """
+        """Return its result. If the waiter is cancelled, the call is stopped first; ``drop`` gets a late result."""
         try:
             return await self.completion
         except BaseException:
             if not self.completion.done():
                 self.cancel()
-            # The cancellation that is being delivered already stands for those that come now.
+            # Further cancellations are absorbed: the one that is being delivered stands for them.
             await self._over()
             self._drop(drop)
             raise
 
     async def stop(self) -> None:
-        """Stop it, and wait until it has stopped, whatever its end; a cancellation comes through afterwards."""
+        """Stop it and wait until it has stopped, whatever its outcome. A cancellation is raised afterwards."""
         if not self.completion.done():
             self.cancel()
         if await self._over():
             raise asyncio.CancelledError
 
     async def _over(self) -> bool:
-        """Wait until it is over, however often this task is cancelled; tell whether it was.
+        """Wait until it is over, however often this task is cancelled; return whether it was.
 
-        What the call uses must not be given back before, and a shielded scope lets native cancellation through.
+        The call's resources must not be freed before. A shielded scope is not enough: it lets cancellation by asyncio
+        through.
         """
         cancelled = False
         while not self.completion.done():
@@ -258,11 +243,7 @@ class Call(Generic[T]):
         return cancelled
 
     def result(self, drop: Callable[[T], object] | None = None) -> T:
-        """Block until it has ended; who is interrupted, by Ctrl-C above all, stops it, and goes on when it has stopped.
-
-        Args:
-            drop: see `wait`.
-        """
+        """Block for its result. If the caller is interrupted, as by Ctrl-C, the call is stopped first; see `wait`."""
         try:
             return self.completion.result()
         except BaseException:
@@ -277,7 +258,7 @@ class Call(Generic[T]):
             drop(self.completion._value)
 
     def cancel(self) -> None:
-        """Ask it to stop. From any thread; does not block."""
+        """Request it to stop. From any thread; does not block."""
         self.post(self._cancel)
 
     def _cancel(self) -> None:

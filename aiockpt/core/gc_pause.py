@@ -1,4 +1,4 @@
-"""The garbage collector, while a great many objects are made of which none is garbage."""
+"""Less frequent garbage collection while many objects are created of which none is garbage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _before = gc.get_threshold()
 
 @contextmanager
 def gc_pause() -> Iterator[None]:
-    """Let the collector look rarely, for this process and until the last thread has left.
+    """Make collections rare, for the whole process, until the last thread has left this context.
 
-    It is not switched off, which is others' to do: what they switch or set meanwhile stays so.
+    The collector is not disabled, which is up to the program: a setting that the program changes meanwhile is kept.
     """
     global _users, _before
     with _lock:

@@ -1,4 +1,4 @@
-"""Facts about the machine: block size, memory, processors."""
+"""Facts about the machine: block size, memory, CPUs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK_BYTES = 4096
 
 
 def available_memory_bytes() -> int:
-    """Give the memory that can be had without swapping, of the machine and of the control group."""
+    """Return the memory that is available without swapping, in the machine and in the control group."""
     available = 1 << 40
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
         for line in lines:
@@ -24,5 +24,5 @@ def available_memory_bytes() -> int:
 
 
 def cores() -> int:
-    """Give the processors that this process may use."""
+    """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

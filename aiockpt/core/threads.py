@@ -1,7 +1,7 @@
-"""Threads: the one thread hop, the loop of a thread, and who may wait for what in which thread.
+"""Worker threads, event loops of threads, and checks against threads that would wait for themselves.
 
-A hop is never abandoned. When the awaiting task is cancelled the await still lasts until the thread is
-done, so that a buffer which the thread uses can be given back right after the await, whatever happened.
+A function in a worker thread is never abandoned. If the awaiting task is cancelled, the await still lasts until the
+function returns, so a buffer that it uses can be released right after the await, whatever happened.
 """
 
 from __future__ import annotations
@@ -31,46 +31,36 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _UVLOOP_DESCRIPTORS = 16
-"""More than a loop of uvloop's takes: the first one of libuv in a process makes pipes as well."""
+"""More than a uvloop loop needs: the first one in a process creates pipes too."""
 _ASYNCIO_DESCRIPTORS = 4
 
-# --- who may wait for what -------------------------------------------------------------------------
+# --- threads that must not wait for an engine ---------------------------------------------------------
 
 Part = Literal["loop", "saves", "loads"]
 
 
 class Origin:
-    """An engine, as its completions know it: a process, and threads that can't wait for what they bring about."""
+    """The identity of an engine: its process, and its threads, which can't wait for what they complete."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is its process, and not one that was forked from it."""
+        """Whether this is the engine's process, not a fork of it."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        """Refuse a forked process: it has none of the engine's threads, and their locks may be held for ever.
-
-        Raises:
-            CheckpointerClosedError: this is another process.
-        """
+        """Raise CheckpointerClosedError in a forked process: it lacks the threads, and their locks may stay held."""
         if not self.is_here:
             raise CheckpointerClosedError(
                 "this checkpointer was made in another process, before a fork; make a new one in this process"
             )
 
     def check(self, what: str, *, saves: bool = True) -> None:
-        """Refuse a call that would wait for itself.
+        """Raise SaveError if this thread works for the engine, so that the call ``what`` would wait for itself.
 
-        Args:
-            what: the call, for the message.
-            saves: it waits for saves; loads may be waited for by those who save: by hooks.
-
-        Raises:
-            CheckpointerClosedError: see `check_process`.
-            SaveError: this thread works for the engine.
+        A thread that saves may wait for loads (``saves=False``): hooks may load.
         """
         self.check_process()
         duty = _duty()
@@ -83,20 +73,14 @@ class Origin:
 
 
 class Duty:
-    """What a thread does for an engine; a context for the time that it does it.
-
-    Args:
-        origin: the engine.
-        part: which part of its work.
-        what: what it is called in messages.
-    """
+    """The work of a thread for an engine; a context manager for its duration."""
 
     __slots__ = ("_before", "_token", "is_over", "origin", "part", "what")
 
     def __init__(self, origin: Origin, part: Part, what: str) -> None:
         self.origin = origin
         self.part = part
-        self.what = what
+        self.what = what  # for messages
         self.is_over = False
 
     def __enter__(self) -> None:
@@ -116,20 +100,20 @@ _off_duty: ContextVar[bool] = ContextVar("aiockpt-off-duty", default=False)
 
 
 def _duty() -> Duty | None:
-    """Return what this thread does for an engine, or does for a thread that waits for it, as with asyncio.to_thread."""
+    """Return the duty of this thread, or of a thread that waits for this one, as with asyncio.to_thread."""
     if _off_duty.get():
         return None
     own: Duty | None = getattr(_thread, "duty", None)
     if own is not None:
         return own
     duty = _inherited.get()
-    # What is posted to a loop inherits the context as well, and nobody waits for it.
+    # A callback of a loop inherits the context too, but nobody waits for it.
     return None if duty is None or duty.is_over or _has_loop() else duty
 
 
 @contextlib.contextmanager
 def off_duty() -> Iterator[None]:
-    """Let a task or a thread of an engine wait for others as a caller does: the engine does not wait for it."""
+    """Allow a task or thread of an engine to wait like a caller: the engine does not wait for it."""
     token = _off_duty.set(True)
     try:
         yield
@@ -146,11 +130,7 @@ def _has_loop() -> bool:
 
 
 def check_asyncio(what: str, instead: str = "call result() in a thread") -> None:
-    """Refuse to await where asyncio does not run this task.
-
-    Raises:
-        AiockptError: there is no asyncio loop, or trio runs this task.
-    """
+    """Raise AiockptError if asyncio does not run this task, so that it can't await."""
     trio = sys.modules.get("trio")
     if _has_loop() and not (trio is not None and trio.lowlevel.in_trio_task()):
         return
@@ -164,26 +144,24 @@ def check_asyncio(what: str, instead: str = "call result() in a thread") -> None
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Make an event loop: uvloop's, which other threads wake faster, where it is installed and safe to use.
+    """Create an event loop: of uvloop, which other threads wake faster, if it is installed and safe to use.
 
-    libuv ends the process where it can't have the descriptors for its first loop, and when it closes one of the
-    first three, which are free in a program that has closed its standard streams. So these are looked for before.
-
-    Raises:
-        OSError: there are no descriptors for asyncio's own loop either.
+    libuv aborts the process if it can't get the descriptors for its first loop, and if it closes one of the first
+    three, which are free in a program that has closed its standard streams. So both are checked before. Raises
+    OSError if there are no descriptors for asyncio's own loop either.
     """
     free = _free_descriptors(_UVLOOP_DESCRIPTORS)
     if len(free) == _UVLOOP_DESCRIPTORS and min(free) > 2:
-        with contextlib.suppress(Exception):  # missing, or broken: whatever its import raises
+        with contextlib.suppress(Exception):  # not installed, or broken: its import may raise anything
             loop: asyncio.AbstractEventLoop = importlib.import_module("uvloop").new_event_loop()
             return loop
-    if len(free) < _ASYNCIO_DESCRIPTORS:  # asyncio would complain once more when what it began is collected
+    if len(free) < _ASYNCIO_DESCRIPTORS:  # else asyncio warns again when its half-made loop is collected
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return asyncio.SelectorEventLoop()  # not by the policy, which may be uvloop's
 
 
 def _free_descriptors(count: int) -> list[int]:
-    """Return the numbers of the next descriptors, ``count`` of them if so many can be had."""
+    """Return the numbers of the next free descriptors, at most ``count`` and a pair."""
     free: list[int] = []
     try:
         while len(free) < count:
@@ -195,13 +173,13 @@ def _free_descriptors(count: int) -> list[int]:
     return free
 
 
-# --- the hop ---------------------------------------------------------------------------------------
+# --- workers --------------------------------------------------------------------------------------------
 
 
 async def drained(awaitable: Awaitable[T]) -> T:
-    """Await something that can't be stopped half way, to its end, even when this task is cancelled.
+    """Await something that can't be interrupted to its end, even if this task is cancelled.
 
-    The cancellation is delivered at the caller's next await.
+    The cancellation is raised at the caller's next await.
     """
     with anyio.CancelScope(shield=True):
         return await awaitable
@@ -209,7 +187,7 @@ async def drained(awaitable: Awaitable[T]) -> T:
 
 
 def _step_back(nice: int) -> None:
-    """Let this thread step back when others want the processor."""
+    """Lower the CPU priority of this thread."""
     if nice and sys.platform == "linux":
         with contextlib.suppress(OSError):  # not allowed here, and then not needed
             thread = threading.get_native_id()
@@ -217,23 +195,17 @@ def _step_back(nice: int) -> None:
 
 
 class DaemonThreads(Executor):
-    """Threads that run functions in order, and that nobody waits for when the process ends.
+    """Daemon threads that run functions in order; each starts when it is first needed.
 
-    For waits that can't be called off, those for other processes and for disks that hang: a thread that never comes
-    back must not keep the process. Each thread starts when it is first needed.
-
-    Args:
-        count: how many threads there are at most.
-        name: what they are called, for debuggers and profilers.
-        nice: how far they step back when others want the processor, as in nice(1); on Linux.
-        duty: what they do for an engine, where they run functions of the caller's.
+    Daemons, because a wait for another process or a disk that hangs can't be cancelled, and a thread that never
+    returns must not keep the process alive.
     """
 
     def __init__(self, count: int, name: str, *, nice: int = 0, duty: Duty | None = None) -> None:
-        self._count = count
+        self._count = count  # the most threads
         self._name = name
-        self._nice = nice
-        self._duty = duty
+        self._nice = nice  # as in nice(1); on Linux
+        self._duty = duty  # of threads that run functions of the caller's
         self._work: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
@@ -241,11 +213,7 @@ class DaemonThreads(Executor):
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Run a function after those that were submitted before have begun.
-
-        Raises:
-            RuntimeError: the threads have been told to end, or none can be started.
-        """
+        """Run a function after those submitted before have begun; raise RuntimeError if no thread can run it."""
         task = _Task(partial(fn, *args, **kwargs))
         with self._lock:
             if self._ended:
@@ -254,21 +222,21 @@ class DaemonThreads(Executor):
             try:
                 self._start_wanted()
             except BaseException:
-                if not self._threads:  # else those that run come to it
+                if not self._threads:  # else a running thread takes it
                     self._unfinished -= 1
                     raise
             self._work.put(task)
         return task.future
 
     def spare(self, count: int) -> None:
-        """Allow so many threads more, for some hang; or so many fewer, when these have come back."""
+        """Allow so many more threads, as some hang; or so many fewer, when they have returned."""
         with self._lock:
             self._count += count
             if not self._ended:
                 self._start_wanted()
 
     def _start_wanted(self) -> None:
-        """Start threads for what nobody is free to do."""
+        """Start threads until there is one for each unfinished task, up to the limit."""
         while len(self._threads) < min(self._unfinished, self._count):
             name = self._name if self._count == 1 else f"{self._name}_{len(self._threads)}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -288,7 +256,7 @@ class DaemonThreads(Executor):
                     return
 
     def end(self, timeout_s: float | None = None) -> bool:
-        """End the threads when they have done what was submitted; tell whether they have ended in time. Blocks."""
+        """End the threads when all tasks are done; return whether they have ended in time. Blocks."""
         with self._lock:
             if not self._ended:
                 self._ended = True
@@ -300,13 +268,8 @@ class DaemonThreads(Executor):
         return not any(thread.is_alive() for thread in self._threads)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads; idempotent.
-
-        Args:
-            wait: block until they have ended.
-            cancel_futures: drop what has not begun.
-        """
-        if cancel_futures and not self._ended:  # else there are words to end among the work
+        """End the threads, as `concurrent.futures.Executor.shutdown` does; idempotent."""
+        if cancel_futures and not self._ended:  # else sentinels are queued among the tasks
             with contextlib.suppress(queue.Empty):
                 while True:
                     if (task := self._work.get_nowait()) is not None:
@@ -315,7 +278,7 @@ class DaemonThreads(Executor):
 
 
 class _Task(Generic[T]):
-    """A function that a thread is to run."""
+    """A function to run in a thread, and its future."""
 
     __slots__ = ("_function", "future")
 
@@ -328,21 +291,14 @@ class _Task(Generic[T]):
             return
         try:
             result = self._function()
-        except BaseException as exc:  # delivered to who waits
+        except BaseException as exc:  # delivered to the waiter
             self.future.set_exception(exc)
         else:
             self.future.set_result(result)
 
 
 class Workers:
-    """A fixed number of threads that run blocking functions for an event loop.
-
-    Args:
-        count: the most threads that run at once; they start when first needed.
-        name: what the threads are called, for debuggers and profilers.
-        nice: how far the threads step back when others want the processor, as in nice(1); on Linux.
-        duty: what they do for an engine, where they run functions of the caller's.
-    """
+    """Threads that run blocking functions for an event loop; see `DaemonThreads`."""
 
     def __init__(self, count: int, name: str, *, nice: int = 0, duty: Duty | None = None) -> None:
         self.count = count
@@ -355,13 +311,13 @@ class Workers:
             try:
                 return function(*args, **kwargs)
             except (KeyboardInterrupt, SystemExit, GeneratorExit) as exc:
-                # These would end the loop, and with it what belongs to others.
+                # These would end the loop, and with it the work of others.
                 raise RuntimeError(f"{type(exc).__name__} was raised in a worker thread: {exc}") from exc
 
         return await drained(asyncio.get_running_loop().run_in_executor(self.executor, call))
 
     def spare(self, count: int) -> None:
-        """Allow so many threads more, for some hang in the file system; or fewer, when they have come back."""
+        """See `DaemonThreads.spare`."""
         self.executor.spare(count)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Saves as they are called for: everything is checked and captured at the call, then they are put in line."""
+"""Submitting a save: everything is checked and captured in the caller's thread, then the save is queued."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Submitter:
         files: int | None,
         separation_hint: Sequence[str],
     ) -> SaveJob:
-        """Put one in line that adds files to a directory; see `CheckpointerBase.submit_items`."""
+        """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
         started = time.perf_counter()
         self._engine.origin.check(f"a save to {printable_path(directory)}")
         if self._transforms:
@@ -188,7 +188,7 @@ class Submitter:
         return SaveJob(spec, engine.origin)
 
     def _warn_of_permissions(self, capture: Snapshot) -> None:
-        """Warn of objects that will need permission to be loaded; once for each set of classes."""
+        """Warn about objects that need ``safe_globals`` or ``trust`` to be loaded, once for each set of classes."""
         new: dict[frozenset[str], int] = {}
         for leaf, (_, foreign) in capture.foreign.items():
             if frozenset(foreign) not in self._warned:
@@ -216,7 +216,7 @@ class Submitter:
             )
         if len(self._warned) > _KEPT_SETS:
             self._warned.clear()
-        self._warned |= new.keys()  # only now: where the warning is an error, every such save is refused
+        self._warned |= new.keys()  # not before the warning: if it is an error, every such save must be refused
 
     def _check_transforms(self, request: SaveRequest, format: SaveFormat, where: str, *, together: bool) -> None:
         """Raise if items can't be compressed or transformed in this format, or with several ranks."""
@@ -233,18 +233,14 @@ class Submitter:
 
 
 def check_portable(*tools: Storage | Transform) -> None:
-    """Refuse a storage, or a transform, that a writer process can't have.
-
-    Raises:
-        SaveError: it can't be pickled, or its class is defined where the process does not look.
-    """
+    """Raise SaveError if a storage or transform can't be pickled for the writer process."""
     for tool in tools:
         try:
             if b"__main__" in pickle.dumps(tool):
                 raise TypeError("it is defined in the main module, which that process does not import: move it to one")
-        except Warning:  # an error only because the program makes errors of warnings
+        except Warning:  # an error only because the program turns warnings into errors
             raise
-        except Exception as exc:  # whatever its class does
+        except Exception as exc:  # pickling runs code of its class
             raise SaveError(
                 f"{type(tool).__name__} can't be sent to the writer process ({exc}): make it picklable, or use "
                 "writer='thread'"
