@@ -1,4 +1,4 @@
-"""Which steps of a save or a load are to fail, and how. Values, and pure decisions."""
+"""Planned and random faults of the steps of saves and loads. Values, and pure decisions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One that is planned.
+    """A planned fault.
 
     Attributes:
-        step: where; see `aiockpt.storage.wrapper.Step`.
-        error: what the file system says. Another exception than an OSError is raised as it is, such as a MemoryError.
-            None: nothing fails, so that it is slow, or a short read.
-        nth: from which occurrence on, counted from 1, of those with such a name.
-        times: how many occurrences; None for all from there on.
+        step: the step that fails; see `aiockpt.storage.wrapper.Step`.
+        error: the error of the file system. Any other exception than an OSError is raised as it is, such as a
+            MemoryError. None: the step does not fail, but is slow, or a read is short.
+        nth: the first occurrence that fails, counted from 1, of those whose name matches.
+        times: how many occurrences fail; None for all from there on.
         name: the file or path, as a pattern in which * stands for any text.
-        delay_s: how long the step takes more, in seconds.
-        short_bytes: of "read": the file seems to end behind so many bytes of what is asked for.
+        delay_s: how much longer the step takes, in seconds.
+        short_bytes: for "read": the file seems to end after so many bytes of the range.
     """
 
     step: str
@@ -37,21 +37,21 @@ class Fault:
     short_bytes: int | None = None
 
     def concerns(self, step: str, name: str) -> bool:
-        """Tell whether it is for such a step."""
+        """Return whether it is for this step and name."""
         return step == self.step and fnmatchcase(name, self.name)
 
     def strikes(self, occurrence: int) -> bool:
-        """Tell whether it strikes at this one of those that it is for."""
+        """Return whether this occurrence, counted from 1, fails."""
         return occurrence >= self.nth and (self.times is None or occurrence < self.nth + self.times)
 
 
 @dataclass(frozen=True, slots=True)
 class Chances:
-    """Faults at random, the same ones each time for the same seed and order of steps.
+    """Random faults, the same ones each time for the same seed and order of steps.
 
     Attributes:
         of: for each step the probability that it fails.
-        seed: what they are drawn from.
+        seed: of the random numbers.
         numbers: the error numbers to choose from.
     """
 
@@ -60,7 +60,7 @@ class Chances:
     numbers: Sequence[int] = field(default=(errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE))
 
     def draw(self, step: str, source: random.Random) -> OSError | None:
-        """Draw whether a step fails; give what the file system says then."""
+        """Return the error of a step, or None if it does not fail."""
         if step not in self.of or source.random() >= self.of[step]:
             return None
         number = source.choice(self.numbers)

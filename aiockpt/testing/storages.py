@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class GatedStorage(WrapperStorage):
-    """Stops before the given steps until it is let go on, from any thread or loop.
+    """Stops before the given steps until `open` is called, from any thread or loop.
 
     ::
 
@@ -32,11 +32,11 @@ class GatedStorage(WrapperStorage):
         await storage.reached["commit"]   # everything is written, nothing published
         storage.open("commit")
 
-    Who waits at a gate can be cancelled; `HangingStorage` is for what can't.
+    A task that waits at a gate can be cancelled; one that waits for a `HangingStorage` can't.
 
     Args:
-        inner: where things really go.
-        steps: where to stop; see `aiockpt.storage.wrapper.Step`.
+        inner: the storage that does the steps.
+        steps: the steps to stop before; see `aiockpt.storage.wrapper.Step`.
     """
 
     def __init__(self, inner: Storage, steps: Sequence[str]) -> None:
@@ -45,29 +45,29 @@ class GatedStorage(WrapperStorage):
         self._gates: dict[str, Completion[None]] = {step: Completion(f"gate {step}") for step in steps}
 
     def open(self, step: str) -> None:  # type: ignore[override]
-        """Let everything through that stops before this step, now and later."""
+        """Let all tasks through that stop before this step, now and later."""
         self._gates[step]._settle(None)
 
     async def before(self, step: str, name: str) -> None:
-        """Wait, if this is a step to stop at."""
+        """Wait at the gate of the step, if it has one."""
         if step in self._gates:
             self.reached[step]._settle(None)
             await self._gates[step]
 
 
 class HangingStorage(WrapperStorage):
-    """Hangs in the thread that does a step, as a disk or a server does that answers no more: nothing can cancel that.
+    """Hangs in the thread of a step, as with a dead disk or file server: it can't be cancelled.
 
     ::
 
         storage = HangingStorage(LocalStorage(), "write")
         save = ckpt.save(state, path, storage=storage)
         await storage.reached             # a thread hangs
-        storage.recover()                 # to be called, or that thread never ends
+        storage.recover()                 # required, or the thread never ends
 
     Args:
-        inner: where things really go.
-        step: which step hangs, in every transaction: any of a transaction, "begin" or "join".
+        inner: the storage that does the steps.
+        step: the step that hangs, in every transaction: "begin", "join" or one of a transaction.
     """
 
     def __init__(self, inner: Storage, step: str) -> None:
@@ -78,7 +78,7 @@ class HangingStorage(WrapperStorage):
         self.reached: Completion[None] = Completion(f"reached {step}")
 
     def recover(self) -> None:
-        """Let everything go on, now and later; from any thread."""
+        """Let all threads go on, now and later; from any thread."""
         self._works.set()
 
     async def begin(
@@ -101,32 +101,32 @@ class HangingStorage(WrapperStorage):
 
 
 class FaultyStorage(WrapperStorage):
-    """Fails at given steps, or at random, as the file system would.
+    """Fails at given steps, or at random, as a file system would.
 
     ::
 
         FaultyStorage(LocalStorage(), "write", OSError(errno.ENOSPC, "No space left on device"), nth=3)
         FaultyStorage(LocalStorage(), faults=[
             Fault("finish", OSError(errno.EIO, "Input/output error"), name=".metadata"),
-            Fault("abort", OSError(errno.EIO, "Input/output error")),       # and then cleaning up fails, too
-            Fault("write", delay_s=0.01, times=None),                       # all on a slow disk
+            Fault("abort", OSError(errno.EIO, "Input/output error")),       # the clean-up fails too
+            Fault("write", delay_s=0.01, times=None),                       # every write is slow
         ])
         FaultyStorage(LocalStorage(), chances=Chances({"write": 0.01, "commit": 0.05}, seed=7))
 
-    What the engine makes of it is one of aiockpt's errors with the ``OSError`` as its cause. It stands before
-    ``inner``, so ``inner`` does not try again what fails here.
+    The step raises one of aiockpt's errors with the ``OSError`` as its cause. It fails before ``inner`` is called, so
+    ``inner`` does not retry it.
 
     Args:
-        inner: where things really go.
-        step: which step fails; see `aiockpt.storage.wrapper.Step`.
-        error: what the file system says.
-        nth: which occurrence of the step fails, counted from 1.
+        inner: the storage that does the steps.
+        step: the step that fails; see `aiockpt.storage.wrapper.Step`.
+        error: the error of the file system.
+        nth: the occurrence of the step that fails, counted from 1.
         times: how many occurrences fail, from there on; None for all.
-        faults: more of them.
-        chances: faults at random.
+        faults: more planned faults.
+        chances: random faults.
 
     Attributes:
-        seen: how often each step has come.
+        seen: how often each step was called.
         struck: how often each step was made to fail.
     """
 
@@ -152,27 +152,27 @@ class FaultyStorage(WrapperStorage):
         self.struck: Counter[str] = Counter()
 
     def before_read(self, name: str, offset: int, nbytes: int) -> None:
-        """Fail, if it is time to; in the thread that reads."""
+        """Fail if a fault is due, in the thread that reads."""
         delay_s, error, short_bytes = self._due("read", name)
         if delay_s:
             time.sleep(delay_s)
         if error is not None:
-            raise _as_ours("read", f"can't read {name} at offset {offset}: {error}", error)
+            raise _wrapped("read", f"can't read {name} at offset {offset}: {error}", error)
         if short_bytes is not None and short_bytes < nbytes:
             raise CorruptCheckpointError(
                 f"{name} ends at byte {offset + short_bytes}, {nbytes - short_bytes} bytes too early: it was truncated"
             )
 
     async def before(self, step: str, name: str) -> None:
-        """Fail, if it is time to."""
+        """Fail if a fault is due."""
         delay_s, error, _ = self._due(step, name)
         if delay_s:
             await anyio.sleep(delay_s)
         if error is not None:
-            raise _as_ours(step, f"{step} {name}: {error}", error)
+            raise _wrapped(step, f"{step} {name}: {error}", error)
 
     def _due(self, step: str, name: str) -> tuple[float, Exception | None, int | None]:
-        """Take note of an occurrence; tell how long it lasts, how it fails, and after how many bytes a read ends."""
+        """Count an occurrence; return its delay, its error, and after how many bytes a read ends."""
         delay_s, error, short_bytes = 0.0, None, None
         with self._counting:
             self.seen[step] += 1
@@ -191,8 +191,8 @@ class FaultyStorage(WrapperStorage):
         return delay_s, error, short_bytes
 
 
-def _as_ours(step: str, message: str, error: Exception) -> Exception:
-    """Give the error that a storage raises for what the file system says; others come as they are."""
+def _wrapped(step: str, message: str, error: Exception) -> Exception:
+    """Return the error that a storage raises for an OSError; other errors are returned as they are."""
     if not isinstance(error, OSError):
         return error
     kind = {"commit": CommitError, "open": LoadError, "read": LoadError}.get(step, WriteError)

@@ -26,8 +26,8 @@ from aiockpt.storage.local.retries import (
     NotSyncedError,
     Repeater,
     check_retries,
+    described,
     next_pause_s,
-    told,
 )
 from aiockpt.storage.local.sink import LocalSink
 from aiockpt.storage.local.storage import LocalStorage
@@ -148,10 +148,10 @@ async def test_the_last_error_says_how_often_it_was_tried() -> None:
     with pytest.raises(OSError, match="busy") as caught:
         await recorded.repeater.run("rename", step)
     assert (step.done, len(recorded.pauses)) == (4, 3)
-    assert "busy (tried 4 times in " in told(caught.value)
+    assert "busy (tried 4 times in " in described(caught.value)
     with pytest.raises(OSError, match="Input/output error") as caught:
         await recorded.repeater.run("rename", Step(_error(errno.EIO)))
-    assert told(caught.value) == str(caught.value)
+    assert described(caught.value) == str(caught.value)
 
 
 @pytest.mark.asyncio

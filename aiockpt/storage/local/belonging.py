@@ -1,6 +1,6 @@
-"""What of a directory belongs to a checkpoint, and the removal of that alone. Free of torch. All functions block.
+"""Which files of a directory belong to a checkpoint, and the removal of these alone. Without torch; blocks.
 
-| what is there | belongs |
+| file | belongs |
 | --- | --- |
 | `.metadata`, `__N.metadata`, `.aiockpt.json`, `*.safetensors.index.json` | always |
 | any file that an intact `.aiockpt.json` lists | yes |
@@ -9,7 +9,8 @@
 | a `*.safetensors` that is alone | yes |
 | directories, and all other files, such as `common.pt` and `metadata.json` of Megatron | never |
 
-In a hidden directory, in which a save may have ended anywhere, files of these names belong if nothing describes them.
+In a temporary directory, where a save may have been killed at any point, files of these names belong if nothing
+describes them.
 """
 
 from __future__ import annotations
@@ -46,33 +47,21 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class OtherThingsError(OSError):
-    """A directory holds what is not of the checkpoint, and so was left as it is."""
+    """A directory holds other things than a checkpoint, and so was left as it is."""
 
 
 class Contents(NamedTuple):
-    """What is in a directory.
+    """The contents of a directory."""
 
-    Attributes:
-        files: those of the checkpoint, in the order in which they are removed: what describes the others is last.
-        folders: directories that a save has made; only in hidden ones.
-        others: what does not belong to it, sorted; directories end with "/".
-    """
-
-    files: list[str]
-    folders: list[str]
-    others: list[str]
+    files: list[str]  # of the checkpoint, in the order of removal: those that describe the others are last
+    folders: list[str]  # made by a save; only in temporary directories
+    others: list[str]  # not of the checkpoint, sorted; directories end with "/"
 
 
 def look_into(directory: int, *, unfinished: bool = False, also: Collection[str] = ()) -> Contents:
-    """Sort the contents of an open directory.
+    """Sort the contents of an open directory into the checkpoint's and others.
 
-    Args:
-        directory: its descriptor.
-        unfinished: it is a hidden one, in which a save may have ended anywhere.
-        also: files that belong as well.
-
-    Raises:
-        OSError: it can't be read.
+    ``unfinished``: it is a temporary one, where a save may have been killed at any point. ``also``: more of its files.
     """
     now = os.open(".", _DIRECTORY, dir_fd=directory)  # btrfs lists what was there when a directory was opened
     try:
@@ -107,18 +96,12 @@ def _look_below(directory: int, name: str) -> Contents:
 
 
 def _describes(name: str) -> bool:
-    """Return whether a file of this name says what is in others."""
+    """Return whether a file of this name describes others."""
     return name in (METADATA_NAME, MANIFEST_NAME) or name.endswith(_SHARD_INDEX) or bool(_RANK_METADATA.fullmatch(name))
 
 
 def _own_files(files: Collection[str], documents: Mapping[str, bytes | None], *, unfinished: bool) -> set[str]:
-    """Choose the files of the checkpoint.
-
-    Args:
-        files: what is there.
-        documents: the contents of those that describe others; None for one that can't be read.
-        unfinished: see `look_into`.
-    """
+    """Choose the files of the checkpoint; a document is one that describes others, None if it can't be read."""
     own = set(documents)
     manifest = documents.get(MANIFEST_NAME)
     listed = None if manifest is None else files_listed(manifest)
@@ -155,7 +138,7 @@ def _is_damaged(name: str, data: bytes | None) -> bool:
         if name.endswith(_SHARD_INDEX):
             return type(json.loads(data)["weight_map"]) is not dict
         from aiockpt.format.dcp.metadata import (
-            decode_metadata,  # takes torch, which a process that writes does not have
+            decode_metadata,  # imports torch, which the writer process does not have
         )
 
         decode_metadata(data)
@@ -182,12 +165,9 @@ def _contents(directory: int, name: str) -> bytes | None:
 
 
 def why_not_a_checkpoint(path: str) -> str | None:
-    """Return why what is at a path can't be replaced or deleted as a checkpoint, as the end of a sentence; else None.
+    """Return why a path can't be replaced or deleted as a checkpoint, as the end of a sentence; None if it can.
 
-    What is empty is no reason. A link stands for itself: what it leads to need only look like a checkpoint.
-
-    Raises:
-        OSError: it can't be looked at.
+    Empty files and directories can. Of a link only the link is replaced: its target need only look like a checkpoint.
     """
     if os.path.islink(path):
         if os.path.exists(path) and not _is_checkpoint(path):
@@ -215,7 +195,7 @@ def why_not_of_contents(directory: int) -> str | None:
 
 
 def several(names: Collection[str]) -> str:
-    """Show names, not too many of them."""
+    """Return the first few names, printable, and how many more there are."""
     shown = ", ".join(map(printable_key, list(names)[:_SHOWN]))
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
 
@@ -250,7 +230,7 @@ def _is_checkpoint_file(path: str) -> bool:
         if LEGACY_MAGIC in begin:
             return True
         header_bytes = int.from_bytes(begin[:8], "little")
-        return begin[8:9] == b"{" and header_bytes <= _HEADER_BYTES  # what is behind it may be damaged
+        return begin[8:9] == b"{" and header_bytes <= _HEADER_BYTES  # the rest may be damaged
 
 
 def _is_torch_archive(size: int, fetch: Callable[[int, int], bytes]) -> bool:
@@ -259,8 +239,8 @@ def _is_torch_archive(size: int, fetch: Callable[[int, int], bytes]) -> bool:
     except FramingError:
         if b"PK\5\6" in fetch(max(0, size - 1024), 1024):
             return False
-        return b"/data.pkl" in fetch(0, 1024)  # cut short: the first record tells as well
-    return "data.pkl" in names and "constants.pkl" not in names  # which a compiled program has
+        return b"/data.pkl" in fetch(0, 1024)  # truncated: the first record is enough
+    return "data.pkl" in names and "constants.pkl" not in names  # "constants.pkl" is in compiled programs
 
 
 def checkpoint_above(path: str) -> str | None:
@@ -285,10 +265,7 @@ def _is_own_directory(path: str) -> bool:
 def data_files_of(path: str, document: str) -> list[str]:
     """Return the names of the `*.distcp` files that belong to one `.metadata` or `__N.metadata` of a directory.
 
-    They are those that it names; if it is damaged, those that no other document there names. None if it is not there.
-
-    Raises:
-        OSError: the directory can't be read.
+    They are those that it names; if it is damaged, those that no other document there names. Empty if it is not there.
     """
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -310,16 +287,10 @@ def data_files_of(path: str, document: str) -> list[str]:
 
 
 def remove(path: str, *, also: Collection[str] = (), dir_fd: int | None = None) -> None:
-    """Remove what a save has written, if it is there; others may be at it at the same time.
+    """Remove a temporary directory, a file or a link, if it exists; others may remove it at the same time.
 
-    Args:
-        path: a hidden directory, whose files are then removed one by one; or a file, or a link.
-        also: files in it that belong to the save whatever they are called.
-        dir_fd: what the path is relative to.
-
-    Raises:
-        OtherThingsError: the directory holds what is not of a checkpoint; it stays there.
-        OSError: it can't be removed.
+    ``also`` names files in the directory that belong to the save, whatever their names. Raises OtherThingsError, and
+    removes nothing, if the directory holds other things than a checkpoint.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -327,11 +298,11 @@ def remove(path: str, *, also: Collection[str] = (), dir_fd: int | None = None) 
                 _remove_directory(path, also, dir_fd)
             else:
                 os.unlink(path, dir_fd=dir_fd)
-        except FileNotFoundError:  # somebody else was faster with a part of it: go on with the rest
+        except FileNotFoundError:  # another process has removed a part of it: go on with the rest
             pass
         except OtherThingsError:
             raise
-        except OSError as exc:  # somebody has put a last file there
+        except OSError as exc:  # a file was added at the last moment
             if exc.errno != errno.ENOTEMPTY:
                 raise
         if not _exists(path, dir_fd):

@@ -1,9 +1,9 @@
-"""Reading a file of a local or mounted file system: from the page cache where it has the bytes, else past it.
+"""Reads of a file of a local or mounted file system: from the page cache if it has the bytes, else past it.
 
-Bytes that are in the page cache are copied straight to where they belong. Bytes that aren't are read with
-O_DIRECT, in large aligned pieces: into place where address and kernel allow it, else through a buffer of the thread.
-Which is which cachestat(2) tells. (A read with RWF_NOWAIT tells as well, but one that is refused makes the kernel
-read ahead what was asked for, so that the disk reads it twice: where it has to do, it asks for one page.)
+Bytes in the page cache are copied straight to their target. Others are read with O_DIRECT, in large aligned pieces:
+into place where address and kernel allow it, else through a bounce buffer. cachestat(2) tells which is which. (A read
+with RWF_NOWAIT would tell too, but a refused one makes the kernel read ahead the whole range, so that the disk reads
+it twice: as the fallback it asks for one page.)
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 _HUGE_PAGE_BYTES = 2 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-_STEP_BYTES = 1 << 20  # copied from the page cache at a time, so that who looks at it next finds it in the processor's
+_STEP_BYTES = 1 << 20  # copied from the page cache at a time, so that the CRC of it finds it in the processor's cache
 _DIRECT_BYTES = 16 << 20  # read past the page cache at a time, straight into place
 _BUFFER_BYTES = 8 << 20  # the same, through a buffer
 _DIRECT_MIN_BYTES = 256 << 10
-_FORK_SAFE = (6, 3)  # from this Linux on, memory that a direct read goes to stays this process's when it forks
+_FORK_SAFE = (6, 3)  # from this Linux on, a fork does not move the target of a direct read to the child
 _WINDOW = 64  # short reads that are announced to the kernel together
 
 
 def _reads_in_place() -> bool:
-    """Tell whether direct reads may go to private memory: a fork meanwhile could lose them; see open(2)."""
+    """Return whether direct reads may go to private memory: a fork meanwhile could lose them; see open(2)."""
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     return found is not None and tuple(map(int, found.groups())) >= _FORK_SAFE
 
@@ -47,7 +47,7 @@ _IN_PLACE = _reads_in_place()
 
 
 def _buffer(nbytes: int) -> memoryview:
-    """Map memory that the disk may write to, in huge pages if there are any; children don't get it."""
+    """Map memory for direct reads, in huge pages if there are any; forked children don't get it."""
     whole = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with contextlib.suppress(OSError, AttributeError):
@@ -57,11 +57,7 @@ def _buffer(nbytes: int) -> memoryview:
 
 
 def _open_regular(name: str, path: str, directory: int) -> int:
-    """Open a file, without ever waiting for who might write to a pipe, and without touching a device.
-
-    Raises:
-        CorruptCheckpointError: it is no regular file.
-    """
+    """Open a regular file, never blocking on a pipe or touching a device; else CorruptCheckpointError."""
     fd = -1
     if stat.S_ISREG(os.stat(name, dir_fd=directory).st_mode):
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=directory)
@@ -86,29 +82,16 @@ def _open_again(fd: int, name: str, directory: int) -> int:
 
 
 class LocalFile:
-    """An open file: a descriptor for the page cache, and one past it where the file system has that.
+    """An open file: a descriptor for the page cache, and one for direct I/O where the file system has that.
 
     Any number of threads may read at once.
-
-    Attributes:
-        path: where it was, for messages.
-        nbytes: its size when it was opened.
-        tells_cached: the kernel tells what is cached.
-        users: how many are reading.
-
-    Args:
-        name: the file, relative to ``directory``.
-        path: see above.
-        directory: a descriptor of a directory.
-        buffers: buffers that nobody is using, shared with other files.
-        direct_io: read past the page cache what is not in it.
     """
 
     def __init__(self, name: str, path: str, directory: int, buffers: deque[memoryview], *, direct_io: bool) -> None:
-        self.path = path
-        self._buffers = buffers
-        self.users = 0
-        self.tells_cached = True
+        self.path = path  # for messages
+        self._buffers = buffers  # unused bounce buffers, shared with other files
+        self.users = 0  # how many reads are running
+        self.tells_cached = True  # the kernel has cachestat
         self._shared = False
         self._direct_fd = -1
         self._fd = _open_regular(name, path, directory)
@@ -127,7 +110,7 @@ class LocalFile:
             return os.path.realpath(self.path)
 
     def read(self, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None) -> None:
-        """Fill ``view``; see `aiockpt.storage.base.Source.read`."""
+        """Fill ``view`` with the bytes from an offset on."""
         cached_bytes = 0  # how much of what comes next the page cache has
         try:
             while view:
@@ -149,7 +132,7 @@ class LocalFile:
             raise LoadError(f"can't read {self.path} at offset {offset}: {exc}") from exc
 
     def read_runs(self, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        """Read many short runs; see `aiockpt.storage.base.Source.read_runs`."""
+        """Read many short runs of bytes."""
         at = 0
         for first in range(0, len(runs), _WINDOW):
             window = runs[first : first + _WINDOW]
@@ -172,7 +155,7 @@ class LocalFile:
             raise LoadError(f"can't map {self.path} into memory: {exc}; load it without mmap=True") from exc
 
     def share(self) -> None:
-        """Read through the page cache, for other processes read the same at the same time: the disk reads it once."""
+        """Read through the page cache, since other processes read the same now: the disk reads it once."""
         self._shared = True
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -184,7 +167,7 @@ class LocalFile:
             os.close(self._direct_fd)
 
     def _is_cached(self, offset: int, nbytes: int) -> bool | None:
-        """Tell whether the page cache has a range: True, False for none of it, None for some."""
+        """Return whether the page cache has a range: True for all, False for none, None for a part of it."""
         if self.tells_cached:
             try:
                 found = cached_pages(self._fd, offset, nbytes)
@@ -198,16 +181,16 @@ class LocalFile:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # no way to find out: then the page cache for everything
+            return True  # unknown: use the page cache for everything
 
     def _look(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """Tell how many of the next bytes the page cache has; if none, how many to read past it."""
+        """Return how many of the next bytes the page cache has; if none, how many to read past it."""
         if self._direct_fd < 0 or self._shared:
             return nbytes, 0
         window = min(nbytes, _DIRECT_BYTES)
         if nbytes < _DIRECT_MIN_BYTES or (cached := self._is_cached(offset, window)):
             return window, 0
-        if cached is None:  # some: look at it step by step
+        if cached is None:  # a part: look at it step by step
             at = 0
             while at < window and self._is_cached(offset + at, min(_STEP_BYTES, window - at)) is not True:
                 at += _STEP_BYTES
@@ -215,7 +198,7 @@ class LocalFile:
         return 0, window
 
     def _read_from_disk(self, offset: int, view: memoryview) -> int:
-        """Read some of what is not in the page cache: at least a byte, unless the file has ended."""
+        """Read some bytes that are not in the page cache: at least one, unless the file has ended."""
         if self._direct_fd < 0 or len(view) < _DIRECT_MIN_BYTES:
             return os.preadv(self._fd, [view], offset)
         try:

@@ -1,11 +1,11 @@
-"""Replacing a checkpoint where a file system can't let two names change places.
+"""Replacement of a checkpoint in two renames, where the file system can't exchange two names.
 
 NFS, Lustre, GPFS, FUSE and gVisor refuse renameat2(2) with RENAME_EXCHANGE. There it takes two renames, and a record of
-them: a small file beside the hidden directory, which holds the name of the checkpoint. Each step is durable before the
-next one begins.
+them: a small file beside the temporary directory, which holds the name of the checkpoint. Each step is durable before
+the next one begins.
 
 ==============================  ==========  =================  ==================  ===================
-when it is done                 the path    `.aiockpt-ID`      `-replaced`         `-replaces`
+after the step                  the path    `.aiockpt-ID`      `-replaced`         `-replaces`
 ==============================  ==========  =================  ==================  ===================
 all is written                  old         new                                    the name
 the old one is set aside                    new                old                 the name
@@ -13,9 +13,9 @@ the new one has the name        new                            old              
 nothing is left to do           new
 ==============================  ==========  =================  ==================  ===================
 
-After a kill in the second state the new one counts: it is complete, or the record would not be there. Readers follow
-the record; deleting, and the next look for leftovers, give it its name. That is no more than the owner would do next,
-so an owner that lives takes it as done. All functions block.
+After a kill in the second state the new checkpoint counts: it is complete, or the record would not exist. Readers
+follow the record; deletion and orphan collection complete the replacement. The owner would do the same next, so a live
+owner takes it as done. All functions block.
 """
 
 from __future__ import annotations
@@ -41,24 +41,20 @@ _NAME_BYTES = 4096
 
 
 _EXCHANGES: dict[int, bool] = {}
-"""By device: whether its file system lets two names change places."""
+"""By device: whether its file system can exchange two names."""
 
 
 class BetweenError(OSError):
-    """A replacement was interrupted between its two renames, and can't be undone; the record tells where all is."""
+    """A replacement failed between its two renames, and can't be undone; the record says where both checkpoints are."""
 
 
-# --- what a file system can do ------------------------------------------------------------------------
+# --- abilities of the file system ---------------------------------------------------------------------
 
 
 def ask_file_system(hidden: str, path: str) -> None:
-    """Find out whether what is at a path can be replaced by what a hidden directory is to hold.
+    """Find out how a path can be replaced, by exchanging two directories in the temporary one, once for each mount.
 
-    What the file system can do is found out by directories in the hidden one, once for each mount.
-
-    Raises:
-        CheckpointExistsError: it can't be replaced there.
-        OSError: directories can't be renamed there, or it can't be found out.
+    Raises CheckpointExistsError if it can't be replaced at all, OSError if it can't be found out.
     """
     device = os.stat(hidden).st_dev
     layered = is_overlay(device) and os.path.isdir(path) and not os.path.islink(path)
@@ -98,12 +94,12 @@ def _check_layer(path: str, occupied: str) -> None:
 
 
 def can_exchange(hidden: str) -> bool | None:
-    """Return what is known of the file system of a hidden directory; None if it was not asked."""
+    """Return whether the file system can exchange two names; None if that was not tried."""
     return _EXCHANGES.get(os.stat(hidden).st_dev)
 
 
 def explained(exc: OSError, path: str) -> str:
-    """Return what the file system said, and for directories in a lower layer of overlayfs what to do."""
+    """Return the error's text, and for directories in a lower layer of overlayfs what to do."""
     if exc.errno != errno.EXDEV:
         return str(exc)
     return (
@@ -122,17 +118,13 @@ def replace_in_steps(
     sync: Callable[[], object] | None,
     objection: Callable[[str], str | None],
 ) -> None:
-    """Set what is at a path aside, and give its name to a finished checkpoint.
+    """Rename the old checkpoint aside, and a finished one to its path.
 
-    Args:
-        finished: the new checkpoint: ``hidden``, or the file in it.
-        hidden: the hidden directory.
-        path: the final name.
-        sync: makes what was done in the parent directory durable; None: nothing is to be durable.
-        objection: returns why what was set aside may not be replaced.
+    ``finished`` is ``hidden`` or the file in it; ``sync`` syncs the parent directory (None: without fsync);
+    ``objection`` returns why what was set aside may not be replaced.
 
     Raises:
-        CheckpointExistsError: what is there may not be replaced, or somebody else has saved there at the same time.
+        CheckpointExistsError: the path may not be replaced, or another process has saved there at the same time.
         BetweenError: with the cause chained.
         OSError: nothing has changed.
     """
@@ -165,11 +157,7 @@ def replace_in_steps(
 
 
 def undo_replacement(finished: str, hidden: str, path: str) -> None:
-    """Give both names back, for what can't be made durable; the caller syncs the parent directory.
-
-    Raises:
-        OSError: it is done in part.
-    """
+    """Undo both renames; the caller syncs the parent directory. After an OSError it is half undone."""
     rename_noreplace(path, finished)
     if os.path.lexists(hidden + REPLACED):
         rename_noreplace(hidden + REPLACED, path)
@@ -178,16 +166,16 @@ def undo_replacement(finished: str, hidden: str, path: str) -> None:
 
 def _take_name(finished: str, path: str, new: Identity | None) -> None:
     try:
-        with contextlib.suppress(OSError):  # an empty directory, which programs make of any path that they are given
+        with contextlib.suppress(OSError):  # an empty directory: some programs make one of any path that they are given
             os.rmdir(path)
         _rename(finished, path, new)
     except FileNotFoundError:
-        if identity(path) != new:  # else somebody has done it as for a process that was killed
+        if identity(path) != new:  # else another process has completed it, as after a kill
             raise
 
 
 def _rename(source: str, target: str, own: Identity | None) -> None:
-    """Rename; on a network file system it may be done though the answer is an error."""
+    """Rename; on a network file system it may have happened though the answer is an error."""
     try:
         rename_noreplace(source, target)
     except OSError:
@@ -210,11 +198,11 @@ def _between(aside: str, exc: OSError) -> BetweenError:
 
 
 def _nothing() -> None:
-    """Make nothing durable."""
+    """Sync nothing."""
 
 
 def _write_record(hidden: str, path: str, *, fsync: bool) -> None:
-    """Write the name of a checkpoint beside the hidden directory, durably but for the parent directory."""
+    """Write the record durably, except for its entry in the parent directory, which the caller syncs."""
     fd = os.open(hidden + RECORD, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)
     with open(fd, "wb") as file:
         file.write(os.fsencode(os.path.basename(path)))
@@ -227,7 +215,7 @@ def _write_record(hidden: str, path: str, *, fsync: bool) -> None:
 
 
 def stand_in(path: str) -> str | None:
-    """Find the hidden directory of what belongs at a path where nothing is; None if no replacement was interrupted."""
+    """Find the temporary directory of an interrupted replacement of a path where nothing is; None if there is none."""
     folder, name = os.path.split(path)
     try:
         entries = os.listdir(folder)
@@ -246,21 +234,17 @@ def stand_in(path: str) -> str | None:
 
 
 def readable(hidden: str) -> str:
-    """Return where a reader finds what an interrupted replacement stands for: the new checkpoint, or else the old."""
+    """Return where a reader finds the checkpoint of an interrupted replacement: the new one, or else the old one."""
     return hidden if _new_in(hidden) == hidden else hidden + REPLACED
 
 
 def is_between(hidden: str) -> bool:
-    """Return whether a replacement was interrupted between its two renames, or something else has got its name."""
+    """Return whether a replacement was interrupted between its two renames, or something else has taken its path."""
     return os.path.lexists(hidden + REPLACED) and os.path.isdir(hidden) and os.path.lexists(hidden + RECORD)
 
 
 def recorded_name(hidden: str) -> str:
-    """Return the name of the checkpoint that is replaced.
-
-    Raises:
-        OSError: there is no record, or it is not one that was completely written.
-    """
+    """Return the name in the record; OSError if there is none, or it is incomplete."""
     fd = os.open(hidden + RECORD, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         name = os.fsdecode(file.read(_NAME_BYTES)) if stat.S_ISREG(os.fstat(fd).st_mode) else ""
@@ -270,15 +254,10 @@ def recorded_name(hidden: str) -> str:
 
 
 def complete(hidden: str, path: str, sync: Callable[[], object]) -> bool:
-    """Finish an interrupted replacement: the path shows the new checkpoint, or if that is not complete the old.
+    """Finish an interrupted replacement: the path shows the new checkpoint, or the old one if that is incomplete.
 
-    What was set aside stays where something else is at the path.
-
-    Returns:
-        Whether the path shows a checkpoint now, so that what is aside is not needed any more.
-
-    Raises:
-        OSError: it can't be finished; nothing is lost.
+    Return whether the path shows a checkpoint now, so that what was set aside can be removed. It must stay if something
+    else is at the path.
     """
     with contextlib.suppress(OSError):
         os.rmdir(path)
@@ -288,25 +267,25 @@ def complete(hidden: str, path: str, sync: Callable[[], object]) -> bool:
     own = identity(source)
     try:
         _rename(source, path, own)
-    except FileNotFoundError:  # its owner lives, and has done it
+    except FileNotFoundError:  # a live owner has done it
         return os.path.lexists(path)
     sync()
     return True
 
 
 def is_shown(path: str) -> bool:
-    """Return whether a path shows a checkpoint, and not what somebody else has put there."""
+    """Return whether a path shows a checkpoint, and not something else."""
     return not os.path.isdir(path) or _new_in(path) is not None
 
 
 def remove_record(hidden: str) -> None:
-    """Remove the record: what is aside is a leftover like any other from now on."""
+    """Remove the record: from now on what was set aside is an ordinary orphan."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(hidden + RECORD)
 
 
 def _new_in(hidden: str) -> str | None:
-    """Return what in a hidden directory is a complete checkpoint: itself, or the file in it."""
+    """Return the complete checkpoint of a temporary directory: itself, or the file in it; None if it is incomplete."""
     try:
         names = os.listdir(hidden)
     except OSError:

@@ -1,26 +1,25 @@
-"""Trying again what a file system refused for a moment. The decisions are pure; only `Repeater` waits.
+"""Retries of transient errors of a file system. The decisions are pure; only `Repeater` waits.
 
-Which errors of a local or mounted file system pass by themselves:
+Transient errors of local and mounted file systems:
 
 ======================================  ===============================================================================
 EAGAIN, ENOBUFS, ENOMEM                 the kernel or a server was short of something
 EMFILE, ENFILE                          too many open files: others close theirs
-EBUSY, ENOLCK                           somebody else has it just now; the lock server is starting
-EINTR                                   a FUSE or a soft NFS mount gave a request up because of a signal
+EBUSY, ENOLCK                           another process has it just now; the lock server is starting
+EINTR                                   a signal interrupted a request to a FUSE or a soft NFS mount
 ETIMEDOUT, ESTALE, EHOSTDOWN,           the server did not answer in time, was restarted or is being replaced,
 EHOSTUNREACH, ENETDOWN, ENETUNREACH,    or the network between
 ENETRESET, ECONNABORTED, ECONNREFUSED,
 ECONNRESET, ESHUTDOWN
 ======================================  ===============================================================================
 
-And which don't: EIO (the device has given up after attempts of its own, and what it was given may be lost), ENOSPC,
-EDQUOT and EFBIG (somebody has to make room, so it is said at once), EROFS (the kernel has found damage), EACCES and
-EPERM (somebody has decided so), ENOTCONN, ENXIO and ENODEV (it was unplugged or its daemon has died; the mount that
-comes back is another one), EINVAL and EOPNOTSUPP (answered with a fallback, not with a repetition).
+Not transient: EIO (the device has given up after retries of its own, and its data may be lost), ENOSPC, EDQUOT and
+EFBIG (a user has to make room, so it is reported at once), EROFS (the kernel has found damage), EACCES and EPERM (an
+administrator has decided so), ENOTCONN, ENXIO and ENODEV (it was unplugged or its daemon has died; the mount that
+comes back is another one), EINVAL and EOPNOTSUPP (answered with a fallback, not with a retry).
 
-An fsync that has failed is never tried again, whatever it says: the kernel may have dropped what it could not write,
-and then the next fsync has nothing to complain about. (After EINTR Python itself goes on.) Nor is close, after which
-the descriptor is gone.
+A failed fsync is never retried, whatever its error: the kernel may have dropped the pages that it could not write, and
+then the next fsync succeeds. (After EINTR Python itself goes on.) Nor is close, after which the descriptor is closed.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ _MAYBE_DONE = (
 
 
 def _numbers(names: tuple[str, ...]) -> frozenset[int]:
-    """Give the numbers of errors, of those that this system has."""
+    """Return the numbers of the errors that this system defines."""
     return frozenset(getattr(errno, name) for name in names if hasattr(errno, name))
 
 
 AMBIGUOUS = _numbers(_MAYBE_DONE)
-"""Errors after which the file system may have done what was asked all the same."""
+"""Errors after which the operation may have happened all the same."""
 
 TRANSIENT = _numbers(_NOTHING_DONE) | AMBIGUOUS
 """Errors of a file system that may pass by themselves."""
@@ -75,15 +74,11 @@ logger = logging.getLogger("aiockpt")
 
 
 class NotSyncedError(OSError):
-    """An fsync failed: what was written before may be lost, and no further fsync would tell."""
+    """An fsync failed: what was written before may be lost, and no further fsync would report it."""
 
 
 def sync_fd(fd: int) -> None:
-    """Make what was written to a file or directory durable. Blocks.
-
-    Raises:
-        NotSyncedError: it failed; see there.
-    """
+    """Fsync a file or directory; every error is a `NotSyncedError`, by which it is told from all others. Blocks."""
     try:
         os.fsync(fd)
     except OSError as exc:
@@ -92,16 +87,16 @@ def sync_fd(fd: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often, and how fast, a storage tries again what has failed for a reason that may pass by itself.
+    """How often, and how fast, a storage retries what has failed with a transient error.
 
-    Each system call counts for itself. The pauses grow, and differ by chance, so that many ranks don't come back all
-    at once; the buffer that was to be written is not touched meanwhile::
+    Each system call counts for itself. The pauses grow, and are randomised, so that many ranks don't retry all at once;
+    the buffer that was to be written is not touched meanwhile::
 
         aiockpt.AsyncCheckpointer(retries=aiockpt.Retries(attempts=8, most_s=30.0))   # up to a minute for a server
 
     Attributes:
-        attempts: how often in all; 1 for no repetition.
-        first_s: the pause after the first attempt, in seconds; up to half of it is left out, by chance.
+        attempts: how often in all; 1 for no retry.
+        first_s: the pause after the first attempt, in seconds; up to half of it is left out at random.
         factor: how much longer each next pause is.
         most_s: the longest pause, in seconds.
     """
@@ -120,12 +115,7 @@ class Retries:
                 raise ValueError(f"{name} must be a number of at least {least:g}, not {value!r}")
 
     def pause_s(self, failed: int, luck: float) -> float:
-        """Give the pause after so many attempts have failed.
-
-        Args:
-            failed: 1 or more.
-            luck: between 0 and 1.
-        """
+        """Return the pause after ``failed`` attempts (1 or more), with a random number between 0 and 1."""
         try:
             grown = self.first_s * self.factor ** (failed - 1)
         except OverflowError:
@@ -138,11 +128,7 @@ NO_RETRIES = Retries(attempts=1)
 
 
 def check_retries(retries: Retries | int | None) -> Retries:
-    """Give what was meant: a number is how often to try again, and None is never.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Return retries given as such, as the number of attempts after the first, or as None for 0; else ValueError."""
     if isinstance(retries, Retries):
         return retries
     if retries is None:
@@ -153,39 +139,26 @@ def check_retries(retries: Retries | int | None) -> Retries:
 
 
 def fault_of(error: BaseException) -> OSError | None:
-    """Give what the file system said, of an error or of one of ours that has it as its cause."""
+    """Return the OSError of the file system: the error itself, or the cause of one of aiockpt's errors."""
     said = error.__cause__ if isinstance(error, AiockptError) else error
     return said if isinstance(said, OSError) and not isinstance(said, AiockptError) else None
 
 
 def next_pause_s(retries: Retries, error: BaseException, failed: int, luck: float) -> float | None:
-    """Decide whether to try again: give the pause before, or None.
-
-    Args:
-        retries: how often, and how fast.
-        error: of the last attempt.
-        failed: how many attempts have failed.
-        luck: between 0 and 1.
-    """
+    """Return the pause before the next attempt, or None if there is to be none; ``luck`` is between 0 and 1."""
     fault = fault_of(error)
     if fault is None or isinstance(fault, NotSyncedError) or fault.errno not in TRANSIENT:
         return None
     return None if failed >= retries.attempts else retries.pause_s(failed, luck)
 
 
-def told(fault: OSError) -> str:
-    """Say what the file system said, and how often it was tried."""
+def described(fault: OSError) -> str:
+    """Return the error's text with its notes, which say how often it was tried."""
     return " ".join([str(fault), *(f"({note})" for note in getattr(fault, "__notes__", ()))])
 
 
 class Repeater:
-    """Does steps again as `Retries` says, on the loop that awaits it.
-
-    Args:
-        retries: how often, and how fast.
-        draw: gives numbers between 0 and 1.
-        sleep: waits so many seconds.
-    """
+    """Retries steps, on the loop that awaits it. ``draw`` returns random numbers between 0 and 1."""
 
     def __init__(
         self,
@@ -205,16 +178,16 @@ class Repeater:
         *,
         undone: Callable[[], Awaitable[bool]] | None = None,
     ) -> T:
-        """Do a step, again and again while it may still succeed.
+        """Run a step until it succeeds, fails with a permanent error, or the attempts are used up.
 
         Args:
             what: the step, for the log.
-            step: is called for each attempt; nothing of one that has failed is running any more.
-            undone: for a step that must not be done twice: tells, after an error that leaves it open, whether
-                nothing has happened. If something has, or that can't be found out, the error counts.
+            step: called for each attempt; nothing of a failed one is still running.
+            undone: for a step that is not idempotent: called after an ambiguous error, and returns whether nothing has
+                happened. If something has, or that can't be found out, the error is raised.
 
         Raises:
-            BaseException: of the last attempt. What the file system said has a note that tells how often it was tried.
+            BaseException: of the last attempt. The OSError has a note that says how often it was tried.
         """
         begin = time.monotonic()
         failed = 0

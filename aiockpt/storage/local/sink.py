@@ -1,4 +1,4 @@
-"""Writing a file of a local or mounted file system, from its beginning to its end."""
+"""A file being written to a local or mounted file system, from its beginning to its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.core.threads import drained
 from aiockpt.errors import WriteError
 from aiockpt.storage.base import FileSink
-from aiockpt.storage.local.retries import sync_fd, told
+from aiockpt.storage.local.retries import described, sync_fd
 from aiockpt.storage.syscalls import allocate
 
 if TYPE_CHECKING:
@@ -23,46 +23,33 @@ if TYPE_CHECKING:
     from aiockpt.storage.local.retries import Repeater
 
 _DIRECT_MIN_BYTES = 1 << 20
-_MODE = 0o664  # less what the umask takes, and never for everybody to write to
+_MODE = 0o664  # less the umask; never writable for everybody
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 logger = logging.getLogger("aiockpt")
 
 
 class LocalSink(FileSink):
-    """A file under the engine's executor, through aiofiles; direct I/O until the file system refuses it.
-
-    Args:
-        path: where it is written.
-        final: what it will be called, for messages.
-        nbytes: its size; None if that is not known yet.
-        fsync: make it durable.
-        workers: for blocking work.
-        repeater: tries again what may pass.
-    """
+    """Writes through aiofiles with the engine's executor; uses direct I/O until the file system refuses it."""
 
     def __init__(
         self, path: str, final: str, nbytes: int | None, *, fsync: bool, workers: Workers, repeater: Repeater
     ) -> None:
         self.path = path
-        self._final = final
-        self._nbytes = nbytes
+        self._final = final  # its later path, for messages
+        self._nbytes = nbytes  # None if that is not known yet
         self._fsync = fsync
         self._workers = workers
         self._again = repeater.run
         self._file: Any = None
         self._written = 0
         self._direct = False
-        self._astray = False
+        self._astray = False  # a write has failed or is running: the position of the descriptor is unknown
 
     async def open(self, *, direct: bool) -> None:
-        """Create the file and reserve its space, so that a full disk shows at once.
+        """Create the file and reserve its space, so that a full disk fails at once.
 
-        Args:
-            direct: write large files past the page cache, where the file system allows it.
-
-        Raises:
-            WriteError: with the cause chained.
+        ``direct``: write past the page cache if it is large and the file system allows it.
         """
         is_large = self._nbytes is None or self._nbytes >= _DIRECT_MIN_BYTES
         self._direct = direct and is_large and _O_DIRECT != 0
@@ -73,7 +60,7 @@ class LocalSink(FileSink):
                 await self._again(f"reserve {self._nbytes} bytes for {self._final}", reserve)
         except OSError as exc:
             size = "" if self._nbytes is None else f" ({self._nbytes} bytes)"
-            raise WriteError(f"can't create {self._final}{size}: {told(exc)}") from exc
+            raise WriteError(f"can't create {self._final}{size}: {described(exc)}") from exc
 
     async def _open(self) -> Any:
         opened = aiofiles.open(
@@ -96,7 +83,7 @@ class LocalSink(FileSink):
         return not await self._workers.run(os.path.lexists, self.path)
 
     async def write(self, view: memoryview) -> None:
-        """See `FileSink.write`."""
+        """Write the next bytes, in one or more system calls."""
         rest = view
         try:
             while rest:
@@ -113,10 +100,10 @@ class LocalSink(FileSink):
                 if self._nbytes is not None and self._written >= self._nbytes:
                     return
         except OSError as exc:
-            raise WriteError(f"can't write {self._final} at offset {self._written}: {told(exc)}") from exc
+            raise WriteError(f"can't write {self._final} at offset {self._written}: {described(exc)}") from exc
 
     async def _write_some(self, view: memoryview) -> int:
-        """Write some of what comes next, where it belongs, whatever an attempt before has done."""
+        """Write some of the next bytes at their offset, whatever an earlier attempt has done."""
         if self._astray:
             await drained(self._file.seek(self._written))
         self._astray = True
@@ -132,24 +119,24 @@ class LocalSink(FileSink):
 
     async def _write_once(self, view: memoryview) -> int:
         count: int | None = await drained(self._file.write(self._next(view)))
-        if count is None:  # Python's word for EAGAIN
+        if count is None:  # how Python reports EAGAIN
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return count
 
     def _next(self, view: memoryview) -> memoryview:
-        """Give what can be written at once."""
+        """Return the bytes that one system call may write."""
         if self._direct:
             return view[: len(view) - len(view) % BLOCK_BYTES]
         return view if self._nbytes is None else view[: self._nbytes - self._written]
 
     def _leave_direct(self) -> None:
-        """Go on through the page cache: address, offset or length can't be written directly."""
+        """Go on through the page cache: address, offset or length are not aligned for direct I/O."""
         fd = self._file.fileno()
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~_O_DIRECT)
         self._direct = False
 
     async def finish(self) -> None:
-        """See `FileSink.finish`."""
+        """Cut off the padding, sync and close."""
         try:
             if self._nbytes is not None and self._written != self._nbytes:
                 await self._again(f"truncate {self._final}", self._truncate)
@@ -157,13 +144,13 @@ class LocalSink(FileSink):
                 await self._workers.run(sync_fd, self._file.fileno())
             await drained(self._file.close())
         except OSError as exc:
-            raise WriteError(f"can't make {self._final} durable: {told(exc)}") from exc
+            raise WriteError(f"can't make {self._final} durable: {described(exc)}") from exc
 
     async def _truncate(self) -> None:
         await drained(self._file.truncate(self._nbytes))
 
     async def close(self) -> None:
-        """Close the file as it is; errors don't matter any more, for it will be removed."""
+        """Close the file as it is; errors don't matter, since it will be removed."""
         if self._file is not None:
             try:
                 await drained(self._file.close())

@@ -29,17 +29,7 @@ _ATTEMPTS = 5
 
 
 def open_source(path: str, *, direct_io: bool, buffers: deque[memoryview] | None = None) -> Source:
-    """Open a checkpoint, a directory or one file. Blocks.
-
-    Args:
-        path: where it is.
-        direct_io: read past the page cache what is not in it.
-        buffers: buffers of earlier sources, which go on being used; is added to.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing.
-        LoadError: it can't be looked at.
-    """
+    """Open a checkpoint, a directory or one file. Blocks. ``buffers`` are those of earlier sources, to be reused."""
     try:
         for _ in range(_ATTEMPTS):
             place = _place_of(path)
@@ -48,7 +38,7 @@ def open_source(path: str, *, direct_io: bool, buffers: deque[memoryview] | None
             except FileNotFoundError:
                 if place == path:
                     raise
-                continue  # it has just got its name
+                continue  # the replacement was just completed
             if source.is_current(place):
                 return source
             source.close()  # another checkpoint has come to this path while this one was being opened
@@ -58,11 +48,11 @@ def open_source(path: str, *, direct_io: bool, buffers: deque[memoryview] | None
         raise CheckpointNotFoundError(f"there is no checkpoint at {path}: it is neither directory nor file") from exc
     except OSError as exc:
         raise LoadError(f"can't look into {path}: {exc}") from exc
-    raise LoadError(f"{path} is replaced again and again; load it when it has settled")
+    raise LoadError(f"{path} is replaced again and again; load it when no save replaces it")
 
 
 def _place_of(path: str) -> str:
-    """Return where what belongs at a path is: elsewhere if it was being replaced when a process was killed."""
+    """Return where the checkpoint of a path is: elsewhere if its replacement was interrupted by a kill."""
     if not os.path.lexists(path):
         hidden = stand_in(path)
         if hidden is not None and not os.path.lexists(path):
@@ -71,7 +61,7 @@ def _place_of(path: str) -> str:
 
 
 class _Opened:
-    """The descriptors of a source: each is closed once, by who is the last to need it."""
+    """The descriptors of a source: each is closed once, by its last user."""
 
     def __init__(self, directory: int) -> None:
         self.directory = directory
@@ -80,7 +70,7 @@ class _Opened:
         self.closed = False
 
     def close(self) -> None:
-        """Close what nobody is using. Idempotent."""
+        """Close what is not in use. Idempotent."""
         with self.lock:
             if self.closed:
                 return
@@ -100,13 +90,7 @@ class _Opened:
 
 
 class LocalSource(Source):
-    """The files below a directory, or one file. Any number of threads may read at once.
-
-    Args:
-        path: the directory, or the file.
-        buffers: see `open_source`.
-        direct_io: see `open_source`.
-    """
+    """The files below a directory, or one file. Any number of threads may read at once."""
 
     def __init__(self, path: str, buffers: deque[memoryview], *, direct_io: bool) -> None:
         self._is_file = os.path.isfile(path)
@@ -116,7 +100,7 @@ class LocalSource(Source):
         self._shared = False
         flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
         self._opened = _Opened(os.open(self._root, flags))
-        weakref.finalize(self, self._opened.close)  # for who forgets to
+        weakref.finalize(self, self._opened.close)  # if the caller forgets to
         try:
             if self._is_file:
                 self._sizes = {os.path.basename(path): os.stat(path).st_size}
@@ -133,7 +117,7 @@ class LocalSource(Source):
         return self._sizes
 
     def is_current(self, path: str) -> bool:
-        """Tell whether a path still leads to what is open."""
+        """Return whether a path still leads to the open checkpoint."""
         try:
             found = os.stat(os.path.dirname(path) if self._is_file else path)
         except FileNotFoundError:
@@ -143,34 +127,34 @@ class LocalSource(Source):
     def read(
         self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
     ) -> None:
-        """Fill ``view``; see `Source.read`."""
+        """Fill ``view`` with bytes of a file."""
         with self._file(name) as file:
             file.read(offset, view, seen)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        """Read many short runs; see `Source.read_runs`."""
+        """Read many short runs of bytes."""
         with self._file(name) as file:
             file.read_runs(runs, view)
 
     def map(self, name: str) -> mmap.mmap:
-        """Map a file; see `Source.map`."""
+        """Map a file into memory, copy-on-write."""
         with self._file(name) as file:
             return file.map()
 
     def share(self) -> None:
-        """Read through the page cache; see `Source.share`."""
+        """Read through the page cache, which other processes of this host share."""
         self._shared = True
         with self._opened.lock:
             for file in self._opened.files.values():
                 file.share()
 
     def close(self) -> None:
-        """Close all files, each when nobody reads it any more. Idempotent."""
+        """Close all files, each when its last read is over. Idempotent."""
         self._opened.close()
 
     @contextlib.contextmanager
     def _file(self, name: str) -> Iterator[LocalFile]:
-        """Use a file, which stays open meanwhile."""
+        """Return a file that stays open within the context."""
         opened = self._opened
         with opened.lock:
             if opened.closed:
@@ -185,11 +169,11 @@ class LocalSource(Source):
             opened.let_go(file)
 
     def _open_ahead(self) -> None:
-        """Open all files, if they are few: they can be read even when they are replaced."""
+        """Open all files if they are few, so that they can be read even after they were replaced."""
         if len(self._sizes) > _OPENED_AHEAD:
             return
         for name in self._sizes:
-            with contextlib.suppress(LoadError):  # told when it is read, if it ever is
+            with contextlib.suppress(LoadError):  # reported when it is read, if it ever is
                 file = self._opened.files[name] = self._open_file(name)
                 self._sizes[name] = file.nbytes
 
@@ -218,7 +202,7 @@ class LocalSource(Source):
         )
 
     def _is_inside(self, path: str) -> bool:
-        """Tell whether a file, its links followed, is in the directory."""
+        """Return whether a file, its links followed, is in the directory."""
         try:
             root = os.readlink(f"/proc/self/fd/{self._opened.directory}")
         except OSError:
@@ -226,13 +210,13 @@ class LocalSource(Source):
         homes = [root]
         if os.path.basename(os.path.dirname(root)) == "snapshots":  # the cache of the Hugging Face hub: all are links
             homes.append(os.path.join(os.path.dirname(os.path.dirname(root)), "blobs"))
-        # The names of what was removed meanwhile end so.
+        # The kernel appends this to the name of a removed directory.
         homes = [home.removesuffix(" (deleted)") for home in homes]
         return any(path.startswith(os.path.join(home, "")) for home in homes)
 
 
 def _sizes(directory: int) -> dict[str, int]:
-    """Give the sizes of all files below a directory; what can't be looked into is left out."""
+    """Return the sizes of all files below a directory; what can't be read is left out."""
     sizes: dict[str, int] = {}
     for folder, _, names, descriptor in os.fwalk(".", dir_fd=directory):
         for name in names:
