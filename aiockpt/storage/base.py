@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
-    from aiockpt.format.index import ItemRange
 
 
 Status = Literal["open", "published", "gone"]
@@ -221,18 +220,6 @@ class Source(ABC):
         for offset, length in runs:
             self.read(name, offset, view[at : at + length])
             at += length
-
-    def settled(self, place: ItemRange) -> ItemRange:
-        """Return the range of an item with its true length, which may be known only when it is read. May block.
-
-        Raises:
-            LoadError: it can't be read.
-        """
-        return place
-
-    def comes_whole(self, name: str) -> bool:
-        """Return whether a file is decoded on the fly, so that it is best read sequentially and at once."""
-        return False
 
     def map(self, name: str) -> mmap.mmap:
         """Map a file into memory, copy-on-write. Blocks for a moment.

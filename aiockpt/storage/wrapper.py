@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
-    from aiockpt.format.index import ItemRange
 
 Step = Literal[
     "begin",
@@ -223,12 +222,6 @@ class _WrapperSource(Source):
         for offset, length in runs:
             self._storage.before_read(name, offset, length)
         self._inner.read_runs(name, runs, view)
-
-    def settled(self, place: ItemRange) -> ItemRange:
-        return self._inner.settled(place)
-
-    def comes_whole(self, name: str) -> bool:
-        return self._inner.comes_whole(name)
 
     def map(self, name: str) -> mmap.mmap:
         return self._inner.map(name)

@@ -200,42 +200,38 @@ OTHER_SPACE, OTHER_BOOT, OTHER_HOST = {"space": "a" * 10}, {"boot": "b" * 10}, {
 
 
 @pytest.mark.parametrize(
-    ("changes", "changed_s", "running", "older_than_s", "verdict"),
+    ("changes", "changed_s", "older_than_s", "verdict"),
     [
-        ({}, NOW, False, None, "dead"),
-        ({}, NOW, True, None, "running"),
-        ({}, 0.0, True, 10.0, "running"),
-        (OTHER_SPACE, 0.0, False, None, "unknown"),
-        (OTHER_SPACE, NOW - 9, False, 10.0, "unknown"),
-        (OTHER_SPACE, NOW - 11, False, 10.0, "old"),
-        (OTHER_SPACE, NOW + 1000, False, 10.0, "unknown"),
-        (OTHER_SPACE | OTHER_HOST, 0.0, False, None, "unknown"),
-        (OTHER_SPACE | OTHER_BOOT, BOOTED - 1, False, None, "rebooted"),
-        (OTHER_SPACE | OTHER_BOOT, BOOTED + 1, False, None, "unknown"),
-        (OTHER_SPACE | OTHER_BOOT, BOOTED + 1, False, 99_000.0, "old"),
-        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, 0.0, False, None, "unknown"),
-        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, NOW - 99, False, 100.0, "unknown"),
-        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, NOW - 101, False, 100.0, "old"),
-        (None, 0.0, False, None, "unknown"),
-        (None, NOW - 101, False, 100.0, "old"),
+        ({}, NOW, None, "dead"),
+        (OTHER_SPACE, 0.0, None, "unknown"),
+        (OTHER_SPACE, NOW - 9, 10.0, "unknown"),
+        (OTHER_SPACE, NOW - 11, 10.0, "old"),
+        (OTHER_SPACE, NOW + 1000, 10.0, "unknown"),
+        (OTHER_SPACE | OTHER_HOST, 0.0, None, "unknown"),
+        (OTHER_SPACE | OTHER_BOOT, BOOTED - 1, None, "rebooted"),
+        (OTHER_SPACE | OTHER_BOOT, BOOTED + 1, None, "unknown"),
+        (OTHER_SPACE | OTHER_BOOT, BOOTED + 1, 99_000.0, "old"),
+        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, 0.0, None, "unknown"),
+        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, NOW - 99, 100.0, "unknown"),
+        (OTHER_SPACE | OTHER_BOOT | OTHER_HOST, NOW - 101, 100.0, "old"),
+        (None, 0.0, None, "unknown"),
+        (None, NOW - 101, 100.0, "old"),
     ],
 )
-def test_judgement(
-    changes: dict[str, str] | None, changed_s: float, running: bool, older_than_s: float | None, verdict: str
-) -> None:
+def test_judgement(changes: dict[str, str] | None, changed_s: float, older_than_s: float | None, verdict: str) -> None:
     owner = None if changes is None else replace(HERE, **changes)
-    assert classify(owner, changed_s, running, HostFacts(HERE, NOW, BOOTED, older_than_s)) == verdict
+    assert classify(owner, changed_s, HostFacts(HERE, NOW, BOOTED, older_than_s)) == verdict
 
 
 def test_who_does_not_know_himself_judges_by_age_alone() -> None:
-    assert classify(HERE, 0.0, False, HostFacts(None, NOW, BOOTED)) == "unknown"
-    assert classify(HERE, 0.0, False, HostFacts(None, NOW, None, 10.0)) == "old"
+    assert classify(HERE, 0.0, HostFacts(None, NOW, BOOTED)) == "unknown"
+    assert classify(HERE, 0.0, HostFacts(None, NOW, None, 10.0)) == "old"
 
 
 def test_a_machine_that_was_started_a_moment_ago_waits() -> None:
     """Its clock may have been wrong until now."""
     owner = replace(HERE, boot="b" * 10, space="a" * 10)
-    assert classify(owner, NOW - 30, False, HostFacts(HERE, NOW, NOW - 10)) == "unknown"
+    assert classify(owner, NOW - 30, HostFacts(HERE, NOW, NOW - 10)) == "unknown"
 
 
 # --- what is removed ----------------------------------------------------------------------------------

@@ -41,9 +41,9 @@ from aiockpt.storage.local.temp_dir import (
     this_process,
 )
 
-OrphanStatus = Literal["dead", "rebooted", "old", "running", "unknown"]
+OrphanStatus = Literal["dead", "rebooted", "old", "unknown"]
 """To be removed: the owner is dead, or is of an earlier boot, or the orphan is as old as was asked for. To be kept: the
-owner is running, or is not known here."""
+owner is not known here."""
 
 _QUIET_S = 60.0
 
@@ -68,12 +68,12 @@ class HostFacts:
         return self.older_than_s is not None and changed_s < self.now_s - self.older_than_s
 
 
-def classify(owner: Owner | None, changed_s: float, running: bool, by: HostFacts) -> OrphanStatus:
+def classify(owner: Owner | None, changed_s: float, by: HostFacts) -> OrphanStatus:
     """Classify an unlocked orphan by its owner and its last change."""
     quiet = changed_s < by.now_s - _QUIET_S
     if owner is not None and by.here is not None:
         if owner.space == by.here.space:
-            return "running" if running else "dead"
+            return "dead"  # a running owner is recognised before, by its process
         earlier = owner.machine == by.here.machine and owner.boot != by.here.boot
         if earlier and by.booted_s is not None and changed_s < by.booted_s and quiet:
             return "rebooted"
@@ -202,7 +202,7 @@ class _Cleaning:
             if not (self._is_own(base, os.fstat(fd)) and self._is_own(base + RECORD, record)):
                 return False
             is_quiet = record.st_mtime < self._by.now_s - _QUIET_S
-            if classify(owner, record.st_mtime, False, self._by) == "unknown" and not is_quiet:
+            if classify(owner, record.st_mtime, self._by) == "unknown" and not is_quiet:
                 return False
             if lock(fd, fcntl.LOCK_EX) == "refused":
                 raise _InUseError("another process works at it")
@@ -271,7 +271,7 @@ class _Cleaning:
         self._removed.append(name)
 
     def _status(self, name: str, owner: Owner | None, changed_s: float) -> OrphanStatus:
-        status = classify(owner, changed_s, False, self._by)
+        status = classify(owner, changed_s, self._by)
         if status == "unknown":
             logger.debug("%s stays: it is not known here whether its owner lives", printable_key(self._path(name)))
         return status

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from aiockpt.errors import CheckpointExistsError
 from aiockpt.format.names import METADATA_NAME, SINGLE_NAME, SUFFIX
 from aiockpt.storage.local.belonging import remove
+from aiockpt.storage.local.retries import sync_fd
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, read_ticket
 from aiockpt.storage.syscalls import UnsupportedError, identity, is_overlay, rename_exchange, rename_noreplace
 
@@ -204,11 +205,16 @@ def _nothing() -> None:
 def _write_record(hidden: str, path: str, *, fsync: bool) -> None:
     """Write the record durably, except for its entry in the parent directory, which the caller syncs."""
     fd = os.open(hidden + RECORD, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o664)
-    with open(fd, "wb") as file:
-        file.write(os.fsencode(os.path.basename(path)))
-        file.flush()
-        if fsync:
-            os.fsync(fd)
+    try:
+        with open(fd, "wb") as file:
+            file.write(os.fsencode(os.path.basename(path)))
+            file.flush()
+            if fsync:
+                sync_fd(fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            remove_record(hidden)
+        raise
 
 
 # --- after a kill -------------------------------------------------------------------------------------
