@@ -251,6 +251,8 @@ class ItemReader:
         except LoadError as exc:
             sanitize_error(exc)
             raise
+        except Warning:  # an error only because the program makes errors of warnings
+            raise
         except Exception as exc:
             reason = str(exc) if isinstance(exc, AiockptError) else f"{type(exc).__name__}: {exc}"
             raise LoadError(printable(f"loading {self._path} failed: {reason}")) from exc
