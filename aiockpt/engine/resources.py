@@ -147,7 +147,7 @@ class PoolSizer:
         self._nbytes = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Let the pool grow to the size of a state, but at most to half of the available memory."""
+        """Allow the pool to grow to the size of a state, but at most to half of the available memory."""
         self._nbytes = nbytes
         if not self._bounded:
             chunk = self._pool.chunk_bytes

@@ -83,7 +83,7 @@ class SaveRun:
         return self._job.committed
 
     def _abandon(self) -> None:
-        """Let the next saves go on, with as many threads as the save may block."""
+        """Allow the next saves to go on, with as many threads as the save may block."""
         workers = self._resources.io_workers
         self._job.turn.finish()
         self._extra_threads = workers.count

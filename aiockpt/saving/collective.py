@@ -213,7 +213,7 @@ class CollectiveSave(SaveStrategy):
         return summary
 
     async def _agreed(self, writer: ChunkWriter, error: AiockptError) -> bool:
-        """Let the writer processes of all ranks commit, since a trainer is dead; return whether they have published."""
+        """Commit by the writer processes of all ranks, since a trainer is dead; return whether they have published."""
         try:
             await writer.agree()
         except AiockptError as exc:

@@ -27,7 +27,7 @@ _ALIKE = {"overwrite": "overwrite", "decentralized": "decentralized planning", "
 
 @dataclass(slots=True)
 class CollectiveResources:
-    """What an engine keeps for saving with other ranks."""
+    """State that an engine keeps for saving with other ranks."""
 
     coordinator: Coordinator
     planner: LocalPlanner

@@ -44,7 +44,7 @@ class ProgressEvent:
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What was saved, and how long it took.
+    """A written checkpoint: its size, and how long saving took.
 
     Attributes:
         path: where the checkpoint is.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSpec:
-    """What is to be saved, where and how, as the caller asked for it."""
+    """The request of a save: what to save, where and how. Never changes."""
 
     path: str
     storage: Storage

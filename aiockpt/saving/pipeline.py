@@ -49,7 +49,7 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass(frozen=True)
 class SaveTools:
-    """What the engine lends to every save."""
+    """Resources of the engine that every save uses."""
 
     pool: ChunkPool
     planner: Planner
@@ -254,7 +254,7 @@ class _Save:
             writer.begin(await self._strategy.begin())
 
     async def _hand_over(self, plan: SavePlan, writer: Writer) -> None:
-        """Give the writer what the commit needs, and announce that everything is staged."""
+        """Pass the writer everything that the commit needs, and announce that everything is staged."""
         if not writer.outlives_trainer:
             self._announce_staged()
         documents = await self._strategy.documents(plan)

@@ -42,17 +42,17 @@ class Turn:
         return None if self._before is None else self._before._past["over"]
 
     def pass_phase(self, phase: Phase) -> None:
-        """Let the next save into a phase."""
+        """Allow the next save to enter a phase."""
         self._past[phase].set()
 
     def finish(self) -> None:
-        """Let the next save into every phase, at once."""
+        """Allow the next save to enter every phase, at once."""
         for event in self._past.values():
             event.set()
         self._before = None  # else all saves of a run would hang together
 
     async def finish_in_order(self) -> None:
-        """Let the next save into each phase, but not past the saves before. Not to be cancelled."""
+        """Allow the next save to enter each phase, once the saves before are past it. Not to be cancelled."""
         phases: tuple[Phase, ...] = ("planned", "staged", "over")
         for phase in phases:
             await self.wait_for(phase)

@@ -288,7 +288,7 @@ class StorageConformance:
             _run(storage.delete(path, workers=workers))
 
     def test_an_open_checkpoint_can_be_replaced(self, storage: Storage, path: str, workers: Workers) -> None:
-        """Who has opened the old one reads the old one."""
+        """A source that was opened before reads the old checkpoint."""
         old = {_DATA: _data(3 * _WRITE_BYTES, seed=1), _METADATA: b"m"}
         _run(_save(storage, path, workers, old))
         with _opened(storage, path, workers) as source:

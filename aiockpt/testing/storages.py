@@ -45,7 +45,7 @@ class GatedStorage(WrapperStorage):
         self._gates: dict[str, Completion[None]] = {step: Completion(f"gate {step}") for step in steps}
 
     def open(self, step: str) -> None:  # type: ignore[override]
-        """Let all tasks through that stop before this step, now and later."""
+        """Release all tasks that stop before this step, now and later."""
         self._gates[step]._settle(None)
 
     async def before(self, step: str, name: str) -> None:
@@ -78,7 +78,7 @@ class HangingStorage(WrapperStorage):
         self.reached: Completion[None] = Completion(f"reached {step}")
 
     def recover(self) -> None:
-        """Let all threads go on, now and later; from any thread."""
+        """Release all threads, now and later; from any thread."""
         self._works.set()
 
     async def begin(

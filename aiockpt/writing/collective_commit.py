@@ -36,7 +36,7 @@ def now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorldFacts:
-    """What rank 0 knows of a save besides its plan."""
+    """Facts that rank 0 knows of a save, besides its plan."""
 
     token: int  # of the plan; every rank must have written by the same plan
     metadata: dict[str, JsonValue] = field(repr=False)  # the user's own

@@ -49,7 +49,7 @@ class FilledChunk:
 
 @dataclass(frozen=True, slots=True)
 class CommitInputs:
-    """What is needed, besides the files with items, to commit the checkpoint. Known once everything is staged."""
+    """Inputs of the commit, besides the files with items. Known once everything is staged."""
 
     documents: CommitDocuments | None  # None: rank 0 writes them, or there are none
     times_s: Mapping[str, float]

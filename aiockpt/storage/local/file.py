@@ -103,7 +103,7 @@ class LocalFile:
 
     @property
     def real_path(self) -> str:
-        """Where the open file is, its links followed."""
+        """The path of the open file, with links resolved."""
         try:
             return os.readlink(f"/proc/self/fd/{self._fd}")
         except OSError:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SharedState:
-    """What all saves of the process share."""
+    """State that all saves of the process share."""
 
     chunk_bytes: int
     memory: memoryview  # with the chunks; mapped by the trainer too

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WriteOrder:
-    """What is to be written, and where."""
+    """The files to write, and their destination."""
 
     path: str
     storage: Storage = field(repr=False)
@@ -126,7 +126,7 @@ class RemoteWriter(ChunkWriter):
             raise
 
     def begin(self, joined: str | None) -> None:
-        """Let the save begin in the process: join a transaction of rank 0 by its ticket, or begin one if it is None."""
+        """Begin the save in the process: join a transaction of rank 0 by its ticket, or begin one if it is None."""
         self._joined = joined
         self._may_begin.set()
 

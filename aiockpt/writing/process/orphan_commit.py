@@ -38,7 +38,7 @@ logger = logging.getLogger("aiockpt")
 
 @dataclass(frozen=True, slots=True)
 class Leadership:
-    """What rank 0 needs in order to publish."""
+    """Facts that rank 0 needs in order to publish."""
 
     book: bytes | None = field(repr=False)  # the pickled global plan cache; None if each rank has planned alone
     facts: WorldFacts
@@ -47,7 +47,7 @@ class Leadership:
 
 @dataclass(frozen=True, slots=True)
 class RecoveryRecord:
-    """What one rank's writer process needs to commit without its trainer; sent once the save is staged."""
+    """Facts that one rank's writer process needs to commit without its trainer; sent once the save is staged."""
 
     rank: int
     ranks: int

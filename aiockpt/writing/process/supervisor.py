@@ -206,7 +206,7 @@ class WriterConnection:
         self._process.kill()
 
     async def aclose(self) -> None:
-        """Let the process finish its saves and wait until it has ended. Idempotent."""
+        """Wait until the process has finished its saves and ended. Idempotent."""
         self.dead = True
         with contextlib.suppress(OSError), anyio.move_on_after(_END_S):
             await self._channel.flush()
@@ -351,7 +351,7 @@ class WriterHost:
             self._connection.kill()
 
     async def aclose(self) -> None:
-        """Let the process finish its saves and wait until it has ended. Idempotent."""
+        """Wait until the process has finished its saves and ended. Idempotent."""
         async with self._starting:  # one may just be starting
             connection, self._connection, self._tasks = self._connection, None, None
         if connection is not None:
