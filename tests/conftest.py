@@ -21,15 +21,15 @@ from aiockpt.storage.local import replacing
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite in six processes, each file in one of them; what is named, and what wants a GPU, in one.
+    """Run the whole suite in four processes, each file in one of them; what is named, and what wants a GPU, in one.
 
-    Most of the time the tests wait for disks and for other processes, so that two cores are enough for six. The files
+    Half of the time the tests wait for disks and for other processes, so that two cores are enough for four. The files
     go in the order of their names: the one that takes longest, which has few tests, would else come last.
     """
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS and config.option.markexpr != "gpu"
     is_worker = hasattr(config, "workerinput")  # which would start workers of its own, and these others
     if whole and not is_worker and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
-        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 6, "loadfile", False
+        config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 4, "loadfile", False
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
