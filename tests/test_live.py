@@ -23,6 +23,9 @@ import aiockpt
 from tests.states import assert_same
 from tests.stock import ALONE
 
+# Of SequentialLR itself, in torch 2.6.
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),

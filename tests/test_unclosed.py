@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -122,15 +123,25 @@ def test_a_failure_that_nobody_saw_is_logged(tmp_path: Path, caplog: pytest.LogC
 async def test_a_reader_that_nobody_closes_goes(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(STATE, tmp_path / "a")
-    before = psutil.Process().num_fds()
+    before = _open_files()
     made = [await aiockpt.open(tmp_path / "a")]
     assert (await made[0].read("step")) == 3
     _let_go(made.clear, f"unclosed reader of {tmp_path / 'a'}")
     for _ in range(100):  # uvloop closes some in a callback of the loop that goes on, here the test's
-        if psutil.Process().num_fds() <= before:
+        if len(_open_files()) <= len(before):
             break
         await asyncio.sleep(0.05)
-    assert psutil.Process().num_fds() <= before
+    left = {number: name for number, name in _open_files().items() if number not in before}
+    assert len(_open_files()) <= len(before), left
+
+
+def _open_files() -> dict[str, str]:
+    """Return what each descriptor leads to."""
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return found
 
 
 def test_a_reader_keeps_its_checkpointer(tmp_path: Path) -> None:
