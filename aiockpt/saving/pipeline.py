@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.lowlevel
 
+from aiockpt.core.threads import Duty
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.collective import CollectiveSave
 from aiockpt.saving.handle import Phase, ProgressEvent
-from aiockpt.saving.hooks import run_hook
 from aiockpt.saving.staging_session import LeaseScope, StagerRouter, StagingChunk
 from aiockpt.saving.strategy import AppendSave, LocalSave
 from aiockpt.staging.base import Done, LayoutMismatchError
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiockpt.core.threads import Workers
+    from aiockpt.core.threads import Origin, Workers
     from aiockpt.options import Hook
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner, SavePlan
@@ -411,7 +413,7 @@ class _Save:
             await self._hand_over(plan, writer)
 
     async def _run_hook(self, hook: Hook, what: str) -> None:
-        await self._tools.io_workers.run(run_hook, hook, self._job.path, what, self._job.origin)
+        await self._tools.io_workers.run(_run_hook, hook, self._job.path, what, self._job.origin)
 
     async def _after(self, result: SaveResult, hook: Hook) -> SaveResult:
         """Run the post_commit hook, which can't undo the commit."""
@@ -425,3 +427,31 @@ class _Save:
 
 def _keep() -> None:
     """Keep the chunk: it may have to be written once more."""
+
+
+# --- hooks --------------------------------------------------------------------------------------------
+
+
+def _run_hook(hook: Hook, path: str, what: str, origin: Origin) -> None:
+    """Call a hook; await what it gives, in an event loop of its own. Blocks.
+
+    Args:
+        hook: is called.
+        path: the checkpoint.
+        what: what the hook is for.
+        origin: the engine, whose saves can't be waited for meanwhile.
+
+    Raises:
+        SaveError: it has failed; the cause is chained.
+    """
+    try:
+        with Duty(origin, "saves", f"the {what} hook of {path}"):
+            value = hook(path)
+            if inspect.isawaitable(value):
+                asyncio.run(_awaited(value))
+    except BaseException as exc:  # this is a worker thread: nothing of it is meant for the loop
+        raise SaveError(f"the {what} hook of {path} failed: {type(exc).__name__}: {exc}") from exc
+
+
+async def _awaited(value: Awaitable[Any]) -> None:
+    await value

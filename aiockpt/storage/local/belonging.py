@@ -1,4 +1,4 @@
-"""Which files of a directory belong to a checkpoint, and the removal of these alone. Without torch; blocks.
+"""The files of a directory that belong to a checkpoint, and the removal of these alone. Without torch; blocks.
 
 | file | belongs |
 | --- | --- |
