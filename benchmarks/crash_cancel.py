@@ -20,7 +20,7 @@ import aiockpt
 from tests.cancellation.moments import CHUNK, state_of
 from tests.cancellation.ways import WAYS, Wait
 from tests.states import assert_same
-from tests.writer.gates import WAIT_S
+from tests.writing.gates import WAIT_S
 
 _CANCEL = "handle.cancel"
 _SHAPES: list[dict[str, Any]] = [

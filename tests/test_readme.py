@@ -20,8 +20,8 @@ import torch
 import aiockpt
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.options import CheckpointerOptions, LoadOptions, SaveOptions
+from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same
-from tests.transforms.encryption import ChaCha20
 
 README = Path(__file__).parents[1] / "README.md"
 DOCS = Path(aiockpt.__file__).parent / "docs"

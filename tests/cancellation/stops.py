@@ -14,7 +14,7 @@ from aiockpt.storage.base import FileSink, Storage, Transaction
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage, _WrapperSink, _WrapperTransaction
 from aiockpt.testing import GatedStorage
-from tests.writer.gates import Gate
+from tests.writing.gates import Gate
 
 WAIT_S = 30.0
 Writer = Literal["thread", "process"]

@@ -15,7 +15,7 @@ from tests.cancellation.moments import MOMENTS, state_of
 from tests.cancellation.stops import Writer
 from tests.ranks.world import Loop, start_server
 from tests.states import assert_same
-from tests.writer.gates import Gate, ended, writers_of
+from tests.writing.gates import Gate, ended, writers_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -180,7 +180,7 @@ def test_sigterm_without_a_handler_kills_and_the_path_is_free(moment: str, runs:
 
 
 def test_sigterm_without_a_handler_kills_and_a_writer_process_goes_on(runs: Path) -> None:
-    """What was staged is written by it, and it ends; see tests.writer for the other moments."""
+    """What was staged is written by it, and it ends; see tests.writing for the other moments."""
     with Child(children.awaits, runs, "syncing", "uvloop", "process") as child:
         child.says("held")
         (writer,) = writers_of(child.pid)

@@ -18,10 +18,10 @@ import aiockpt
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import RECORD, REPLACED, this_process
 from aiockpt.testing import GatedStorage
+from tests.format.transforms.encryption import ChaCha20
 from tests.golden import stock
 from tests.golden.states import PLAIN_DTYPES, plain_values, ranks, tensors, training
 from tests.ranks.world import World, mesh_of, start_server
-from tests.transforms.encryption import ChaCha20
 
 KEY = bytes(range(32))
 METADATA = {"loss": 0.125, "run": "a", "diverged": float("nan"), "shape": [1, 2]}

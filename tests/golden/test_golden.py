@@ -14,12 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
+from tests.format.transforms.encryption import ChaCha20
 from tests.golden import stock
 from tests.golden.make import KEY, METADATA
 from tests.golden.states import plain_values, ranks, tensors, training, values
 from tests.states import assert_same
 from tests.stock import ALONE
-from tests.transforms.encryption import ChaCha20
 
 DATA = Path(__file__).parent / "data"
 TRANSFORMS = [ChaCha20(KEY)]

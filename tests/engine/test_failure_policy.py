@@ -19,7 +19,7 @@ from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from aiockpt.testing import FaultyStorage, GatedStorage, HangingStorage
 from tests.states import assert_same
-from tests.writer.gates import BrokenStorage
+from tests.writing.gates import BrokenStorage
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 

@@ -18,7 +18,7 @@ import aiockpt
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.states import assert_same, large_state, training_state
-from tests.writer.gates import BrokenStorage, Gate, KilledAfterCommit, ended, writers_of
+from tests.writing.gates import BrokenStorage, Gate, KilledAfterCommit, ended, writers_of
 
 
 def _writers() -> list[psutil.Process]:

@@ -17,14 +17,14 @@ from aiockpt.storage.local import commit
 from tests.ranks import failing
 from tests.ranks.world import World, start_server
 from tests.states import assert_same, large_state
-from tests.writer.gates import Gate, ended, writers_of
+from tests.writing.gates import Gate, ended, writers_of
 
 TRAINER = """
 import os, signal, sys
 import aiockpt
 from pathlib import Path
 from tests.states import large_state
-from tests.writer.gates import PipedStorage, writers_of
+from tests.writing.gates import PipedStorage, writers_of
 
 folder, step, moment, plan = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
 options = {"overwrite": plan == "overwrite", "storage": PipedStorage(folder / "gate", step)}

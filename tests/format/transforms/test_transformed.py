@@ -20,9 +20,9 @@ from aiockpt.dcp.format_utils import dcp_to_torch_save
 from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing.storages import FaultyStorage, GatedStorage
+from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same, large_state, random_tensor, raw_bytes
 from tests.stock import ALONE
-from tests.transforms.encryption import ChaCha20
 
 # torch's DCP warns that it runs without a process group, which is what we want here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
