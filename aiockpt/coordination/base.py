@@ -46,10 +46,6 @@ class Coordinator(ABC):
         before its reply reaches it, only the next round fails.
 
         A cancellation is delivered when the round is over: a rank that left alone would leave the others waiting.
-
-        Raises:
-            AiockptError: of the class that the failed rank sent; on that rank its own error is the cause.
-            CoordinationError: a rank is dead or did not come in time.
         """
 
     def abandon(self) -> None:

@@ -180,13 +180,6 @@ class CheckpointerBase:
 
         Args:
             timeout: seconds to block at most; None: as long as it takes.
-
-        Raises:
-            TornSnapshotError: a tensor has changed already; all saves were waited for.
-            SaveError: a save has failed.
-            TimeoutError: the copies were not enqueued in time.
-            ValueError: the timeout is negative, or no number.
-            AiockptError: a CUDA graph is being captured; see `SaveHandle.fence`.
         """
         fence_all(self._engine.queue.staging(), timeout)
 
@@ -218,10 +211,6 @@ class CheckpointerBase:
 
         Returns:
             The guard, in force until its ``remove()`` or the end of its ``with`` block.
-
-        Raises:
-            TypeError: this is no ``torch.optim.Optimizer``, or one whose steps call no hooks.
-            ValueError: the timeout is negative, or no number.
         """
         return StepGuard(optimizer, self._engine.queue.staging, timeout)
 

@@ -41,12 +41,7 @@ class _Claims:
 
 
 def check_index(path: str, index: Index, files: Mapping[str, int]) -> None:
-    """Check an index against the sizes of the files it refers to.
-
-    Raises:
-        CorruptCheckpointError: naming the key, and the file if there is one.
-        UnsafeCheckpointError: a file is outside of the checkpoint.
-    """
+    """Check an index against the sizes of the files it refers to."""
     claims: defaultdict[str, _Claims] = defaultdict(_Claims)
     room = _LEAST_CORNERS
     for name, entry in index.entries.items():
@@ -156,11 +151,7 @@ def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:
 
 
 def check_paths(paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Check that lists are not much longer than the number of their recorded elements.
-
-    Raises:
-        ValueError: gaps between list positions would take memory out of proportion to the index.
-    """
+    """Check that lists are not much longer than the number of their recorded elements."""
     lengths: dict[str, int] = {}
     nodes: dict[str, int] = {}
     # Columnar paths report at once that they lead through no list.

@@ -96,9 +96,6 @@ def local_parts(name: str, value: Any) -> list[LocalPart]:
 
     There are none if this rank is not in the tensor's mesh or its part is empty, and several if its pieces are not
     adjacent.
-
-    Raises:
-        ShardingError: the tensor holds partial sums, or is sharded in an unknown way.
     """
     kind = _kind_of(value)
     if kind == "DTensor":

@@ -90,9 +90,6 @@ def flatten(
         whole: names of sequences that stay one leaf, because DCP stores tuples of tensors so.
         apart: names of sequences to flatten although they hold neither a tensor nor a dict.
         memo: names and paths of large dicts of tensors from earlier calls; is added to.
-
-    Raises:
-        StructureError: a key that can't be stored, two leaves with one name, or a container that holds itself.
     """
     if not isinstance(state_dict, Mapping):
         raise StructureError(
@@ -249,11 +246,7 @@ def _module_metadata(mapping: Mapping[Any, Any]) -> JsonValue:
 
 
 def unflatten(paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Iterable[Mapping[str, Any]] = ()) -> Any:
-    """Rebuild a state dict; without container records, as DCP does.
-
-    Raises:
-        StructureError: two paths contradict each other.
-    """
+    """Rebuild a state dict; without container records, as DCP does."""
     records = sorted(containers, key=lambda record: record["at"])
     pending = [record for record in records if record["type"] != ARRAY_RECORD]
     root: dict[str, Any] = {}
@@ -363,9 +356,6 @@ def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath 
 
     Dicts and lists are changed in place; a tuple is rebuilt and replaced in its parent. With ``check`` nothing is
     changed.
-
-    Raises:
-        StructureError: a value is in a mapping that can't be changed.
     """
     parts = container.items() if isinstance(container, Mapping) else enumerate(container)
     fresh: dict[Any, Any] = {}
@@ -433,11 +423,7 @@ class Subtrees:
         return sorted((self._names[at] for span in _spans(self._names, name) for at in span), key=self._order.get)  # type: ignore[arg-type]
 
     def build(self, name: str, values: Mapping[str, Any]) -> Any:
-        """Rebuild what is stored at or below a name: a container of the recorded type, a leaf, or else an empty dict.
-
-        Raises:
-            StructureError: the paths contradict each other.
-        """
+        """Rebuild what is stored at or below a name: a recorded container, a leaf, or else an empty dict."""
         names = self.below(name)
         # Under one more key, because the result may be a list, or a leaf.
         paths: list[ObjPath] = [("", *_beyond(self._paths[each], name)) for each in names]

@@ -147,12 +147,7 @@ class Selected(NamedTuple):
 
 
 def select(shape: Sequence[int], index: object) -> Selected:
-    """Translate a tensor index: slices with positive steps, integers, an Ellipsis, or a tuple of these.
-
-    Raises:
-        IndexError: it is outside of the shape, or has too many parts.
-        TypeError: it is of another kind.
-    """
+    """Translate a tensor index: slices with positive steps, integers, an Ellipsis, or a tuple of these."""
     parts = list(index) if isinstance(index, tuple) else [index]
     dots = [number for number, part in enumerate(parts) if part is Ellipsis]
     if len(dots) > 1:

@@ -114,12 +114,7 @@ class TargetValues:
 
 
 def build_target_values(path: str, plan: TargetPlan, target: ResolvedState, fresh: Mapping[str, Any]) -> TargetValues:
-    """Build subtrees, states of live objects and array copies from new values; the target is not changed.
-
-    Raises:
-        ShapeMismatchError: an array does not fit.
-        CorruptCheckpointError: the structure of the checkpoint is damaged.
-    """
+    """Build subtrees, states of live objects and array copies from new values; the target is not changed."""
     copies = _array_copies(path, plan, fresh)
     values: dict[ObjPath, Any] = {place: fresh[name] for name, place in plan.paths.items() if name not in copies}
     given = {**fresh, **plan.kept}

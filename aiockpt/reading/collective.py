@@ -52,9 +52,6 @@ class Gathering:
 
         Returns:
             Whether another rank of this host is about to read the same bytes.
-
-        Raises:
-            AiockptError: a rank has failed or is dead; the message names it.
         """
         mine = (socket.gethostname(), reads) if error is None else error
         same: bool = await self._meet(mine, _read_the_same, error)
@@ -132,11 +129,7 @@ async def load_together(
 
 
 async def conclude(gathering: Gathering, turn: asyncio.Lock, error: BaseException | None) -> None:
-    """Agree on whether all live objects were given their states, and end the turn; see `load_together`.
-
-    Raises:
-        AiockptError: a rank has failed; the message names it.
-    """
+    """Agree on whether all live objects were given their states, and end the turn; see `load_together`."""
     try:
         await gathering.agree(error)
     except asyncio.CancelledError:

@@ -131,11 +131,7 @@ class ItemReader:
         self._local = threading.local()
 
     async def execute(self, plan: ReadPlan) -> None:
-        """Read the objects of a plan, allocate its new tensors, and read all tensors into place.
-
-        Raises:
-            LoadError: bytes are damaged or can't be read; it lists the caller's tensors that were changed.
-        """
+        """Read the objects of a plan, allocate its new tensors, and read all tensors into place."""
         await self.read_objects(plan.objects)
         if plan.mapped:
             mapper = MapReader(self._source, self._path)

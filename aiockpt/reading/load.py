@@ -165,11 +165,7 @@ class _Loader:
 
 
 def _choose(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:
-    """Return the entries that the options ask for, and the keys and patterns that match nothing.
-
-    Raises:
-        MissingKeysError: a key or pattern matches nothing, and ``strict`` is set.
-    """
+    """Return the entries that the options ask for, and the keys and patterns that match nothing."""
     if options.keys is None:
         return index.entries, ()
     names, unmatched = matching(index.entries.keys(), options.keys)

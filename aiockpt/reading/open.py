@@ -77,9 +77,6 @@ def read_index(
         path: the checkpoint, for messages.
         safe_globals: the globals that objects inside of a ``torch.save`` file may use.
         trust: unpickle objects without restriction, and do not limit their decoded size.
-
-    Raises:
-        LoadError: there is no checkpoint, it is damaged, or reading it would run code or leave its directory.
     """
     try:
         check_place(source, path)
@@ -330,11 +327,7 @@ class OpenCheckpoint:
     known: dict[ItemRange, TensorItem] = field(default_factory=dict)  # cache of parsed items
 
     def names(self, keys: object) -> list[str]:
-        """Return the keys that match names, names of containers and patterns, in their order.
-
-        Raises:
-            MissingKeysError: one of them matches nothing.
-        """
+        """Return the keys that match names, names of containers and patterns, in their order."""
         patterns = check_patterns(keys)
         if patterns is None:
             return list(self.index.entries)
@@ -350,13 +343,7 @@ class OpenCheckpoint:
         return list(found)
 
     def request(self, name: str, index: object, out: torch.Tensor | None = None) -> ReadRequest:
-        """Validate a key and an index; return the read request.
-
-        Raises:
-            KeyError: there is no such key.
-            TypeError: an object is indexed, or the index has another type, or ``out`` is distributed.
-            IndexError: the index does not fit.
-        """
+        """Validate a key and an index; return the read request."""
         entry = self.index.entries.get(name)
         if entry is None:
             raise KeyError(

@@ -141,10 +141,6 @@ def plan_reads(
         parts: the requests of parts, and of tensors to fill.
         options: the device and dtype of new tensors, and whether files are mapped.
         enums: the Enum classes allowed for objects, by key.
-
-    Raises:
-        ShapeMismatchError: a part does not fit its tensor to fill.
-        LoadError: a tensor with shared elements, such as an expanded one, would need more memory than is stored.
     """
     plan = ReadPlan(target_device(options.map_location))
     tensors: dict[str, TensorEntry] = {}

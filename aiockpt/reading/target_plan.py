@@ -80,9 +80,6 @@ def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedS
         options: the keys, the dtype, and whether keys may be missing.
         target: the state, with state dicts in place of live objects.
         state_dict: the state as the caller passed it.
-
-    Raises:
-        LoadError: a key is missing, does not fit, or can't be replaced.
     """
     planner = _Planner(path, index, options, target)
     flat = planner.flatten()

@@ -48,11 +48,7 @@ class Target(NamedTuple):
 
 
 def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target | None:
-    """Return the regions of a leaf to fill with an entry; None if the leaf is replaced instead.
-
-    Raises:
-        ShapeMismatchError: the entry, cast to ``dtype``, does not fit.
-    """
+    """Return the regions of a leaf to fill with an entry; None if the leaf is replaced instead."""
     if is_distributed(leaf):
         return _distributed_target(path, name, entry, leaf, dtype)
     if type(leaf) in ARRAY_TYPES and isinstance(entry, TensorEntry):
@@ -218,11 +214,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
-    """Return pairs of tied targets that are stored as different items, whose values must then be equal.
-
-    Raises:
-        ShapeMismatchError: two targets share only a part of their memory.
-    """
+    """Return pairs of tied targets that are stored as different items, whose values must then be equal."""
     distinct: dict[object, Region] = {}
     for each in regions:
         tensor = each.tensor

@@ -53,9 +53,6 @@ def expose(
         index: the index, whose byte ranges were checked.
         facts: the manifest's facts about transformed items, by file and offset.
         trust: do not limit the decoded size of objects.
-
-    Raises:
-        CorruptCheckpointError: index and manifest contradict each other, or an item can't have that size.
     """
     exposer = _Exposer(path, facts, trust=trust)
     entries = {key: exposer.entry(key, entry) for key, entry in index.entries.items()}

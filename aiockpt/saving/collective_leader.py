@@ -53,12 +53,7 @@ class GlobalSave:
         self._token = 0
 
     async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
-        """Plan for all ranks, and begin the transaction.
-
-        Raises:
-            SaveError: the ranks contradict each other.
-            WriteError: the transaction can't be begun.
-        """
+        """Plan for all ranks, and begin the transaction."""
         self._check_alike(requests)
         kept = self._plans.get(self._form)
         is_new = kept is None or any(request.token != kept.token for request in requests)

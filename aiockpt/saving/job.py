@@ -161,9 +161,6 @@ class SaveJob:
 
         Returns:
             Whether there is anything left to wait for; if not, the save is staged or has failed.
-
-        Raises:
-            TimeoutError: they were not enqueued in time.
         """
         timeout = check_timeout(timeout)
         if not self.handle.staged.done():
@@ -226,11 +223,7 @@ class SaveJob:
 
 
 def check_timeout(timeout: float | None) -> float | None:
-    """Return the seconds to wait, bounded by what a lock can take.
-
-    Raises:
-        ValueError: they are negative, or no number.
-    """
+    """Return the seconds to wait, bounded by what a lock can take."""
     if timeout is None:
         return None
     if not timeout >= 0:

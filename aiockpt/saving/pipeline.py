@@ -440,9 +440,6 @@ def _run_hook(hook: Hook, path: str, what: str, origin: Origin) -> None:
         path: the checkpoint.
         what: what the hook is for.
         origin: the engine, whose saves can't be waited for meanwhile.
-
-    Raises:
-        SaveError: it has failed; the cause is chained.
     """
     try:
         with Duty(origin, "saves", f"the {what} hook of {path}"):

@@ -89,12 +89,7 @@ class StagerRouter:
         return list(self._by_device.values())
 
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk) -> Pending:
-        """Start to copy ``pieces`` into ``chunk``; see `Stager.issue`.
-
-        Raises:
-            StageError: with the cause chained.
-            LayoutMismatchError: a tensor is not what the layout assumed.
-        """
+        """Start to copy ``pieces`` into ``chunk``; see `Stager.issue`."""
         try:
             if len(self._by_device) == 1:
                 (stager,) = self._by_device.values()

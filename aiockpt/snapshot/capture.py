@@ -58,9 +58,6 @@ def capture_state(
         ranks: how many ranks save their parts of distributed tensors together; None: this process alone.
         once: leave out the parts whose copy on another rank is saved.
         sampled: keep samples of all tensors, see `aiockpt.snapshot.sampling.Samples`.
-
-    Raises:
-        SaveError: something can't be saved; the message names its key.
     """
     resolved = resolve(state_dict, SaveError)
     try:

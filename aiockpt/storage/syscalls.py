@@ -88,10 +88,6 @@ def rename_exchange(one: str, other: str) -> None:
     """Swap two paths atomically; see renameat2(2).
 
     Never retry it: a second exchange would undo the first.
-
-    Raises:
-        UnsupportedError: the file system can't.
-        InterruptedError: it may have happened, or not.
     """
     _call("renameat2", _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_EXCHANGE))
 
@@ -108,11 +104,7 @@ def is_overlay(device: int) -> bool:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Reserve space for a file without changing its size, where the file system can; see fallocate(2).
-
-    Raises:
-        OSError: the disk is full.
-    """
+    """Reserve space for a file without changing its size, where the file system can; see fallocate(2)."""
     keep_size = 1
     while True:
         try:
@@ -124,11 +116,7 @@ def allocate(fd: int, nbytes: int) -> None:
 
 
 def cached_pages(fd: int, offset: int, nbytes: int) -> int:
-    """Count the pages of a range of a file that are in the page cache, without any I/O; see cachestat(2).
-
-    Raises:
-        UnsupportedError: the kernel is older than Linux 6.5, or answers only users who may write to the file.
-    """
+    """Count the pages of a range of a file that are in the page cache, without any I/O; see cachestat(2)."""
     if sys.platform != "linux":
         raise UnsupportedError(errno.ENOSYS, "cachestat is not available here")
     counts = (ctypes.c_uint64 * 5)()

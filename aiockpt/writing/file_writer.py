@@ -123,11 +123,7 @@ class ChunkWriter(ABC):
         """Stop after a failure, and return when nobody works at it any more. Not to be cancelled."""
 
     async def agree(self) -> None:
-        """Commit with the writers of the other ranks, some of whose trainers are dead, or remove everything.
-
-        Raises:
-            SaveError: it was removed.
-        """
+        """Commit with the writers of the other ranks, some of whose trainers are dead, or remove everything."""
         raise SaveError("threads can't go on without the processes of other ranks")
 
     async def close(self) -> None:

@@ -61,9 +61,6 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
     """Read the framing of an item of ``length`` bytes and check that it is consistent.
 
     ``fetch`` returns the bytes at (offset, size), fewer at the end. With ``is_tensor``, it must be one plain tensor.
-
-    Raises:
-        FramingError: it is damaged.
     """
     try:
         tensor = parse_tensor_item(length, fetch) if is_tensor else None
@@ -165,11 +162,7 @@ class ItemChecker:
         self._objects = TemplateCache[_Template]()
 
     def check(self, item: memoryview, *, is_tensor: bool) -> tuple[Framed, list[Span]]:
-        """Check a whole item; return its framing, and the records that do not match their CRC.
-
-        Raises:
-            FramingError: the framing is damaged.
-        """
+        """Check a whole item; return its framing, and the records that do not match their CRC."""
         template = self._tensors.find(item) if is_tensor else None
         if template is not None and template.matches(item):
             crc = CRC.unpack_from(item, template.payload.crc_at[0])[0]
@@ -185,11 +178,7 @@ class ItemChecker:
         return framed, wrong
 
     def object_pickle(self, item: memoryview) -> bytes | None:
-        """Return the pickle of an intact small object; None if the item needs a full parse.
-
-        Raises:
-            FramingError: the framing is damaged.
-        """
+        """Return the pickle of an intact small object; None if the item needs a full parse."""
         if len(item) > _SMALL_BYTES:
             return None
         template = self._objects.find(item)

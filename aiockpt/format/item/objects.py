@@ -94,11 +94,7 @@ class _FreedError(Exception):
 
 
 def encode_object(name: str, value: Any, named: dict[Any, bool] | None = None) -> bytes:
-    """Pickle a value as ``torch.save`` does; ``named`` collects its classes and functions for `foreign_names`.
-
-    Raises:
-        SaveError: the value can't be pickled; the message names the key.
-    """
+    """Pickle a value as ``torch.save`` does; ``named`` collects its classes and functions for `foreign_names`."""
     try:
         if type(value) in _SCALARS:
             data = pickle.dumps(value, torch.serialization.DEFAULT_PROTOCOL)
@@ -177,11 +173,6 @@ def decode_object(
     """Unpickle a value that `encode_object` or DCP wrote; other arguments as in ``aiockpt.load``.
 
     ``member_of`` is the Enum class of the member that the value replaces: it is allowed for that reason alone.
-
-    Raises:
-        LoadError: an Enum class has no member of the stored name, or memory is short.
-        UnsafeCheckpointError: the pickle needs a global that was not allowed.
-        CorruptCheckpointError: the bytes are not those that were written.
     """
     try:
         records = read_archive(blob)

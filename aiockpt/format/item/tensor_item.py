@@ -154,11 +154,7 @@ def _read_data_pkl(records: dict[str, Record], length: int, fetch: Callable[[int
 
 
 def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> TensorItem:
-    """Parse an item of ``length`` bytes; ``fetch`` returns the bytes at (offset, size), and never reads the payload.
-
-    Raises:
-        FramingError: the item is not the ``torch.save`` file of one plain strided tensor.
-    """
+    """Parse an item of ``length`` bytes; ``fetch`` returns the bytes at (offset, size), and never reads the payload."""
     records = {r.name.partition("/")[2]: r for r in read_directory(length, fetch)}
     view, has_crcs = _read_data_pkl(records, length, fetch)
     payload = records.get(f"data/{view.storage.key}")

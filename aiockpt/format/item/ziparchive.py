@@ -134,11 +134,7 @@ def data_offset(record: Record, fetch: Callable[[int, int], bytes]) -> int:
 
 
 def read_archive(blob: bytes) -> dict[str, memoryview]:
-    """Return the bytes of each record of a ``torch.save`` file, by name.
-
-    Raises:
-        FramingError: records overlap, or do not match their CRCs where the file carries CRCs.
-    """
+    """Return the bytes of each record of a ``torch.save`` file, by name."""
     view = memoryview(blob)
 
     def fetch(offset: int, size: int) -> bytes:

@@ -37,11 +37,7 @@ if TYPE_CHECKING:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Decode a manifest.
-
-    Raises:
-        CorruptCheckpointError: it is damaged, was edited, or needs a later version of this program.
-    """
+    """Decode a manifest."""
     try:
         body, _, seal = data.rpartition(SEAL.encode())
         document = json.loads(data.decode())

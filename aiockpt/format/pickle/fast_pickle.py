@@ -224,9 +224,5 @@ _FAST: list[Handler] = [
 def read_pickle(
     data: bytes, find_global: Callable[[str, str], Any], persistent_load: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Read a pickle of plain data and records, in time and memory proportional to its length; see `Machine`.
-
-    Raises:
-        PickleError: it is damaged, or does something that plain data and records never need.
-    """
+    """Read a pickle of plain data and records, in time and memory proportional to its length; see `Machine`."""
     return _FastMachine(bytes(data), find_global, persistent_load).run()

@@ -86,10 +86,6 @@ def check_object_pickle(data: bytes, records: Mapping[str, int], allowed: Collec
 
     ``records`` maps the key of each storage to its bytes; ``allowed`` holds the full names that the pickle may call
     besides torch's own list. Returns whether the pickle was interpreted to its end; if not, torch refuses it as well.
-
-    Raises:
-        ForeignNameError: it calls a function of torch that is on no allow-list.
-        PickleError: it would cost too much, or does what ``torch.save`` never writes.
     """
     guard = _Guard(data, records, allowed)
     try:

@@ -51,12 +51,7 @@ class TorchFile:
     _storages: Mapping[int, StoredStorage] = field(repr=False)
 
     def entry(self, tensor: torch.Tensor, key: str = "a tensor") -> TensorEntry:
-        """Return the byte range of a tensor of ``value``; tensors that share a storage have the same range.
-
-        Raises:
-            LoadError: it is no plain strided tensor, or the file holds no bytes of it.
-            CorruptCheckpointError: it reaches out of its storage.
-        """
+        """Return the byte range of a tensor of ``value``; tensors that share a storage have the same range."""
         kind = _kind_of(tensor)
         if kind is not None:
             raise _unsupported(self.name, key, kind)
@@ -142,11 +137,6 @@ def read_torch_file(
     """Read the structure of a ``torch.save`` file of ``length`` bytes, and none of the bytes of its tensors.
 
     ``fetch`` returns the bytes at (offset, size) of the file; other arguments as in ``aiockpt.load``.
-
-    Raises:
-        UnsafeCheckpointError: the pickle needs a global that was not allowed.
-        CorruptCheckpointError: the file is damaged or truncated.
-        LoadError: the file is of a kind that can't be read in this way; the message names another way.
     """
     archive = open_archive(name, length, fetch)
     placeholders = Placeholders(archive)

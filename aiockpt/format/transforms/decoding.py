@@ -40,11 +40,7 @@ def find_transforms(descriptors: Sequence[str], given: Mapping[str, Transform]) 
 def decode_item(
     transforms: Sequence[Transform | Zstd], pieces: Iterable[memoryview], stored_bytes: int, most: int
 ) -> Iterator[memoryview]:
-    """Decode the stored bytes of an item with its transforms, the last applied first; yield at most ``most`` bytes.
-
-    Raises:
-        TransformFailedError: they can't be decoded, or decode to more bytes.
-    """
+    """Decode the stored bytes of an item with its transforms, the last applied first; yield at most ``most`` bytes."""
     for number, transform in enumerate(transforms, 1):
         # The bytes between two transforms are not much longer than the stored or the final ones.
         limit = most if number == len(transforms) else max(stored_bytes, most) * 2 + _SLACK_BYTES

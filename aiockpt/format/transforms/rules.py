@@ -34,12 +34,6 @@ def choose_compression(
 
     A rule is one value for all; or values by patterns of names, where the first match counts; or a function of name and
     tensor, which is called for tensors only, so that objects are not compressed.
-
-    Raises:
-        ValueError: a value is no compression.
-        TypeError: a pattern is no text.
-        SaveError: the function failed.
-        AiockptError: the library is missing.
     """
     if isinstance(rule, Mapping):
         chosen = _by_pattern(rule, names)

@@ -53,11 +53,7 @@ class NamePattern(NamedTuple):
 
 
 def find_patterns(ranks: Sequence[RankInventory]) -> dict[str, NamePattern]:
-    """Return the pattern of each name, in the order of the ranks' leaves.
-
-    Raises:
-        SaveError: the ranks contradict each other, or lack parts of a tensor; the message names the key.
-    """
+    """Return the pattern of each name, in the order of the ranks' leaves."""
     groups = _rank_groups(ranks)
     kinds: dict[_Kind, int] = {}
     columns = [_columns([ranks[rank] for rank in group], kinds) for group in groups]
@@ -233,11 +229,7 @@ class GlobalPlan:
 
 
 def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
-    """Assign every part and object to a rank.
-
-    Raises:
-        SaveError: the ranks contradict each other, or lack parts of a tensor; the message names the key.
-    """
+    """Assign every part and object to a rank."""
     with gc_pause():
         patterns = find_patterns(ranks)
         aliases = _aliases(ranks, patterns)

@@ -48,9 +48,6 @@ async def verify_checkpoint(
 
     Every file is read once, by all threads, with a few MiB in memory per thread; a transformed item is decoded whole.
     Cancelling returns when the threads are done.
-
-    Raises:
-        LoadError: there is no checkpoint, or the file system fails to read `.metadata` or the manifest.
     """
     started = time.perf_counter()
     source = DecodedSource(await storage.open(path, workers=workers), path, transforms)

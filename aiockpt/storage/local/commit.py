@@ -168,13 +168,7 @@ class Publication:
         return os.path.join(self.hidden, self.name) if self.name else self.hidden
 
     def attempt(self) -> None:
-        """Publish it, unless an earlier attempt has done so in spite of its error.
-
-        Raises:
-            CheckpointExistsError: something else is there.
-            CommitError: with the cause chained; nothing was changed.
-            CommitUncertainError: the path has changed but is not known to be durable.
-        """
+        """Publish it, unless an earlier attempt has done so in spite of its error."""
         if self._tried and self.complete():
             return
         if not self._tried:
@@ -183,12 +177,7 @@ class Publication:
         self.rest = self._publish()
 
     def complete(self) -> bool:
-        """Return whether it has its final name; if so, do what follows the rename.
-
-        Raises:
-            CommitUncertainError: it has its name, but can't be made durable.
-            OSError: it can't be found out.
-        """
+        """Return whether it has its final name; if so, do what follows the rename."""
         if self._goal is None or identity(self.path) != self._goal:
             return False
         try:

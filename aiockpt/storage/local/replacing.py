@@ -123,11 +123,6 @@ def replace_in_steps(
 
     ``finished`` is ``hidden`` or the file in it; ``sync`` syncs the parent directory (None: without fsync);
     ``objection`` returns why what was set aside may not be replaced.
-
-    Raises:
-        CheckpointExistsError: the path may not be replaced, or another process has saved there at the same time.
-        BetweenError: with the cause chained.
-        OSError: nothing has changed.
     """
     new, aside = identity(finished), hidden + REPLACED
     _write_record(hidden, path, fsync=sync is not None)
