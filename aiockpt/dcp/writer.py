@@ -265,11 +265,16 @@ ItemLocation = tuple[str, int, int]
 
 
 def resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
-    """Return the planner's value of an item; raise SaveError if it is not of the item's type."""
+    """Return the planner's value of an item; raise SaveError if it is sparse, or not of the item's type."""
     value = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO and isinstance(value, io.BytesIO):
         return value.getvalue()
     if item.type != WriteItemType.BYTE_IO and isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise SaveError(
+                f"{item.index.fqn} has the layout {value.layout}, which DCP's format can't hold as a tensor: save "
+                "value.to_dense(), or use aiockpt's own save, which stores it as an object"
+            )
         return value.detach()
     raise SaveError(f"{item.index.fqn}: the planner gave a {type(value).__name__} for an item of type {item.type.name}")
 

@@ -215,6 +215,18 @@ class Mistaken(DefaultSavePlanner):
         return "text" if write_item.index.fqn == "bad" else super().resolve_data(write_item)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_a_sparse_tensor_is_refused_as_by_torchs_writer(tmp_path: Path, convert: Any) -> None:
+    state = {"w": torch.rand(3), "rare": convert(torch.eye(4))}
+    with pytest.raises(CheckpointException, match=r"rare has the layout torch\.sparse.*to_dense\(\)"):
+        dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "c"))
+    gc.collect()
+    assert not os.listdir(tmp_path)
+    with pytest.raises(CheckpointException):
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
+
+
 @pytest.mark.parametrize("planner", [Breaking, Mistaken])
 @pytest.mark.parametrize("before", [False, True])
 def test_a_failed_save_leaves_what_was_there(tmp_path: Path, before: bool, planner: Any) -> None:
