@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import warnings
 import weakref
 from dataclasses import replace
@@ -17,16 +18,15 @@ import torch
 from aiockpt.coordination.choose import choose_coordinator, is_distributed
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.threads import Origin
-from aiockpt.engine import drain
 from aiockpt.engine.loop import EngineLoop, logger
 from aiockpt.engine.queue import SaveQueue
 from aiockpt.engine.resources import EngineResources, shared_memory
-from aiockpt.engine.save_run import SaveRun
-from aiockpt.errors import AiockptError, CheckpointerClosedError
+from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveTimeoutError
 from aiockpt.format.item.item_framing import tensor_framing
 from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.planning.dcp_plan import prefix_of
 from aiockpt.saving.collective_leader import CollectiveResources
+from aiockpt.saving.pipeline import run_save
 from aiockpt.saving.turn import Turn
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from aiockpt.staging.pool import SharedMemory
 
 T = TypeVar("T")
+
+CANCEL_GRACE_S = 30.0  # for what was cancelled at the end to stop
+_TIMEOUT_GRACE_S = 5.0  # for a save past its `save_timeout` to stop; after that a thread of it hangs
 
 
 class Engine:
@@ -225,7 +228,7 @@ class Engine:
 
     async def _run(self, job: SaveJob) -> None:
         try:
-            await SaveRun(job, self.queue, self.tools, self.options.save_timeout).run()
+            await _SaveRun(job, self.queue, self.tools, self.options.save_timeout).run()
         finally:
             if self._last is job:
                 self._last = None
@@ -307,13 +310,7 @@ class Engine:
     def _finish(self, closed: Completion[None]) -> None:
         error: BaseException | None = None
         try:
-            self._is_stuck, late = drain.drain(
-                self.queue,
-                lambda: self._calls,
-                self.options.drain_timeout,
-                abandon_ranks=self._abandon_ranks,
-                kill_writer=self._kill_writer,
-            )
+            late = self._drain(min(self.options.drain_timeout, threading.TIMEOUT_MAX))
             if late is not None:
                 raise late
             self.queue.raise_unreported()
@@ -323,18 +320,49 @@ class Engine:
             if self.loop.thread is not None:
                 self.loop.post(lambda: self._stop.set())
                 if not self._is_stuck:  # if it has died, its saves are settled, but a thread of them may hang
-                    self.loop.thread.join(None if self._died is None else drain.CANCEL_GRACE_S)
+                    self.loop.thread.join(None if self._died is None else CANCEL_GRACE_S)
         finally:
             _live.discard(self)
             closed._settle(None, error)
 
+    def _drain(self, timeout_s: float) -> SaveCancelledError | None:
+        """Wait for all saves, then for all loads; cancel what is late. Return the error if saves were not written."""
+        deadline = time.monotonic() + timeout_s
+        for job in self.queue.staging():
+            job.unthrottle()
+        self.queue.wait_idle(timeout_s)
+        late = self.queue.jobs
+        for job in reversed(late):
+            job.cancel()
+        if not self.queue.wait_idle(CANCEL_GRACE_S / 3, abandoned=True):
+            # A save waits for other ranks, or for the writer process.
+            self._abandon_ranks()
+            if self._tools is not None and self._tools.writer is not None:
+                self._tools.writer.kill()
+            self._is_stuck = not self.queue.wait_idle(CANCEL_GRACE_S * 2 / 3 if late else 0.0, abandoned=True)
+        self._drain_calls(deadline)
+        return _late_error(late, timeout_s)
+
+    def _drain_calls(self, deadline: float) -> None:
+        """Wait for loads, and cancel them at the deadline."""
+        late = []
+        for call in list(self._calls):
+            try:
+                call.completion.ended(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                call.cancel()
+                late.append(call)
+        self._abandon_ranks()  # whatever still waits for other ranks has been cancelled
+        grace = time.monotonic() + CANCEL_GRACE_S / 3
+        for call in late:
+            try:
+                call.completion.ended(max(0.0, grace - time.monotonic()))
+            except TimeoutError:  # a thread of it hangs in the file system
+                self._is_stuck = True
+
     def _abandon_ranks(self) -> None:
         if self._world is not None:
             self._world.coordinator.abandon()
-
-    def _kill_writer(self) -> None:
-        if self._tools is not None and self._tools.writer is not None:
-            self._tools.writer.kill()
 
     def close_when_idle(self, what: str) -> None:
         """End when everything in flight is done, as nobody has the checkpointer (``what``) any more.
@@ -363,6 +391,89 @@ class Engine:
             self._closed._settle(None)
         self.queue.log_unreported()
         self._stop.set()
+
+
+class _SaveRun:
+    """Runs a save with its ``save_timeout``: a thread that hangs must not stop the saves behind it."""
+
+    def __init__(self, job: SaveJob, queue: SaveQueue, resources: EngineResources, timeout_s: float | None) -> None:
+        self._job = job
+        self._queue = queue
+        self._resources = resources
+        self._timeout_s = timeout_s
+        self._extra_threads = 0
+
+    async def run(self) -> None:
+        """Run the save, and cancel it at its timeout; when this returns, the next save has its turn."""
+        job = self._job
+        try:
+            async with anyio.create_task_group() as tasks:
+                if self._timeout_s is not None:
+                    tasks.start_soon(self._watch, self._timeout_s)
+                await run_save(job, self._resources.saves)
+                tasks.cancel_scope.cancel()
+        except BaseException as exc:
+            job.fail(exc)
+            raise
+        finally:
+            self._resources.io_workers.spare(-self._extra_threads)
+            self._queue.remove(job)
+            await job.turn.finish_in_order()
+            job.drop_hooks()
+
+    async def _watch(self, timeout_s: float) -> None:
+        """Cancel the save when its time is over; if it does not end, kill the writer; then abandon the save."""
+        job = self._job
+        await job.turn.wait_for("reported")  # the time begins when the save before has ended
+        await anyio.sleep(timeout_s)
+        if job.committed:  # nothing can undo it any more: only its post_commit hook is left
+            return
+        what = f"the save of {job.path} was not done after save_timeout = {timeout_s:g} s and was given up"
+        job.time_out(SaveTimeoutError(f"{what}; nothing of it is left"))
+        grace_s = min(_TIMEOUT_GRACE_S, timeout_s)
+        await anyio.sleep(grace_s / 2)
+        if self._resources.writer is not None:
+            self._resources.writer.kill()
+        await anyio.sleep(grace_s / 2)
+        if self._job.committed:
+            return
+        job.quarantine()
+        job.settle(
+            None,
+            SaveTimeoutError(
+                f"{what}; a thread of it hangs in the file system, and holds its memory until it returns. What was "
+                "written is removed then, unless the system was just renaming it. Check the disk, and save elsewhere "
+                "meanwhile"
+            ),
+        )
+        job.turn.pass_phase("reported")
+        logger.error("a thread of the save of %s hangs in the file system; saving goes on without it", job.path)
+        if self._resources.saves.world() is None:  # else the ranks would get out of step
+            workers = self._resources.io_workers
+            job.turn.finish()
+            self._extra_threads = workers.count  # as many as the save may block
+            workers.spare(self._extra_threads)
+            self._queue.abandon(job)
+
+
+def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | None:
+    """Return an error that names the saves that were not written in time, if any; settle those that hang."""
+    hanging = [job for job in jobs if not job.handle.written.done()]
+    failed = [job for job in jobs if job.handle.written._error is not None]
+    outcomes = ((hanging, "a thread hangs in the file system; it is left behind"), (failed, "nothing of it is left"))
+    messages = [
+        f"the save of {', '.join(job.path for job in group)} was not done after drain_timeout = {timeout_s:g} s "
+        f"and was cancelled; {outcome}"
+        for group, outcome in outcomes
+        if group
+    ]
+    for job in hanging:  # else its waiters would wait for ever
+        job.settle(None, SaveCancelledError(messages[0]))
+    if not messages:
+        return None
+    error = SaveCancelledError("; ".join(messages))
+    error.__cause__ = failed[0].handle.written._error if failed else None
+    return error
 
 
 _live: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -327,7 +327,7 @@ async def _turns() -> None:
 
 
 def test_closing_ends_though_a_load_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.engine.drain.CANCEL_GRACE_S", 0.3)
+    monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 0.3)
     storage = _HangsReading()
     ckpt = aiockpt.SyncCheckpointer(drain_timeout=0.1)
     ckpt.save(state_of(1), tmp_path / "c")

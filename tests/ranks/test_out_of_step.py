@@ -156,7 +156,7 @@ def close_while_waiting(rank: int, world_size: int, path: Path) -> str:
     dist.barrier()
     told = ""
     if rank == 1:
-        aiockpt.engine.drain.CANCEL_GRACE_S = 3.0
+        aiockpt.engine.engine.CANCEL_GRACE_S = 3.0
         coordinator._END_S = 0.5  # a thread waits for rank 0, however long one waits for it
         ckpt.submit({"w": torch.ones(5)}, path / "d")
         with pytest.raises(aiockpt.SaveCancelledError, match="nothing of it is left"):
@@ -178,7 +178,7 @@ import sys, torch, torch.distributed as dist, aiockpt, aiockpt.coordination.coor
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
 ckpt = aiockpt.SyncCheckpointer(coordination_timeout=600, drain_timeout=0.2)
-aiockpt.engine.drain.CANCEL_GRACE_S = 3.0
+aiockpt.engine.engine.CANCEL_GRACE_S = 3.0
 aiockpt.coordination.coordinator._END_S = 0.5
 ckpt.save({"w": torch.arange(50_000.0)}, f"{path}/a")
 if rank == 1:

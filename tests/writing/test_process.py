@@ -253,7 +253,7 @@ def test_a_program_without_a_guard_works_as_well(tmp_path: Path) -> None:
 
 
 def test_a_stuck_process_is_killed_in_the_end(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aiockpt.engine.drain.CANCEL_GRACE_S", 1.5)
+    monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 1.5)
     ckpt = aiockpt.SyncCheckpointer(writer="process", drain_timeout=0.2)
     ckpt.submit(large_state(2), tmp_path / "c", storage=gate.storage("write"))
     gate.wait()
