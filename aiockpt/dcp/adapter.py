@@ -1,4 +1,4 @@
-"""Shared by the readers and the writers: plans left as they are, a checkpointer to work with, finished futures."""
+"""Shared by the readers and the writers: a checkpointer to work with, finished futures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -14,26 +13,12 @@ from aiockpt.sync_checkpointer import SyncCheckpointer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch.distributed.checkpoint.planner import LoadPlan
-
     from aiockpt.checkpointer import AsyncCheckpointer
 
     AnyCheckpointer = SyncCheckpointer | AsyncCheckpointer
     Path = str | os.PathLike[str]
 
 T = TypeVar("T")
-
-
-class PlanFollower(StorageReader):
-    """A reader that follows the planners' plans without changes."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return this rank's plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans of all ranks unchanged."""
-        return plans
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.storage import StorageReader
 
-from aiockpt.dcp.adapter import PlanFollower, borrowed, finished
+from aiockpt.dcp.adapter import borrowed, finished
 from aiockpt.dcp.convert.torch_source import map_torch_file
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
@@ -37,7 +38,7 @@ _PIECE_BYTES = 32 << 20
 """How much of a tensor is broadcast at a time."""
 
 
-class BroadcastingTorchSaveReader(PlanFollower):
+class BroadcastingTorchSaveReader(StorageReader):
     """Reads a ``torch.save`` file on one rank, and broadcasts it tensor by tensor, for ``dcp.load``.
 
     Replaces torch's class of this name. Objects are loaded as well as tensors, nothing in the file is executed, and no
@@ -91,6 +92,14 @@ class BroadcastingTorchSaveReader(PlanFollower):
     def read_metadata(self) -> Metadata:
         """Return empty metadata: `aiockpt.dcp.DynamicMetaLoadPlanner` builds its own from the state dict."""
         return Metadata(state_dict_metadata={})
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans of all ranks unchanged."""
+        return plans
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Check that the right rank coordinates.

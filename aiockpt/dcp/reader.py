@@ -8,10 +8,10 @@ import uuid
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from aiockpt.dcp.adapter import PlanFollower, borrowed, finished, text_of
+from aiockpt.dcp.adapter import borrowed, finished, text_of
 from aiockpt.dcp.index import DescribedCheckpoint, stored_item
 from aiockpt.dcp.plan_execution import PlanExecution
 from aiockpt.engine.facade import EngineAccess
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
     from aiockpt.sync_checkpointer import SyncCheckpointer
 
 
-class FileSystemReader(PlanFollower):
+class FileSystemReader(filesystem.FileSystemReader):
     """Reads checkpoints for ``dcp.load``: those of ``torch.distributed.checkpoint``, and all formats that we load.
 
-    Replaces torch's class of this name. Nothing in a checkpoint is executed. Several threads read only the bytes that
-    the planner asks for, directly into its tensors, and check the CRC of each item that is read as a whole::
+    Replaces torch's class of this name, and is a subclass of it. Nothing in a checkpoint is executed. Several threads
+    read only the bytes that the planner asks for, directly into its tensors, and check the CRC of each item that is
+    read as a whole::
 
         dcp.load(state_dict, storage_reader=FileSystemReader("runs/a/step-100"))
 
@@ -74,15 +75,15 @@ class FileSystemReader(PlanFollower):
         checkpointer: SyncCheckpointer | AsyncCheckpointer | None = None,
         storage: Storage | None = None,
     ) -> None:
-        super().__init__()
         if _extension_registry is not None:
             raise ValueError(
                 "this reader takes no stream transforms of torch's: ZStandard is read without, others with "
                 "checkpointer=SyncCheckpointer(transforms=...), or with torch.distributed.checkpoint.FileSystemReader"
             )
+        super().__init__(text_of(path))
         self.path = _fs_path(path)
-        self.load_id = str(uuid.uuid4())
-        self.storage_data: dict[Any, Any] = {}
+        self.rank: Any = None  # an int, once `set_up_storage_reader` was told
+        self.use_collectives = True
         self._options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
         check_options(self._options, into=True)
         self._settings: dict[str, Any] = {"io_threads": io_threads, "direct_io": direct_io}
@@ -94,16 +95,6 @@ class FileSystemReader(PlanFollower):
 
     def __repr__(self) -> str:
         return f"FileSystemReader({os.fspath(self.path)!r})"
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The path of the checkpoint."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this can be the path of a checkpoint on a file system."""
-        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, of the checkpoint at ``checkpoint_id`` if given."""
@@ -146,18 +137,21 @@ class FileSystemReader(PlanFollower):
         metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         return metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:
         """Store the metadata that the plans will refer to.
 
         Args:
             metadata: the result of `read_metadata`, maybe of another rank.
             is_coordinator: whether this rank makes the global plan.
+            kwargs: ``rank``: its number; ``use_collectives``: whether the ranks load one checkpoint together.
 
         Raises:
             LoadError: it has no locations of items.
         """
         if metadata.storage_data is None:
             raise LoadError(f"the metadata given for {self.path} does not say where its items are (storage_data)")
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
         self._metadata = metadata
         self.storage_data = metadata.storage_data
 

@@ -7,16 +7,17 @@ import os
 import pathlib
 import pickle
 import uuid
+import warnings
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 
 from aiockpt.dcp import shared_commit
 from aiockpt.dcp.adapter import borrowed, finished, text_of
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
     from aiockpt.sync_checkpointer import SyncCheckpointer
 
 
-class FileSystemWriter(StorageWriter, BlockingAsyncStager):
+class FileSystemWriter(filesystem.FileSystemWriter):
     """Writes checkpoints for ``dcp.save`` and ``dcp.async_save``, in the format of ``torch.distributed.checkpoint``.
 
-    Replaces torch's class of this name. Several threads stage the tensors and write them past the page cache, each with
-    its CRC. The checkpoint appears under its name atomically, complete and durable; a save that fails or is killed
-    leaves whatever was there before::
+    Replaces torch's class of this name, and is a subclass of it. Several threads stage the tensors and write them past
+    the page cache, each with its CRC. The checkpoint appears under its name atomically, complete and durable; a save
+    that fails or is killed leaves whatever was there before::
 
         dcp.save(state_dict, storage_writer=FileSystemWriter("runs/a/step-100"))
 
@@ -78,8 +79,6 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         direct_io: bool = True,
         checkpointer: SyncCheckpointer | AsyncCheckpointer | None = None,
     ) -> None:
-        StorageWriter.__init__(self)
-        BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         if _extensions:
             raise ValueError("this writer supports no stream transforms; leave _extensions out")
         if serialization_format is not None and getattr(serialization_format, "value", None) != "torch_save":
@@ -89,13 +88,15 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             )
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, not {thread_count!r}")
-        self.path = _local(path)
-        self.single_file_per_rank = single_file_per_rank
-        self.sync_files = sync_files
-        self.thread_count = thread_count
-        self.per_thread_copy_ahead = per_thread_copy_ahead
-        self.overwrite = overwrite
-        self.save_id = str(uuid.uuid4())
+        super().__init__(
+            path=_local(path),
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            thread_count=thread_count or 4,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            cache_staged_state_dict=cache_staged_state_dict,
+            overwrite=overwrite,
+        )
         self.rank: int | None = None
         self.use_collectives = True
         self._staging_bytes = staging_bytes
@@ -110,20 +111,6 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # dcp.async_save may send it to its own process, which has threads and memory of its own.
         return vars(self) | {"_checkpointer": None, "_planners": {}, "_unpublished": None, "state_dict_cache": None}
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The path of the checkpoint."""
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this can be the path of a checkpoint on a file system."""
-        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
-
-    def storage_meta(self) -> StorageMeta | None:
-        """Return the path and the id of this save."""
-        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another save, to ``checkpoint_id`` if given; remove the files of a failed one."""
@@ -151,7 +138,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
     # --- planning ---------------------------------------------------------------------------------
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check that the path may be written to.
+        """Check that the path may be written to; warn if a checkpoint there will be replaced.
 
         Raises:
             CheckpointExistsError: the path is a file, or holds a checkpoint and ``overwrite`` is False.
@@ -160,8 +147,16 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
         if os.path.lexists(path) and not os.path.isdir(path):
             raise CheckpointExistsError(f"{path} is not a directory; save under another name")
         marker = shared_commit.metadata_name(None if self.use_collectives else 0)
-        if not self.overwrite and os.path.lexists(os.path.join(path, marker)):
-            raise CheckpointExistsError(f"{path} holds a checkpoint; save under another name, or pass overwrite=True")
+        if os.path.lexists(os.path.join(path, marker)):
+            if not self.overwrite:
+                raise CheckpointExistsError(
+                    f"Checkpoint already exists: {path} holds one; save under another name, or pass overwrite=True"
+                )
+            warnings.warn(
+                f"Detected an existing checkpoint in {path}; it is replaced once the new one is complete. Pass "
+                "overwrite=False to raise an error instead",
+                stacklevel=2,
+            )
         if self._alone is not None:
             plan = replace(plan, storage_data=_StoragePrefix(f"__{self._alone}_"))
         return plan
@@ -200,7 +195,7 @@ class FileSystemWriter(StorageWriter, BlockingAsyncStager):
             return []
         hidden = shared_commit.find(self._path(), self._alone)
         layout = self._planners.setdefault(prefix, LocalPlanner(prefix))
-        files = (self.thread_count or 4) if self.single_file_per_rank else None
+        files = self.thread_count if self.single_file_per_rank else None
         settings = {
             "fsync": self.sync_files,
             "io_threads": self.thread_count,

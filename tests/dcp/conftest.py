@@ -1,4 +1,4 @@
-"""Process groups for the adapters, and torch's warning if there is none."""
+"""Process groups for the adapters, and warnings that most of their tests are not about."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["alone", "server", "world2", "world4"]
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Torch warns about loads and saves without a process group."""
+    """Loads and saves without a process group, and saves over a checkpoint, warn."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", "Detected an existing checkpoint")
         yield

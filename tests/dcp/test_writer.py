@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import os
@@ -97,6 +98,61 @@ def test_arguments_are_torchs(tmp_path: Path) -> None:
         FileSystemWriter("s3://bucket/c")
 
 
+def test_adapters_are_torchs_classes_with_their_attributes(tmp_path: Path) -> None:
+    for ours, theirs in (
+        (FileSystemWriter(tmp_path), dcp.FileSystemWriter(tmp_path)),
+        (FileSystemReader(tmp_path), dcp.FileSystemReader(tmp_path)),
+    ):
+        assert isinstance(ours, type(theirs))
+        public = {name for name in vars(theirs) if not name.startswith("_")}
+        assert public <= vars(ours).keys()
+        for name in public - {"save_id", "load_id", "thread_count", "fs", "transforms"}:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert isinstance(ours.fs, filesystem.FileSystem)
+    writer, reader = FileSystemWriter(tmp_path), FileSystemReader(tmp_path)
+    writer.set_up_storage_writer(False, rank=3, use_collectives=False)
+    reader.set_up_storage_reader(Metadata({}, storage_data={}), False, rank=3, use_collectives=False)
+    assert (writer.rank, writer.use_collectives) == (reader.rank, reader.use_collectives) == (3, False)
+
+
+def test_subclasses_may_override_the_documented_methods(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Logged:  # the same mix-in fits torch's classes and ours
+        def __init__(self, path: Any) -> None:
+            super().__init__(path)  # type: ignore[call-arg]
+            self.calls = calls
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("prepare_local_plan", "prepare_global_plan", "write_data", "finish", "read_data", "stage"):
+                calls.append(name)
+            return super().__getattribute__(name)
+
+    class Moved(Logged, FileSystemWriter):
+        def finish(self, metadata: Metadata, results: Any) -> None:
+            metadata.planner_data = {**metadata.planner_data, "ours": ("more",)}
+            super().finish(metadata, results)
+            self.path.joinpath("marker").write_text("complete")
+
+        def storage_meta(self) -> Any:
+            return dataclasses.replace(super().storage_meta(), save_id="chosen")
+
+    class Read(Logged, FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+            calls.append("read_metadata")
+            return super().read_metadata(*args, **kwargs)
+
+    dcp.save(state_of(), storage_writer=Moved(tmp_path / "c"))
+    assert (tmp_path / "c" / "marker").exists()
+    metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
+    assert (metadata.planner_data["ours"], metadata.storage_meta.save_id) == (("more",), "chosen")
+    target = blank(state_of())
+    dcp.load(target, storage_reader=Read(tmp_path / "c"))
+    assert_same(state_of(), target)
+    plans = ["prepare_local_plan", "prepare_global_plan"]
+    assert calls == [*plans, "write_data", "finish", "read_metadata", *plans, "read_data"]
+
+
 @pytest.mark.skipif(not hasattr(filesystem, "SerializationFormat"), reason="this torch has one format")
 def test_the_format_of_items_is_that_of_torch_save(tmp_path: Path) -> None:
     formats = filesystem.SerializationFormat
@@ -111,10 +167,18 @@ def test_the_format_of_items_is_that_of_torch_save(tmp_path: Path) -> None:
 def test_a_checkpoint_is_not_replaced_unless_it_may_be(tmp_path: Path) -> None:
     dcp.save(state_of(1), checkpoint_id=tmp_path / "c")
     for writer in (FileSystemWriter, dcp.FileSystemWriter):
-        with pytest.raises(CheckpointException, match=r"pass overwrite=True|overwrite=False"):
+        with pytest.raises(CheckpointException, match="Checkpoint already exists"):
             dcp.save(state_of(2), storage_writer=writer(tmp_path / "c", overwrite=False))
     assert_same(state_of(1), stock_loaded(state_of(1), tmp_path / "c"))
     assert sorted(os.listdir(tmp_path / "c")) == [".metadata", "__0_0.distcp"]
+
+
+@pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter])
+def test_replacing_a_checkpoint_warns(tmp_path: Path, writer: Any) -> None:
+    dcp.save(state_of(1), storage_writer=writer(tmp_path / "c"))
+    with pytest.warns(UserWarning, match=f"Detected an existing checkpoint in {tmp_path / 'c'}"):
+        dcp.save(state_of(2), storage_writer=writer(tmp_path / "c"))
+    assert_same(state_of(2), stock_loaded(state_of(2), tmp_path / "c"))
 
 
 def test_a_checkpoint_is_replaced_at_once_and_what_is_beside_it_stays(tmp_path: Path) -> None:
