@@ -15,11 +15,12 @@ from aiockpt.errors import AiockptError
 from aiockpt.reading.reader import CheckpointReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Coroutine, Sequence
     from types import TracebackType
 
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
+    from aiockpt.reading.apply_live import Loading
     from aiockpt.reading.verify.report import VerifyReport
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
@@ -87,14 +88,15 @@ class AsyncCheckpointer(CheckpointerBase):
         return self._submitter.submit(request)
 
     @parameters_of(LoadRequest)
-    async def load(self, request: LoadRequest) -> Any:
+    def load(self, request: LoadRequest) -> Coroutine[Any, Any, Any]:
         """Load a checkpoint of aiockpt, ``torch.distributed.checkpoint``, ``torch.save`` or safetensors.
 
-        If the waiting task is cancelled, the load stops; once the cancellation is raised, the target is no longer
+        Wrong options fail at the call; everything else begins when the coroutine that it returns is awaited. If the
+        waiting task is cancelled, the load stops; once the cancellation is raised, the target is no longer
         modified. By then either every ``load_state_dict`` has been called, or none.
 
         Returns:
-            The new state dict, or ``state_dict`` itself.
+            A coroutine, which returns the new state dict, or ``state_dict`` itself.
 
         Raises:
             CheckpointNotFoundError: nothing is at this path.
@@ -107,8 +109,7 @@ class AsyncCheckpointer(CheckpointerBase):
             ShapeMismatchError: a shape or dtype differs; nothing was changed.
             UnsafeCheckpointError: an object needs something that is not allowed; nothing was changed.
         """
-        check_asyncio("load()", _INSTEAD)
-        return await self._load(request).wait()
+        return _loaded(self._load(request))
 
     @parameters_of(OpenRequest)
     def open(self, request: OpenRequest) -> CheckpointReader:
@@ -238,6 +239,11 @@ def open(
     """
     request = OpenRequest(path, verify=verify, safe_globals=safe_globals, trust=trust)
     return _LoneReader(AsyncCheckpointer(transforms=transforms), request)
+
+
+async def _loaded(start: Callable[[], Loading]) -> Any:
+    check_asyncio("load()", _INSTEAD)
+    return await start().wait()
 
 
 class _LoneReader(CheckpointReader):

@@ -74,7 +74,7 @@ class SyncCheckpointer(CheckpointerBase):
     @parameters_of(LoadRequest)
     def load(self, request: LoadRequest) -> Any:
         """Load a checkpoint, blocking; see `AsyncCheckpointer.load`."""
-        return self._load(request).result()
+        return self._load(request)().result()
 
     @parameters_of(OpenRequest)
     def open(self, request: OpenRequest) -> SyncCheckpointReader:

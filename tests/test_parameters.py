@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +40,6 @@ def test_the_state_and_the_path_may_be_named_and_options_must_be() -> None:
     parameters = inspect.signature(aiockpt.AsyncCheckpointer.save).parameters
     assert [parameters[name].kind.name for name in ("state_dict", "path")] == ["POSITIONAL_OR_KEYWORD"] * 2
     assert all(parameters[each.name].kind.name == "KEYWORD_ONLY" for each in fields(SaveOptions))
-    assert inspect.iscoroutinefunction(aiockpt.AsyncCheckpointer.load)
-    assert not inspect.iscoroutinefunction(aiockpt.AsyncCheckpointer.save)
 
 
 def test_an_unknown_option_is_named() -> None:
@@ -55,12 +54,25 @@ def test_an_unknown_option_is_named() -> None:
             ckpt.load("a", {}, "cpu")
 
 
-async def _load(ckpt: aiockpt.AsyncCheckpointer, **options: Any) -> Any:
-    async with ckpt:
-        return await ckpt.load("a", **options)
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"devices": "cpu"}, TypeError, r"AsyncCheckpointer.load\(\) got .* 'devices'"),
+        ({"keys": [5]}, TypeError, "keys must be names and patterns"),
+        ({"missing": 3}, TypeError, "missing must be a list"),
+        ({"state_dict": {}, "mmap": True}, ValueError, "mmap=True returns tensors"),
+        ({"path": b"a"}, TypeError, "path must be text"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_option_of_a_load_fails_at_the_call(options: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        aiockpt.AsyncCheckpointer().load(**{"path": "a", **options})
 
 
 @pytest.mark.asyncio
-async def test_an_unknown_option_of_a_coroutine_is_named() -> None:
-    with pytest.raises(TypeError, match=r"AsyncCheckpointer.load\(\) got .* 'devices'"):
-        await _load(aiockpt.AsyncCheckpointer(), devices="cpu")
+async def test_a_load_begins_when_it_is_awaited(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        load = ckpt.load(tmp_path / "c")
+        await ckpt.save({"x": 1}, tmp_path / "c")
+        assert await load == {"x": 1}

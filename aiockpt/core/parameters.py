@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import sys
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,29 +30,18 @@ def parameters_of(request: Callable[P, R]) -> Callable[[Callable[[S, R], T]], Ca
         own, fields = inspect.signature(method), inspect.signature(request)
         self_parameter, _ = own.parameters.values()
 
-        def build(self: S, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        @functools.wraps(method)
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
             try:
                 fields.bind(*args, **kwargs)
             except TypeError as exc:  # Python's own message would name the dataclass
                 raise TypeError(f"{type(self).__name__}.{method.__name__}() {exc}") from None
-            return request(*args, **kwargs)
-
-        call: Any
-        if inspect.iscoroutinefunction(method):
-
-            @functools.wraps(method)
-            async def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-                return await method(self, build(self, args, kwargs))
-        else:
-
-            @functools.wraps(method)
-            def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-                return method(self, build(self, args, kwargs))
+            return method(self, request(*args, **kwargs))
 
         parameters = [self_parameter, *fields.parameters.values()]
-        call.__signature__ = fields.replace(parameters=parameters, return_annotation=own.return_annotation)
+        call.__signature__ = fields.replace(parameters=parameters, return_annotation=own.return_annotation)  # type: ignore[attr-defined]
         call.__doc__ = _with_args(method.__doc__, request)
-        return call  # type: ignore[no-any-return]
+        return call
 
     return decorate
 

@@ -101,32 +101,55 @@ class CheckpointerBase:
         check_options(options, into=False)
         return storage, where, options
 
-    def _load(self, request: LoadRequest) -> Loading:
-        request = replace(request, keys=check_patterns(request.keys))
-        path, state_dict = request.path, request.state_dict
-        coordinator = None if state_dict is None else self._engine.coordinator()
-        if coordinator is None:
-            alone = self._loading(request, together=False)
-            call = self._engine.call(alone, f"load {os.fspath(path)}")
-            return Loading(call, request.missing, lambda _: None, self._handing_over)
-        if threading.get_ident() in self._handing_over:
-            raise LoadError(
-                f"{path} can't be loaded within a load_state_dict() that this checkpointer calls: with several ranks "
-                "it does one load after the other. Load it before or after, or with another checkpointer"
-            )
-        gathering = Gathering(coordinator, printable_path(path))
-        refusal: BaseException | None = None
-        load: Callable[..., Coroutine[Any, Any, Filled]] | None = None
+    def _load(self, request: LoadRequest) -> Callable[[], Loading]:
+        """Check the options of a load; return the function that starts it."""
         try:
-            load = self._loading(request, together=True)
-        except BaseException as exc:  # the other ranks have called too: they must fail, not wait
-            refusal = exc
+            request = replace(request, keys=check_patterns(request.keys))
+            check_options(request, into=request.state_dict is not None)
+            storage, where = locate(request.path, request.storage, self._storage)
+        except BaseException as exc:
+            gathering = None if self._is_handing_over else self._gathering(request)
+            if gathering is not None:
+                self._refuse(gathering, exc)
+            raise
+        return lambda: self._start_load(request, storage, where)
+
+    @property
+    def _is_handing_over(self) -> bool:
+        return threading.get_ident() in self._handing_over
+
+    def _gathering(self, request: LoadRequest) -> Gathering | None:
+        """Return this rank's part in a load of all ranks; None if this process loads alone."""
+        coordinator = None if request.state_dict is None else self._engine.coordinator()
+        return None if coordinator is None else Gathering(coordinator, printable_path(request.path))
+
+    def _refuse(self, gathering: Gathering, error: BaseException) -> None:
+        """Fail a load on the other ranks, which have called it too."""
+
+        async def refused(_: Gathering) -> Filled:
+            raise error
+
+        self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what)
+
+    def _start_load(self, request: LoadRequest, storage: Storage, where: str) -> Loading:
+        gathering = self._gathering(request)
+        if gathering is None:
+            alone = self._loading(request, storage, where, together=False)
+            call = self._engine.call(alone, f"load {os.fspath(request.path)}")
+            return Loading(call, request.missing, lambda _: None, self._handing_over)
+        if self._is_handing_over:
+            raise LoadError(
+                f"{request.path} can't be loaded within a load_state_dict() that this checkpointer calls: with several "
+                "ranks it does one load after the other. Load it before or after, or with another checkpointer"
+            )
+        try:
+            load = self._loading(request, storage, where, together=True)
+        except BaseException as exc:
+            self._refuse(gathering, exc)
+            raise
         call = self._engine.call(
-            lambda tools: load_together(gathering, self._turn, partial(load, tools) if load else None, refusal),
-            gathering.what,
+            lambda tools: load_together(gathering, self._turn, partial(load, tools)), gathering.what
         )
-        if refusal is not None:
-            raise refusal
         return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over)
 
     def _conclude(self, gathering: Gathering, error: BaseException | None) -> Call[None] | None:
@@ -135,11 +158,11 @@ class CheckpointerBase:
             return None
         return self._engine.call(lambda _: conclude(gathering, self._turn, error), gathering.what)
 
-    def _loading(self, request: LoadRequest, *, together: bool) -> Callable[..., Coroutine[Any, Any, Filled]]:
-        """Check everything that can be checked at the call; return the engine's part of the load."""
+    def _loading(
+        self, request: LoadRequest, storage: Storage, where: str, *, together: bool
+    ) -> Callable[..., Coroutine[Any, Any, Filled]]:
+        """Check what can be checked of the target; return the engine's part of the load."""
         state_dict = request.state_dict
-        check_options(request, into=state_dict is not None)
-        storage, where = locate(request.path, request.storage, self._storage)
         target = None if state_dict is None else resolve(state_dict, LoadError)
         if target is not None and together:
             check_optimizers(target.objects, LoadError)

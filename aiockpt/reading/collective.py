@@ -97,8 +97,7 @@ class Gathering:
 async def load_together(
     gathering: Gathering,
     turn: asyncio.Lock,
-    load: Callable[[Gathering], Awaitable[Filled]] | None,
-    refusal: BaseException | None = None,
+    load: Callable[[Gathering], Awaitable[Filled]],
 ) -> Filled:
     """Load with the other ranks.
 
@@ -108,13 +107,12 @@ async def load_together(
         gathering: this rank's part.
         turn: held during a load, so that the loads of all ranks run one by one, in the order of the calls. If any
             rank has live objects, `conclude` releases it.
-        load: the load, which calls `Gathering.agree` once before it changes anything; None if it was refused.
-        refusal: the reason of a refusal.
+        load: the load, which calls `Gathering.agree` once before it changes anything, or raises.
     """
     mine = asyncio.ensure_future(turn.acquire())
     try:
         await asyncio.shield(mine)
-        result = await _in_turn(gathering, load, refusal)
+        result = await _in_turn(gathering, load)
     except asyncio.CancelledError:
         leaving = asyncio.ensure_future(_leave(gathering, mine, turn))
         _leavers.add(leaving)
@@ -143,12 +141,8 @@ async def conclude(gathering: Gathering, turn: asyncio.Lock, error: BaseExceptio
     turn.release()
 
 
-async def _in_turn(
-    gathering: Gathering, load: Callable[[Gathering], Awaitable[Filled]] | None, refusal: BaseException | None
-) -> Filled:
+async def _in_turn(gathering: Gathering, load: Callable[[Gathering], Awaitable[Filled]]) -> Filled:
     try:
-        if load is None:
-            raise refusal or LoadError(f"{gathering.what} was refused")
         result = await load(gathering)
     except Exception as exc:
         if not gathering.failed:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 import aiockpt
+from aiockpt.storage.wrapper import WrapperStorage
 from tests.ranks import failing
 from tests.ranks.failing import Ended
 from tests.ranks.world import Rendezvous, World
 from tests.states import assert_same
+from tests.storage.memory_storage import MemoryStorage
 
 
 @pytest.fixture(scope="module", params=["world2-1", "world4-0", "world4-2"])
@@ -121,6 +123,21 @@ def test_a_failure_that_one_rank_alone_has_seen(world4: World, tmp_path: Path, s
             assert end.call is not None
             assert error.text == text
     check_next(tmp_path, 4)
+
+
+def test_a_storage_for_one_process(world2: World, tmp_path: Path) -> None:
+    """Fails at the call, or where a wrapper hides what kind of storage it is, before anything is written."""
+    said = "takes the files of one process only: save with process_group=None and writer='thread'"
+    for end in world2.results(failing.save_with, tmp_path, "", -1, {"storage": MemoryStorage()}):
+        assert end.call is not None
+        assert end.call.kind == "SaveError"
+        assert end.call.text.startswith(f"MemoryStorage {said}")
+    check_next(tmp_path, 2)
+    (tmp_path / "wrapped").mkdir()
+    wrapped = WrapperStorage(MemoryStorage())
+    ends = world2.results(failing.save_with, tmp_path / "wrapped", "", -1, {"storage": wrapped})
+    assert same_error(ends, "SaveError").startswith(f"rank 0: _MemoryTransaction {said}")
+    check_next(tmp_path / "wrapped", 2)
 
 
 # --- ranks that contradict each other ---------------------------------------------------------------

@@ -102,6 +102,27 @@ def test_a_state_dict_that_fails_on_one_rank(world2: World, tmp_path: Path, fail
     assert {path.name for path in tmp_path.iterdir()} == {"next"}
 
 
+def load_with(rank: int, world_size: int, path: Path, failing: int) -> None:
+    """Load with a wrong option on one rank, then without."""
+    state = {"a": Counter(0)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        try:
+            ckpt.load(path, state, keys=[5] if rank == failing else None)  # type: ignore[list-item]
+        finally:
+            ckpt.load(path, state)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_option_that_is_wrong_on_one_rank(world2: World, tmp_path: Path, failing: int) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"a": Counter(7)}, tmp_path / "c")
+    outcomes = world2.run(load_with, tmp_path / "c", failing)
+    assert outcomes[failing].kind == "TypeError"
+    assert outcomes[failing].text.startswith("keys must be names and patterns")
+    assert outcomes[1 - failing].kind == "LoadError"
+    assert outcomes[1 - failing].text == f"rank {failing}: TypeError: {outcomes[failing].text}"
+
+
 def load_counter(rank: int, world_size: int, path: Path, failing: int, fails: str) -> int:
     counter = Counter(0, fails if rank == failing else "")
     with aiockpt.SyncCheckpointer() as ckpt:
