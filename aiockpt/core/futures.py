@@ -183,7 +183,9 @@ class Call(Generic[T]):
 
     def __init__(self, function: Callable[[], Coroutine[Any, Any, T]], what: str, origin: Origin) -> None:
         self.completion: Completion[T] = Completion(what, origin, saves=False)
-        self.post: Callable[[Callable[[], object]], object] = lambda _: None  # calls a function on the loop
+        self.post: Callable[[Callable[[], object], Any], object] = lambda *_: (
+            None
+        )  # calls one on the loop, for an owner
         self._function = function
         self._scope: anyio.CancelScope | None = None
         self._cancel_asked = False
@@ -259,7 +261,7 @@ class Call(Generic[T]):
 
     def cancel(self) -> None:
         """Request it to stop. From any thread; does not block."""
-        self.post(self._cancel)
+        self.post(self._cancel, self)
 
     def _cancel(self) -> None:
         self._cancel_asked = True

@@ -259,9 +259,9 @@ class Engine:
         call = Call(lambda: function(replace(self.tools.loads, streams=streams)), what, self.origin)
         with self._lock:
             self._start()
-            call.post = lambda function: self.loop.post(function, call)
+            call.post = self.loop.post  # no closure over the call: such a cycle would keep its result, gigabytes, alive
             self._calls.add(call)
-            call.post(lambda: self._tasks.start_soon(self._run_call, call))
+            self.loop.post(lambda: self._tasks.start_soon(self._run_call, call), call)
         return call
 
     async def _run_call(self, call: Call[Any]) -> None:

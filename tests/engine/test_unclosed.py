@@ -9,7 +9,8 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,19 +121,29 @@ def test_a_failure_that_nobody_saw_is_logged(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.asyncio
-async def test_a_reader_that_nobody_closes_goes(tmp_path: Path) -> None:
+async def test_a_reader_that_nobody_closes_goes_with_its_last_reference(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(STATE, tmp_path / "a")
     before = _open_files()
-    made = [await aiockpt.open(tmp_path / "a")]
-    assert (await made[0].read("step")) == 3
-    _let_go(made.clear, f"unclosed reader of {tmp_path / 'a'}")
-    for _ in range(100):  # uvloop closes some in a callback of the loop that goes on, here the test's
-        if len(_open_files()) <= len(before):
-            break
-        await asyncio.sleep(0.05)
-    left = {number: name for number, name in _open_files().items() if number not in before}
-    assert len(_open_files()) <= len(before), left
+    with _no_collector():
+        made = [await aiockpt.open(tmp_path / "a")]
+        assert (await made[0].read("step")) == 3
+        with pytest.warns(ResourceWarning, match=f"unclosed reader of {tmp_path / 'a'}"):
+            made.clear()
+        await asyncio.to_thread(_wait_for_threads)
+        left = {number: name for number, name in _open_files().items() if number not in before}
+        assert len(_open_files()) <= len(before), left
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Let only what has no reference left be freed."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _open_files() -> dict[str, str]:
@@ -142,6 +153,24 @@ def _open_files() -> dict[str, str]:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             found[number] = os.readlink(f"/proc/self/fd/{number}")
     return found
+
+
+def test_what_is_loaded_is_freed_with_its_last_reference(tmp_path: Path) -> None:
+    def freed(state: dict[str, Any]) -> bool:
+        gone = threading.Event()
+        weakref.finalize(state["x"], gone.set)
+        state.clear()
+        return gone.wait(60)  # the engine's thread may still be about to end the call
+
+    with _no_collector(), aiockpt.SyncCheckpointer() as ckpt:
+        saved = dict(STATE, x=STATE["x"].clone())
+        ckpt.save(saved, tmp_path / "a")
+        assert freed(saved), "save"
+        assert freed(ckpt.load(tmp_path / "a")), "load"
+        assert freed(ckpt.load(tmp_path / "a", {"x": torch.zeros(50_000)})), "load into a state"
+        with ckpt.open(tmp_path / "a") as reader:
+            assert freed({"x": reader.read("x")}), "read"
+            assert freed(dict(reader.stream())), "stream"
 
 
 def test_a_reader_keeps_its_checkpointer(tmp_path: Path) -> None:
