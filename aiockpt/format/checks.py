@@ -1,6 +1,7 @@
 """Checks of an index that may be damaged or hostile: every item in its file, every tensor whole, no byte claimed twice.
 
-What passes takes no more memory to load than its files have bytes, whatever format the index was read from.
+What passes takes no more memory to load than a small multiple of its files' bytes, whatever format the index was read
+from: an item of another dtype than the metadata says grows when it is cast, a byte to 16 at most.
 """
 
 from __future__ import annotations
@@ -104,10 +105,10 @@ def _check_chunk(path: str, name: str, entry: TensorEntry, chunk: ChunkEntry) ->
     if chunk.place.transforms:
         return  # how long it really is shows only later
     if chunk.item is None:
-        if math.prod(chunk.sizes) * entry.dtype.itemsize > chunk.place.length:
+        if math.prod(chunk.sizes) > chunk.place.length:  # its dtype may be smaller than the metadata's
             raise CorruptCheckpointError(
                 f"{path}/{chunk.place.file}: the item of {name} at offset {chunk.place.offset} has "
-                f"{chunk.place.length} bytes, too few for {chunk.sizes} of {entry.dtype}; its metadata is damaged"
+                f"{chunk.place.length} bytes, too few for the elements of {chunk.sizes}; its metadata is damaged"
             )
     elif not _item_fits(chunk.item, chunk.place.length) or chunk.item.shape != chunk.sizes:
         raise CorruptCheckpointError(

@@ -55,7 +55,7 @@ def _build_tensors(new: NewTensor, values: dict[str, Any], move: Any) -> None:
     """Add the tensors of all keys that share memory."""
     tensor = new.tensor if new.tensor is not None else new.reads[0].made
     if tensor is not None:
-        tensor = relocated(tensor, move) if move else tensor
+        tensor = (relocated(tensor, move) if move else tensor).to(new.dtype)
         first, *others = new.keys
         values[first] = tensor
         for name in others:
@@ -67,7 +67,7 @@ def _build_tensors(new: NewTensor, values: dict[str, Any], move: Any) -> None:
     memory = relocated(read.memory, move) if move else read.memory
     shared = len(new.keys) > 1
     for name, entry in new.keys.items():
-        values[name] = view_of(memory, entry.chunks[0].item or read.item, lazily=shared)
+        values[name] = view_of(memory, entry.chunks[0].item or read.item, lazily=shared).to(new.dtype)
 
 
 # --- a new state dict -----------------------------------------------------------------------------------

@@ -375,7 +375,7 @@ class MapReader:
 
     def _tensor(self, name: str, entry: TensorEntry) -> torch.Tensor:
         if len(entry.chunks) == 1:
-            return self._chunk(name, entry.chunks[0], entry.dtype)
+            return self._chunk(name, entry.chunks[0], entry.dtype).to(entry.dtype)
         whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         for chunk in entry.chunks:
             region = whole[tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))]

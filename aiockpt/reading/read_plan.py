@@ -221,7 +221,8 @@ def _with_taken(tensor: torch.Tensor, taken: Sequence[int]) -> torch.Tensor:
 def _check_expanded(name: str, entry: TensorEntry, nbytes: int) -> None:
     """Refuse a small file that would need any amount of memory."""
     stored = sum(chunk.place.length for chunk in entry.chunks)
-    if nbytes > stored:
+    is_indexed = any(chunk.item is not None for chunk in entry.chunks)
+    if nbytes > stored and is_indexed:  # other items were checked to have at least a byte for each element
         raise LoadError(
             f"{nbytes} bytes are wanted of {name} but {stored} are stored, for its elements share memory; load it "
             "as a whole, to host memory and without dtype="

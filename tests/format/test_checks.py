@@ -171,9 +171,9 @@ def test_cuts_in_very_many_dimensions_are_refused() -> None:
 
 
 def test_items_too_short_for_their_chunks_are_corrupt() -> None:
-    check(k=whole((5, 5), ItemRange("a", 0, 100)))
-    with pytest.raises(CorruptCheckpointError, match=r"/c/a: the item of k at offset 3 has 99 bytes, too few"):
-        check(k=whole((5, 5), ItemRange("a", 3, 99)))
+    check(k=whole((5, 5), ItemRange("a", 0, 25)))  # its values may be stored in a smaller dtype
+    with pytest.raises(CorruptCheckpointError, match=r"/c/a: the item of k at offset 3 has 24 bytes, too few"):
+        check(k=whole((5, 5), ItemRange("a", 3, 24)))
 
 
 @pytest.mark.parametrize(

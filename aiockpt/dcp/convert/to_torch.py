@@ -254,7 +254,7 @@ def _is_dense_item(item: TensorItem) -> bool:
 
 def _is_stream_of(each: _Pending, chunk: ChunkEntry, item: TensorItem) -> bool:
     """Return whether the bytes of a chunk can be copied unchanged."""
-    if not _is_dense_item(item):
+    if item.dtype is not each.entry.dtype or not _is_dense_item(item):
         return False
     wanted = each.tensor.stride() if len(each.entry.chunks) == 1 else row_strides(chunk.sizes)
     return all(n == 1 or a == b for n, a, b in zip(item.shape, item.stride, wanted, strict=True))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.reading.decoded import DecodedSource
-    from aiockpt.reading.verify.report import Findings, ProblemKind
+    from aiockpt.reading.verify.report import Findings, ProblemKind, Severity
     from aiockpt.storage.base import Source
 
 RANGE_BYTES = 32 << 20
@@ -205,10 +205,13 @@ class ItemVerifier:
             found = owner.given if framed is None else framed.tensor
             if found is None:
                 continue
+            given = owner.given
             if (found.dtype, found.shape) != (owner.dtype, owner.sizes):
                 message = f"it holds {found.dtype} {found.shape}, but the metadata says {owner.dtype} {owner.sizes}"
-                self._findings.add("mismatch", item.file, message, key=owner.key, offset=item.start)
-            given = owner.given
+                is_cast = given is None and found.shape == owner.sizes
+                message += ": the planner of its save has cast it, and loading casts it back" if is_cast else ""
+                severity: Severity = "warning" if is_cast else "error"
+                self._findings.add("mismatch", item.file, message, key=owner.key, offset=item.start, severity=severity)
             crc = None if framed is None or given is None or given.crc is None else framed.payload_crc
             if framed is not None and given is not None and not agree(found, crc, given):
                 message = "the manifest describes it in another way than its item does"
