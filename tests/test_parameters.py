@@ -12,6 +12,7 @@ import pytest
 import aiockpt
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest
 from aiockpt.options import CheckpointerOptions, SaveOptions
+from aiockpt.reading.reader import ReadMany, ReadOne, Stream
 
 KINDS = [aiockpt.AsyncCheckpointer, aiockpt.SyncCheckpointer]
 METHODS = [
@@ -20,6 +21,9 @@ METHODS = [
     *((kind, "load", LoadRequest) for kind in KINDS),
     *((kind, "open", OpenRequest) for kind in KINDS),
     (aiockpt.SyncCheckpointer, "submit", SaveRequest),
+    *((kind, "read", ReadOne) for kind in (aiockpt.CheckpointReader, aiockpt.SyncCheckpointReader)),
+    *((kind, "read_many", ReadMany) for kind in (aiockpt.CheckpointReader, aiockpt.SyncCheckpointReader)),
+    *((kind, "stream", Stream) for kind in (aiockpt.CheckpointReader, aiockpt.SyncCheckpointReader)),
 ]
 
 

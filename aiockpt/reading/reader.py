@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 import torch
 
+from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
 from aiockpt.errors import LoadError
 from aiockpt.format.index import TensorEntry
@@ -35,9 +36,63 @@ T = TypeVar("T")
 
 Order = Literal["file", "keys"]
 
-STREAM_BYTES = 256 << 20
-"""Default read-ahead of `CheckpointReader.stream`."""
 _GROUP_BYTES = 32 << 20  # read at once by a stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """How values are read.
+
+    Attributes:
+        device: the device of new tensors; None: host memory.
+        dtype: the dtype to cast floating-point values to.
+        verify: check the CRC of every stored chunk that is read whole; None: as this reader was opened.
+    """
+
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    verify: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOne(ReadOptions):
+    """Arguments of `CheckpointReader.read`.
+
+    Attributes:
+        key: the key.
+        index: the part of a tensor to read: slices with positive steps, integers, ``...``, or a tuple of these, as in
+            indexing a tensor. Only the bytes of that part are read. None: the whole tensor.
+        out: a tensor of the resulting shape and dtype to fill, on any device and with any strides.
+    """
+
+    key: str
+    index: object = None
+    out: torch.Tensor | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMany(ReadOptions):
+    """Arguments of `CheckpointReader.read_many`.
+
+    Attributes:
+        keys: names, names of containers and glob patterns; or a mapping of names to indices as in `read`; None:
+            everything.
+    """
+
+    keys: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stream(ReadMany):
+    """Arguments of `CheckpointReader.stream`.
+
+    Attributes:
+        order: "file": in file order, which is fastest; "keys": in the order of ``keys``.
+        buffer_bytes: the read-ahead in bytes.
+    """
+
+    order: Order = field(default="file", kw_only=True)
+    buffer_bytes: int = field(default=256 << 20, kw_only=True)
 
 
 class Caller(Protocol):
@@ -112,12 +167,12 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
 
         return self._caller.call(open_it, f"open {self.path}")
 
-    def _begin_read(self, wanted: Sequence[ReadRequest], **changes: Any) -> Call[dict[str, Any]]:
+    def _begin_read(self, wanted: Sequence[ReadRequest], how: ReadOptions) -> Call[dict[str, Any]]:
         opened = self._opened
-        device = changes.get("map_location")
-        if device is not None and not isinstance(device, str | torch.device):
-            raise TypeError(f"device must be a torch.device or its name, not {device!r}")
-        options = dataclasses.replace(self._options, **{k: v for k, v in changes.items() if v is not None})
+        if how.device is not None and not isinstance(how.device, str | torch.device):
+            raise TypeError(f"device must be a torch.device or its name, not {how.device!r}")
+        changes: dict[str, Any] = {"map_location": how.device, "dtype": how.dtype, "verify": how.verify}
+        options = replace(self._options, **{name: value for name, value in changes.items() if value is not None})
         check_options(options, into=False)
         ready = ready_events({each.name: each.out for each in wanted if each.out is not None})
         return self._caller.call(
@@ -137,74 +192,61 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
             return [self._opened.request(key, index) for key, index in keys.items()]
         return [self._opened.request(key, None) for key in self._opened.names(keys)]
 
-    def _ahead(self, keys: Any, order: Order, buffer_bytes: int, how: Mapping[str, Any]) -> _Ahead:
+    def _begin_one(self, request: ReadOne) -> Call[dict[str, Any]]:
+        return self._begin_read([self._opened.request(request.key, request.index, request.out)], request)
+
+    def _begin_many(self, request: ReadMany) -> Call[dict[str, Any]]:
+        return self._begin_read(self._wanted(request.keys), request)
+
+    def _ahead(self, request: Stream) -> _Ahead:
         """Return the read-ahead queue of a stream, with its keys cut into groups that are read together."""
-        if order not in ("file", "keys"):
-            raise ValueError(f"order must be 'file' or 'keys', not {order!r}")
-        if type(buffer_bytes) is not int or buffer_bytes < 1:
-            raise ValueError(f"buffer_bytes must be a positive number of bytes, not {buffer_bytes!r}")
-        wanted = self._wanted(keys)
-        if order == "file":
+        if request.order not in ("file", "keys"):
+            raise ValueError(f"order must be 'file' or 'keys', not {request.order!r}")
+        if type(request.buffer_bytes) is not int or request.buffer_bytes < 1:
+            raise ValueError(f"buffer_bytes must be a positive number of bytes, not {request.buffer_bytes!r}")
+        wanted = self._wanted(request.keys)
+        if request.order == "file":
             wanted.sort(key=lambda each: each.position)
-        most = min(_GROUP_BYTES, buffer_bytes)
+        most = min(_GROUP_BYTES, request.buffer_bytes)
         groups: list[list[ReadRequest]] = []
         sizes: list[int] = []
         for each in wanted:
-            nbytes = each.nbytes(how["dtype"])
+            nbytes = each.nbytes(request.dtype)
             if groups and sizes[-1] + nbytes <= most:
                 groups[-1].append(each)
                 sizes[-1] += nbytes
             else:
                 groups.append([each])
                 sizes.append(nbytes)
-        return _Ahead(self, list(zip(groups, sizes, strict=True)), buffer_bytes, how)
+        return _Ahead(self, list(zip(groups, sizes, strict=True)), request)
 
 
 class _Ahead:
     """The read-ahead queue of a stream: as many groups as fit into its buffer, but at least one."""
 
-    def __init__(
-        self, reader: _Reader, groups: list[tuple[list[ReadRequest], int]], buffer_bytes: int, how: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, reader: _Reader, groups: list[tuple[list[ReadRequest], int]], request: Stream) -> None:
         self._reader = reader
         self._waiting = deque(groups)
-        self._begun: deque[tuple[Call[dict[str, Any]], list[ReadRequest], int]] = deque()
-        self._buffer_bytes = buffer_bytes
-        self._how = how
+        # In order: the call that reads a group, the group, and its bytes.
+        self.begun: deque[tuple[Call[dict[str, Any]], list[ReadRequest], int]] = deque()
+        self._request = request
 
     def start(self) -> bool:
         """Start reading the groups that fit; return False at the end of the stream."""
         while self._waiting:
             wanted, nbytes = self._waiting[0]
-            if self._begun and sum(size for _, _, size in self._begun) + nbytes > self._buffer_bytes:
+            if self.begun and sum(size for _, _, size in self.begun) + nbytes > self._request.buffer_bytes:
                 break
             self._waiting.popleft()
-            self._begun.append((self._reader._begin_read(wanted, **self._how), wanted, nbytes))
-        return bool(self._begun)
+            self.begun.append((self._reader._begin_read(wanted, self._request), wanted, nbytes))
+        return bool(self.begun)
 
-    @property
-    def first(self) -> Call[dict[str, Any]]:
-        """The call that reads the next group."""
-        return self._begun[0][0]
-
-    @property
-    def names(self) -> list[str]:
-        """The keys of the next group."""
-        return [wanted.name for wanted in self._begun[0][1]]
-
-    @property
-    def calls(self) -> list[Call[dict[str, Any]]]:
-        """All calls in progress."""
-        return [call for call, _, _ in self._begun]
-
-    def drop_first(self) -> None:
-        """Remove the group that was yielded."""
-        self._begun.popleft()
-
-    def cancel(self) -> None:
-        """Cancel all calls in progress."""
-        for call in self.calls:
+    def cancel(self) -> list[Call[dict[str, Any]]]:
+        """Cancel and return all calls in progress."""
+        calls = [call for call, _, _ in self.begun]
+        for call in calls:
             call.cancel()
+        return calls
 
 
 _INSTEAD = "use the open() of a SyncCheckpointer in a thread"
@@ -240,26 +282,9 @@ class CheckpointReader(_Reader):
         """Open without ``async with``, as in notebook cells; the caller calls `aclose`."""
         return self.__aenter__().__await__()
 
-    async def read(
-        self,
-        key: str,
-        index: object = None,
-        *,
-        out: torch.Tensor | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        verify: bool | None = None,
-    ) -> Any:
+    @parameters_of(ReadOne)
+    async def read(self, request: ReadOne) -> Any:
         """Read a tensor, a part of one, or an object. A saved NumPy array is read as a tensor.
-
-        Args:
-            key: the key.
-            index: the part of a tensor to read: slices with positive steps, integers, ``...``, or a tuple of
-                these, as in indexing a tensor. Only the bytes of that part are read. None: the whole tensor.
-            out: a tensor of the resulting shape and dtype to fill, on any device and with any strides.
-            device: the device of a new tensor; None: host memory.
-            dtype: the dtype to cast floating-point values to.
-            verify: check the CRC of every stored chunk that is read whole; None: as this reader was opened.
 
         Returns:
             The tensor, ``out``, or the object.
@@ -270,55 +295,25 @@ class CheckpointReader(_Reader):
             TypeError: the index is of another kind, or the key is an object.
         """
         check_asyncio("read()", _INSTEAD)
-        wanted = [self._opened.request(key, index, out)]
-        values = await self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).wait()
-        return values[key]
+        values = await self._begin_one(request).wait()
+        return values[request.key]
 
-    async def read_many(
-        self,
-        keys: Any = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        verify: bool | None = None,
-    ) -> dict[str, Any]:
+    @parameters_of(ReadMany)
+    async def read_many(self, request: ReadMany) -> dict[str, Any]:
         """Read several tensors and objects at once, which is faster than reading them one by one.
-
-        Args:
-            keys: names, names of containers and glob patterns; or a mapping of names to indices as in `read`;
-                None: everything.
-            device: see `read`.
-            dtype: see `read`.
-            verify: see `read`.
 
         Returns:
             The values by key.
         """
         check_asyncio("read_many()", _INSTEAD)
-        return await self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).wait()
+        return await self._begin_many(request).wait()
 
-    def stream(
-        self,
-        keys: Any = None,
-        *,
-        order: Order = "file",
-        buffer_bytes: int = STREAM_BYTES,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        verify: bool | None = None,
-    ) -> AsyncIterator[tuple[str, Any]]:
+    @parameters_of(Stream)
+    def stream(self, request: Stream) -> AsyncIterator[tuple[str, Any]]:
         """Yield the keys one by one with their values, reading ahead in bounded memory.
 
         Values that are being read, or were read and not yet yielded, have ``buffer_bytes`` at most, or are one
         tensor if it is larger. Reading pauses until the loop's body asks for the next value.
-
-        Args:
-            keys: see `read_many`.
-            order: "file": in file order, which is fastest; "keys": in the order of ``keys``.
-            buffer_bytes: the read-ahead in bytes.
-            device: see `read`.
-            dtype: see `read`.
-            verify: see `read`.
 
         Returns:
             An iterator of keys and values; leaving the loop early stops the reading.
@@ -327,22 +322,21 @@ class CheckpointReader(_Reader):
             MissingKeysError: a key or pattern matches nothing; see `read` for other errors.
             ValueError: ``order`` or ``buffer_bytes`` is invalid.
         """
-        how = {"map_location": device, "dtype": dtype, "verify": verify}
-        return self._streamed(self._ahead(keys, order, buffer_bytes, how))
+        return self._streamed(self._ahead(request))
 
     @staticmethod
     async def _streamed(ahead: _Ahead) -> AsyncIterator[tuple[str, Any]]:
         check_asyncio("stream()", _INSTEAD)
         try:
             while ahead.start():
-                values = await ahead.first.wait()
-                for name in ahead.names:
-                    yield name, values.pop(name)
-                ahead.drop_first()
+                call, wanted, _ = ahead.begun[0]
+                values = await call.wait()
+                for each in wanted:
+                    yield each.name, values.pop(each.name)
+                ahead.begun.popleft()
         finally:
-            ahead.cancel()
             async with contextlib.AsyncExitStack() as stack:  # waits for all, even if this task is cancelled meanwhile
-                for call in ahead.calls:
+                for call in ahead.cancel():
                     stack.push_async_callback(call.stop)
 
     async def aclose(self) -> None:
@@ -363,56 +357,32 @@ class SyncCheckpointReader(_Reader):
     ) -> None:
         self.close()
 
-    def read(
-        self,
-        key: str,
-        index: object = None,
-        *,
-        out: torch.Tensor | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        verify: bool | None = None,
-    ) -> Any:
+    @parameters_of(ReadOne)
+    def read(self, request: ReadOne) -> Any:
         """Read a tensor, a part of one, or an object; see `CheckpointReader.read`."""
-        wanted = [self._opened.request(key, index, out)]
-        return self._begin_read(wanted, map_location=device, dtype=dtype, verify=verify).result()[key]
+        return self._begin_one(request).result()[request.key]
 
-    def read_many(
-        self,
-        keys: Any = None,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        verify: bool | None = None,
-    ) -> dict[str, Any]:
+    @parameters_of(ReadMany)
+    def read_many(self, request: ReadMany) -> dict[str, Any]:
         """Read several tensors and objects at once; see `CheckpointReader.read_many`."""
-        return self._begin_read(self._wanted(keys), map_location=device, dtype=dtype, verify=verify).result()
+        return self._begin_many(request).result()
 
-    def stream(
-        self,
-        keys: Any = None,
-        *,
-        order: Order = "file",
-        buffer_bytes: int = STREAM_BYTES,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        verify: bool | None = None,
-    ) -> Iterator[tuple[str, Any]]:
+    @parameters_of(Stream)
+    def stream(self, request: Stream) -> Iterator[tuple[str, Any]]:
         """Yield the keys one by one with their values, in bounded memory; see `CheckpointReader.stream`."""
-        how = {"map_location": device, "dtype": dtype, "verify": verify}
-        return self._streamed(self._ahead(keys, order, buffer_bytes, how))
+        return self._streamed(self._ahead(request))
 
     @staticmethod
     def _streamed(ahead: _Ahead) -> Iterator[tuple[str, Any]]:
         try:
             while ahead.start():
-                values = ahead.first.result()
-                for name in ahead.names:
-                    yield name, values.pop(name)
-                ahead.drop_first()
+                call, wanted, _ = ahead.begun[0]
+                values = call.result()
+                for each in wanted:
+                    yield each.name, values.pop(each.name)
+                ahead.begun.popleft()
         finally:
-            ahead.cancel()
-            for call in ahead.calls:
+            for call in ahead.cancel():
                 call.completion.exception()
 
     def close(self) -> None:
