@@ -104,9 +104,14 @@ def _item_at(
     virtual = transformed.get(place.file)
     if virtual is None:
         return StoredItem(_StorageInfo(*place[:3]), dtype, chunk)
-    stored = virtual.place
-    info = _StorageInfo(*stored[:3], transform_descriptors=list(stored.transforms))
-    return StoredItem(info, dtype, chunk, virtual=virtual)
+    return StoredItem(storage_info(virtual.place), dtype, chunk, virtual=virtual)
+
+
+def storage_info(place: ItemRange) -> _StorageInfo:
+    """Return torch's form of a location."""
+    if not place.transforms:
+        return _StorageInfo(*place[:3])
+    return _StorageInfo(*place[:3], transform_descriptors=list(place.transforms))
 
 
 def stored_item(

@@ -30,6 +30,7 @@ from aiockpt.dcp import shared_commit
 from aiockpt.dcp.adapter import borrowed
 from aiockpt.dcp.writer import FileSystemWriter, resolved, results_of, write_items
 from aiockpt.errors import AiockptError, SaveError, WriteError
+from aiockpt.format.index import ItemRange
 from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.staging.runtime import has_events, ready_event
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from aiockpt.dcp.writer import ItemLocation, ItemValues
+    from aiockpt.dcp.writer import ItemValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         if use_msc:
             raise ValueError("this writer writes to file systems; leave use_msc out")
         super().__init__(path, *args, **kwargs)
+        if self._transforms:
+            raise ValueError("_extensions are not for saves in another process")
         if not self.single_file_per_rank:
             raise ValueError("single_file_per_rank=False is not for saves in another process")
         self.checkpoint_dir = path
@@ -236,7 +239,7 @@ def _results_name(prefix: str) -> str:
     return f".{prefix}results.json"
 
 
-def _write(options: RankWriteOptions, hidden: str, values: ItemValues) -> Sequence[ItemLocation]:
+def _write(options: RankWriteOptions, hidden: str, values: ItemValues) -> Sequence[ItemRange]:
     for name in os.listdir(hidden):  # left by an earlier attempt of this rank
         if name == _results_name(options.prefix) or (options.prefix in name and name.endswith(".distcp")):
             os.unlink(os.path.join(hidden, name))
@@ -255,14 +258,14 @@ def _write_results(path: str, results: dict[str, Any]) -> None:
     os.replace(fresh, path)
 
 
-def _read_results(path: str, count: int) -> list[ItemLocation]:
+def _read_results(path: str, count: int) -> list[ItemRange]:
     """Read and remove a results file; raise WriteError if it holds an error, or the writing process left none."""
     try:
         with open(path) as file:
             results = json.load(file)
         os.unlink(path)
         if "places" in results:
-            locations = [(str(name), int(offset), int(length)) for name, offset, length in results["places"]]
+            locations = [ItemRange(str(name), int(at), int(length)) for name, at, length, _ in results["places"]]
             if len(locations) == count:
                 return locations
     except (OSError, ValueError, TypeError) as exc:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from aiockpt.dcp.adapter import borrowed, finished, text_of
+from aiockpt.dcp.extensions import registered
 from aiockpt.dcp.index import DescribedCheckpoint, stored_item
 from aiockpt.dcp.plan_execution import PlanExecution
 from aiockpt.engine.facade import EngineAccess
@@ -51,8 +52,8 @@ class FileSystemReader(filesystem.FileSystemReader):
 
     Args:
         path: the checkpoint's directory.
-        _extension_registry: must be None. Files that torch's ZStandard extension has compressed are read without it;
-            other transforms are taken from the checkpointer.
+        _extension_registry: torch's registry of stream transforms that items are stored with, besides ZStandard.
+            None: the transforms of the checkpointer.
         verify: check the CRC of every stored item that is read as a whole.
         safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
         trust: unpickle objects without restriction, which runs whatever code they ask for.
@@ -75,15 +76,11 @@ class FileSystemReader(filesystem.FileSystemReader):
         checkpointer: SyncCheckpointer | AsyncCheckpointer | None = None,
         storage: Storage | None = None,
     ) -> None:
-        if _extension_registry is not None:
-            raise ValueError(
-                "this reader takes no stream transforms of torch's: ZStandard is read without, others with "
-                "checkpointer=SyncCheckpointer(transforms=...), or with torch.distributed.checkpoint.FileSystemReader"
-            )
         super().__init__(text_of(path))
         self.path = _fs_path(path)
         self.rank: Any = None  # an int, once `set_up_storage_reader` was told
         self.use_collectives = True
+        self._registry = _extension_registry
         self._options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust)
         check_options(self._options, into=True)
         self._settings: dict[str, Any] = {"io_threads": io_threads, "direct_io": direct_io}
@@ -181,9 +178,13 @@ class FileSystemReader(filesystem.FileSystemReader):
     @contextmanager
     def _opened(self, engine: EngineAccess) -> Iterator[tuple[DecodedSource, str]]:
         """Open the checkpoint's files, and close them afterwards."""
+        transforms = list(engine.transforms)
+        if self._registry is not None:
+            used = {name for item in self._transformed.values() for name in item.place.transforms}
+            transforms += registered(self._registry, used)
         storage, path = engine.locate(self.path, self._storage)
         call = engine.call(lambda tools: storage.open(path, workers=tools.workers), f"open {path}")
-        source = DecodedSource(call.result(drop=lambda opened: opened.close()), path, engine.transforms)
+        source = DecodedSource(call.result(drop=lambda opened: opened.close()), path, transforms)
         try:
             yield source, path
         finally:

@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from aiockpt.dcp import shared_commit
 from aiockpt.dcp.adapter import borrowed, finished, text_of
+from aiockpt.dcp.extensions import ExtensionTransform
+from aiockpt.dcp.index import storage_info
 from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.names import DCP_VERSION, SUFFIX
 from aiockpt.planning.collective.local import LocalPlanner
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
     from aiockpt.checkpointer import AsyncCheckpointer
     from aiockpt.dcp.adapter import AnyCheckpointer, Path
+    from aiockpt.format.index import ItemRange
+    from aiockpt.format.transforms.base import Transform
     from aiockpt.sync_checkpointer import SyncCheckpointer
 
 
@@ -56,7 +60,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         per_thread_copy_ahead: ignored; ``staging_bytes`` limits how much is copied ahead.
         cache_staged_state_dict: as in torch: keep the copy that ``dcp.async_save`` makes for the next save.
         overwrite: replace an existing checkpoint once the new one is complete.
-        _extensions: must be None or empty: stream transforms are not supported.
+        _extensions: stream transforms of torch's, applied to each item in this order.
         serialization_format: must be ``torch.save``'s.
         staging_bytes: maximum staging memory in bytes; see `aiockpt.SyncCheckpointer`.
         direct_io: write past the page cache where the file system allows it.
@@ -79,8 +83,6 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         direct_io: bool = True,
         checkpointer: SyncCheckpointer | AsyncCheckpointer | None = None,
     ) -> None:
-        if _extensions:
-            raise ValueError("this writer supports no stream transforms; leave _extensions out")
         if serialization_format is not None and getattr(serialization_format, "value", None) != "torch_save":
             raise ValueError(
                 f"this writer writes items as torch.save does, not as {serialization_format}; for safetensors use "
@@ -99,6 +101,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         )
         self.rank: int | None = None
         self.use_collectives = True
+        self._transforms = [ExtensionTransform(extension) for extension in _extensions or ()]
         self._staging_bytes = staging_bytes
         self._direct_io = direct_io
         self._checkpointer = checkpointer
@@ -190,7 +193,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         values = [(item.index.fqn, resolved(item, planner)) for item in items]
         return finished(results_of(items, self._write(plan.storage_data.prefix, values)))
 
-    def _write(self, prefix: str, values: ItemValues) -> Sequence[ItemLocation]:
+    def _write(self, prefix: str, values: ItemValues) -> Sequence[ItemRange]:
         if not values:
             return []
         hidden = shared_commit.find(self._path(), self._alone)
@@ -203,7 +206,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             "direct_io": self._direct_io,
         }
         with borrowed(self._checkpointer, **settings) as checkpointer:
-            return write_items(checkpointer, values, hidden, layout, files=files)
+            return write_items(checkpointer, values, hidden, layout, files=files, transforms=self._transforms)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written: make it durable, and move it to its final name.
@@ -255,8 +258,6 @@ def _local(path: Path) -> pathlib.Path:
 
 ItemValues = list[tuple[str, torch.Tensor | bytes]]
 """Name and value of each item: a tensor, or the bytes of an object."""
-ItemLocation = tuple[str, int, int]
-"""File, offset and length of an item."""
 
 
 def resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
@@ -282,22 +283,24 @@ def write_items(
     *,
     files: int | None,
     separation_hint: Sequence[str] = (),
-) -> Sequence[ItemLocation]:
+    transforms: Sequence[Transform] = (),
+) -> Sequence[ItemRange]:
     """Write items to files; return the location of each. Blocks; if it is interrupted, the files are removed."""
-    job = checkpointer.submit_items(values, directory, planner, files=files, separation_hint=separation_hint)
+    options: dict[str, Any] = {"files": files, "separation_hint": separation_hint, "transforms": transforms}
+    job = checkpointer.submit_items(values, directory, planner, **options)
     try:
         job.handle.written.result()
     except BaseException:
         job.handle.cancel().result()
         raise
-    return [job.item_ranges[number][:3] for number in range(len(values))]
+    return [job.item_ranges[number] for number in range(len(values))]
 
 
-def results_of(items: Sequence[WriteItem], locations: Iterable[ItemLocation]) -> list[WriteResult]:
+def results_of(items: Sequence[WriteItem], places: Iterable[ItemRange]) -> list[WriteResult]:
     """Return torch's results for items that were written."""
     return [
-        WriteResult(index=item.index, size_in_bytes=location[2], storage_data=_StorageInfo(*location))
-        for item, location in zip(items, locations, strict=True)
+        WriteResult(index=item.index, size_in_bytes=place.length, storage_data=storage_info(place))
+        for item, place in zip(items, places, strict=True)
     ]
 
 

@@ -19,6 +19,7 @@ from aiockpt.errors import DeleteError, LoadError, SaveError
 from aiockpt.format.keys import check_patterns
 from aiockpt.format.transforms.base import check_transforms
 from aiockpt.options import CheckpointerOptions, LoadOptions, check_options
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import stored_bytes
 from aiockpt.reading.apply_live import Loading
 from aiockpt.reading.collective import Gathering, conclude, load_together
@@ -85,14 +86,17 @@ class CheckpointerBase:
         *,
         files: int | None = None,
         separation_hint: Sequence[str] = (),
+        transforms: Sequence[Transform] = (),
     ) -> SaveJob:
         """Start to write tensors, and bytes of objects, to files in an existing directory. For adapters.
 
         The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` names the
         files and keeps their layout for the next call. ``files`` is the most files to write; None: one for each item.
         Tensors whose names begin with a ``separation_hint`` go to files of their own, named after the hint.
+        ``transforms`` are applied to each item, in order.
         """
-        return self._submitter.submit_items(items, directory, planner, files=files, separation_hint=separation_hint)
+        form = DcpFormat(files, separation_hint)
+        return self._submitter.submit_items(items, directory, planner, form, transforms)
 
     def _opening(self, request: OpenRequest) -> tuple[Storage, str, LoadOptions]:
         """Return storage, path and options of a reader."""

@@ -14,7 +14,6 @@ from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import check_user_metadata
 from aiockpt.format.transforms.rules import choose_compression
 from aiockpt.options import Validation, check_choice
-from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.saving.formats import choose_form, format_for
 from aiockpt.saving.job import SaveJob, SaveSpec
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path, SaveFormat
     from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.planning.dcp_plan import DcpFormat
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
@@ -75,9 +75,8 @@ class Submitter:
         items: Sequence[tuple[str, torch.Tensor | bytes]],
         directory: Path,
         planner: LocalPlanner,
-        *,
-        files: int | None,
-        separation_hint: Sequence[str],
+        form: DcpFormat,
+        transforms: Sequence[Transform],
     ) -> SaveJob:
         """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
         started = time.perf_counter()
@@ -90,8 +89,9 @@ class Submitter:
             storage=storage,
             snapshot=capture_items(items, sampled=self._options.validate == "hash"),
             started=started,
-            form=DcpFormat(files, separation_hint),
+            form=form,
             append_planner=planner,
+            transforms=transforms,
         )
         job = SaveJob(spec, self._engine.origin)
         self._engine.submit(job)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.core.strides import row_strides
 from aiockpt.format.dcp.metadata_opcodes import MetadataDraft
+from aiockpt.format.index import ItemRange
 from aiockpt.format.transforms.item_transforms import TransformedDraft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.planning.dcp_plan import DcpPlan
@@ -67,6 +69,19 @@ def draft_of(plan: DcpPlan) -> TransformedDraft:
         keys.append([[_key(plan, each) for each in (item.leaf, *tied.get(item.leaf, ()))] for item in items])
         forms.append([(item.payload_offset, _stride(plan, item.leaf)) for item in items])
     return TransformedDraft(MetadataDraft(layout.bare_head, [image.name for image in layout.images], keys), forms)
+
+
+def item_ranges(plan: DcpPlan, encoded: Sequence[Sequence[EncodedItem]] | None) -> dict[int, ItemRange]:
+    """Return where each leaf is stored. ``encoded`` are the items of each image as stored; None: as they are."""
+    ranges: dict[int, ItemRange] = {}
+    for number, (image, items) in enumerate(zip(plan.layout.images, _items(plan), strict=True)):
+        for at, item in enumerate(items):
+            if encoded is None:
+                ranges[item.leaf] = ItemRange(image.name, item.offset, item.length)
+            else:
+                stored = encoded[number][at]
+                ranges[item.leaf] = ItemRange(image.name, stored.offset, stored.length, stored.transforms)
+    return ranges
 
 
 def _items(plan: DcpPlan) -> list[list[_Item]]:

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError, SaveError
-from aiockpt.format.index import ItemRange
 from aiockpt.planning.dcp_plan import DcpPlan
+from aiockpt.planning.encoding import item_ranges
 from aiockpt.saving.result import documents_of, result_of
 from aiockpt.storage.local.storage import LocalStorage
 
@@ -168,11 +168,7 @@ class AppendSave(SaveStrategy):
         if self._transaction is None or not isinstance(plan, DcpPlan):
             raise RuntimeError("a save can't be committed before it has begun")
         await self._transaction.commit()
-        ranges = self._job.item_ranges
-        for image in plan.layout.images:
-            for slot in image.slots:
-                ranges[slot.leaf] = ItemRange(image.name, slot.offset, slot.framing.length)
-        ranges.update(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
+        self._job.item_ranges = item_ranges(plan, writer.encoded)
         sizes = {name: facts.nbytes for name, facts in writer.files.items()}
         return result_of(self._job, plan, sizes, times_s)
 

@@ -81,6 +81,7 @@ class ChunkWriter(ABC):
     """
 
     files: dict[str, FileFacts]  # size and CRC of each file whose bytes are all sealed
+    encoded: Sequence[Sequence[EncodedItem]] | None = None  # of each image, once written; None: they are as planned
     outlives_trainer = False  # it goes on when this process dies, and can `agree` with those of other ranks
 
     @property
@@ -167,11 +168,8 @@ class FileWriter(ChunkWriter):
         self._finished = 0
         self._sizes: dict[str, int] = {}
         self._encoders = None if codings is None else [ImageEncoder(coding) for coding in codings]
+        self.encoded = None if self._encoders is None else [encoder.encoded for encoder in self._encoders]
         self.files: dict[str, FileFacts] = {}
-
-    @property
-    def _encoded(self) -> list[list[EncodedItem]] | None:
-        return None if self._encoders is None else [encoder.encoded for encoder in self._encoders]
 
     @property
     def crcs(self) -> list[list[int]]:
@@ -226,7 +224,7 @@ class FileWriter(ChunkWriter):
         if inputs.documents is not None:
             times_s = {**inputs.times_s, "data_written": time.perf_counter() - inputs.started}
             documents = await self._threads.io_workers.run(
-                inputs.documents.encode, self.files, self.crcs, times_s, self._encoded
+                inputs.documents.encode, self.files, self.crcs, times_s, self.encoded
             )
             await write_documents(transaction, documents)
             self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}

@@ -389,11 +389,6 @@ def test_paths_are_judged_as_torch_does(tmp_path: Path) -> None:
         assert FileSystemReader.validate_checkpoint_id(path) == dcp.FileSystemReader.validate_checkpoint_id(path)
 
 
-def test_extensions_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stream transforms"):
-        FileSystemReader(tmp_path, object())
-
-
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(aiockpt.CheckpointNotFoundError, match="no checkpoint at"):
         FileSystemReader(tmp_path / "nothing").read_metadata()

@@ -90,8 +90,6 @@ def test_arguments_are_torchs(tmp_path: Path) -> None:
     assert (meta.checkpoint_id, meta.save_id) == (tmp_path / "c", writer.save_id)
     for path in (tmp_path, "s3://bucket/c", "relative"):
         assert FileSystemWriter.validate_checkpoint_id(path) == dcp.FileSystemWriter.validate_checkpoint_id(path)
-    with pytest.raises(ValueError, match="stream transforms"):
-        FileSystemWriter(tmp_path, _extensions=[object()])
     with pytest.raises(ValueError, match="at least 1"):
         FileSystemWriter(tmp_path, thread_count=0)
     with pytest.raises(ValueError, match="is a URL"):

@@ -1,0 +1,99 @@
+"""Stream transforms of ``torch.distributed.checkpoint`` (its extensions), as transforms of the engine."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.format.transforms.zstd import ZSTD_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+
+    from aiockpt.format.transforms.base import Transform
+
+_STEP_BYTES = 1 << 20
+
+
+class ExtensionTransform:
+    """A `Transform` that applies an extension."""
+
+    def __init__(self, extension: StreamTransformExtension, descriptor: str | None = None) -> None:
+        self._extension = extension
+        self.descriptor = extension.get_descriptor() if descriptor is None else descriptor
+
+    def encoder(self) -> _Encoder:
+        """Return a new encoder for one item."""
+        return _Encoder(self._extension)
+
+    def decoder(self) -> _Decoder:
+        """Return a new decoder for one item."""
+        return _Decoder(self._extension)
+
+
+def registered(registry: ExtensionRegistry, descriptors: Iterable[str]) -> list[Transform]:
+    """Return transforms for those of the descriptors whose names are registered; zstd is decoded without."""
+    names = registry.extensions.keys() - {ZSTD_NAME}
+    known = [descriptor for descriptor in descriptors if descriptor.partition("/")[0] in names]
+    extensions: Sequence[Any] = registry.from_descriptor_list(known)
+    return [ExtensionTransform(*pair) for pair in zip(extensions, known, strict=True)]
+
+
+class _Output(io.RawIOBase):
+    """Collects the bytes that an extension writes."""
+
+    def __init__(self) -> None:
+        self._written = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+        before = len(self._written)
+        self._written += data
+        return len(self._written) - before
+
+    def take(self) -> bytearray:
+        """Return the bytes since the last call; the extension may have closed the stream."""
+        taken, self._written = self._written, bytearray()
+        return taken
+
+
+class _Encoder:
+    def __init__(self, extension: StreamTransformExtension) -> None:
+        self._output = _Output()
+        self._input = extension.transform_to(self._output)  # type: ignore[arg-type]
+
+    def update(self, data: memoryview) -> memoryview:
+        """Encode the next bytes of the item."""
+        self._input.write(data.toreadonly())
+        return memoryview(self._output.take())
+
+    def finish(self) -> memoryview:
+        """Return the rest of the output."""
+        self._input.close()
+        return memoryview(self._output.take())
+
+
+class _Decoder:
+    """Decodes an item at its end: an extension reads its input when it likes."""
+
+    def __init__(self, extension: StreamTransformExtension) -> None:
+        self._extension = extension
+        self._stored = io.BytesIO()
+
+    def update(self, data: memoryview, most: int) -> bytes:
+        """Keep the next stored bytes."""
+        self._stored.write(data)
+        return b""
+
+    def finish(self, most: int) -> bytes:
+        """Decode the stored bytes, to one more than ``most`` if there are so many."""
+        self._stored.seek(0)
+        decoded = io.BytesIO()
+        stream = self._extension.transform_from(self._stored)
+        while part := stream.read(min(most + 1 - decoded.tell(), _STEP_BYTES)):
+            decoded.write(part)
+        return decoded.getvalue()
