@@ -17,7 +17,7 @@ from aiockpt.core.extent import reach_bytes
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.ranges import Selection
-from aiockpt.reading.executor import ItemReader
+from aiockpt.reading.executor import ReadExecutor
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
 from aiockpt.reading.targets import check_memory
 from aiockpt.snapshot.capture import ready_events
@@ -185,7 +185,7 @@ class PlanExecution:
             objects = [request for request in window if request.is_object]
             for at in range(0, len(objects), _OBJECTS_AT_A_TIME):
                 await tools.workers.run(self._read_objects, objects[at : at + _OBJECTS_AT_A_TIME])
-            reader = ItemReader(self._source, self._path, self._options, tools, self._known)
+            reader = ReadExecutor(self._source, self._path, self._options, tools, self._known)
             await reader.read([request.read for request in window if request.read is not None])
 
         count_change(filled)

@@ -23,7 +23,7 @@ from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import stored_bytes
 from aiockpt.reading.apply_live import Loading
 from aiockpt.reading.collective import Gathering, conclude, load_together
-from aiockpt.reading.load import load_checkpoint
+from aiockpt.reading.load import CheckpointLoad
 from aiockpt.reading.verify.verify import verify_checkpoint
 from aiockpt.saving.fence import StepGuard, fence_all
 from aiockpt.snapshot.capture import ready_events
@@ -138,8 +138,8 @@ class CheckpointerBase:
     def _start_load(self, request: LoadRequest, storage: Storage, where: str) -> Loading:
         gathering = self._gathering(request)
         if gathering is None:
-            alone = self._loading(request, storage, where, together=False)
-            call = self._engine.call(alone, f"load {os.fspath(request.path)}")
+            alone = self._checked(request, storage, where, together=False)
+            call = self._engine.call(alone.run, f"load {os.fspath(request.path)}")
             return Loading(call, request.missing, lambda _: None, self._handing_over)
         if self._is_handing_over:
             raise LoadError(
@@ -147,12 +147,12 @@ class CheckpointerBase:
                 "ranks it does one load after the other. Load it before or after, or with another checkpointer"
             )
         try:
-            load = self._loading(request, storage, where, together=True)
+            load = self._checked(request, storage, where, together=True)
         except BaseException as exc:
             self._refuse(gathering, exc)
             raise
         call = self._engine.call(
-            lambda tools: load_together(gathering, self._turn, partial(load, tools)), gathering.what
+            lambda tools: load_together(gathering, self._turn, partial(load.run, tools)), gathering.what
         )
         return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over)
 
@@ -162,20 +162,14 @@ class CheckpointerBase:
             return None
         return self._engine.call(lambda _: conclude(gathering, self._turn, error), gathering.what)
 
-    def _loading(
-        self, request: LoadRequest, storage: Storage, where: str, *, together: bool
-    ) -> Callable[..., Coroutine[Any, Any, Filled]]:
-        """Check what can be checked of the target; return the engine's part of the load."""
+    def _checked(self, request: LoadRequest, storage: Storage, where: str, *, together: bool) -> CheckpointLoad:
+        """Check what can be checked of the target."""
         state_dict = request.state_dict
         target = None if state_dict is None else resolve(state_dict, LoadError)
         if target is not None and together:
             check_optimizers(target.objects, LoadError)
         ready = {} if target is None else ready_events(target.tree)
-
-        def load(tools: LoadTools, gathering: Gathering | None = None) -> Coroutine[Any, Any, Filled]:
-            return load_checkpoint(storage, where, state_dict, target, request, tools, ready, gathering)
-
-        return load
+        return CheckpointLoad(storage, where, request, state_dict, target, ready)
 
     def _verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
         storage, where = locate(path, storage, self._storage)

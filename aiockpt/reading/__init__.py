@@ -2,7 +2,7 @@
 
 How a load works, in the order of the code:
 
-1. `load`: a load from top to bottom, `load_checkpoint` for whole states and `read_requests` for readers. Everything
+1. `load`: a load from top to bottom, `CheckpointLoad` for whole states and `read_requests` for readers. Everything
    that can be refused is refused before the first byte reaches a target.
 2. `open`: finds the format, reads and checks the index: for each key a dtype, a shape and byte ranges of files.
 3. `target_plan`: matches a caller's state dict and live objects with the index, checked by `targets`. Pure.

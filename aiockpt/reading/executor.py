@@ -102,7 +102,7 @@ async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T
         raise error from error.__cause__
 
 
-class ItemReader:
+class ReadExecutor:
     """Executes reads of one checkpoint with the engine's threads.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -14,7 +14,7 @@ from aiockpt.format.keys import hint, matching
 from aiockpt.options import target_device
 from aiockpt.reading.apply_live import Filled
 from aiockpt.reading.assemble import build_state, build_target_values, build_values
-from aiockpt.reading.executor import ItemReader
+from aiockpt.reading.executor import ReadExecutor
 from aiockpt.reading.open import open_checkpoint
 from aiockpt.reading.read_plan import plan_reads
 from aiockpt.reading.target_plan import plan_target
@@ -35,38 +35,29 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import Storage
 
 
-async def load_checkpoint(
-    storage: Storage,
-    path: str,
-    state_dict: Any,
-    target: ResolvedState | None,
-    options: LoadOptions,
-    tools: LoadTools,
-    ready: Mapping[torch.device, torch.Event],
-    gathering: Gathering | None = None,
-) -> Filled:
-    """Run the engine's part of a load; see `aiockpt.AsyncCheckpointer.load`.
+@dataclass(frozen=True, slots=True)
+class CheckpointLoad:
+    """A load whose arguments were checked at the call; see `aiockpt.AsyncCheckpointer.load`."""
 
-    Args:
-        storage: the storage.
-        path: the checkpoint.
-        state_dict: the state to load into, as the caller passed it.
-        target: the same with state dicts in place of live objects; None to load into a new state dict.
-        options: the options.
-        tools: the engine's resources.
-        ready: for each accelerator, the event in the caller's stream after which targets may be filled.
-        gathering: the other ranks, if all ranks load together.
-    """
-    opened = await open_checkpoint(storage, path, options, tools)
-    try:
-        await tools.begin(ready)
-        loader = _Loader(opened, options, tools)
-        if target is None:
-            return await loader.load_new()
-        return await loader.load_into(target, state_dict, gathering)
-    finally:
-        with anyio.CancelScope(shield=True):
-            await tools.workers.run(opened.source.close)
+    storage: Storage
+    path: str
+    options: LoadOptions
+    state_dict: Any = None  # to load into, as the caller passed it; None: load into a new one
+    target: ResolvedState | None = None  # the same with state dicts in place of live objects
+    ready: Mapping[torch.device, torch.Event] = field(default_factory=dict)  # after which targets may be filled
+
+    async def run(self, tools: LoadTools, gathering: Gathering | None = None) -> Filled:
+        """Run the engine's part of the load; ``gathering``: with the other ranks."""
+        opened = await open_checkpoint(self.storage, self.path, self.options, tools)
+        try:
+            await tools.begin(self.ready)
+            loader = _Loader(opened, self.options, tools)
+            if self.target is None:
+                return await loader.load_new()
+            return await loader.load_into(self.target, self.state_dict, gathering)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await tools.workers.run(opened.source.close)
 
 
 async def read_requests(
@@ -76,7 +67,7 @@ async def read_requests(
     tools: LoadTools,
     ready: Mapping[torch.device, torch.Event],
 ) -> dict[str, Any]:
-    """Return the values of requests by key; for ``ready`` see `load_checkpoint`."""
+    """Return the values of requests by key; for ``ready`` see `CheckpointLoad`."""
     await tools.begin(ready)
     whole = {each.name: each.entry for each in requests if each.is_whole}
     parts = [each for each in requests if not each.is_whole]
@@ -92,7 +83,7 @@ class _Loader:
         self._path = opened.path
         self._options = options
         self._tools = tools
-        self._executor = ItemReader(opened.source, opened.path, options, tools, opened.known)
+        self._executor = ReadExecutor(opened.source, opened.path, options, tools, opened.known)
 
     async def load_new(self) -> Filled:
         """Load into a new state dict."""

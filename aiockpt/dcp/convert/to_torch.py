@@ -19,7 +19,7 @@ from aiockpt.format.item.item_framing import unbacked_tensor
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.decoded import DecodedSource
-from aiockpt.reading.executor import ItemReader, run_each
+from aiockpt.reading.executor import ReadExecutor, run_each
 from aiockpt.reading.jobs import memory_of
 from aiockpt.reading.open import read_index
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of
@@ -76,7 +76,7 @@ class _Conversion:
         self._index = index
         self._options = options
         self._run = tools.workers.run
-        self._reader = ItemReader(source, path, options, tools)
+        self._reader = ReadExecutor(source, path, options, tools)
 
     async def run(self, target: str, *, overwrite: bool) -> None:
         """Write the file; remove it if that fails or is cancelled."""
