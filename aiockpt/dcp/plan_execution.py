@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from aiockpt.core.extent import reach_bytes
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
+from aiockpt.format.dtypes import QUANTIZED_DTYPES
 from aiockpt.format.item.objects import decode_object
 from aiockpt.planning.ranges import Selection
 from aiockpt.reading.executor import ReadExecutor
@@ -58,8 +59,12 @@ class _Request:
         return bool(self.item.type == LoadItemType.BYTE_IO)
 
     @property
+    def is_quantized(self) -> bool:
+        return not self.is_object and self.stored.dtype in QUANTIZED_DTYPES
+
+    @property
     def nbytes(self) -> int:
-        if self.is_object or self.stored.dtype is None:
+        if self.is_object or self.is_quantized or self.stored.dtype is None:
             return self.stored.range.length
         return math.prod(self.item.lengths) * self.stored.dtype.itemsize
 
@@ -104,6 +109,9 @@ class PlanExecution:
             return
         if request.stored.chunk is None:
             raise CorruptCheckpointError(f"{self._path}: {request.item.storage_index.fqn} is an object, not a tensor")
+        if request.is_quantized:
+            self._enqueue(request, request.nbytes)
+            return
         alone = not self._ahead and request.nbytes >= _ALONE_BYTES
         if alone:
             self._flush()
@@ -129,7 +137,9 @@ class PlanExecution:
     def _resolve(self, request: _Request) -> None:
         """Ask the planner for its tensor."""
         item = request.item
-        request.target = target = self._planner.resolve_tensor(item).detach()
+        target = self._planner.resolve_tensor(item)
+        # A copy into a quantized tensor sets its scales too, which a detached one has for itself.
+        request.target = target = target if target.is_quantized else target.detach()
         if tuple(target.size()) != tuple(item.lengths):
             raise ShapeMismatchError(
                 f"{item.dest_index.fqn}: the planner gave a tensor of the shape {tuple(target.size())} for a part of "
@@ -182,7 +192,7 @@ class PlanExecution:
         async def read(tools: LoadTools) -> None:
             for device, event in ready.items():
                 await tools.placer_for(device).begin(event)
-            objects = [request for request in window if request.is_object]
+            objects = [request for request in window if request.is_object or request.is_quantized]
             for at in range(0, len(objects), _OBJECTS_AT_A_TIME):
                 await tools.workers.run(self._read_objects, objects[at : at + _OBJECTS_AT_A_TIME])
             reader = ReadExecutor(self._source, self._path, self._options, tools, self._known)
@@ -199,23 +209,46 @@ class PlanExecution:
     def _read_objects(self, requests: Sequence[_Request]) -> None:
         """Read objects, and check that unpickling them is safe. Blocks."""
         for request in requests:
-            request.blob = self._read_object(request)
+            if request.is_quantized:
+                request.staged = self._read_quantized(request)
+            else:
+                request.blob = self._read_object(request)
 
     def _read_object(self, request: _Request) -> bytes:
-        place, name = self._source.exact_range(request.stored.range), request.item.storage_index.fqn
         if request.stored.inline is not None:
             buffer = io.BytesIO()
             torch.save(request.stored.inline.value, buffer)
             return buffer.getvalue()
+        blob = self._read_blob(request)
+        if not self._options.trust:
+            self._decode(request, blob)
+        return blob
+
+    def _read_quantized(self, request: _Request) -> torch.Tensor:
+        """Read a quantized tensor: values and parameters are several storages of one item, so it is unpickled."""
+        tensor, item, chunk = self._decode(request, self._read_blob(request)), request.item, request.stored.chunk
+        sizes = () if chunk is None else chunk.sizes
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
+            raise CorruptCheckpointError(
+                f"{self._path}/{request.stored.range.file}: the item of {item.storage_index.fqn} is no tensor of the "
+                f"shape {sizes}; its metadata is damaged"
+            )
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor if length == tensor.shape[dim] else tensor.narrow(dim, start, length)
+        return tensor
+
+    def _read_blob(self, request: _Request) -> bytes:
+        place = self._source.exact_range(request.stored.range)
         data = bytearray(place.length)
         self._source.read(place.file, place.offset, memoryview(data))
-        blob = bytes(data)
-        if not self._options.trust:
-            try:
-                decode_object(name, blob, safe_globals=self._options.safe_globals, map_location="cpu")
-            except LoadError as exc:
-                raise type(exc)(f"{self._path}/{place.file}: {exc}") from exc
-        return blob
+        return bytes(data)
+
+    def _decode(self, request: _Request, blob: bytes) -> Any:
+        try:
+            name, allowed = request.item.storage_index.fqn, self._options.safe_globals
+            return decode_object(name, blob, safe_globals=allowed, map_location="cpu")
+        except LoadError as exc:
+            raise type(exc)(f"{self._path}/{request.stored.range.file}: {exc}") from exc
 
     def _deliver(self, request: _Request) -> None:
         item = request.item
@@ -226,12 +259,26 @@ class PlanExecution:
             self._resolve(request)
         target: Any = request.target
         if request.staged is not None:
+            self._check_scale(item, target, request.staged)
             with torch.no_grad():
                 target.copy_(request.staged)
             request.staged = None
             if request.read is not None:
                 request.read.target = None
         self._planner.commit_tensor(item, target)
+
+    def _check_scale(self, item: ReadItem, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Refuse to fill a part of a quantized tensor of another scale: its values would change their meaning."""
+        if not (target.is_quantized and target._is_view() and values.is_quantized):
+            return
+        if target.qscheme() is not torch.per_tensor_affine or (target.q_scale(), target.q_zero_point()) != (
+            values.q_scale(),
+            values.q_zero_point(),
+        ):
+            raise ShapeMismatchError(
+                f"{item.dest_index.fqn}: a part of it can't be filled from {self._path}, where its scale is another; "
+                "load it as a whole"
+            )
 
 
 _CONTESTED = "\0"  # no key of a state dict

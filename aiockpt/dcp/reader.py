@@ -118,7 +118,7 @@ class FileSystemReader(filesystem.FileSystemReader):
             if rank is not None:
                 return _rank_index(source, path, rank)
             options = self._options
-            return read_index(source, path, safe_globals=options.safe_globals, trust=options.trust)[0]
+            return read_index(source, path, safe_globals=options.safe_globals, trust=options.trust, as_stored=True)[0]
 
         with borrowed(self._checkpointer, **self._settings) as checkpointer:
             engine = EngineAccess(checkpointer)
@@ -204,7 +204,7 @@ def _rank_index(source: Source, path: str, rank: int) -> Index:
         raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} alone: {path} has no {name}")
     data = read_document(source, name, path)
     try:
-        index = decode_metadata(data)
+        index = decode_metadata(data, as_stored=True)
     except LoadError as exc:
         raise type(exc)(f"{path}/{name}: {exc}") from exc
     check_index(path, index, source.files)

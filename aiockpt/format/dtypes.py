@@ -30,3 +30,6 @@ QUANTIZED_STORAGE_DTYPES = {
     "QUInt4x2Storage": torch.quint4x2,
     "QUInt2x4Storage": torch.quint2x4,
 }
+"""Quantized dtypes by the storage class that pickles name."""
+
+QUANTIZED_DTYPES = frozenset(QUANTIZED_STORAGE_DTYPES.values())

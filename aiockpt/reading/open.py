@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -68,7 +69,7 @@ _HOLE = bytes(64 << 10)
 
 
 def read_index(
-    source: Source, path: str, *, safe_globals: Sequence[Any] = (), trust: bool = False
+    source: Source, path: str, *, safe_globals: Sequence[Any] = (), trust: bool = False, as_stored: bool = False
 ) -> tuple[Index, Manifest | None]:
     """Read and check the index of a checkpoint, and its manifest, if it has one. Blocks.
 
@@ -77,11 +78,12 @@ def read_index(
         path: the checkpoint, for messages.
         safe_globals: the globals that objects inside of a ``torch.save`` file may use.
         trust: unpickle objects without restriction, and do not limit their decoded size.
+        as_stored: return what DCP's metadata says, for its planners; see `decode_metadata`.
     """
     try:
         check_place(source, path)
         if METADATA_NAME in source.files:
-            index, manifest = _read_dcp(source, path, trust=trust)
+            index, manifest = _read_dcp(source, path, trust=trust, as_stored=as_stored)
         else:
             index, manifest = _read_located(source, path, safe_globals, trust), read_manifest(source, path)
     except LoadError as exc:
@@ -174,7 +176,7 @@ def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], i
     return CheckpointNotFoundError(f"there is no checkpoint: the directory has no {METADATA_NAME} and no safetensors")
 
 
-def _read_dcp(source: Source, path: str, *, trust: bool) -> tuple[Index, Manifest | None]:
+def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> tuple[Index, Manifest | None]:
     manifest = read_manifest(source, path)
     if manifest is not None and _is_replaced(source, path, manifest):
         logger.warning("%s: %s", path, NOT_ITS_MANIFEST)
@@ -188,7 +190,7 @@ def _read_dcp(source: Source, path: str, *, trust: bool) -> tuple[Index, Manifes
     facts = None if manifest is None else manifest.files.get(METADATA_NAME)
     if facts is not None and crc32(metadata) != facts.crc:
         raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
-    index = _with_path(path, decode_metadata, metadata)
+    index = _with_path(path, partial(decode_metadata, as_stored=as_stored), metadata)
     check_index(path, index, source.files)
     index = presented(source, path, index, manifest, trust=trust)
     if manifest is not None:

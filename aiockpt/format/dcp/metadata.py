@@ -16,7 +16,7 @@ import torch
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS, check_paths
-from aiockpt.format.dtypes import DTYPES
+from aiockpt.format.dtypes import DTYPES, QUANTIZED_DTYPES
 from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry
 from aiockpt.format.names import DCP_MODULE, METADATA_NAME
 from aiockpt.format.pickle.fast_pickle import read_pickle
@@ -118,8 +118,9 @@ class _Decoder:
     against the length of the file.
     """
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, *, as_stored: bool) -> None:
         self._data = data
+        self._as_stored = as_stored
         self._chunks_left = len(data)
         self._transforms_left = len(data)
         self._is_transformed = False
@@ -208,6 +209,8 @@ class _Decoder:
         if known is None:
             known = self._tensors[id(described)] = (described, *self._tensor(name, described))
         _, dtype, shape, chunks = known
+        if dtype in QUANTIZED_DTYPES and not self._as_stored and len(chunks) == 1 and chunks[0][1] == shape:
+            return ObjectEntry(self._range_of(name, chunks[0][2]))  # scales and zero points are beside the values
         return TensorEntry(dtype, shape, tuple([ChunkEntry(o, n, self._range_of(name, t)) for o, n, t in chunks]))
 
     def _tensor(self, name: str, described: Any) -> tuple[torch.dtype, Sizes, list[_Chunk]]:
@@ -291,13 +294,16 @@ def _count(value: Any) -> int:
     return value
 
 
-def decode_metadata(data: bytes) -> Index:
-    """Read a `.metadata` file, ours or DCP's, without running anything, in time and memory linear in its length."""
+def decode_metadata(data: bytes, *, as_stored: bool = False) -> Index:
+    """Read a `.metadata` file, ours or DCP's, without running anything, in time and memory linear in its length.
+
+    Quantized tensors become objects, as aiockpt itself saves them; unless ``as_stored``.
+    """
     try:
         if len(data) < _MANY_BYTES:
-            return _Decoder(data).decode()
+            return _Decoder(data, as_stored=as_stored).decode()
         with gc_pause():
-            return _Decoder(data).decode()
+            return _Decoder(data, as_stored=as_stored).decode()
     except (TypeError, ValueError) as exc:  # PickleError among them
         raise CorruptCheckpointError(
             f"{METADATA_NAME} is damaged ({type(exc).__name__}: {exc}); the checkpoint can't be read, use an older one"
