@@ -1,4 +1,4 @@
-"""Both event loops, and a look for leaks after every test."""
+"""Event loops and cases that tests run with, and a look for leaks after every test."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import threading
+import zlib
 from pathlib import Path
 
 import psutil
@@ -32,9 +33,28 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 4, "loadfile", False
 
 
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+BOTH = {"cancellation", "core", "engine", "environments"}
+"""The folders of tests about waiting, cancelling and closing, which is where the caller's loop matters."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run also the cases that only repeat what others find")
+
+
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
-    """Run every async test on both loops."""
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    """Run an async test on both loops if the caller's loop may matter, else on one: half of a file's tests on each."""
+    if config.getoption("full") or item.path.parent.name in BOTH or item.get_closest_marker("both_loops"):
+        return LOOPS
+    name = list(LOOPS)[zlib.crc32(item.name.encode()) % 2]
+    return {name: LOOPS[name]}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``full``, unless with ``--full``."""
+    if not config.getoption("full"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -62,6 +82,15 @@ def _open_files(process: psutil.Process) -> int:
     return count
 
 
+def _children(process: psutil.Process) -> set[psutil.Process]:
+    """Return the child processes. One system call where there are none: psutil looks at all processes of the machine."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()
+    return set(process.children())
+
+
 @pytest.fixture(autouse=True)
 def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """No thread, file descriptor, lease, child process or hidden directory may be left by a test."""
@@ -75,12 +104,12 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(ChunkPool, "__init__", recorded)
     process = psutil.Process()
     before = _open_files(process)
-    servers = set(process.children())  # what lives as long as the test run, such as the server of tests/ranks
+    servers = _children(process)  # what lives as long as the test run, such as the server of tests/ranks
     yield
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
     assert not left, f"threads left: {left}"
     assert [pool.leased for pool in pools] == [0] * len(pools)
-    assert not set(process.children()) - servers
+    assert not _children(process) - servers
     hidden = [str(path) for path in tmp_path.rglob(".aiockpt-*")]
     assert not hidden, f"unfinished checkpoints left: {hidden}"
     if _open_files(process) > before:

@@ -194,6 +194,7 @@ def test_what_waits_for_no_save_is_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.both_loops
 async def test_a_hook_may_have_its_loop_save_again(tmp_path: Path) -> None:
     """What is posted to a loop inherits the context of the hook, and is none of it."""
     loop, second = asyncio.get_running_loop(), asyncio.Event()

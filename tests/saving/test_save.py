@@ -24,6 +24,8 @@ from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import assert_same, large_state, training_state
 
+pytestmark = pytest.mark.both_loops
+
 CHUNK = 64 << 10
 
 
