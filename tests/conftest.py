@@ -83,8 +83,8 @@ def _open_files(process: psutil.Process) -> int:
 
 
 def _children(process: psutil.Process) -> set[psutil.Process]:
-    """Return the child processes. One system call where there are none: psutil looks at all processes of the machine."""
-    try:
+    """Return the child processes."""
+    try:  # for psutil looks at all processes of the machine
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
