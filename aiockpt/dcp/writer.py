@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -29,7 +30,7 @@ from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.storage.local.storage import absolute
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.futures import Future
@@ -62,7 +63,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         overwrite: replace an existing checkpoint once the new one is complete.
         _extensions: stream transforms of torch's, applied to each item in this order.
         serialization_format: must be ``torch.save``'s.
-        staging_bytes: maximum staging memory in bytes; see `aiockpt.SyncCheckpointer`.
+        staging_bytes: maximum staging memory in bytes; see `aiockpt.SyncCheckpointer`. Pickled objects, and tensors
+            that a planner makes anew, are asked for until they take as much, and written; then the next ones, to
+            further files.
         direct_io: write past the page cache where the file system allows it.
         checkpointer: use this checkpointer's threads and memory, instead of a new one for each call.
     """
@@ -190,14 +193,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             SaveError: with the cause chained; this rank's files are removed.
         """
         items = list(plan.items)
-        values = [(item.index.fqn, resolved(item, planner)) for item in items]
-        return finished(results_of(items, self._write(plan.storage_data.prefix, values)))
+        return finished(results_of(items, self._write(plan.storage_data.prefix, items, planner) if items else []))
 
-    def _write(self, prefix: str, values: ItemValues) -> Sequence[ItemRange]:
-        if not values:
-            return []
+    def _write(self, prefix: str, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[ItemRange]:
         hidden = shared_commit.find(self._path(), self._alone)
-        layout = self._planners.setdefault(prefix, LocalPlanner(prefix))
         files = self.thread_count if self.single_file_per_rank else None
         settings = {
             "fsync": self.sync_files,
@@ -205,8 +204,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             "staging_bytes": self._staging_bytes,
             "direct_io": self._direct_io,
         }
+        places: list[ItemRange] = []
         with borrowed(self._checkpointer, **settings) as checkpointer:
-            return write_items(checkpointer, values, hidden, layout, files=files, transforms=self._transforms)
+            for number, values in enumerate(resolved_batches(items, planner, self._staging_bytes)):
+                name = f"{prefix}{number}_" if number else prefix
+                layout = self._planners.setdefault(name, LocalPlanner(name))
+                places += write_items(checkpointer, values, hidden, layout, files=files, transforms=self._transforms)
+        return places
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written: make it durable, and move it to its final name.
@@ -273,6 +277,28 @@ def resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
             )
         return value.detach()
     raise SaveError(f"{item.index.fqn}: the planner gave a {type(value).__name__} for an item of type {item.type.name}")
+
+
+def resolved_batches(items: Sequence[WriteItem], planner: SavePlanner, most_bytes: int | None) -> Iterator[ItemValues]:
+    """Resolve items in batches; each ends, and is emptied, once its values take ``most_bytes`` of new memory."""
+    methods = ("resolve_data", "lookup_object", "transform_object")
+    makes_tensors = any(getattr(type(planner), name, None) is not getattr(DefaultSavePlanner, name) for name in methods)
+    values: ItemValues = []
+    nbytes = 0
+    for item in items:
+        value = resolved(item, planner)
+        values.append((item.index.fqn, value))
+        if isinstance(value, bytes):
+            nbytes += len(value)
+        elif makes_tensors:
+            nbytes += value.nbytes
+        del value
+        if most_bytes is not None and nbytes >= most_bytes:
+            yield values
+            values.clear()
+            nbytes = 0
+    if values:
+        yield values
 
 
 def write_items(

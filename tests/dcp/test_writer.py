@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 import warnings
+import weakref
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,49 @@ def test_large_states_go_to_several_files_by_several_threads(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "one").glob("*.distcp")] == ["__0_0.distcp"]
     for name in ("many", "one"):
         assert_same(state, stock_loaded(state, tmp_path / name))
+
+
+class Casting(DefaultSavePlanner):
+    """Makes new tensors, and counts those that are alive, in elements."""
+
+    alive = most = 0
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        made = super().transform_object(write_item, object)
+        if not isinstance(made, torch.Tensor):
+            return made
+        made = made.clone()
+        self.alive += made.numel()
+        self.most = max(self.most, self.alive)
+        weakref.finalize(made.untyped_storage(), self.freed, made.numel())
+        return made
+
+    def freed(self, count: int) -> None:
+        self.alive -= count
+
+
+@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 1}])
+def test_what_a_planner_makes_is_held_a_few_items_at_a_time(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = {f"w{n}": random_tensor(torch.int32, (1024, 10 + n), n) for n in range(40)} | {"text": "abc"}
+    planner = Casting()
+    for _ in range(2):
+        writer = FileSystemWriter(tmp_path / "c", staging_bytes=200_000, **options)
+        dcp.save(state, storage_writer=writer, planner=planner)
+        assert_same(state, stock_loaded(state, tmp_path / "c"))
+        gc.collect()
+        assert planner.alive == 0
+    assert 60_000 < planner.most < 100_000
+    with aiockpt.SyncCheckpointer() as checkpointer:
+        assert checkpointer.verify(tmp_path / "c").ok
+
+
+def test_a_failure_in_a_later_batch_leaves_nothing(tmp_path: Path) -> None:
+    state = {f"w{n}": random_tensor(torch.int32, (1024, 10 + n), n) for n in range(40)}
+    writer = FileSystemWriter(tmp_path / "c", staging_bytes=200_000)
+    with pytest.raises(CheckpointException, match="the planner broke"):
+        dcp.save(state | {"bad": torch.rand(3)}, storage_writer=writer, planner=Breaking())
+    writer.discard()
+    assert os.listdir(tmp_path) == []
 
 
 def test_arguments_are_torchs(tmp_path: Path) -> None:
