@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from aiockpt.core.gc_pause import gc_pause
+
 _HOMES = {
     "_version": ("__version__",),
     "checkpointer": ("AsyncCheckpointer", "open"),
@@ -58,7 +60,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(home), name)
+    with gc_pause():  # what is imported is no garbage: a collection would walk all of torch, and find nothing
+        value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 
 

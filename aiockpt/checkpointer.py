@@ -12,7 +12,6 @@ from aiockpt.core.threads import check_asyncio
 from aiockpt.engine.facade import CheckpointerBase
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
 from aiockpt.errors import AiockptError
-from aiockpt.reading.reader import CheckpointReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
     from aiockpt.reading.apply_live import Loading
+    from aiockpt.reading.reader import CheckpointReader
     from aiockpt.reading.verify.report import VerifyReport
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
@@ -109,7 +109,7 @@ class AsyncCheckpointer(CheckpointerBase):
             ShapeMismatchError: a shape or dtype differs; nothing was changed.
             UnsafeCheckpointError: an object needs something that is not allowed; nothing was changed.
         """
-        return _loaded(self._load(request))
+        return _loaded(self._loader.load(request))
 
     @parameters_of(OpenRequest)
     def open(self, request: OpenRequest) -> CheckpointReader:
@@ -120,7 +120,7 @@ class AsyncCheckpointer(CheckpointerBase):
         Returns:
             A mapping from keys to descriptions of the stored items, with methods to read them.
         """
-        return CheckpointReader(self._engine, *self._opening(request), self)
+        return self._loader.open(request, self)
 
     async def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
         """Check all of a checkpoint: files, sizes, framing, CRCs, and whether they match the metadata.
@@ -140,7 +140,7 @@ class AsyncCheckpointer(CheckpointerBase):
             LoadError: the checkpoint can't be read at all.
         """
         check_asyncio("verify()", _INSTEAD)
-        return await self._verify(path, storage).wait()
+        return await self._loader.verify(path, storage).wait()
 
     async def delete(self, path: Path, *, storage: Storage | None = None) -> None:
         """Delete a checkpoint. Atomic: it is renamed and the rename is made durable before its files are removed.
@@ -237,36 +237,13 @@ def open(
 
     See `AsyncCheckpointer.open`. The reader has threads of its own, which end with it.
     """
-    request = OpenRequest(path, verify=verify, safe_globals=safe_globals, trust=trust)
-    return _LoneReader(AsyncCheckpointer(transforms=transforms), request)
+    checkpointer = AsyncCheckpointer(transforms=transforms)
+    reader = checkpointer.open(path, verify=verify, safe_globals=safe_globals, trust=trust)
+    checkpointer._warns_as(f"reader of {reader.path}")
+    reader._close_owner = checkpointer.aclose
+    return reader
 
 
 async def _loaded(start: Callable[[], Loading]) -> Any:
     check_asyncio("load()", _INSTEAD)
     return await start().wait()
-
-
-class _LoneReader(CheckpointReader):
-    """A reader that closes its checkpointer with itself."""
-
-    def __init__(self, checkpointer: AsyncCheckpointer, request: OpenRequest) -> None:
-        super().__init__(checkpointer._engine, *checkpointer._opening(request), checkpointer)
-        checkpointer._warns_as(f"reader of {self.path}")
-        self._checkpointer = checkpointer
-
-    async def __aenter__(self) -> Self:
-        check_asyncio(f"a reader of {self.path}", _INSTEAD)
-        try:
-            return await super().__aenter__()
-        except BaseException:
-            with anyio.CancelScope(shield=True):
-                await self._checkpointer.aclose()
-            raise
-
-    async def aclose(self) -> None:
-        """Close the files and end the threads. Idempotent; loaded tensors stay valid."""
-        try:
-            await super().aclose()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await self._checkpointer.aclose()

@@ -8,15 +8,14 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.facade import CheckpointerBase
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
 from aiockpt.errors import AiockptError, SaveError
-from aiockpt.reading.reader import SyncCheckpointReader
-from aiockpt.saving.handle import SaveResult
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from aiockpt.options import Path
+    from aiockpt.reading.reader import SyncCheckpointReader
     from aiockpt.reading.verify.report import VerifyReport
-    from aiockpt.saving.handle import SaveHandle
+    from aiockpt.saving.handle import SaveHandle, SaveResult
     from aiockpt.storage.base import Storage
 
 
@@ -57,6 +56,8 @@ class SyncCheckpointer(CheckpointerBase):
         except SaveError as exc:
             if not self._options.warn_only:
                 raise
+            from aiockpt.saving.handle import SaveResult
+
             return SaveResult.of_failure(handle.path, exc, handle._elapsed())
 
     @parameters_of(SaveRequest)
@@ -74,16 +75,16 @@ class SyncCheckpointer(CheckpointerBase):
     @parameters_of(LoadRequest)
     def load(self, request: LoadRequest) -> Any:
         """Load a checkpoint, blocking; see `AsyncCheckpointer.load`."""
-        return self._load(request)().result()
+        return self._loader.load(request)().result()
 
     @parameters_of(OpenRequest)
     def open(self, request: OpenRequest) -> SyncCheckpointReader:
         """Inspect a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
-        return SyncCheckpointReader(self._engine, *self._opening(request), self)
+        return self._loader.open_sync(request, self)
 
     def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
-        return self._verify(path, storage).result()
+        return self._loader.verify(path, storage).result()
 
     def delete(self, path: Path, *, storage: Storage | None = None) -> None:
         """Delete a checkpoint, blocking; see `AsyncCheckpointer.delete`."""

@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
 
 import aiockpt
 
@@ -109,6 +110,31 @@ def test_importing_costs_little_beyond_torch() -> None:
         " or m.startswith('torch.distributed.checkpoint')]; sys.exit(str(bad) if bad else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+SAVE = "ckpt.save({'x': torch.ones(2)}, sys.argv[1])"
+LOAD = "ckpt.load(sys.argv[1])"
+
+
+@pytest.mark.parametrize(
+    ("call", "other"),
+    [
+        (SAVE, "aiockpt.reading aiockpt.writing.process.client aiockpt.planning.collective aiockpt.dcp"),
+        (LOAD, "aiockpt.saving.job aiockpt.writing aiockpt.planning.dcp_plan aiockpt.reading.verify aiockpt.dcp"),
+    ],
+    ids=["save", "load"],
+)
+def test_a_process_imports_only_what_it_uses(call: str, other: str, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": torch.ones(2)}, tmp_path / "c")
+    code = (
+        "import sys, torch, aiockpt\n"
+        f"with aiockpt.SyncCheckpointer() as ckpt: {call}\n"
+        f"bad = [m for m in sys.modules if m.startswith({tuple(other.split())})]; sys.exit(str(bad) if bad else 0)"
+    )
+    path = tmp_path / ("c" if call == LOAD else "d")
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

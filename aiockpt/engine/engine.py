@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
-import torch
 
 from aiockpt.coordination.choose import choose_coordinator, is_distributed
 from aiockpt.core.futures import Call, Completion
@@ -22,11 +21,6 @@ from aiockpt.engine.loop import EngineLoop, logger
 from aiockpt.engine.queue import SaveQueue
 from aiockpt.engine.resources import EngineResources, shared_memory
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveTimeoutError
-from aiockpt.format.item.item_framing import tensor_framing
-from aiockpt.planning.collective.local import LocalPlanner
-from aiockpt.planning.dcp_plan import prefix_of
-from aiockpt.saving.collective_leader import CollectiveResources
-from aiockpt.saving.pipeline import run_save
 from aiockpt.saving.turn import Turn
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
@@ -34,6 +28,7 @@ from aiockpt.staging.throttle import Throttle
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    import torch
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.base import Coordinator
@@ -42,6 +37,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.saving.collective_leader import CollectiveResources
     from aiockpt.saving.job import SaveJob
     from aiockpt.staging.pool import SharedMemory
 
@@ -136,8 +132,6 @@ class Engine:
                 try:
                     if tools.writer is not None:
                         tools.writer.start(tasks)
-                    # Torch's first serialization takes a while: it must not delay the first save.
-                    await tools.copy_workers.run(tensor_framing, torch.float32, (1,), (1,))
                     await self._stop.wait()
                 finally:
                     if tools.writer is not None:
@@ -182,6 +176,11 @@ class Engine:
                 coordinator = choose_coordinator(group, timeout_s, was_distributed=self._was_distributed)
                 if coordinator is None:
                     return None
+                import aiockpt.saving.collective  # noqa: F401 - before the engine's thread wants it
+                from aiockpt.planning.collective.local import LocalPlanner
+                from aiockpt.planning.dcp_plan import prefix_of
+                from aiockpt.saving.collective_leader import CollectiveResources
+
                 decentralized = self.options.planning == "decentralized"
                 planner = LocalPlanner(prefix_of(coordinator.rank))
                 self._world = CollectiveResources(coordinator, planner, decentralized=decentralized)
@@ -254,6 +253,8 @@ class Engine:
 
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine function on the engine's loop; ``what`` names it in messages."""
+        import aiockpt.reading.executor  # noqa: F401 - before the engine's thread wants it
+
         self.origin.check(what, saves=False)
         streams = current_streams()  # the caller's, to which new tensors belong
         call = Call(lambda: function(replace(self.tools.loads, streams=streams)), what, self.origin)
@@ -410,6 +411,8 @@ class _SaveRun:
             async with anyio.create_task_group() as tasks:
                 if self._timeout_s is not None:
                     tasks.start_soon(self._watch, self._timeout_s)
+                from aiockpt.saving.pipeline import run_save  # imported already, by the thread that has submitted
+
                 await run_save(job, self._resources.saves)
                 tasks.cancel_scope.cancel()
         except BaseException as exc:

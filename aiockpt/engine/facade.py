@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import threading
 import weakref
 from collections import deque
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.queue import KEPT
-from aiockpt.engine.submit import Submitter, locate, printable_path
-from aiockpt.errors import DeleteError, LoadError, SaveError
-from aiockpt.format.keys import check_patterns
+from aiockpt.engine.requests import locate
+from aiockpt.errors import DeleteError, SaveError
 from aiockpt.format.transforms.base import check_transforms
-from aiockpt.options import CheckpointerOptions, LoadOptions, check_options
-from aiockpt.planning.dcp_plan import DcpFormat
-from aiockpt.planning.planner import stored_bytes
-from aiockpt.reading.apply_live import Loading
-from aiockpt.reading.collective import Gathering, conclude, load_together
-from aiockpt.reading.load import CheckpointLoad
-from aiockpt.reading.verify.verify import verify_checkpoint
-from aiockpt.saving.fence import StepGuard, fence_all
-from aiockpt.snapshot.capture import ready_events
-from aiockpt.snapshot.live import check_optimizers, resolve
+from aiockpt.options import CheckpointerOptions
+from aiockpt.snapshot.live import resolve
 from aiockpt.storage.local.storage import LocalStorage
 
 if TYPE_CHECKING:
@@ -36,14 +24,15 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.core.futures import Call, Completion
+    from aiockpt.engine.loader import Loader
     from aiockpt.engine.queue import Failures, Statistics
-    from aiockpt.engine.requests import LoadRequest, OpenRequest, StateDict
+    from aiockpt.engine.requests import StateDict
+    from aiockpt.engine.submit import Submitter
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
     from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.reading.apply_live import Filled
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.reading.verify.report import VerifyReport
+    from aiockpt.saving.fence import StepGuard
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Storage
 
@@ -63,9 +52,9 @@ class CheckpointerBase:
         self._storage = LocalStorage(direct_io=options.direct_io, fsync=options.fsync, retries=options.retries)
         self._failures: Failures = deque(maxlen=KEPT)
         self._engine = Engine(options, self._transforms, self._failures)
-        self._submitter = Submitter(self._engine, self._storage, self._transforms)
-        self._turn = asyncio.Lock()
-        self._handing_over: set[int] = set()
+        self._making = threading.Lock()
+        self._made_submitter: Submitter | None = None
+        self._made_loader: Loader | None = None
         self._warns_as(f"{type(self).__name__}")
 
     def _warns_as(self, what: str) -> None:
@@ -77,6 +66,31 @@ class CheckpointerBase:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._engine!r}>"
+
+    # A process that only saves imports no code that loads, and the other way round. Both are imported in the caller's
+    # thread: a process that is forked in the middle of an import would hang in its next one.
+
+    @property
+    def _submitter(self) -> Submitter:
+        self._engine.origin.check_process()
+        with self._making:
+            if self._made_submitter is None:
+                with gc_pause():
+                    from aiockpt.engine.submit import Submitter
+
+                self._made_submitter = Submitter(self._engine, self._storage, self._transforms)
+            return self._made_submitter
+
+    @property
+    def _loader(self) -> Loader:
+        self._engine.origin.check_process()
+        with self._making:
+            if self._made_loader is None:
+                with gc_pause():
+                    from aiockpt.engine.loader import Loader
+
+                self._made_loader = Loader(self._engine, self._storage, self._transforms)
+            return self._made_loader
 
     def submit_items(
         self,
@@ -95,87 +109,10 @@ class CheckpointerBase:
         Tensors whose names begin with a ``separation_hint`` go to files of their own, named after the hint.
         ``transforms`` are applied to each item, in order.
         """
+        from aiockpt.planning.dcp_plan import DcpFormat
+
         form = DcpFormat(files, separation_hint)
         return self._submitter.submit_items(items, directory, planner, form, transforms)
-
-    def _opening(self, request: OpenRequest) -> tuple[Storage, str, LoadOptions]:
-        """Return storage, path and options of a reader."""
-        storage, where = locate(request.path, request.storage, self._storage)
-        options = LoadOptions(verify=request.verify, safe_globals=request.safe_globals, trust=request.trust)
-        check_options(options, into=False)
-        return storage, where, options
-
-    def _load(self, request: LoadRequest) -> Callable[[], Loading]:
-        """Check the options of a load; return the function that starts it."""
-        try:
-            request = replace(request, keys=check_patterns(request.keys))
-            check_options(request, into=request.state_dict is not None)
-            storage, where = locate(request.path, request.storage, self._storage)
-        except BaseException as exc:
-            gathering = None if self._is_handing_over else self._gathering(request)
-            if gathering is not None:
-                self._refuse(gathering, exc)
-            raise
-        return lambda: self._start_load(request, storage, where)
-
-    @property
-    def _is_handing_over(self) -> bool:
-        return threading.get_ident() in self._handing_over
-
-    def _gathering(self, request: LoadRequest) -> Gathering | None:
-        """Return this rank's part in a load of all ranks; None if this process loads alone."""
-        coordinator = None if request.state_dict is None else self._engine.coordinator()
-        return None if coordinator is None else Gathering(coordinator, printable_path(request.path))
-
-    def _refuse(self, gathering: Gathering, error: BaseException) -> None:
-        """Fail a load on the other ranks, which have called it too."""
-
-        async def refused(_: Gathering) -> Filled:
-            raise error
-
-        self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what)
-
-    def _start_load(self, request: LoadRequest, storage: Storage, where: str) -> Loading:
-        gathering = self._gathering(request)
-        if gathering is None:
-            alone = self._checked(request, storage, where, together=False)
-            call = self._engine.call(alone.run, f"load {os.fspath(request.path)}")
-            return Loading(call, request.missing, lambda _: None, self._handing_over)
-        if self._is_handing_over:
-            raise LoadError(
-                f"{request.path} can't be loaded within a load_state_dict() that this checkpointer calls: with several "
-                "ranks it does one load after the other. Load it before or after, or with another checkpointer"
-            )
-        try:
-            load = self._checked(request, storage, where, together=True)
-        except BaseException as exc:
-            self._refuse(gathering, exc)
-            raise
-        call = self._engine.call(
-            lambda tools: load_together(gathering, self._turn, partial(load.run, tools)), gathering.what
-        )
-        return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over)
-
-    def _conclude(self, gathering: Gathering, error: BaseException | None) -> Call[None] | None:
-        """Report to the other ranks how the ``load_state_dict`` calls went, if there were any."""
-        if not gathering.is_handing_over:
-            return None
-        return self._engine.call(lambda _: conclude(gathering, self._turn, error), gathering.what)
-
-    def _checked(self, request: LoadRequest, storage: Storage, where: str, *, together: bool) -> CheckpointLoad:
-        """Check what can be checked of the target."""
-        state_dict = request.state_dict
-        target = None if state_dict is None else resolve(state_dict, LoadError)
-        if target is not None and together:
-            check_optimizers(target.objects, LoadError)
-        ready = {} if target is None else ready_events(target.tree)
-        return CheckpointLoad(storage, where, request, state_dict, target, ready)
-
-    def _verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
-        storage, where = locate(path, storage, self._storage)
-        return self._engine.call(
-            lambda tools: verify_checkpoint(storage, where, tools.workers, self._transforms), f"verify {where}"
-        )
 
     def _delete(self, path: Path, storage: Storage | None) -> Call[None]:
         storage, where = locate(path, storage, self._storage)
@@ -202,6 +139,8 @@ class CheckpointerBase:
         Args:
             timeout: seconds to block at most; None: as long as it takes.
         """
+        from aiockpt.saving.fence import fence_all
+
         fence_all(self._engine.queue.staging(), timeout)
 
     def guard(self, optimizer: torch.optim.Optimizer, *, timeout: float = 1800.0) -> StepGuard:
@@ -233,6 +172,8 @@ class CheckpointerBase:
         Returns:
             The guard, in force until its ``remove()`` or the end of its ``with`` block.
         """
+        from aiockpt.saving.fence import StepGuard
+
         return StepGuard(optimizer, self._engine.queue.staging, timeout)
 
     def statistics(self) -> Statistics:
@@ -240,6 +181,8 @@ class CheckpointerBase:
         return self._engine.statistics()
 
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
+        from aiockpt.planning.planner import stored_bytes
+
         nbytes, devices = stored_bytes(resolve(state_dict, SaveError).tree)
         return self._engine.prewarm(nbytes, devices)
 

@@ -1,16 +1,19 @@
-"""Arguments of the facades' methods: what to save, load or open, and the options."""
+"""Arguments of the facades' methods: what to save, load or open, where, and the options."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.options import LoadOptions, OpenOptions, SaveOptions
 from aiockpt.snapshot.live import Stateful
+from aiockpt.storage.local.storage import absolute
 
 if TYPE_CHECKING:
     from aiockpt.options import Path
+    from aiockpt.storage.base import Storage
 
 StateDict = Mapping[Any, Any] | Stateful
 
@@ -63,3 +66,20 @@ class LoadRequest(LoadOptions):
 
     path: Path
     state_dict: StateDict | None = field(default=None, repr=False)
+
+
+def locate(path: Path, storage: Storage | None, default: Storage) -> tuple[Storage, str]:
+    """Return the storage to use, and the one name of a path in it; raise TypeError if it is no path."""
+    where = os.fspath(path)
+    if not isinstance(where, str):
+        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+    storage = default if storage is None else storage
+    return storage, storage.resolve(where)
+
+
+def printable_path(path: Path) -> str:
+    """Return a path as `Storage.resolve` does, or as text if that fails; for messages."""
+    try:
+        return absolute(path)
+    except (TypeError, ValueError):
+        return str(path)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import anyio
 
 from aiockpt.core.machine import available_memory_bytes, cores
 from aiockpt.core.threads import Duty, Origin, Workers
-from aiockpt.planning.dcp_plan import DcpFormat
-from aiockpt.planning.planner import Planner
-from aiockpt.reading.executor import LoadTools
-from aiockpt.saving.pipeline import SaveTools
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.host_cache import HostCache
 from aiockpt.staging.pool import ChunkPool, SharedMemory
 from aiockpt.staging.scatter import AcceleratorPlacer
-from aiockpt.writing.process.supervisor import WriterHost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,9 +24,12 @@ if TYPE_CHECKING:
 
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
+    from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.collective_leader import CollectiveResources
+    from aiockpt.saving.pipeline import SaveTools
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import Lease
+    from aiockpt.writing.process.supervisor import WriterHost
 
 logger = logging.getLogger("aiockpt")
 
@@ -65,22 +64,40 @@ class EngineResources:
         self._shared = shared
         self.writer: WriterHost | None = None
         if options.process_writer is not None and shared is not None:
+            from aiockpt.writing.process.supervisor import WriterHost  # imported already, by `shared_memory`
+
             self.writer = WriterHost(options.process_writer, options.chunk, count, shared)
         self.pool = ChunkPool(options.chunk, capacity, self._shared)
         self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, is_unwanted=is_unwanted)
-        self.saves = SaveTools(
+        self._world = world
+        self._memory = HostCache(available_memory_bytes() // 2)
+        self._transforms = transforms
+
+    @cached_property
+    def saves(self) -> SaveTools:
+        """What a save uses."""
+        from aiockpt.planning.dcp_plan import DcpFormat  # imported already, by the thread that has submitted the save
+        from aiockpt.planning.planner import Planner
+        from aiockpt.saving.pipeline import SaveTools
+
+        return SaveTools(
             pool=self.pool,
-            planner=Planner(DcpFormat(count)),
+            planner=Planner(DcpFormat(self._options.writing_threads)),
             copy_workers=self.copy_workers,
             io_workers=self.io_workers,
             seal_workers=self._seal_workers,
             stager_for=self.stager_for,
             reserve=self.growth.reserve,
-            world=world,
+            world=self._world,
             writer=self.writer,
         )
-        self._memory = HostCache(available_memory_bytes() // 2)
-        self.loads = LoadTools(self._load_workers, self._memory, self.pool, self._placer_for, transforms)
+
+    @cached_property
+    def loads(self) -> LoadTools:
+        """What a load uses."""
+        from aiockpt.reading.executor import LoadTools
+
+        return LoadTools(self._load_workers, self._memory, self.pool, self._placer_for, self._transforms)
 
     def stager_for(self, device: torch.device) -> Stager:
         """Return the stager of a device; create it at its first use."""
@@ -120,6 +137,9 @@ def shared_memory(options: CheckpointerOptions) -> SharedMemory | None:
     """Allocate the staging memory that a writer process shares, or return None; raise OSError or AiockptError."""
     if options.process_writer is None:
         return None
+    import aiockpt.writing.process.client  # before the engine's thread wants them
+    import aiockpt.writing.process.supervisor  # noqa: F401
+
     is_bounded = options.staging_bytes is not None
     most = _chunks(options) * options.chunk if is_bounded else available_memory_bytes() // 2
     return SharedMemory(max(1, most // options.chunk) * options.chunk)

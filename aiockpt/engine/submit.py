@@ -8,7 +8,9 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
+import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
 from aiockpt.core.parameters import outer_stacklevel
+from aiockpt.engine.requests import locate, printable_path
 from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError, SaveSkippedError, WriteError
 from aiockpt.format.item.objects import needed_for
 from aiockpt.format.manifest.manifest import check_user_metadata
@@ -19,7 +21,6 @@ from aiockpt.saving.formats import choose_form, format_for
 from aiockpt.saving.job import SaveJob, SaveSpec
 from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import shared_storage
-from aiockpt.storage.local.storage import absolute
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -245,20 +246,3 @@ def check_portable(*tools: Storage | Transform) -> None:
                 f"{type(tool).__name__} can't be sent to the writer process ({exc}): make it picklable, or use "
                 "writer='thread'"
             ) from exc
-
-
-def locate(path: Path, storage: Storage | None, default: Storage) -> tuple[Storage, str]:
-    """Return the storage to use, and the one name of a path in it; raise TypeError if it is no path."""
-    where = os.fspath(path)
-    if not isinstance(where, str):
-        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
-    storage = default if storage is None else storage
-    return storage, storage.resolve(where)
-
-
-def printable_path(path: Path) -> str:
-    """Return a path as `Storage.resolve` does, or as text if that fails; for messages."""
-    try:
-        return absolute(path)
-    except (TypeError, ValueError):
-        return str(path)

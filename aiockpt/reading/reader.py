@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
+import anyio
 import torch
 
 from aiockpt.core.parameters import parameters_of
@@ -21,7 +22,7 @@ from aiockpt.reading.open import open_checkpoint
 from aiockpt.snapshot.capture import ready_events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
     from types import TracebackType
 
     from aiockpt.core.futures import Call
@@ -267,10 +268,16 @@ class CheckpointReader(_Reader):
     `aiockpt.AsyncCheckpointer.load`. Several tasks may use one reader at the same time.
     """
 
+    _close_owner: Callable[[], Awaitable[None]] | None = None  # of a checkpointer that is the reader's alone
+
     async def __aenter__(self) -> Self:
         check_asyncio(f"a reader of {self.path}", _INSTEAD)
         if self._open is None:
-            self._open = await self._begin_open().wait(lambda late: late.source.close())
+            try:
+                self._open = await self._begin_open().wait(lambda late: late.source.close())
+            except BaseException:
+                await self.aclose()
+                raise
         return self
 
     async def __aexit__(
@@ -341,7 +348,12 @@ class CheckpointReader(_Reader):
 
     async def aclose(self) -> None:
         """Close the files. Idempotent. Values that were read stay valid, and reads in progress complete."""
-        self._close()
+        try:
+            self._close()
+        finally:
+            if self._close_owner is not None:
+                with anyio.CancelScope(shield=True):
+                    await self._close_owner()
 
 
 class SyncCheckpointReader(_Reader):

@@ -17,13 +17,11 @@ from aiockpt.core.threads import Duty
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
-from aiockpt.saving.collective import CollectiveSave
 from aiockpt.saving.handle import Phase, ProgressEvent
 from aiockpt.saving.staging_session import LeaseScope, StagerRouter, StagingChunk
 from aiockpt.saving.strategy import AppendSave, LocalSave
 from aiockpt.staging.base import Done, LayoutMismatchError
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
-from aiockpt.writing.process.client import RemoteWriter, WriteOrder
 from aiockpt.writing.process.error_transport import as_save_error, unwrapped
 
 if TYPE_CHECKING:
@@ -41,6 +39,7 @@ if TYPE_CHECKING:
     from aiockpt.saving.strategy import SaveStrategy
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
+    from aiockpt.writing.process.client import RemoteWriter
     from aiockpt.writing.process.supervisor import WriterHost
 
     Writer = FileWriter | RemoteWriter
@@ -94,6 +93,8 @@ def _strategy_for(job: SaveJob, tools: SaveTools) -> SaveStrategy:
         raise SaveError(
             f"format={form.name!r} is for one process: pass process_group=None and whole tensors, on one rank"
         )
+    from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
+
     return CollectiveSave(job, form, world, tools.copy_workers, tools.io_workers)
 
 
@@ -230,6 +231,8 @@ class _Save:
         if job.spec.is_transformed and isinstance(plan, DcpPlan):
             codings = codings_of(plan, job.spec.compression, job.spec.transforms)
         if tools.writer is not None and job.spec.append_planner is None:
+            from aiockpt.writing.process.client import RemoteWriter, WriteOrder  # imported already, by `shared_memory`
+
             order = WriteOrder(
                 path=job.path,
                 storage=job.spec.storage,
@@ -250,10 +253,10 @@ class _Save:
 
     async def _begin(self, writer: Writer) -> None:
         """Begin the transaction, beside the staging: a file server may take its time."""
-        if isinstance(writer, RemoteWriter):
-            writer.begin(await self._strategy.ticket())
-        else:
+        if isinstance(writer, FileWriter):
             writer.begin(await self._strategy.begin())
+        else:
+            writer.begin(await self._strategy.ticket())
 
     async def _hand_over(self, plan: SavePlan, writer: Writer) -> None:
         """Pass the writer everything that the commit needs, and announce that everything is staged."""

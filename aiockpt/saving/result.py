@@ -8,8 +8,7 @@ from aiockpt.format.manifest.manifest import Manifest
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import draft_of
 from aiockpt.saving.handle import SaveResult
-from aiockpt.writing.collective_commit import WRITER, now
-from aiockpt.writing.commit import CommitDocuments
+from aiockpt.writing.commit import CommitDocuments, now, writer_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +25,7 @@ def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
         return None
     tensors, objects = _counts(plan)
     manifest = Manifest(
-        writer=WRITER,
+        writer=writer_name(),
         created=now(),
         metadata=dict(job.spec.metadata),
         totals={

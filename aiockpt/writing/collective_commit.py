@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import torch
 from isal.isal_zlib import crc32
 
-from aiockpt._version import __version__
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written, files_of
-from aiockpt.writing.commit import write_documents
+from aiockpt.writing.commit import now, write_documents, writer_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,14 +21,6 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.collective.messages import Summary, Written
     from aiockpt.storage.base import SharedTransaction
-
-
-WRITER = f"aiockpt {__version__} (torch {torch.__version__})"
-
-
-def now() -> str:
-    """Return the time for a manifest: ISO 8601, UTC, in milliseconds."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +84,7 @@ def world_manifest(
     """Encode the manifest of a checkpoint that several ranks have written; ``files`` are all others."""
     item_bytes = sum(facts.nbytes for name, facts in files.items() if name != METADATA_NAME)
     manifest = Manifest(
-        writer=WRITER,
+        writer=writer_name(),
         created=now(),
         metadata=metadata,
         files=files,

@@ -7,10 +7,12 @@ process, which completes the checkpoint without the state dict.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
+from aiockpt._version import __version__
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
@@ -21,6 +23,18 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.index_writer import IndexDraft
     from aiockpt.format.transforms.item_transforms import TransformedDraft
     from aiockpt.storage.base import Transaction
+
+
+def writer_name() -> str:
+    """Return who writes, for a manifest."""
+    import torch  # not above: the writer process needs it only to commit in place of a dead rank 0
+
+    return f"aiockpt {__version__} (torch {torch.__version__})"
+
+
+def now() -> str:
+    """Return the time for a manifest: ISO 8601, UTC, in milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True, slots=True)

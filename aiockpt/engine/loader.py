@@ -1,0 +1,138 @@
+"""Starting loads: everything is checked in the caller's thread, then the engine reads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from aiockpt.engine.requests import locate, printable_path
+from aiockpt.errors import LoadError
+from aiockpt.format.keys import check_patterns
+from aiockpt.options import LoadOptions, check_options
+from aiockpt.reading.apply_live import Loading
+from aiockpt.reading.collective import Gathering, conclude, load_together
+from aiockpt.reading.load import CheckpointLoad
+from aiockpt.snapshot.capture import ready_events
+from aiockpt.snapshot.live import check_optimizers, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiockpt.core.futures import Call
+    from aiockpt.engine.engine import Engine
+    from aiockpt.engine.requests import LoadRequest, OpenRequest
+    from aiockpt.format.transforms.base import Transform
+    from aiockpt.options import Path
+    from aiockpt.reading.apply_live import Filled
+    from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
+    from aiockpt.reading.verify.report import VerifyReport
+    from aiockpt.storage.base import Storage
+
+
+class Loader:
+    """Turns the calls of a checkpointer into calls of its engine."""
+
+    def __init__(self, engine: Engine, storage: Storage, transforms: Sequence[Transform]) -> None:
+        self._engine = engine
+        self._storage = storage  # unless a call names another one
+        self._transforms = transforms
+        self._turn = asyncio.Lock()  # of the loads of several ranks
+        self._handing_over: set[int] = set()  # threads that are in a load_state_dict of this checkpointer's
+
+    def open(self, request: OpenRequest, owner: object) -> CheckpointReader:
+        """Return a reader, which keeps its owner alive; see `aiockpt.AsyncCheckpointer.open`."""
+        from aiockpt.reading.reader import CheckpointReader
+
+        return CheckpointReader(self._engine, *self._opening(request), owner)
+
+    def open_sync(self, request: OpenRequest, owner: object) -> SyncCheckpointReader:
+        """Return a reader, which keeps its owner alive; see `aiockpt.SyncCheckpointer.open`."""
+        from aiockpt.reading.reader import SyncCheckpointReader
+
+        return SyncCheckpointReader(self._engine, *self._opening(request), owner)
+
+    def _opening(self, request: OpenRequest) -> tuple[Storage, str, LoadOptions]:
+        """Return storage, path and options of a reader."""
+        storage, where = locate(request.path, request.storage, self._storage)
+        options = LoadOptions(verify=request.verify, safe_globals=request.safe_globals, trust=request.trust)
+        check_options(options, into=False)
+        return storage, where, options
+
+    def load(self, request: LoadRequest) -> Callable[[], Loading]:
+        """Check the options of a load; return the function that starts it."""
+        try:
+            request = replace(request, keys=check_patterns(request.keys))
+            check_options(request, into=request.state_dict is not None)
+            storage, where = locate(request.path, request.storage, self._storage)
+        except BaseException as exc:
+            gathering = None if self._is_handing_over else self._gathering(request)
+            if gathering is not None:
+                self._refuse(gathering, exc)
+            raise
+        return lambda: self._start_load(request, storage, where)
+
+    @property
+    def _is_handing_over(self) -> bool:
+        return threading.get_ident() in self._handing_over
+
+    def _gathering(self, request: LoadRequest) -> Gathering | None:
+        """Return this rank's part in a load of all ranks; None if this process loads alone."""
+        coordinator = None if request.state_dict is None else self._engine.coordinator()
+        return None if coordinator is None else Gathering(coordinator, printable_path(request.path))
+
+    def _refuse(self, gathering: Gathering, error: BaseException) -> None:
+        """Fail a load on the other ranks, which have called it too."""
+
+        async def refused(_: Gathering) -> Filled:
+            raise error
+
+        self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what)
+
+    def _start_load(self, request: LoadRequest, storage: Storage, where: str) -> Loading:
+        gathering = self._gathering(request)
+        if gathering is None:
+            alone = self._checked(request, storage, where, together=False)
+            call = self._engine.call(alone.run, f"load {os.fspath(request.path)}")
+            return Loading(call, request.missing, lambda _: None, self._handing_over)
+        if self._is_handing_over:
+            raise LoadError(
+                f"{request.path} can't be loaded within a load_state_dict() that this checkpointer calls: with several "
+                "ranks it does one load after the other. Load it before or after, or with another checkpointer"
+            )
+        try:
+            load = self._checked(request, storage, where, together=True)
+        except BaseException as exc:
+            self._refuse(gathering, exc)
+            raise
+        call = self._engine.call(
+            lambda tools: load_together(gathering, self._turn, partial(load.run, tools)), gathering.what
+        )
+        return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over)
+
+    def _conclude(self, gathering: Gathering, error: BaseException | None) -> Call[None] | None:
+        """Report to the other ranks how the ``load_state_dict`` calls went, if there were any."""
+        if not gathering.is_handing_over:
+            return None
+        return self._engine.call(lambda _: conclude(gathering, self._turn, error), gathering.what)
+
+    def _checked(self, request: LoadRequest, storage: Storage, where: str, *, together: bool) -> CheckpointLoad:
+        """Check what can be checked of the target."""
+        state_dict = request.state_dict
+        target = None if state_dict is None else resolve(state_dict, LoadError)
+        if target is not None and together:
+            check_optimizers(target.objects, LoadError)
+        ready = {} if target is None else ready_events(target.tree)
+        return CheckpointLoad(storage, where, request, state_dict, target, ready)
+
+    def verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
+        """Check all of a checkpoint; see `AsyncCheckpointer.verify`."""
+        from aiockpt.reading.verify.verify import verify_checkpoint
+
+        storage, where = locate(path, storage, self._storage)
+        return self._engine.call(
+            lambda tools: verify_checkpoint(storage, where, tools.workers, self._transforms), f"verify {where}"
+        )
