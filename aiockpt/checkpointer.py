@@ -109,7 +109,11 @@ class AsyncCheckpointer(CheckpointerBase):
             ShapeMismatchError: a shape or dtype differs; nothing was changed.
             UnsafeCheckpointError: an object needs something that is not allowed; nothing was changed.
         """
-        return _loaded(self._loader.load(request))
+        return self._loaded(self._loader.load(request))
+
+    async def _loaded(self, start: Callable[[], Loading]) -> Any:  # as long as it waits, somebody has the checkpointer
+        check_asyncio("load()", _INSTEAD)
+        return await start().wait()
 
     @parameters_of(OpenRequest)
     def open(self, request: OpenRequest) -> CheckpointReader:
@@ -242,8 +246,3 @@ def open(
     checkpointer._warns_as(f"reader of {reader.path}")
     reader._close_owner = checkpointer.aclose
     return reader
-
-
-async def _loaded(start: Callable[[], Loading]) -> Any:
-    check_asyncio("load()", _INSTEAD)
-    return await start().wait()

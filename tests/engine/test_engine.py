@@ -73,9 +73,9 @@ def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
         save = ckpt.submit(STATE, folder / "e")
         save._control.give_up("the test wants it")  # type: ignore[attr-defined]
         note(lambda: save.written)
-    note(lambda: ckpt._load(LoadRequest(folder / "a"))._call.completion)
+    note(lambda: ckpt._loader.load(LoadRequest(folder / "a"))()._call.completion)
     with contextlib.suppress(aiockpt.AiockptError):
-        call = ckpt._load(LoadRequest(folder / "b"))._call
+        call = ckpt._loader.load(LoadRequest(folder / "b"))()._call
         call.cancel()
         call.completion.ended(60)
     note(engine.queue.ready)

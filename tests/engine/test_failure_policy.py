@@ -331,7 +331,7 @@ def test_closing_ends_though_a_load_hangs(tmp_path: Path, monkeypatch: pytest.Mo
     storage = _HangsReading()
     ckpt = aiockpt.SyncCheckpointer(drain_timeout=0.1)
     ckpt.save(state_of(1), tmp_path / "c")
-    call = ckpt._load(LoadRequest(tmp_path / "c", storage=storage))._call
+    call = ckpt._loader.load(LoadRequest(tmp_path / "c", storage=storage))()._call
     storage.reached.wait(60)
     ckpt.close()
     storage.works.set()
