@@ -138,6 +138,13 @@ class CheckpointerBase:
 
         Args:
             timeout: seconds to block at most; None: as long as it takes.
+
+        Raises:
+            TornSnapshotError: a tensor has changed already; all saves were waited for.
+            SaveError: a save has failed.
+            TimeoutError: the copies were not enqueued in time.
+            ValueError: the timeout is negative, or no number.
+            AiockptError: a CUDA graph is being captured; see `SaveHandle.fence`.
         """
         from aiockpt.saving.fence import fence_all
 
@@ -171,6 +178,10 @@ class CheckpointerBase:
 
         Returns:
             The guard, in force until its ``remove()`` or the end of its ``with`` block.
+
+        Raises:
+            TypeError: this is no ``torch.optim.Optimizer``, or one whose steps call no hooks.
+            ValueError: the timeout is negative, or no number.
         """
         from aiockpt.saving.fence import StepGuard
 
