@@ -53,14 +53,23 @@ Loop = Literal["asyncio", "uvloop"]
 Rendezvous = Literal["tcp", "file"]
 
 PRELOAD = [
+    "psutil",
     "pytest",
     "uvloop",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
     "torch._dynamo",
-    "aiockpt",
+    "torch.utils.serialization.config",
+    "anyio._backends._asyncio",
+    "aiockpt.checkpointer",  # aiockpt alone imports its parts at their first use, in each rank
+    "aiockpt.sync_checkpointer",
+    "aiockpt.dcp.format_utils",
+    "aiockpt.testing",
+    "tests.ranks.failing",
     __name__,
 ]
+"""What is imported once, by the server: a rank that imports half of a second's worth would do so in each world."""
 LOOPS: dict[Loop, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,
