@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,12 @@ from torch.distributed.checkpoint.metadata import (
 from aiockpt.errors import CorruptCheckpointError, MissingKeysError
 from aiockpt.format.index import ChunkEntry, InlineEntry, ItemRange, TensorEntry
 from aiockpt.format.names import DCP_VERSION
+from aiockpt.planning.dtensor import is_distributed, local_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aiockpt.format.boxes import Box
     from aiockpt.format.index import Entry, Index
     from aiockpt.reading.virtual_files import VirtualFile
 
@@ -50,10 +53,13 @@ class DescribedCheckpoint:
 
     def __init__(self, index: Index, transformed: Mapping[str, VirtualFile] | None = None) -> None:
         self._items: dict[int, StoredItem] = {}
+        self._incomplete: dict[str, TensorEntry] = {}
         described: dict[str, Any] = {}
         locations: dict[MetadataIndex, _StorageInfo] = {}
         for name, entry in index.entries.items():
             described[name] = _describe(entry)
+            if isinstance(entry, TensorEntry) and _elements(entry) < math.prod(entry.shape):
+                self._incomplete[name] = entry
             for key, item in _items(name, entry, transformed or {}):
                 locations[key] = item.info
                 self._items[id(item.info)] = item
@@ -65,6 +71,34 @@ class DescribedCheckpoint:
         """Return the item of a location that is an object of this metadata, unchanged; None for any other."""
         item = self._items.get(id(info))
         return item if item is not None and item.info is info and _is_unchanged(item) else None
+
+    def check_held(self, path: str, state_dict: Mapping[str, Any]) -> None:
+        """Raise CorruptCheckpointError if this is one rank's metadata, and not all that a state wants is in it."""
+        for name, entry in self._incomplete.items():
+            leaf = state_dict.get(name)
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            parts = local_parts(name, leaf) if is_distributed(leaf) else None
+            whole: Box = ((0,) * len(entry.shape), entry.shape)
+            boxes = [whole] if parts is None else [(p.shard.offsets, tuple(p.tensor.shape)) for p in parts]
+            wanted = sum(math.prod(sizes) for _, sizes in boxes)
+            held = sum(_common(chunk, box) for chunk in entry.chunks for box in boxes)
+            if held < wanted:
+                raise CorruptCheckpointError(
+                    f"{path} holds {held} of the {wanted} elements of {name} that are to be loaded: it is the "
+                    "checkpoint of one rank that saved alone, and fills only what that rank had; or it is damaged. "
+                    "If all ranks saved to one directory, aiockpt's own load joins their parts"
+                )
+
+
+def _elements(entry: TensorEntry) -> int:
+    return sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+
+
+def _common(chunk: ChunkEntry, box: Box) -> int:
+    """Return the number of elements that a chunk and a box share."""
+    bounds = zip(chunk.offsets, chunk.sizes, *box, strict=True)
+    return math.prod([max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in bounds])
 
 
 def _is_unchanged(item: StoredItem) -> bool:

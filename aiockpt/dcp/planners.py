@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from aiockpt.errors import LoadError
+from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.planning.flatten import StructureError, unflatten
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         for name, described in metadata.state_dict_metadata.items():
             path = tuple(planned.get(name, (name,)))
             if self._is_wanted(name, path):
+                _check_whole(name, described)
                 names.append(name)
                 paths.append(path)
                 values.append(_empty(described))
@@ -109,6 +111,18 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
 _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner
 """Torch's name of it."""
+
+
+def _check_whole(name: str, described: Any) -> None:
+    """Raise if metadata lacks chunks of a tensor, so that a damaged shape allocates no memory."""
+    if not isinstance(described, TensorStorageMetadata):
+        return
+    held, whole = sum(math.prod(chunk.sizes) for chunk in described.chunks), math.prod(described.size)
+    if held < whole:
+        raise CorruptCheckpointError(
+            f"the metadata has {held} of the {whole} elements of {name}: it is that of one rank that saved alone, or "
+            "damaged; pass a state dict with this rank's part to fill"
+        )
 
 
 def _empty(described: Any) -> Any:

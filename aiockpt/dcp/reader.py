@@ -16,13 +16,10 @@ from aiockpt.dcp.extensions import registered
 from aiockpt.dcp.index import DescribedCheckpoint, stored_item
 from aiockpt.dcp.plan_execution import PlanExecution
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.errors import CheckpointNotFoundError, LoadError
-from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.names import METADATA_NAME
+from aiockpt.errors import LoadError
 from aiockpt.options import LoadOptions, check_options
 from aiockpt.reading.decoded import DecodedSource
-from aiockpt.reading.open import check_place, presented, read_document, read_index
+from aiockpt.reading.open import read_index, read_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Index
     from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.virtual_files import VirtualFile
-    from aiockpt.storage.base import Source, Storage
+    from aiockpt.storage.base import Storage
     from aiockpt.sync_checkpointer import SyncCheckpointer
 
 
@@ -116,7 +113,7 @@ class FileSystemReader(filesystem.FileSystemReader):
 
         def read(source: DecodedSource, path: str) -> Index:
             if rank is not None:
-                return _rank_index(source, path, rank)
+                return read_rank(source, path, int(rank))
             options = self._options
             return read_index(source, path, safe_globals=options.safe_globals, trust=options.trust, as_stored=True)[0]
 
@@ -171,6 +168,8 @@ class FileSystemReader(filesystem.FileSystemReader):
             engine = EngineAccess(checkpointer)
             with self._opened(engine) as (source, path):
                 source.know(self._transformed)
+                if self._described is not None:
+                    self._described.check_held(path, getattr(planner, "state_dict", {}))
                 items = [(i, stored_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items]
                 PlanExecution(engine, source, path, self._options, planner).run(items)
         return finished(None)
@@ -194,18 +193,3 @@ class FileSystemReader(filesystem.FileSystemReader):
 def _fs_path(path: Path) -> Path:
     text = text_of(path)
     return text if "://" in text else pathlib.Path(text)
-
-
-def _rank_index(source: Source, path: str, rank: int) -> Index:
-    """Read the metadata of a rank that saved alone. Blocks."""
-    check_place(source, path)
-    name = f"__{int(rank)}{METADATA_NAME}"
-    if name not in source.files:
-        raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} alone: {path} has no {name}")
-    data = read_document(source, name, path)
-    try:
-        index = decode_metadata(data, as_stored=True)
-    except LoadError as exc:
-        raise type(exc)(f"{path}/{name}: {exc}") from exc
-    check_index(path, index, source.files)
-    return presented(source, path, index, None)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+INCOMPLETE = "are not all of"  # see `cover_error`
 _LEAST_COMPARISONS = 1 << 24
 _COMPARISONS_PER_CHUNK = 8192
 
@@ -82,7 +83,7 @@ def cover_error(shape: tuple[int, ...], boxes: Sequence[Box], room: int) -> tupl
     boxes = [box for box in boxes if 0 not in box[1]]
     stored, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if stored != whole:
-        return "overlap in" if stored > whole else "are not all of", 0
+        return "overlap in" if stored > whole else INCOMPLETE, 0
     split = [dim for dim, total in enumerate(shape) if any(sizes[dim] != total for _, sizes in boxes)]
     if len(split) < 2:
         cuts = [(offsets[split[0]], sizes[split[0]]) for offsets, sizes in boxes] if split else []

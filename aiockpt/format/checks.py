@@ -16,7 +16,7 @@ import numpy as np
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
-from aiockpt.format.boxes import cover_error
+from aiockpt.format.boxes import INCOMPLETE, cover_error, overlapping
 from aiockpt.format.index import ChunkEntry, ObjectEntry, TensorEntry
 
 if TYPE_CHECKING:
@@ -41,14 +41,14 @@ class _Claims:
     owners: list[tuple[str, TensorEntry | ObjectEntry, bool]] = field(default_factory=list)
 
 
-def check_index(path: str, index: Index, files: Mapping[str, int]) -> None:
-    """Check an index against the sizes of the files it refers to."""
+def check_index(path: str, index: Index, files: Mapping[str, int], *, is_part: bool = False) -> None:
+    """Check an index against the sizes of the files it refers to; one rank's part of it may lack chunks of tensors."""
     claims: defaultdict[str, _Claims] = defaultdict(_Claims)
     room = _LEAST_CORNERS
     for name, entry in index.entries.items():
         if isinstance(entry, TensorEntry):
             room += _CORNERS_PER_CHUNK * len(entry.chunks)
-            room -= _check_tensor(path, name, entry, room)
+            room -= _check_tensor(path, name, entry, room, is_part=is_part)
             for chunk in entry.chunks:
                 _claim(path, name, entry, chunk.place, files, claims, shared=chunk.item is not None)
                 _check_chunk(path, name, entry, chunk)
@@ -88,16 +88,20 @@ def _claim(
         claimed.owners.append((name, entry, shared))
 
 
-def _check_tensor(path: str, name: str, entry: TensorEntry, room: int) -> int:
+def _check_tensor(path: str, name: str, entry: TensorEntry, room: int, *, is_part: bool) -> int:
     """Check that the shape is possible and covered by the chunks; return the corners compared, at most ``room``."""
     shape, chunks = entry.shape, entry.chunks
     if len(shape) > MAX_DIMS or math.prod([n or 1 for n in shape]) * entry.dtype.itemsize >= _LIMIT:
         raise CorruptCheckpointError(f"{path}: {name} can't have the shape {shape}; its metadata is damaged")
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
         return 0
-    wrong, corners = cover_error(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks], room)
+    boxes = [(chunk.offsets, chunk.sizes) for chunk in chunks]
+    wrong, corners = cover_error(shape, boxes, room)
+    if wrong == INCOMPLETE and is_part:
+        wrong = "overlap in" if overlapping(boxes, bounded=True) else ""
     if wrong:
-        raise CorruptCheckpointError(f"{path}: the chunks of {name} {wrong} {shape}; its metadata is damaged")
+        hint = ", or one rank saved it alone: then load its part with dcp.load" if wrong == INCOMPLETE else ""
+        raise CorruptCheckpointError(f"{path}: the chunks of {name} {wrong} {shape}; its metadata is damaged{hint}")
     return corners
 
 

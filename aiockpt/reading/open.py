@@ -16,6 +16,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, MissingKeysError, sanitize_error
 from aiockpt.format.checks import check_index
+from aiockpt.format.dcp.joined import join_ranks, rank_metadata
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
@@ -52,6 +53,7 @@ _SHARD_INDEX = ".safetensors.index.json"
 _PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.DOTALL)
 _HIDDEN = re.compile(rf"(^|{re.escape(os.sep)})\.")
 _MOST_SHOWN = 10
+_JOINED = "aiockpt's own load joins the ranks' parts"
 _WRAPPED = "value"
 
 NOT_ITS_MANIFEST = (
@@ -78,12 +80,15 @@ def read_index(
         path: the checkpoint, for messages.
         safe_globals: the globals that objects inside of a ``torch.save`` file may use.
         trust: unpickle objects without restriction, and do not limit their decoded size.
-        as_stored: return what DCP's metadata says, for its planners; see `decode_metadata`.
+        as_stored: return what DCP's metadata says, for its planners: quantized tensors are tensors, and tensors may
+            lack chunks, as in the metadata of one rank.
     """
     try:
         check_place(source, path)
         if METADATA_NAME in source.files:
             index, manifest = _read_dcp(source, path, trust=trust, as_stored=as_stored)
+        elif ranks := rank_metadata(source.files):
+            index, manifest = _read_ranks(source, path, ranks, trust=trust, as_stored=as_stored), None
         else:
             index, manifest = _read_located(source, path, safe_globals, trust), read_manifest(source, path)
     except LoadError as exc:
@@ -110,6 +115,7 @@ def checkpoints_below(files: Collection[str]) -> list[str]:
         return []
     seen = [name.rpartition(os.sep) for name in files if not _HIDDEN.search(os.path.dirname(name))]
     found = {folder for folder, _, name in seen if folder and (name == METADATA_NAME or name.endswith(".safetensors"))}
+    found |= {folder for folder, _, name in seen if folder and rank_metadata([name])}
     found |= {os.path.join(folder, name) for folder, _, name in seen if folder not in found and _is_torch(name)}
     return sorted(found, key=_naturally, reverse=True)
 
@@ -191,8 +197,8 @@ def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> tup
     if facts is not None and crc32(metadata) != facts.crc:
         raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
     index = _with_path(path, partial(decode_metadata, as_stored=as_stored), metadata)
-    check_index(path, index, source.files)
-    index = presented(source, path, index, manifest, trust=trust)
+    check_index(path, index, source.files, is_part=as_stored)
+    index = presented(source, path, index, manifest, trust=trust, is_part=as_stored)
     if manifest is not None:
         index = Index(index.entries, index.paths, manifest.containers, manifest.metadata, "aiockpt")
         try:
@@ -208,14 +214,51 @@ def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
     return is_pickled(begin) and is_of_another_save(manifest, read_document(source, METADATA_NAME, path))
 
 
-def presented(source: Source, path: str, index: Index, manifest: Manifest | None, *, trust: bool = False) -> Index:
+def read_rank(source: Source, path: str, rank: int) -> Index:
+    """Read and check the metadata of a rank that saved alone, as it is stored. Blocks."""
+    check_place(source, path)
+    ranks = rank_metadata(source.files)
+    name = ranks.get(rank)
+    if name is None:
+        others = f"; it has those of ranks {', '.join(map(str, ranks))}, {_JOINED}" if ranks else ""
+        raise CheckpointNotFoundError(f"there is no checkpoint of rank {rank} alone: {path} lacks its metadata{others}")
+    index = _read_rank(source, path, name, as_stored=True)
+    check_index(path, index, source.files, is_part=True)
+    return presented(source, path, index, None, is_part=True)
+
+
+def _read_rank(source: Source, path: str, name: str, *, as_stored: bool) -> Index:
+    decode = partial(decode_metadata, as_stored=as_stored)
+    index: Index = _with_path(os.path.join(path, name), decode, read_document(source, name, path))
+    return index
+
+
+def _read_ranks(source: Source, path: str, ranks: Mapping[int, str], *, trust: bool, as_stored: bool) -> Index:
+    """Read the metadata of ranks that saved alone, and join it."""
+    if as_stored:
+        raise CheckpointNotFoundError(
+            f"{path} has no {METADATA_NAME}, only that of ranks {', '.join(map(str, ranks))}, which saved alone: each "
+            f"reads its own with read_metadata(rank=...), as dcp.load does; {_JOINED}"
+        )
+    parts = {rank: _read_rank(source, path, name, as_stored=False) for rank, name in ranks.items()}
+    try:
+        index = join_ranks(parts, source.files)
+    except LoadError as exc:
+        raise _located(path, exc) from exc
+    check_index(path, index, source.files)
+    return presented(source, path, index, None, trust=trust)
+
+
+def presented(
+    source: Source, path: str, index: Index, manifest: Manifest | None, *, trust: bool = False, is_part: bool = False
+) -> Index:
     """Return an index whose transformed items, if there are any, are virtual files of the source."""
     if not index.is_transformed:
         return index
     if not isinstance(source, DecodedSource):
         raise LoadError(f"{path} holds compressed or otherwise transformed items, which can't be read in this way")
     index = source.expose(index, {} if manifest is None else manifest.transformed, trust=trust)
-    check_index(path, index, source.files)
+    check_index(path, index, source.files, is_part=is_part)
     return index
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import aiockpt
-from aiockpt.dcp import EmptyStateDictLoadPlanner, FileSystemReader
+from aiockpt.dcp import EmptyStateDictLoadPlanner, FileSystemReader, FileSystemWriter
 from tests.counting import CountingStorage
 from tests.ranks.world import World
 from tests.states import assert_same, random_tensor, raw_bytes, storable_dtypes
@@ -160,6 +160,35 @@ def test_classes_may_be_allowed(tmp_path: Path) -> None:
     assert target == {"object": None}
     dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c", safe_globals=[Settings]))
     assert target == {"object": Settings(23)}
+
+
+class Losses:
+    """A stateful object that keeps a part of its state in a file in memory, as trainers do."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        file = io.BytesIO()
+        torch.save(self.values, file)
+        return {"losses": file, "count": torch.tensor(len(self.values)), "both": [io.BytesIO(b"x"), torch.ones(2)]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict["losses"].seek(0)
+        self.values = torch.load(state_dict["losses"])
+        assert state_dict["count"] == len(self.values)
+        assert state_dict["both"][0].getvalue() == b"x"
+
+
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriter])
+def test_files_in_memory_load_without_permission(tmp_path: Path, writer: Any) -> None:
+    half_read = io.BytesIO(bytes(range(256)))
+    half_read.seek(100)
+    dcp.save({"train": Losses([0.5, 1.5]), "file": half_read}, storage_writer=writer(tmp_path / "c"))
+    target: dict[str, Any] = {"train": Losses([]), "file": None}
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c"))
+    assert target["train"].values == [0.5, 1.5]
+    assert (target["file"].getvalue(), target["file"].tell()) == (bytes(range(256)), 100)
 
 
 @pytest.mark.parametrize("shape", [(40,), (900, 700)])

@@ -68,7 +68,7 @@ class Inventory:
         self._sizes[name] = nbytes
         self._referenced |= {name, file}
 
-    def add(self, index: Index, given: Index | None) -> None:
+    def add(self, index: Index, given: Index | None, *, is_part: bool = False) -> None:
         """Add the items of an index; ``given`` is the manifest's index of the same items, if it has one."""
         if index.format == "torch":
             self._add_archive_of(index)
@@ -81,8 +81,9 @@ class Inventory:
                 self._add_item(entry.place, "object", None, KeyRef(key))
             else:
                 other = given.entries.get(key) if given is not None else None
+                if not is_part:
+                    self._check_coverage(key, entry)
                 self._add_tensor(key, entry, other, framed=framed)
-        self._find_overlaps()
 
     def add_archive(self, name: str) -> StoredItem:
         """Add a whole ``torch.save`` file."""
@@ -105,7 +106,6 @@ class Inventory:
             self.add_archive(name)
 
     def _add_tensor(self, key: str, entry: TensorEntry, given: Entry | None, *, framed: bool) -> None:
-        self._check_coverage(key, entry)
         others = given.chunks if isinstance(given, TensorEntry) else ()
         for chunk, other in zip_longest(entry.chunks, others[: len(entry.chunks)]):
             item = chunk.item
@@ -180,7 +180,8 @@ class Inventory:
             return False
         return True
 
-    def _find_overlaps(self) -> None:
+    def find_overlaps(self) -> None:
+        """Add a problem for each item whose bytes overlap those of another."""
         for file in self.files.values():
             extents = [Extent(item.start, item.start + item.length, item, streamed=False) for item in file.items]
             reported: set[StoredItem] = set()

@@ -12,6 +12,7 @@ from isal.isal_zlib import crc32
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
+from aiockpt.format.dcp.joined import join_ranks, rank_metadata
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import check_arrays
@@ -27,7 +28,7 @@ from aiockpt.reading.verify.items import ItemVerifier
 from aiockpt.reading.verify.report import Findings, VerifyReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import Entry
@@ -99,8 +100,13 @@ class _Reading:
         check_place(self.source, self.path)
         manifest = self._read_manifest()
         facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
-        described = {name: size for name, size in files.items() if name not in (METADATA_NAME, MANIFEST_NAME)}
+        ranks = {} if METADATA_NAME in files or manifest is not None else rank_metadata(files)
+        documents = {METADATA_NAME, MANIFEST_NAME, *ranks.values()}
+        described = {name: size for name, size in files.items() if name not in documents}
         inventory = Inventory(described, facts, self.findings)
+        if ranks:
+            self._add_ranks(inventory, ranks)
+            return inventory
         by_dcp = METADATA_NAME in files or (manifest is not None and METADATA_NAME in manifest.files)
         if by_dcp or (any(name.endswith(".distcp") for name in files) and not checkpoints_below(files)):
             self._add_dcp(inventory, manifest)
@@ -116,6 +122,7 @@ class _Reading:
             index = self._presented(index, inventory, manifest)
         if index is not None:
             inventory.add(index, given)
+            inventory.find_overlaps()
             self._check_structure(index if given is None else given, manifest)
             self._check_index(index)
         if index is not None or manifest is not None:
@@ -123,12 +130,38 @@ class _Reading:
         elif self._read_error is not None:
             raise self._read_error
 
-    def _presented(self, index: Index, inventory: Inventory, manifest: Manifest | None) -> Index:
+    def _add_ranks(self, inventory: Inventory, ranks: Mapping[int, str]) -> None:
+        """Add the items of ranks that saved alone: each rank's, and check that they are one checkpoint."""
+        self.format = "dcp"
+        parts: dict[int, Index] = {}
+        for rank, name in ranks.items():
+            data = self._read_file(name)
+            part = None if data is None else self._decoded(name, "metadata", decode_metadata, data)
+            if part is not None:
+                parts[rank] = self._presented(part, inventory, None, name) if part.is_transformed else part
+                inventory.add(parts[rank], None, is_part=True)
+        inventory.find_overlaps()
+        if len(parts) < len(ranks):
+            if self._read_error is not None and not parts:
+                raise self._read_error
+            return
+        try:
+            index = join_ranks(parts, self.source.files)
+        except LoadError as exc:
+            self.findings.add("coverage", METADATA_NAME, str(exc))
+        else:
+            self._check_structure(index)
+            self._check_index(index)
+        inventory.find_unreferenced()
+
+    def _presented(
+        self, index: Index, inventory: Inventory, manifest: Manifest | None, name: str = METADATA_NAME
+    ) -> Index:
         """Expose transformed items as virtual files; leave them out if their places contradict each other."""
         try:
-            index = presented(self.source, self.path, index, manifest)
+            index = presented(self.source, self.path, index, manifest, is_part=name != METADATA_NAME)
         except LoadError as exc:
-            self.findings.add("metadata", METADATA_NAME, str(exc))
+            self.findings.add("metadata", name, str(exc))
             plain = {key: entry for key, entry in index.entries.items() if not _is_transformed(entry)}
             index = replace(index, entries=plain, paths={key: index.paths[key] for key in plain})
         for item in self.source.items.values():
@@ -156,6 +189,7 @@ class _Reading:
         self.format = index.format
         self._check_structure(index)
         inventory.add(index, None)
+        inventory.find_overlaps()
 
     def _read_head(self, name: str) -> bytes:
         data = bytearray(min(4, self.source.files[name]))
@@ -222,7 +256,7 @@ class _Reading:
         try:
             data = read_document(self.source, name)
         except CorruptCheckpointError as exc:
-            self.findings.add("metadata" if name == METADATA_NAME else "manifest", name, str(exc))
+            self.findings.add("manifest" if name == MANIFEST_NAME else "metadata", name, str(exc))
             return None
         except LoadError as exc:
             self.findings.add("unreadable", name, str(exc))
