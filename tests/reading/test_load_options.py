@@ -231,6 +231,23 @@ def test_a_failed_load_says_what_it_placed(stock: bool, tmp_path: Path) -> None:
     assert target["note"] == "old"
 
 
+@pytest.mark.parametrize(("count", "dtype"), [(7, None), (1 << 20, torch.float64)], ids=["small", "converted"])
+def test_what_does_not_match_its_crc_is_not_placed(count: int, dtype: torch.dtype | None, ckpt, tmp_path: Path) -> None:
+    """As far as it goes through a buffer."""
+    state = {"a": torch.arange(1, 6), "b": torch.full((count,), 7.25)}
+    ckpt.save(state, tmp_path / "c")
+    (file,) = (each for each in (tmp_path / "c").glob("*.distcp") if b"\0\0\xe8\x40" * 7 in each.read_bytes())
+    data = bytearray(file.read_bytes())
+    data[data.index(b"\0\0\xe8\x40" * 7) + 9] ^= 1
+    file.write_bytes(data)
+    target = {"a": torch.zeros(5, dtype=torch.int64), "b": torch.zeros(count, dtype=dtype)}
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=r"the bytes of b .* do not match their CRC") as caught:
+        ckpt.load(tmp_path / "c", target, dtype=dtype)
+    assert not target["b"].any()
+    assert "b" not in caught.value.placed + caught.value.partly_placed
+    assert ("a" in caught.value.placed) == bool(target["a"].any())
+
+
 def test_what_can_be_known_before_is_looked_at_before(ckpt, tmp_path: Path) -> None:
     """Damaged objects and damaged framing leave every tensor of the target as it is."""
     state = large_state(3, kib=2048) | {"small": torch.arange(5), "o": {"k": [1, 2]}}

@@ -22,6 +22,7 @@ from aiockpt.storage.local import orphans, temp_dir
 from aiockpt.storage.local.orphans import HostFacts, classify, clean
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import (
+    REPLACED,
     Owner,
     _start_ticks,
     hold,
@@ -433,6 +434,17 @@ def test_nothing_is_removed_before_what_replaced_it_is_durable(
     assert sorted(os.listdir(left[0])) == [".metadata", "__0_0.distcp"]
     assert clean(str(tmp_path), fsync=False) == ([str(left[0])], False)
     assert calls[3:] == ["rename to swept"]
+
+
+def test_a_file_is_not_removed_before_what_replaced_it_is_durable(dead, tmp_path: Path, monkeypatch) -> None:
+    left = tmp_path / name_of(dead, 1, REPLACED)
+    left.write_bytes(b"old")
+    calls: list[str] = []
+    real = os.unlink
+    monkeypatch.setattr(orphans.os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(orphans.os, "unlink", lambda name, **where: (calls.append(name), real(name, **where)))
+    assert clean(str(tmp_path), fsync=True) == ([str(left)], False)
+    assert calls == [str(tmp_path), left.name]
 
 
 def test_without_locks_only_time_is_a_proof(dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

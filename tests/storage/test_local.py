@@ -380,6 +380,20 @@ async def test_what_comes_to_the_path_at_the_last_moment_is_looked_at(
     assert sorted(os.listdir(tmp_path)) == ["c", "moved"]
 
 
+async def test_what_is_no_checkpoint_is_not_moved_even_for_a_moment(workers, tmp_path: Path, monkeypatch) -> None:
+    path, moved = tmp_path / "c", []
+    monkeypatch.setattr(commit, "rename_exchange", lambda *names: moved.append(names))
+    monkeypatch.setattr(commit, "replace_in_steps", lambda *names: moved.append(names))
+    transaction = await LocalStorage().begin(str(path), overwrite=True, workers=workers)
+    path.mkdir()
+    (path / "thesis.tex").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match=r"\(thesis.tex\); overwrite=True replaces a"):
+        await transaction.commit()
+    await transaction.abort()
+    assert not moved
+    assert (path / "thesis.tex").read_text() == "mine"
+
+
 @pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="there is no sysfs")
 async def test_directories_that_nobody_has_made_are_not_synced(monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []

@@ -215,6 +215,24 @@ def test_reading_finds_the_new_one_and_changes_nothing(ckpt, dead, tmp_path: Pat
     clean(str(tmp_path), fsync=True)
 
 
+def test_the_name_is_durable_before_the_record_goes(ckpt, dead, tmp_path: Path) -> None:
+    path = interrupted(ckpt, tmp_path, dead)
+    hidden = f"{tmp_path}/.aiockpt-{dead}.{7:016x}"
+    seen: list[list[bool]] = []
+
+    def sync() -> None:
+        seen.append([os.path.lexists(each) for each in (path, hidden + REPLACED, hidden + RECORD)])
+
+    assert replacing.complete(hidden, str(path), sync)
+    assert seen == [[True, True, True]]
+    path.rename(hidden)
+    replacing._put_back(hidden + REPLACED, str(path), hidden, sync, None)
+    assert seen == [[True, True, True], [True, False, True]]
+    assert value_at(ckpt, path) == 0
+    assert sorted(os.listdir(tmp_path)) == [os.path.basename(hidden), "c"]
+    clean(str(tmp_path), fsync=False)
+
+
 def test_the_next_save_beside_it_completes_it(ckpt, dead, tmp_path: Path) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     with aiockpt.SyncCheckpointer(process_group=None) as other:
