@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aiockpt.format.dict_keys import FACTORIES, MOST_BITS, check_hashes, decode_key, encode_key, is_key
 from aiockpt.format.item.arrays import ARRAY_RECORD, array_of
-from aiockpt.format.keys import containers_within
+from aiockpt.format.keys import FACTORIES, MOST_BITS, check_hashes, containers_within, decode_key, encode_key, is_key
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence

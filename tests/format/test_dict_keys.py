@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aiockpt.format.dict_keys import check_hashes, decode_key, encode_key, is_key
+from aiockpt.format.keys import check_hashes, decode_key, encode_key, is_key
 from aiockpt.format.manifest.reader import containers
 
 KEYS = [1.5, -0.0, 1e300, math.inf, -math.inf, True, None, 7, (), (1, "x"), (1.5, (None, (True, "a.b"))), (math.inf,)]

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.item.ziparchive import data_offset, read_directory
-from aiockpt.format.torch_file.archive import open_archive
-from aiockpt.format.torch_file.torch_file import TorchFile, holds_tensors, read_torch_file
+from aiockpt.format.torch_file.torch_file import TorchFile, holds_tensors, open_archive, read_torch_file
 from tests.states import assert_same, random_tensor, raw_bytes, storable_dtypes, training_state
 
 RAN: list[str] = []

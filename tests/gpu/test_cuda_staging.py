@@ -14,9 +14,8 @@ import torch
 
 import aiockpt
 from aiockpt.options import StagingWindow
-from aiockpt.staging.cuda_driver import allow_captures
 from aiockpt.staging.pool import Chunk
-from aiockpt.staging.runtime import CudaRuntime
+from aiockpt.staging.runtime import CudaRuntime, allow_captures
 from tests.states import assert_same, random_tensor
 
 pytestmark = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aiockpt.staging import cuda_driver
+from aiockpt.staging import runtime
 
 
 class FakeDriver:
@@ -48,8 +48,8 @@ MADE = ["Init", "DeviceGet", "DevicePrimaryCtxRetain", "CtxPushCurrent_v2", "Str
 )
 def test_a_stream_is_made_or_nothing_is_left(failing, address, calls, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver(*[failing] if failing else [])
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: fake)
-    assert cuda_driver._new_stream(0) == address
+    monkeypatch.setattr(runtime, "_driver", lambda: fake)
+    assert runtime._new_stream(0) == address
     assert fake.calls == calls
     assert fake.mode == 0  # as the thread had it
     assert set(fake.modes) <= {1}
@@ -63,22 +63,22 @@ def test_a_stream_is_one_users_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
     addresses = iter(range(0x1000, 0x9000, 0x1000))
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
-    monkeypatch.setattr(cuda_driver, "_new_stream", lambda index: next(addresses))
-    monkeypatch.setattr(cuda_driver, "_spare", cuda_driver.defaultdict(list))
+    monkeypatch.setattr(runtime, "_new_stream", lambda index: next(addresses))
+    monkeypatch.setattr(runtime, "_spare", runtime.defaultdict(list))
     first, second = (torch.device("cuda", index) for index in range(2))
-    one, two = cuda_driver.take_stream(first), cuda_driver.take_stream(first)
-    cuda_driver.give_stream_back(one)
-    assert cuda_driver.take_stream(second).address == 0x3000
-    assert cuda_driver.take_stream(first) is one
-    assert cuda_driver.take_stream(first).address == 0x4000
-    monkeypatch.setattr(cuda_driver, "_new_stream", lambda index: None)
+    one, two = runtime.take_stream(first), runtime.take_stream(first)
+    runtime.give_stream_back(one)
+    assert runtime.take_stream(second).address == 0x3000
+    assert runtime.take_stream(first) is one
+    assert runtime.take_stream(first).address == 0x4000
+    monkeypatch.setattr(runtime, "_new_stream", lambda index: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"one of torch's, on {index}")
-    assert cuda_driver.take_stream(first) == "one of torch's, on 0"
-    cuda_driver.give_stream_back("one of torch's")
+    assert runtime.take_stream(first) == "one of torch's, on 0"
+    runtime.give_stream_back("one of torch's")
     assert [two.address] == [0x2000]
 
 
 def test_without_a_driver_nothing_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: None)
-    assert cuda_driver._new_stream(0) is None
-    assert not cuda_driver.allow_captures()
+    monkeypatch.setattr(runtime, "_driver", lambda: None)
+    assert runtime._new_stream(0) is None
+    assert not runtime.allow_captures()

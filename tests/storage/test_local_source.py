@@ -12,7 +12,7 @@ import torch
 from isal.isal_zlib import crc32
 
 import aiockpt
-from aiockpt.storage.local import file as local_file
+from aiockpt.storage.local import source as local_file
 from aiockpt.storage.local.source import LocalSource, open_source
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages
 from tests.states import random_tensor

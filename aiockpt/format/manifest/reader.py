@@ -20,10 +20,10 @@ from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.checks import MAX_DIMS, check_paths
-from aiockpt.format.dict_keys import FACTORIES, decode_key
 from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.index import Index
 from aiockpt.format.item.arrays import ARRAY_RECORD, check_arrays
+from aiockpt.format.keys import FACTORIES, decode_key
 from aiockpt.format.manifest.columnar_index import IndexedEntries, IndexedPaths, ItemForm
 from aiockpt.format.manifest.index_writer import head_of
 from aiockpt.format.manifest.manifest import FORMAT_VERSION, SEAL, FileFacts, JsonValue, Manifest, read_user_metadata

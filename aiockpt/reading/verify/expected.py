@@ -10,8 +10,7 @@ from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.boxes import overlapping
 from aiockpt.format.index import InlineEntry, ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.names import HIDDEN, METADATA_NAME
-from aiockpt.planning.segments import Extent, split_overlaps
-from aiockpt.reading.verify.stored import KeyRef, StoredFile, StoredItem
+from aiockpt.reading.verify.stored import Extent, KeyRef, StoredFile, StoredItem, split_overlaps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,9 +13,18 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointEr
 from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, read_framing
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES
 from aiockpt.format.item.ziparchive import FramingError
-from aiockpt.planning.segments import Extent, Segment, cut_segments, group_segments, split_overlaps
 from aiockpt.reading.executor import run_each
-from aiockpt.reading.verify.stored import CheckedRange, StoredFile, StoredItem, combined
+from aiockpt.reading.verify.stored import (
+    CheckedRange,
+    Extent,
+    Segment,
+    StoredFile,
+    StoredItem,
+    combined,
+    cut_segments,
+    group_segments,
+    split_overlaps,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
