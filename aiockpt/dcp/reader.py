@@ -128,7 +128,8 @@ class FileSystemReader(filesystem.FileSystemReader):
                 self._transformed = source.items
         self._described = DescribedCheckpoint(index, self._transformed)
         metadata = self._described.metadata
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
+        stored = {name: value for name, value in index.storage_meta.items() if name in StorageMeta.__dataclass_fields__}
+        metadata.storage_meta = StorageMeta(**{"checkpoint_id": self.path, **stored, "load_id": self.load_id})
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:

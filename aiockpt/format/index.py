@@ -88,4 +88,5 @@ class Index:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the user's own
     format: Format = "dcp"
     wrapped: str | None = None  # the only key, if what was saved was no dict
+    storage_meta: Mapping[str, Any] = field(default_factory=dict)  # what DCP's metadata says of its save
     is_transformed: bool = False  # some items have `ItemRange.transforms`, and can't be read as they are stored

@@ -102,6 +102,32 @@ def test_metadata_says_what_torchs_reader_says(tmp_path: Path, writer: str) -> N
     assert again.storage_data == theirs.storage_data
 
 
+class Described(dcp.FileSystemWriter):
+    """Stores more about its save, as subclasses of torch's writer may."""
+
+    def storage_meta(self) -> Any:
+        return dataclasses.replace(super().storage_meta(), modules=["model", "optim"])
+
+
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriter, Described])
+def test_metadata_keeps_what_is_stored_about_the_save(tmp_path: Path, writer: Any) -> None:
+    saved = writer(tmp_path / "c")
+    dcp.save({"w": torch.rand(2)}, storage_writer=saved)
+    reader, theirs = FileSystemReader(tmp_path / "c"), dcp.FileSystemReader(tmp_path / "c")
+    found = reader.read_metadata().storage_meta
+    assert found is not None
+    assert (found.save_id, found.load_id) == (saved.save_id, reader.load_id)
+    assert dataclasses.replace(found, load_id=theirs.load_id) == theirs.read_metadata().storage_meta
+    hostile = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    hostile.storage_meta.save_id, hostile.storage_meta.modules = ["no", "text"], [1]
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(hostile))
+    found = reader.read_metadata().storage_meta
+    assert (found.save_id, found.modules) == (None, [])
+    hostile.storage_meta = None
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(hostile))
+    assert reader.read_metadata().storage_meta == type(found)(checkpoint_id=tmp_path / "c", load_id=reader.load_id)
+
+
 def test_metadata_of_another_reader_will_do(tmp_path: Path) -> None:
     state = state_of()
     save_with("torch", state, tmp_path / "c")

@@ -8,7 +8,9 @@ Source of the layout: ``torch/distributed/checkpoint/metadata.py`` and ``filesys
 
 from __future__ import annotations
 
+import pathlib
 import reprlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,9 +79,15 @@ _INDEX_NAMES = ("fqn", "index", "offset")
 _INFO_NAMES = ("relative_path", "offset", "length")
 
 
-def _path(*parts: Any) -> None:
+@dataclass(frozen=True, slots=True)
+class _Path:
+    parts: tuple[str, ...]
+
+
+def _path(*parts: Any) -> _Path:
     if not all(type(part) is str for part in parts):
         raise TypeError("a path of something other than texts")
+    return _Path(parts)
 
 
 def _ignored(*_args: Any) -> None:
@@ -141,7 +149,8 @@ class _Decoder:
         entries = {_text(name): self._entry(name, value) for name, value in described.items()}
         paths = self._paths(_dict_of(fields, "planner_data"), entries)
         check_paths(paths)
-        return Index(entries, paths, is_transformed=self._is_transformed)
+        meta = _storage_meta(fields.get("storage_meta"))
+        return Index(entries, paths, is_transformed=self._is_transformed, storage_meta=meta)
 
     def _find_global(self, module: str, name: str) -> Any:
         known = _NAMES.get((module, name))
@@ -272,6 +281,18 @@ def _dict_of(fields: dict[str, Any], name: str) -> dict[Any, Any]:
     if type(value) is not dict:
         raise TypeError(f"{name} is a {type(value).__name__}")
     return value
+
+
+def _storage_meta(record: Any) -> dict[str, Any]:
+    """Return the fields of a StorageMeta that are what they should be; nothing depends on them."""
+    fields = record.fields() if type(record) is _StorageMeta else {}
+    found = {name: fields[name] for name in ("checkpoint_id", "save_id", "load_id") if type(fields.get(name)) is str}
+    modules = fields.get("modules")
+    if type(modules) is list and set(map(type, modules)) <= {str}:
+        found["modules"] = list(modules)
+    if type(place := fields.get("checkpoint_id")) is _Path:
+        found["checkpoint_id"] = pathlib.Path(*place.parts)
+    return found
 
 
 def _dtype_of(properties: Any) -> torch.dtype:
