@@ -135,13 +135,8 @@ def hint(missing: Sequence[str], names: Iterable[str], asked: Container[str] = (
     """Return sentences, after a space, on stored names that look like the missing ones; '' if none does.
 
     The first missing keys are compared with their neighbours among the names sorted from their beginnings and among
-    those sorted from their ends: a slip at one place leaves either what is before it or what is behind it.
-
-    Args:
-        missing: names, and names of containers, that are not there.
-        names: all names there are.
-        asked: names that were asked for themselves, and so are not suggested for others.
-        fills: add how to load into a target all the same.
+    those sorted from their ends: a slip at one place leaves either what is before it or what is behind it. Names in
+    ``asked`` are not suggested for others; ``fills`` adds how to load into a target all the same.
     """
     missing = [key.removesuffix(".*") for key in missing[:_COMPARED] if len(key) < _LETTERS]
     candidates = [name for name in names if name not in asked and len(name) < _LETTERS]

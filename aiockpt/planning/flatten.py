@@ -82,13 +82,10 @@ def flatten(
     apart: Container[str] = (),
     memo: NameMemo | None = None,
 ) -> FlatState:
-    """Flatten a state dict, without changing it.
+    """Flatten a state dict, without changing it. ``memo`` keeps names and paths of large dicts between calls.
 
-    Args:
-        state_dict: what to flatten.
-        whole: names of sequences that stay one leaf, because DCP stores tuples of tensors so.
-        apart: names of sequences to flatten although they hold neither a tensor nor a dict.
-        memo: names and paths of large dicts of tensors from earlier calls; is added to.
+    ``whole`` has names of sequences that stay one leaf, because DCP stores tuples of tensors so; ``apart`` those of
+    sequences to flatten although they hold neither a tensor nor a dict.
     """
     if not isinstance(state_dict, Mapping):
         raise StructureError(

@@ -69,27 +69,14 @@ class Filled:
             )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Loading:
-    """One load of the facades: the engine's part, then the caller's.
+    """One load of the facades: the engine's part, then the caller's."""
 
-    Args:
-        call: the engine's part.
-        missing: the caller's list for missing keys.
-        conclude: reports the outcome of the caller's part to the other ranks; returns None if there are none.
-        threads: the threads that are calling `load_state_dict`; this one is added meanwhile.
-    """
-
-    def __init__(
-        self,
-        call: Call[Filled],
-        missing: list[str] | None,
-        conclude: Callable[[BaseException | None], Call[None] | None],
-        threads: set[int],
-    ) -> None:
-        self._call = call
-        self._missing = missing
-        self._conclude = conclude
-        self._threads = threads
+    _call: Call[Filled]  # the engine's part
+    _missing: list[str] | None  # the caller's list for missing keys
+    _conclude: Callable[[BaseException | None], Call[None] | None]  # reports to the other ranks; None if there are none
+    _threads: set[int]  # that are calling `load_state_dict`
 
     async def wait(self) -> Any:
         """Wait for the engine's part, then call `load_state_dict` in this task."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.errors import AiockptError, LoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
     from aiockpt.coordination.base import Coordinator
     from aiockpt.reading.apply_live import Filled
@@ -42,16 +42,10 @@ class Gathering:
         self._round: asyncio.Future[Any] | None = None
 
     async def agree(self, error: BaseException | None = None, reads: int = 0) -> bool:
-        """Report success or ``error`` to the other ranks, and wait for theirs.
+        """Report success or ``error`` to the other ranks, and wait for theirs; ``reads`` is `TargetPlan.read_hash`.
 
-        Cancelling returns at once; `leave` then notifies the other ranks.
-
-        Args:
-            error: the failure of this rank.
-            reads: a hash of the byte ranges that this rank is about to read; 0 for few bytes.
-
-        Returns:
-            Whether another rank of this host is about to read the same bytes.
+        Cancelling returns at once; `leave` then notifies the other ranks. Returns whether another rank of this host is
+        about to read the same bytes.
         """
         mine = (socket.gethostname(), reads) if error is None else error
         same: bool = await self._meet(mine, _read_the_same, error)
@@ -99,20 +93,32 @@ async def load_together(
     turn: asyncio.Lock,
     load: Callable[[Gathering], Awaitable[Filled]],
 ) -> Filled:
-    """Load with the other ranks.
+    """Load with the other ranks. Cancelling returns at once; a background task notifies the other ranks.
 
-    Cancelling returns at once; a background task notifies the other ranks.
-
-    Args:
-        gathering: this rank's part.
-        turn: held during a load, so that the loads of all ranks run one by one, in the order of the calls. If any
-            rank has live objects, `conclude` releases it.
-        load: the load, which calls `Gathering.agree` once before it changes anything, or raises.
+    ``turn`` is held during a load, so that the loads of all ranks run one by one, in the order of the calls. If any
+    rank has live objects, `conclude` releases it. ``load`` calls `Gathering.agree` before it changes anything.
     """
     mine = asyncio.ensure_future(turn.acquire())
-    try:
+    with _ending_turn(gathering, turn, mine):
         await asyncio.shield(mine)
         result = await _in_turn(gathering, load)
+    if not gathering.is_handing_over:
+        turn.release()
+    return result
+
+
+async def conclude(gathering: Gathering, turn: asyncio.Lock, error: BaseException | None) -> None:
+    """Agree on whether all live objects were given their states, and end the turn; see `load_together`."""
+    with _ending_turn(gathering, turn):
+        await gathering.agree(error)
+    turn.release()
+
+
+@contextlib.contextmanager
+def _ending_turn(gathering: Gathering, turn: asyncio.Lock, mine: asyncio.Future[Any] | None = None) -> Iterator[None]:
+    """End the turn after an error; after a cancellation a task does so when it has notified the other ranks."""
+    try:
+        yield
     except asyncio.CancelledError:
         leaving = asyncio.ensure_future(_leave(gathering, mine, turn))
         _leavers.add(leaving)
@@ -121,24 +127,6 @@ async def load_together(
     except BaseException:
         turn.release()
         raise
-    if not gathering.is_handing_over:
-        turn.release()
-    return result
-
-
-async def conclude(gathering: Gathering, turn: asyncio.Lock, error: BaseException | None) -> None:
-    """Agree on whether all live objects were given their states, and end the turn; see `load_together`."""
-    try:
-        await gathering.agree(error)
-    except asyncio.CancelledError:
-        leaving = asyncio.ensure_future(_leave(gathering, None, turn))
-        _leavers.add(leaving)
-        leaving.add_done_callback(_leavers.discard)
-        raise
-    except BaseException:
-        turn.release()
-        raise
-    turn.release()
 
 
 async def _in_turn(gathering: Gathering, load: Callable[[Gathering], Awaitable[Filled]]) -> Filled:

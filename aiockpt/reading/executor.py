@@ -103,15 +103,7 @@ async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T
 
 
 class ReadExecutor:
-    """Executes reads of one checkpoint with the engine's threads.
-
-    Args:
-        source: the checkpoint's files.
-        path: the checkpoint, for messages.
-        options: ``verify`` and the options of unpickling.
-        tools: the engine's threads and memory.
-        known: a cache of parsed items; new ones are added.
-    """
+    """Executes reads of one checkpoint with the engine's threads; ``known`` is a cache of parsed items."""
 
     def __init__(
         self,

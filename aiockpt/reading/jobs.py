@@ -228,10 +228,7 @@ class CoalescedRead:
 def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReader) -> list[CoalescedRead]:
     """Group items: neighbours in a file become one span, and a few spans one job.
 
-    Args:
-        reads: the items, each smaller than ``most_bytes``.
-        most_bytes: the size of the buffer, which also holds gaps between items and a page per span for alignment.
-        framing: reads their framing.
+    A job's buffer of ``most_bytes`` also holds gaps between items, and a page per span for alignment.
     """
     jobs: list[CoalescedRead] = []
     spans: list[_Span] = []
@@ -319,14 +316,9 @@ def _has_strides(target: torch.Tensor, item: TensorItem) -> bool:
 
 
 class ChunkRead:
-    """The requested elements of one stored chunk in stored order, read in parts of up to ``part_bytes``.
+    """The requested elements of one stored chunk in stored order, read in parts of up to ``part_bytes``, whole pages.
 
-    Args:
-        read: the request.
-        item: the chunk's item.
-        memory: memory for the whole payload, if the request has no target.
-        part_bytes: the size of a part, a multiple of the page size.
-        framing: has the source.
+    Without a target they go to ``memory``, which has room for the whole payload.
     """
 
     def __init__(

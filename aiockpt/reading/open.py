@@ -75,13 +75,9 @@ def read_index(
 ) -> tuple[Index, Manifest | None]:
     """Read and check the index of a checkpoint, and its manifest, if it has one. Blocks.
 
-    Args:
-        source: the files.
-        path: the checkpoint, for messages.
-        safe_globals: the globals that objects inside of a ``torch.save`` file may use.
-        trust: unpickle objects without restriction, and do not limit their decoded size.
-        as_stored: return what DCP's metadata says, for its planners: quantized tensors are tensors, and tensors may
-            lack chunks, as in the metadata of one rank.
+    ``trust``: unpickle objects without restriction, and do not limit their decoded size. ``as_stored``: return what
+    DCP's metadata says, for its planners: quantized tensors are tensors, and tensors may lack chunks, as in the
+    metadata of one rank.
     """
     try:
         check_place(source, path)

@@ -133,15 +133,7 @@ def plan_reads(
     options: LoadOptions,
     enums: Mapping[str, type[Enum]],
 ) -> ReadPlan:
-    """Plan the reads of whole entries into new memory, and of parts of tensors into new memory or `ReadRequest.out`.
-
-    Args:
-        path: the checkpoint, for messages.
-        whole: the entries.
-        parts: the requests of parts, and of tensors to fill.
-        options: the device and dtype of new tensors, and whether files are mapped.
-        enums: the Enum classes allowed for objects, by key.
-    """
+    """Plan the reads of whole entries into new memory, and of parts of tensors into new memory or `ReadRequest.out`."""
     plan = ReadPlan(target_device(options.map_location))
     tensors: dict[str, TensorEntry] = {}
     for name, entry in whole.items():
@@ -239,12 +231,7 @@ def reads_of(
 ) -> list[TensorRead]:
     """Return one read for each stored chunk that overlaps the requested part of a tensor.
 
-    Args:
-        name: the key.
-        entry: the stored tensor.
-        target: the tensor to fill, of the shape of the part.
-        wanted: the part, per dimension; None: all.
-        fills: see `TensorRead`.
+    ``target`` has the shape of the part; ``wanted`` is the part, per dimension (None: all).
     """
     if 0 in target.shape:
         return []

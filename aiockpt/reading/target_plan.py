@@ -72,15 +72,7 @@ class TargetPlan:
 
 @gc_pause()
 def plan_target(path: str, index: Index, options: LoadOptions, target: ResolvedState, state_dict: Any) -> TargetPlan:
-    """Compare a target with what is stored.
-
-    Args:
-        path: the checkpoint, for messages.
-        index: its index.
-        options: the keys, the dtype, and whether keys may be missing.
-        target: the state, with state dicts in place of live objects.
-        state_dict: the state as the caller passed it.
-    """
+    """Compare a target, in which state dicts replace live objects, with what is stored."""
     planner = _Planner(path, index, options, target)
     flat = planner.flatten()
     planner.plan_leaves(flat)

@@ -48,11 +48,7 @@ def expose(
 ) -> tuple[Index, list[VirtualFile]]:
     """Return the index with transformed items moved to virtual files, and these files.
 
-    Args:
-        path: the checkpoint, for messages.
-        index: the index, whose byte ranges were checked.
-        facts: the manifest's facts about transformed items, by file and offset.
-        trust: do not limit the decoded size of objects.
+    ``facts`` are the manifest's, by file and offset; ``trust``: do not limit the decoded size of objects.
     """
     exposer = _Exposer(path, facts, trust=trust)
     entries = {key: exposer.entry(key, entry) for key, entry in index.entries.items()}

@@ -63,10 +63,6 @@ class SaveJob:
     """A save in flight: its specification, how far it is, and how it ends.
 
     It is the `Control` behind the `SaveHandle`: `cancel` and `fence` may be called from any thread.
-
-    Args:
-        spec: what to save.
-        origin: the engine.
     """
 
     turn: Turn  # since `enter_loop`
@@ -159,8 +155,7 @@ class SaveJob:
     def order_behind(self, timeout: float | None) -> bool:
         """Make the caller's current streams wait for the copies; block until these are enqueued.
 
-        Returns:
-            Whether there is anything left to wait for; if not, the save is staged or has failed.
+        Returns whether there is anything left to wait for; if not, the save is staged or has failed.
         """
         timeout = check_timeout(timeout)
         if not self.handle.staged.done():

@@ -192,9 +192,7 @@ class _Save:
     async def _write_and_commit(self, plan: SavePlan, fill: Fill) -> SaveResult:
         """Write everything and publish it, or leave nothing of it: the course of every save.
 
-        Args:
-            plan: what to write.
-            fill: puts every chunk to the writer: from the tensors, or from staging memory that was kept.
+        ``fill`` puts every chunk to the writer: from the tensors, or from staging memory that was kept.
         """
         job, strategy = self._job, self._strategy
         try:
@@ -436,14 +434,7 @@ def _keep() -> None:
 
 
 def _run_hook(hook: Hook, path: str, what: str, origin: Origin) -> None:
-    """Call a hook; await what it gives, in an event loop of its own. Blocks.
-
-    Args:
-        hook: is called.
-        path: the checkpoint.
-        what: what the hook is for.
-        origin: the engine, whose saves can't be waited for meanwhile.
-    """
+    """Call a hook, and await what it returns in an event loop of its own. Blocks."""
     try:
         with Duty(origin, "saves", f"the {what} hook of {path}"):
             value = hook(path)

@@ -73,14 +73,7 @@ async def _abort(transaction: Transaction | None, error: BaseException) -> BaseE
 
 
 class LocalSave(SaveStrategy):
-    """A save of one process.
-
-    Args:
-        job: the save.
-        planner: keeps the layouts of earlier saves.
-        compute: threads to plan in.
-        io: threads to write in.
-    """
+    """A save of one process."""
 
     can_replan = True
 
@@ -123,15 +116,7 @@ class LocalSave(SaveStrategy):
 
 
 class AppendSave(SaveStrategy):
-    """A save that adds files to a directory, which its caller makes a checkpoint of.
-
-    Args:
-        job: the save; its path is the directory.
-        form: how the files are laid out.
-        planner: plans the files.
-        compute: threads to plan in.
-        io: threads to write in.
-    """
+    """A save that adds files to a directory, which its caller makes a checkpoint of."""
 
     def __init__(self, job: SaveJob, form: DcpFormat, planner: LocalPlanner, compute: Workers, io: Workers) -> None:
         self._job = job

@@ -165,12 +165,8 @@ def capture_state(
 ) -> Snapshot:
     """Capture a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
-    Args:
-        state_dict: live objects in it are asked for their state dicts.
-        memo: names of earlier captures, see `aiockpt.planning.flatten.flatten`.
-        ranks: how many ranks save their parts of distributed tensors together; None: this process alone.
-        once: leave out the parts whose copy on another rank is saved.
-        sampled: keep samples of all tensors, see `aiockpt.snapshot.sampling.Samples`.
+    ``ranks`` is how many save their parts of distributed tensors together (None: this process alone); with ``once``,
+    parts whose copy on another rank is saved are left out. ``sampled``: keep samples of all tensors, see `Samples`.
     """
     resolved = resolve(state_dict, SaveError)
     try:

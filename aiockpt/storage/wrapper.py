@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.storage.base import (
     FileSink,
@@ -10,7 +10,6 @@ from aiockpt.storage.base import (
     SharedStorage,
     SharedTransaction,
     Source,
-    Status,
     Storage,
     Transaction,
     shared_storage,
@@ -117,6 +116,16 @@ class WrapperStorage(SharedStorage):
         return _WrapperSource(self, await self.inner.open(path, workers=workers))
 
 
+def _passed_on(step: Step, *, named: bool = False) -> Any:
+    """Return the method of a step that only `SharedTransaction` has; ``named``: its first argument names a file."""
+
+    async def method(self: _WrapperTransaction, *args: Any) -> Any:
+        await self._storage.before(step, args[0] if named else self._path)
+        return await getattr(self._shared, step)(*args)
+
+    return method
+
+
 class _WrapperTransaction(SharedTransaction):
     def __init__(self, storage: WrapperStorage, inner: Transaction, path: str) -> None:
         self._storage = storage
@@ -152,40 +161,17 @@ class _WrapperTransaction(SharedTransaction):
     def identity(self) -> Identity | None:
         return self._shared.identity
 
-    async def sizes(self) -> Mapping[str, int]:
-        await self._storage.before("sizes", self._path)
-        return await self._shared.sizes()
-
-    async def put_sidecar(self, name: str, data: bytes) -> None:
-        await self._storage.before("put_sidecar", name)
-        await self._shared.put_sidecar(name, data)
-
-    async def get_sidecar(self, name: str) -> bytes | None:
-        await self._storage.before("get_sidecar", name)
-        return await self._shared.get_sidecar(name)
-
-    async def delete_sidecar(self, name: str) -> None:
-        await self._storage.before("delete_sidecar", name)
-        await self._shared.delete_sidecar(name)
-
-    async def delete_file(self, name: str) -> None:
-        await self._storage.before("delete_file", name)
-        await self._shared.delete_file(name)
-
-    async def status(self) -> Status:
-        await self._storage.before("status", self._path)
-        return await self._shared.status()
-
-    async def finalize(self) -> None:
-        await self._storage.before("finalize", self._path)
-        await self._shared.finalize()
-
     async def release(self) -> None:
         await self._shared.release()
 
-    async def discard_all(self) -> None:
-        await self._storage.before("discard_all", self._path)
-        await self._shared.discard_all()
+    sizes = _passed_on("sizes")
+    put_sidecar = _passed_on("put_sidecar", named=True)
+    get_sidecar = _passed_on("get_sidecar", named=True)
+    delete_sidecar = _passed_on("delete_sidecar", named=True)
+    delete_file = _passed_on("delete_file", named=True)
+    status = _passed_on("status")
+    finalize = _passed_on("finalize")
+    discard_all = _passed_on("discard_all")
 
 
 class _WrapperSink(FileSink):

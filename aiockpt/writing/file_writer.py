@@ -111,11 +111,7 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     async def commit(self) -> dict[str, int]:
-        """Publish the checkpoint of one process under its final name, durably.
-
-        Returns:
-            The size in bytes of each file except the manifest.
-        """
+        """Publish the checkpoint of one process under its final name, durably; return the size of each file."""
 
     def revoke(self) -> None:
         """Keep a `commit` that hangs in a thread from publishing anything later. Does not block."""
@@ -132,16 +128,10 @@ class ChunkWriter(ABC):
 
 
 class FileWriter(ChunkWriter):
-    """Writes the files in this process.
+    """Writes the files in this process: ``images``, with the first bytes and the name of each.
 
-    Args:
-        images: the files.
-        heads: the first bytes of each.
-        names: what each is called.
-        threads: for computing and for the disk.
-        after: set when the save before is over; no file is created earlier.
-        progress: counts what is written.
-        codings: how the items of each image are encoded; None: they are stored as they are.
+    No file is created before ``after`` is set, when the save before is over. Without ``codings`` items are stored as
+    they are.
     """
 
     def __init__(

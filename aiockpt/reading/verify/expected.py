@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 
 class Inventory:
-    """The files and items that should be there.
-
-    Args:
-        sizes: the size of each existing file.
-        facts: size and CRC of the files, from the manifest; empty without one.
-        findings: collects the problems.
-    """
+    """The files and items that should be there, by the manifest's ``facts``; ``sizes`` has the files that exist."""
 
     def __init__(self, sizes: Mapping[str, int], facts: Mapping[str, FileFacts], findings: Findings) -> None:
         self._sizes = dict(sizes)

@@ -372,19 +372,11 @@ def move_in(
     replace: bool = False,
     obsolete: str | None = None,
 ) -> list[str]:
-    """Move a finished checkpoint into a directory; if that fails, none of it stays there.
+    """Move a finished checkpoint into a directory; if that fails, none of it stays there. Return the final paths.
 
-    Args:
-        hidden: where the files are.
-        target: the directory.
-        names: the final name of each file but ``last``; they must be free.
-        last: the file that makes it a checkpoint.
-        fsync: make the other files durable before ``last`` appears. The caller syncs ``target`` once more.
-        replace: replace a file called ``last``, instead of raising FileExistsError.
-        obsolete: a file that is removed right before ``last`` is replaced.
-
-    Returns:
-        The paths of all files that were moved, ``last`` being the last one.
+    ``names`` has the final name of each file but ``last``, the one that makes it a checkpoint and appears last; it may
+    ``replace`` another, right before which the file ``obsolete`` is removed. With ``fsync`` the other files are durable
+    before; the caller syncs ``target`` once more.
     """
     moved: list[str] = []
     try:
