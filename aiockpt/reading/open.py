@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 _SHARD_INDEX = ".safetensors.index.json"
 _PART_NAME = re.compile(r"(__[0-9]+)?\.metadata|\.aiockpt\.json|.*\.distcp", re.DOTALL)
 _HIDDEN = re.compile(rf"(^|{re.escape(os.sep)})\.")
+_TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 _MOST_SHOWN = 10
 _JOINED = "aiockpt's own load joins the ranks' parts"
 _WRAPPED = "value"
@@ -112,12 +113,10 @@ def checkpoints_below(files: Collection[str]) -> list[str]:
     seen = [name.rpartition(os.sep) for name in files if not _HIDDEN.search(os.path.dirname(name))]
     found = {folder for folder, _, name in seen if folder and (name == METADATA_NAME or name.endswith(".safetensors"))}
     found |= {folder for folder, _, name in seen if folder and rank_metadata([name])}
-    found |= {os.path.join(folder, name) for folder, _, name in seen if folder not in found and _is_torch(name)}
+    found |= {
+        os.path.join(folder, name) for folder, _, name in seen if folder not in found and name.endswith(_TORCH_SUFFIXES)
+    }
     return sorted(found, key=_naturally, reverse=True)
-
-
-def _is_torch(name: str) -> bool:
-    return name.endswith((".pt", ".pth", ".ckpt", ".bin"))
 
 
 def _naturally(name: str) -> list[tuple[int, str]]:

@@ -62,27 +62,34 @@ class SaveStrategy(ABC):
         """Undo what was done since `plan`; return the error to raise. Not to be cancelled."""
 
 
-async def _abort(transaction: Transaction | None, error: BaseException) -> BaseException:
-    """Remove what was written; if that fails too, add a note to the error that led here."""
-    if transaction is not None:
-        try:
-            await transaction.abort()
-        except AiockptError as exc:
-            error.add_note(str(exc))
-    return error
+class _SaveAlone(SaveStrategy):
+    """A save without other ranks."""
+
+    def __init__(self, job: SaveJob, compute: Workers, io: Workers) -> None:
+        self._job = job
+        self._compute = compute
+        self._io = io
+        self._transaction: Transaction | None = None
+
+    async def fail(self, error: BaseException) -> BaseException:
+        """Remove what was written; if that fails too, add a note to the error that led here."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            try:
+                await transaction.abort()
+            except AiockptError as exc:
+                error.add_note(str(exc))
+        return error
 
 
-class LocalSave(SaveStrategy):
+class LocalSave(_SaveAlone):
     """A save of one process."""
 
     can_replan = True
 
     def __init__(self, job: SaveJob, planner: Planner, compute: Workers, io: Workers) -> None:
-        self._job = job
+        super().__init__(job, compute, io)
         self._planner = planner
-        self._compute = compute
-        self._io = io
-        self._transaction: Transaction | None = None
 
     async def plan(self) -> SavePlan:
         """Lay out the whole snapshot."""
@@ -109,22 +116,14 @@ class LocalSave(SaveStrategy):
         sizes = await writer.commit()
         return result_of(self._job, plan, sizes, times_s)
 
-    async def fail(self, error: BaseException) -> BaseException:
-        """Remove what was written."""
-        transaction, self._transaction = self._transaction, None
-        return await _abort(transaction, error)
 
-
-class AppendSave(SaveStrategy):
+class AppendSave(_SaveAlone):
     """A save that adds files to a directory, which its caller makes a checkpoint of."""
 
     def __init__(self, job: SaveJob, form: DcpFormat, planner: LocalPlanner, compute: Workers, io: Workers) -> None:
-        self._job = job
+        super().__init__(job, compute, io)
         self._form = form
         self._planner = planner
-        self._compute = compute
-        self._io = io
-        self._transaction: Transaction | None = None
 
     async def plan(self) -> DcpPlan:
         """Lay out the whole snapshot."""
@@ -156,7 +155,3 @@ class AppendSave(SaveStrategy):
         self._job.item_ranges = item_ranges(plan, writer.encoded)
         sizes = {name: facts.nbytes for name, facts in writer.files.items()}
         return result_of(self._job, plan, sizes, times_s)
-
-    async def fail(self, error: BaseException) -> BaseException:
-        """Remove the files."""
-        return await _abort(self._transaction, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import anyio
 
@@ -24,12 +24,7 @@ class Turn:
 
     def __init__(self, before: Turn | None) -> None:
         self._before = before
-        self._past: dict[Phase, anyio.Event] = {
-            "planned": anyio.Event(),
-            "staged": anyio.Event(),
-            "over": anyio.Event(),
-            "reported": anyio.Event(),
-        }
+        self._past: dict[Phase, anyio.Event] = {phase: anyio.Event() for phase in get_args(Phase)}
 
     async def wait_for(self, phase: Phase) -> None:
         """Wait until the save before is past a phase."""

@@ -123,50 +123,35 @@ class IndexedEntries(Mapping[str, Entry]):
         )
 
 
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
 class IndexedPaths(Mapping[str, ObjPath]):
-    """The path in the state dict of each name, made on access.
+    """The path in the state dict of each name, made on access; a row is the position of a name in ``names``."""
 
-    ``parents`` are the distinct paths of the containers that hold leaves, ``heads`` the common beginnings of their
-    leaves' names, ``parent_of`` has the parent of each row, and the leaves of the parents in ``sequences`` are elements
-    of a list.
-    """
-
-    __slots__ = ("_heads", "_names", "_numbers", "_parent_of", "_parents", "_sequences")
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        numbers: Mapping[str, int],
-        parents: Sequence[ObjPath],
-        heads: Sequence[str],
-        parent_of: Sequence[int],
-        sequences: frozenset[int],
-    ) -> None:
-        self._names = names
-        self._numbers = numbers
-        self._parents = parents
-        self._heads = heads
-        self._parent_of = parent_of
-        self._sequences = sequences
+    names: Sequence[str]
+    numbers: Mapping[str, int]  # row of each name
+    parents: Sequence[ObjPath]  # the distinct paths of the containers that hold leaves
+    heads: Sequence[str]  # the common beginning of the names of each parent's leaves
+    parent_of: Sequence[int]  # positions in ``parents``
+    sequences: frozenset[int]  # the parents whose leaves are elements of a list
 
     def __repr__(self) -> str:
-        return f"<IndexedPaths of {len(self._names)} leaves>"
+        return f"<IndexedPaths of {len(self.names)} leaves>"
 
     @property
     def has_positions(self) -> bool:
         """Whether a path leads through a list."""
-        return bool(self._sequences) or any(type(part) is int for parent in self._parents for part in parent)
+        return bool(self.sequences) or any(type(part) is int for parent in self.parents for part in parent)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._numbers
+        return name in self.numbers
 
     def __getitem__(self, name: str) -> ObjPath:
-        parent = self._parent_of[self._numbers[name]]
-        last = name[len(self._heads[parent]) :]
-        return (*self._parents[parent], int(last) if parent in self._sequences else last)
+        parent = self.parent_of[self.numbers[name]]
+        last = name[len(self.heads[parent]) :]
+        return (*self.parents[parent], int(last) if parent in self.sequences else last)

@@ -13,9 +13,8 @@ from aiockpt.format.names import HIDDEN, METADATA_NAME
 from aiockpt.reading.verify.stored import Extent, KeyRef, StoredFile, StoredItem, split_overlaps
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from aiockpt.format.boxes import Box
     from aiockpt.format.index import Entry, Index
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.reading.verify.report import Findings
@@ -117,7 +116,12 @@ class Inventory:
             return
         chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
         files = [chunk.place.file for chunk in entry.chunks]
-        for number, other in self._overlapping(key, chunks, files):
+        try:
+            overlaps = overlapping(chunks, bounded=True)
+        except CorruptCheckpointError as exc:
+            self._findings.add("coverage", files[0], str(exc), key=key)
+            overlaps = []
+        for number, other in overlaps:
             self._findings.add(
                 "coverage",
                 files[number],
@@ -130,13 +134,6 @@ class Inventory:
         if held != wanted:
             message = f"its chunks hold {held} elements, but its shape {entry.shape} has {wanted}"
             self._findings.add("coverage", files[0] if files else METADATA_NAME, message, key=key)
-
-    def _overlapping(self, key: str, chunks: Sequence[Box], files: Sequence[str]) -> list[tuple[int, int]]:
-        try:
-            return overlapping(chunks, bounded=True)
-        except CorruptCheckpointError as exc:
-            self._findings.add("coverage", files[0], str(exc), key=key)
-            return []
 
     def _add_item(
         self, place: ItemRange, kind: Literal["tensor", "object", "raw"], crc: int | None, owner: KeyRef

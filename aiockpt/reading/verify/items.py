@@ -79,16 +79,12 @@ class ItemVerifier:
         await self._run([functools.partial(self._check_decoded, group, source) for group in groups])
 
     def _check_decoded(self, files: Sequence[StoredFile], source: DecodedSource) -> None:
-        for file in files:
-            self._check_decoded_file(file, source)
-
-    def _check_decoded_file(self, file: StoredFile, source: DecodedSource) -> None:
-        known = source.items[file.name]
-        for item in file.items:
+        for name, item in [(file.name, item) for file in files for item in file.items]:
+            known = source.items[name]
             place = known.place
             stored = dataclasses.replace(item, file=place.file, start=place.offset, covered=known.crc is not None)
             try:
-                data = source.decode(file.name)
+                data = source.decode(name)
             except CorruptCheckpointError as exc:
                 self._report(stored, "item crc", str(exc))
             except LoadError as exc:

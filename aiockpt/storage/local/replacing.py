@@ -126,7 +126,7 @@ def replace_in_steps(
     """
     new, aside = identity(finished), hidden + REPLACED
     _write_record(hidden, path, fsync=sync is not None)
-    sync = sync or _nothing
+    sync = sync or (lambda: None)
     try:
         sync()
         with contextlib.suppress(FileNotFoundError):  # it was deleted
@@ -191,10 +191,6 @@ def _put_back(aside: str, path: str, hidden: str, sync: Callable[[], object], ca
 
 def _between(aside: str, exc: OSError) -> BetweenError:
     return BetweenError(exc.errno, f"what is replaced can't be given its name back ({exc}): it is in {aside}")
-
-
-def _nothing() -> None:
-    """Sync nothing."""
 
 
 def _write_record(hidden: str, path: str, *, fsync: bool) -> None:

@@ -109,32 +109,25 @@ class Staged:
     recovery: bytes | None = field(repr=False, default=None)  # a pickled RecoveryRecord, with several ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+@dataclass(frozen=True)
+class _Request:
+    save: int
+
+
+class Publish(_Request):
     """Publish the checkpoint."""
 
-    save: int
 
-
-@dataclass(frozen=True, slots=True)
-class CommitAsOrphan:
+class CommitAsOrphan(_Request):
     """Commit together with the writers of the other ranks: a trainer has died, so the trainers can't."""
 
-    save: int
 
-
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(_Request):
     """End a save: rank 0 has published it."""
 
-    save: int
 
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(_Request):
     """Cancel a save."""
-
-    save: int
 
 
 # --- from the writer process ---------------------------------------------------------------------------
