@@ -277,6 +277,9 @@ class SaveOptions:
             their CRCs. None: "safetensors" if the path ends in ``.safetensors``, else "dcp".
         shard_bytes: for a safetensors directory: the most bytes of tensors in one file, unless a single tensor is
             larger. None: 5 GB.
+        fqn_to_index_mapping: for a safetensors directory, instead of ``shard_bytes``: the number of the file of each
+            tensor, counted from 1, by its name. The largest number is the count in the names of the files. Names that
+            the state does not have are ignored.
         separation_hint: prefixes of names. Items with such a prefix go to files of their own, whose names begin with
             the prefix, so that for example the optimizer's part can be moved or deleted alone. For the "dcp" format.
         pre_commit: a function or coroutine function that is called with the path when all bytes are durable and
@@ -305,6 +308,7 @@ class SaveOptions:
     metadata: Mapping[str, Any] | None = None
     format: SaveFormat | None = None
     shard_bytes: int | None = None
+    fqn_to_index_mapping: Mapping[str, int] | None = None
     separation_hint: str | Sequence[str] | None = None
     pre_commit: Hook | None = None
     post_commit: Hook | None = None

@@ -127,14 +127,15 @@ class Coordinator:
         clock("check", book.check, results)
         files = clock("check", files_of, results)
         clock("check", _look_for, results, {name: facts.nbytes for name, facts in files.items()})
+        item_bytes = sum(facts.nbytes for facts in files.values())
         document = clock("metadata", book.documents, results)
         crc = clock("metadata", crc32, document)
         self.index_bytes = len(document)
         files = {**files, METADATA_NAME: FileFacts(len(document), crc)}
         times_s = {"captured": 0.001, "data_written": 1.0}
-        clock("manifest", world_manifest, {}, times_s, book, files, world.ranks)
+        clock("manifest", world_manifest, {}, times_s, book, files, item_bytes, world.ranks)
         sizes = {name: facts.nbytes for name, facts in files.items()}
-        self._told(clock, book.summaries(sizes))
+        self._told(clock, book.summaries(sizes, item_bytes))
 
     def _heard(self, clock: Clock, values: Iterable[Any]) -> list[Any]:
         """Take what all ranks bring, rank 0 its own without a message."""

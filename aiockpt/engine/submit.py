@@ -154,9 +154,9 @@ class Submitter:
             where,
             metadata,
             shard_bytes=request.shard_bytes,
+            fqn_to_index_mapping=request.fqn_to_index_mapping,
             separation_hint=request.separation_hint,
             files=self._options.writing_threads,
-            together=together,
         )
         validate = request.validate or self._options.validate
         check_choice("validate", validate, Validation)
@@ -164,7 +164,7 @@ class Submitter:
             request.state_dict,
             self._names,
             ranks=ranks,
-            once=together and self._options.planning == "decentralized",
+            once=together and self._options.planning == "decentralized" and format == "dcp",
             sampled=validate == "hash",
         )
         if form is not None:

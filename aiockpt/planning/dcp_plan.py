@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import SaveError
@@ -17,7 +17,7 @@ from aiockpt.format.manifest.columnar_index import ItemForm
 from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_index
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.layout import FileImage, align_up, assign_buckets, bucket_count, lay_out
-from aiockpt.planning.planner import FileFormat, Layout, SavePlan, StateSummary
+from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, StateSummary
 from aiockpt.planning.specs import describe, unstorable
 
 if TYPE_CHECKING:
@@ -28,13 +28,6 @@ if TYPE_CHECKING:
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.planning.specs import TensorSpec
-
-
-class RankLeaves(NamedTuple):
-    """The leaves that one of several ranks writes."""
-
-    prefix: str  # of the names of its files
-    leaves: Sequence[int]
 
 
 def prefix_of(rank: int) -> str:
@@ -112,6 +105,11 @@ class DcpPlan(SavePlan):
     layout: DcpLayout
     objects: Sequence[tuple[str, ItemRange]] = field(repr=False)
 
+    @property
+    def object_places(self) -> Mapping[int, ItemRange]:
+        """Where each object is stored."""
+        return dict(zip(self.layout.objects, (place for _, place in self.objects), strict=True))
+
     def documents(self) -> dict[str, bytes]:
         """Encode `.metadata`."""
         return {METADATA_NAME: finish_metadata(self.layout.metadata_head, self.objects)}
@@ -141,6 +139,10 @@ class DcpFormat(FileFormat):
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Describe a tensor; its dense strides are kept."""
         return describe(tensor)
+
+    def framing(self, name: str, spec: TensorSpec | None) -> Framing:
+        """Return the framing of a tensor's item."""
+        return framing_of(name, spec)
 
     def lay_out(self, summary: StateSummary, snapshot: Snapshot, written: RankLeaves | None = None) -> DcpPlan:
         """Distribute the tensors that this rank writes (None: all) over a few files of about one size."""

@@ -6,7 +6,7 @@ import heapq
 import struct
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from isal.isal_zlib import crc32, crc32_combine
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from aiockpt.format.item.ziparchive import Framing
 
+
+T = TypeVar("T")
 
 # Below this, another file costs more in opening and syncing than it gains in parallel writing.
 MIN_BUCKET_BYTES = 8 << 20
@@ -42,9 +44,9 @@ def assign_buckets(sizes: list[int], count: int) -> list[list[int]]:
     return buckets
 
 
-def split_in_order(sizes: Mapping[int, int], most_bytes: int | None) -> list[list[int]]:
+def split_in_order(sizes: Mapping[T, int], most_bytes: int | None) -> list[list[T]]:
     """Fill one file after the other with up to ``most_bytes`` (None: no limit) of items, or one larger item alone."""
-    files: list[list[int]] = [[]]
+    files: list[list[T]] = [[]]
     filled = 0
     for item, size in sizes.items():
         if most_bytes is not None and files[-1] and filled + size > most_bytes:

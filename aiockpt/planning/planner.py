@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,8 @@ from aiockpt.planning.flatten import flatten
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from aiockpt.format.index import ItemRange
+    from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.index_writer import IndexDraft
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.snapshot import Snapshot, Structure
@@ -73,6 +75,23 @@ class Layout:
         return sum(slot.framing.nbytes for image in self.images for slot in image.slots)
 
 
+class SharedFiles(NamedTuple):
+    """The files that all ranks write together, as one rank has to know them."""
+
+    names: Sequence[str]
+    sizes: Sequence[int]  # in bytes
+    places: Mapping[int, tuple[int, int]]  # for each leaf that the rank writes: file, and offset of the whole tensor
+    heads: Sequence[tuple[str, Mapping[str, str]]]  # on rank 0: what the header of each file describes; else empty
+
+
+class RankLeaves(NamedTuple):
+    """The leaves that one of several ranks writes."""
+
+    prefix: str  # of the names of its files
+    leaves: Sequence[int]
+    shared: SharedFiles | None = None  # for a format whose files all ranks write together
+
+
 @dataclass(frozen=True)
 class SavePlan(ABC):
     """A layout together with what differs from save to save."""
@@ -85,6 +104,11 @@ class SavePlan(ABC):
     def is_single_file(self) -> bool:
         """Whether the checkpoint is one file, with nothing beside it."""
         return False
+
+    @property
+    def object_places(self) -> Mapping[int, ItemRange]:
+        """Where each leaf is stored that is no tensor."""
+        return {}
 
     @abstractmethod
     def documents(self) -> dict[str, bytes]:
@@ -108,8 +132,16 @@ class FileFormat(ABC):
         """Return how a tensor is stored; None if it is stored as an object."""
 
     @abstractmethod
-    def lay_out(self, summary: StateSummary, snapshot: Snapshot) -> SavePlan:
-        """Return a plan with a new layout; raise `SaveError`, naming the key, for what can't be stored."""
+    def framing(self, name: str, spec: TensorSpec | None) -> Framing:
+        """Return the framing of a tensor; raise `SaveError` for one that can't be stored."""
+
+    @abstractmethod
+    def lay_out(self, summary: StateSummary, snapshot: Snapshot, written: RankLeaves | None = None) -> SavePlan:
+        """Return a plan with a new layout of what this rank writes (None: it is alone).
+
+        Raises:
+            SaveError: something can't be stored; the message names the key.
+        """
 
     @abstractmethod
     def fill(self, layout: Layout, snapshot: Snapshot) -> SavePlan | None:

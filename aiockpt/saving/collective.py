@@ -17,7 +17,7 @@ import anyio
 from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, TornSnapshotError
 from aiockpt.planning.collective.local import inventory_of, places_of
 from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary, Written
-from aiockpt.planning.dcp_plan import DcpPlan
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.saving.collective_leader import CollectiveResources, GlobalSave
 from aiockpt.saving.result import world_result
 from aiockpt.saving.strategy import SaveStrategy
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.collective.local import LocalProposal
     from aiockpt.planning.collective.messages import RankInventory
-    from aiockpt.planning.dcp_plan import DcpFormat
-    from aiockpt.planning.planner import SavePlan
+    from aiockpt.planning.planner import FileFormat, SavePlan
     from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import SharedTransaction
@@ -48,7 +47,7 @@ class CollectiveSave(SaveStrategy):
     def __init__(
         self,
         job: SaveJob,
-        form: DcpFormat,
+        form: FileFormat,
         world: CollectiveResources,
         compute: Workers,
         io: Workers,
@@ -60,10 +59,12 @@ class CollectiveSave(SaveStrategy):
         self._io = io
         self._what = f"the save of {job.path}"
         self._transaction: SharedTransaction | None = None
-        self._global = GlobalSave(job, form.name, world, compute, io)
+        self._global = GlobalSave(job, form, world, compute, io)
         self._assignment: RankAssignment | None = None
         self._inventory: RankInventory | None = None
         self._over = False
+        # Where files are shared, every byte has its place before any rank writes.
+        self._decentralized = world.decentralized and isinstance(form, DcpFormat)
 
     async def plan(self) -> SavePlan:
         """Agree with the other ranks on who writes what. A cancellation takes effect after that."""
@@ -105,11 +106,11 @@ class CollectiveSave(SaveStrategy):
                 return job.consistency.abort_error or SaveCancelledError(f"the save of {job.path} was cancelled"), None
             proposal = await self._compute.run(self._world.planner.propose, job.snapshot, self._form, again=again)
             inventory = None
-            if proposal.summary is not None and not self._world.decentralized:
-                inventory = await self._compute.run(inventory_of, proposal.summary, job.snapshot)
+            if proposal.summary is not None and not self._decentralized:
+                inventory = await self._compute.run(inventory_of, proposal.summary, job.snapshot, self._form)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        facts = (job.overwrite, self._world.decentralized, self._form.name)
+        facts = (job.overwrite, self._decentralized, self._form.name)
         return PlanRequest(*facts, proposal.token, inventory), proposal
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
@@ -118,7 +119,7 @@ class CollectiveSave(SaveStrategy):
         )
         return assignment
 
-    async def _share(self, proposal: LocalProposal | None, assignment: RankAssignment) -> DcpPlan:
+    async def _share(self, proposal: LocalProposal | None, assignment: RankAssignment) -> SavePlan:
         if proposal is None:
             raise RuntimeError("a rank that brought an error was given orders")
         if assignment.leaves is None and proposal.plan is not None and proposal.token == assignment.token:
@@ -127,12 +128,14 @@ class CollectiveSave(SaveStrategy):
         summary = proposal.summary
         if summary is None:  # the layout would serve, but another rank's has changed, and with it who writes what
             summary = (await self._compute.run(planner.propose, job.snapshot, self._form, again=False)).summary
-        leaves = range(len(summary.specs)) if summary is not None and self._world.decentralized else assignment.leaves
+        leaves = range(len(summary.specs)) if summary is not None and self._decentralized else assignment.leaves
         if summary is None or leaves is None:
             raise RuntimeError("rank 0 has given no assignment to a rank without a plan")
-        if self._world.decentralized:
-            self._inventory = await self._compute.run(inventory_of, summary, job.snapshot)
-        return await self._compute.run(planner.lay_out, job.snapshot, self._form, summary, assignment.token, leaves)
+        if self._decentralized:
+            self._inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._form)
+        return await self._compute.run(
+            planner.lay_out, job.snapshot, self._form, summary, assignment.token, leaves, assignment.shared
+        )
 
     async def begin(self) -> SharedTransaction:
         """Join the transaction that rank 0 has begun."""
@@ -150,11 +153,9 @@ class CollectiveSave(SaveStrategy):
 
     async def recovery_record(self, plan: SavePlan) -> bytes | None:
         """Return what the writer processes of the ranks need to commit without the trainers."""
-        if not isinstance(plan, DcpPlan):
-            raise TypeError("ranks save together in DCP's format only")
         return await self._compute.run(self._recovery_record, plan)
 
-    def _recovery_record(self, plan: DcpPlan) -> bytes:
+    def _recovery_record(self, plan: SavePlan) -> bytes:
         coordinator = self._world.coordinator
         lead = None
         if coordinator.leads:
@@ -165,16 +166,15 @@ class CollectiveSave(SaveStrategy):
             RecoveryRecord(coordinator.rank, coordinator.world_size, self._assigned.secret, written, lead)
         )
 
-    def _written(self, plan: DcpPlan, files: dict[str, FileFacts]) -> Written:
+    def _written(self, plan: SavePlan, files: dict[str, FileFacts]) -> Written:
         places = places_of(plan.layout) if self._assigned.report_places else None
-        objects = dict(zip(plan.layout.objects, (place for _, place in plan.objects), strict=True))
         items = sum(len(image.slots) for image in plan.layout.images)
-        return Written(files, items, objects, places, self._inventory, self._assigned.token)
+        return Written(files, items, dict(plan.object_places), places, self._inventory, self._assigned.token)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Report what this rank has written, and wait until rank 0 has published everything."""
         transaction, leads = self._transaction, self._world.coordinator.leads
-        if transaction is None or not isinstance(plan, DcpPlan):
+        if transaction is None:
             raise RuntimeError("a save can't be committed before it has begun")
         try:
             if not leads:
@@ -184,7 +184,7 @@ class CollectiveSave(SaveStrategy):
             await transaction.release()
         if summary is None:
             summary = _own_summary(plan, writer.files)
-        return world_result(self._job, writer.files, times_s, summary)
+        return world_result(self._job, plan, writer.files, times_s, summary)
 
     async def _last_round(self, mine: Written | BaseException, writer: ChunkWriter | None = None) -> Summary | None:
         """Report what was written, or an error, to rank 0; clean up if that fails.
@@ -254,12 +254,12 @@ class CollectiveSave(SaveStrategy):
         return error
 
 
-def _own_summary(plan: DcpPlan, files: dict[str, FileFacts]) -> Summary:
+def _own_summary(plan: SavePlan, files: dict[str, FileFacts]) -> Summary:
     """Sum up this rank's share: the other ranks' is not known here."""
     layout = plan.layout
     tensors = sum(len(image.slots) for image in layout.images)
     nbytes = sum(facts.nbytes for facts in files.values())
-    return Summary(None, nbytes, layout.tensor_bytes, tensors, len(layout.objects))
+    return Summary(None, nbytes, layout.tensor_bytes, tensors, len(plan.object_places))
 
 
 async def _agree(values: Sequence[None]) -> Sequence[None]:

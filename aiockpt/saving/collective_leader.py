@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import SaveError
-from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of
 from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary, Written
+from aiockpt.planning.collective.shared_plan import SharedPlanCache, plan_cache_of
 from aiockpt.storage.base import shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
@@ -18,11 +18,17 @@ if TYPE_CHECKING:
 
     from aiockpt.coordination.base import Coordinator
     from aiockpt.core.threads import Workers
+    from aiockpt.planning.collective.cache import GlobalPlanCache
     from aiockpt.planning.collective.local import LocalPlanner
+    from aiockpt.planning.planner import FileFormat, SharedFiles
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import SharedTransaction
 
-_ALIKE = {"overwrite": "overwrite", "decentralized": "decentralized planning", "form": "the form (io_threads, hints)"}
+_ALIKE = {
+    "overwrite": "overwrite",
+    "decentralized": "decentralized planning",
+    "form": "the form (format, io_threads, hints, division into files)",
+}
 
 
 @dataclass(slots=True)
@@ -40,7 +46,9 @@ class CollectiveResources:
 class GlobalSave:
     """One save as rank 0 leads it."""
 
-    def __init__(self, job: SaveJob, form: str, world: CollectiveResources, compute: Workers, io: Workers) -> None:
+    def __init__(
+        self, job: SaveJob, form: FileFormat, world: CollectiveResources, compute: Workers, io: Workers
+    ) -> None:
         self.transaction: SharedTransaction | None = None
         self._job = job
         self._form = form
@@ -55,7 +63,7 @@ class GlobalSave:
     async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
         """Plan for all ranks, and begin the transaction."""
         self._check_alike(requests)
-        kept = self._plans.get(self._form)
+        kept = self._plans.get(self._form.name)
         is_new = kept is None or any(request.token != kept.token for request in requests)
         self._token = kept.token if kept is not None and not is_new else next(self._tokens)
         plan = kept
@@ -65,18 +73,24 @@ class GlobalSave:
             plan = await self._plan_anew(kept, requests)
             if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
                 return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
-            self._plans[self._form] = plan
+            self._plans[self._form.name] = plan
         self._plan = plan
         job = self._job
         storage = shared_storage(job.spec.storage)
         self.transaction = await storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         shares: Sequence[list[int] | None] = [None] * len(requests)  # the same as in the last save
+        shared: Sequence[SharedFiles | None] = [None] * len(requests)
         if is_new and plan is not None:
             shares = plan.plan.assignments
+        if isinstance(plan, SharedPlanCache):
+            for name, nbytes in plan.sizes.items():
+                await self.transaction.reserve("" if plan.is_single_file else name, nbytes)
+            if is_new:
+                shared = [plan.share_of(rank) for rank in range(len(requests))]
         report, secret = plan is None or not plan.knows_places, secrets.token_bytes(32)
         return [
-            RankAssignment(self.transaction.ticket, self._token, share, report_places=report, secret=secret)
-            for share in shares
+            RankAssignment(self.transaction.ticket, self._token, share, report, secret, files)
+            for share, files in zip(shares, shared, strict=True)
         ]
 
     def _check_alike(self, requests: Sequence[PlanRequest]) -> None:
@@ -95,7 +109,11 @@ class GlobalSave:
             for rank, request in enumerate(requests)
         ]
         known = [each for each in inventories if each is not None]
-        return await self._compute.run(cache_of, self._token, known) if len(known) == len(requests) else None
+        return (
+            await self._compute.run(plan_cache_of, self._token, known, self._form)
+            if len(known) == len(requests)
+            else None
+        )
 
     async def publish(self, results: Sequence[Written]) -> list[Summary]:
         """Check what all ranks have written, write the metadata and the manifest, and publish."""
@@ -104,7 +122,7 @@ class GlobalSave:
         facts = self._facts()
         plan, summaries = await publish_together(self.transaction, self._plan, facts, results, self._compute)
         if self._plan is None:  # each rank has decided alone what it writes, so the plan was made from the results
-            self._plan = self._plans[self._form] = plan
+            self._plan = self._plans[self._form.name] = plan
         return summaries
 
     def _facts(self) -> WorldFacts:

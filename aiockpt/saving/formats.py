@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiockpt.errors import SaveError
 from aiockpt.format.names import SUFFIX
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
@@ -33,15 +32,15 @@ def choose_form(
     metadata: Mapping[str, JsonValue],
     *,
     shard_bytes: int | None,
+    fqn_to_index_mapping: Mapping[str, int] | None,
     separation_hint: str | Sequence[str] | None,
     files: int,
-    together: bool,
 ) -> SafetensorsFormat | DcpFormat | None:
     """Return the options of a plan that is not in DCP's default form; None for that form.
 
     Raises:
         ValueError: a format that is not known, or an option where it means nothing.
-        SaveError: the metadata can't be stored in this format, or it is not for several ranks.
+        SaveError: the metadata can't be stored in this format.
     """
     hints = (separation_hint,) if isinstance(separation_hint, str) else tuple(separation_hint or ())
     for hint in hints:
@@ -53,14 +52,13 @@ def choose_form(
                 "at its beginning"
             )
     if name == "safetensors":
-        if together:
-            raise SaveError(
-                "format='safetensors' is written by one process: save whole tensors on one rank, with a checkpointer "
-                "of process_group=None"
-            )
-        return SafetensorsFormat(metadata, single_file=path.endswith(SUFFIX), shard_bytes=shard_bytes)
+        return SafetensorsFormat(
+            metadata, single_file=path.endswith(SUFFIX), shard_bytes=shard_bytes, file_of=fqn_to_index_mapping
+        )
     if name != "dcp":
         raise ValueError(f"format is {name!r}; it must be 'dcp' or 'safetensors'")
     if shard_bytes is not None:
         raise ValueError("shard_bytes is for format='safetensors'; the dcp format has io_threads files")
+    if fqn_to_index_mapping is not None:
+        raise ValueError("fqn_to_index_mapping is for format='safetensors'")
     return DcpFormat(files, hints) if hints else None

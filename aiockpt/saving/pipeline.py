@@ -89,10 +89,8 @@ def _strategy_for(job: SaveJob, tools: SaveTools) -> SaveStrategy:
     form = spec.form if spec.form is not None else DcpFormat(tools.io_workers.count)
     if isinstance(form, DcpFormat) and spec.append_planner is not None:
         return AppendSave(job, form, spec.append_planner, tools.copy_workers, tools.io_workers)
-    if world is None or not isinstance(form, DcpFormat):
-        raise SaveError(
-            f"format={form.name!r} is for one process: pass process_group=None and whole tensors, on one rank"
-        )
+    if world is None:
+        raise SaveError(f"format={form.name!r} can't add files to a directory")
     from aiockpt.saving.collective import CollectiveSave  # imported already, by the thread that met the other ranks
 
     return CollectiveSave(job, form, world, tools.copy_workers, tools.io_workers)

@@ -64,16 +64,19 @@ def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: M
 
 
 def world_result(
-    job: SaveJob, files: Mapping[str, FileFacts], times_s: Mapping[str, float], summary: Summary
+    job: SaveJob, plan: SavePlan, written: Mapping[str, FileFacts], times_s: Mapping[str, float], summary: Summary
 ) -> SaveResult:
     """Return the result of a save of several ranks, with the times of this one."""
+    files = summary.files if summary.files is not None else {name: facts.nbytes for name, facts in written.items()}
+    if plan.is_single_file:
+        files = {job.path.rpartition("/")[2]: nbytes for nbytes in files.values()}
     return SaveResult(
         path=job.path,
         nbytes=summary.file_bytes,
         tensor_bytes=summary.tensor_bytes,
         tensors=summary.tensors,
         objects=summary.objects,
-        files=summary.files if summary.files is not None else {name: facts.nbytes for name, facts in files.items()},
+        files=files,
         captured_s=times_s["captured"],
         planned_s=times_s["planned"],
         staged_s=times_s["staged"],

@@ -125,11 +125,11 @@ class AppendSave(_SaveAlone):
         self._form = form
         self._planner = planner
 
-    async def plan(self) -> DcpPlan:
+    async def plan(self) -> SavePlan:
         """Lay out the whole snapshot."""
         return await self._compute.run(self._plan)
 
-    def _plan(self) -> DcpPlan:
+    def _plan(self) -> SavePlan:
         snapshot, form, planner = self._job.snapshot, self._form, self._planner
         offer = planner.propose(snapshot, form, again=True)
         if offer.summary is None and offer.plan is not None:

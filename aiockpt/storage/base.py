@@ -56,6 +56,32 @@ class FileSink(ABC):
         """
 
 
+class PartSink(ABC):
+    """One process's part of a file that several processes write at the same time, each its own bytes."""
+
+    @abstractmethod
+    async def write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Write parts of ``view``, which begins at a page boundary.
+
+        If cancelled, it returns only when ``view`` is no longer in use.
+
+        Args:
+            view: the bytes.
+            runs: for each part its offset in the file, its position in ``view``, and its length, in bytes.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+
+    @abstractmethod
+    async def finish(self) -> None:
+        """Make all that this process has written to the file durable, and close it.
+
+        Raises:
+            WriteError: with the cause chained.
+        """
+
+
 class Transaction(ABC):
     """A checkpoint that is being written. It is invisible before `commit`."""
 
@@ -120,6 +146,28 @@ class SharedTransaction(Transaction):
         Raises:
             WriteError: with the cause chained.
         """
+
+    async def reserve(self, name: str, nbytes: int) -> None:
+        """Create a file of its final size, for all processes to write their parts with `open_part`.
+
+        Args:
+            name: see `create`.
+            nbytes: its size.
+
+        Raises:
+            WriteError: with the cause chained.
+            SaveError: this storage has no such files.
+        """
+        raise SaveError(_no_parts(self))
+
+    async def open_part(self, name: str) -> PartSink:
+        """Open a file that was reserved, maybe by another process, to write a part of it.
+
+        Raises:
+            WriteError: with the cause chained.
+            SaveError: this storage has no such files.
+        """
+        raise SaveError(_no_parts(self))
 
     @abstractmethod
     async def put_sidecar(self, name: str, data: bytes) -> None:
@@ -366,6 +414,13 @@ def shared_transaction(transaction: Transaction) -> SharedTransaction:
     if isinstance(transaction, SharedTransaction):
         return transaction
     raise SaveError(_one_process_only(transaction))
+
+
+def _no_parts(this: Transaction) -> str:
+    return (
+        f"{type(this).__name__} can't let several ranks write one file, as format='safetensors' does: save with "
+        "format='dcp', or implement reserve and open_part of aiockpt.storage.base.SharedTransaction"
+    )
 
 
 def _one_process_only(this: Storage | Transaction) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from aiockpt.storage.base import (
     FileSink,
     Identity,
+    PartSink,
     SharedStorage,
     SharedTransaction,
     Source,
@@ -31,6 +32,8 @@ Step = Literal[
     "finish",
     "commit",
     "abort",
+    "reserve",
+    "open_part",
     "sizes",
     "put_sidecar",
     "get_sidecar",
@@ -161,9 +164,14 @@ class _WrapperTransaction(SharedTransaction):
     def identity(self) -> Identity | None:
         return self._shared.identity
 
+    async def open_part(self, name: str) -> PartSink:
+        await self._storage.before("open_part", name)
+        return _WrapperPartSink(self._storage, await self._shared.open_part(name), name)
+
     async def release(self) -> None:
         await self._shared.release()
 
+    reserve = _passed_on("reserve", named=True)
     sizes = _passed_on("sizes")
     put_sidecar = _passed_on("put_sidecar", named=True)
     get_sidecar = _passed_on("get_sidecar", named=True)
@@ -183,6 +191,21 @@ class _WrapperSink(FileSink):
     async def write(self, view: memoryview) -> None:
         await self._storage.before("write", self._name)
         await self._inner.write(view)
+
+    async def finish(self) -> None:
+        await self._storage.before("finish", self._name)
+        await self._inner.finish()
+
+
+class _WrapperPartSink(PartSink):
+    def __init__(self, storage: WrapperStorage, inner: PartSink, name: str) -> None:
+        self._storage = storage
+        self._inner = inner
+        self._name = name
+
+    async def write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
+        await self._storage.before("write", self._name)
+        await self._inner.write(view, runs)
 
     async def finish(self) -> None:
         await self._storage.before("finish", self._name)

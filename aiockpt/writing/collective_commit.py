@@ -10,8 +10,8 @@ from isal.isal_zlib import crc32
 
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
-from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written, files_of
+from aiockpt.format.names import MANIFEST_NAME, SINGLE_NAME
+from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written
 from aiockpt.writing.commit import now, write_documents, writer_name
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ async def publish_together(
     results: Sequence[Written],
     workers: Workers,
 ) -> tuple[GlobalPlanCache, list[Summary]]:
-    """Check what the ranks have written, write `.metadata` and the manifest, and publish.
+    """Check what the ranks have written, write the index and the manifest, and publish.
 
     ``plan_cache`` is None if each rank has planned alone. Returns the plan cache, and the summary for each rank.
     Raises SaveError if something is missing.
@@ -51,22 +51,27 @@ async def publish_together(
     if plan_cache is None:
         plan_cache = await workers.run(cache_of_written, facts.token, results)
     await workers.run(plan_cache.check, results)
-    await _check_visible(transaction, results)
-    metadata = await workers.run(plan_cache.documents, results)
-    files = {**files_of(results), METADATA_NAME: FileFacts(len(metadata), crc32(metadata))}
+    await _check_visible(transaction, results, is_single_file=plan_cache.is_single_file)
+    documents = await workers.run(plan_cache.files_beside, results)
+    files = dict(await workers.run(plan_cache.data_files, results))
+    item_bytes = sum(each.nbytes for each in files.values())
+    files |= {name: FileFacts(len(data), crc32(data)) for name, data in documents.items()}
     times_s = {**facts.times_s, "data_written": time.perf_counter() - facts.started}
-    manifest = await workers.run(world_manifest, facts.metadata, times_s, plan_cache, files, len(results))
-    await write_documents(transaction, {MANIFEST_NAME: manifest, METADATA_NAME: metadata})
+    if not plan_cache.is_single_file:
+        manifest = await workers.run(
+            world_manifest, facts.metadata, times_s, plan_cache, files, item_bytes, len(results)
+        )
+        await write_documents(transaction, {MANIFEST_NAME: manifest, **documents})
     await transaction.commit()
-    return plan_cache, plan_cache.summaries({name: each.nbytes for name, each in files.items()})
+    return plan_cache, plan_cache.summaries({name: each.nbytes for name, each in files.items()}, item_bytes)
 
 
-async def _check_visible(transaction: SharedTransaction, results: Sequence[Written]) -> None:
+async def _check_visible(transaction: SharedTransaction, results: Sequence[Written], *, is_single_file: bool) -> None:
     """Raise SaveError unless rank 0's host sees the files of all ranks."""
     sizes = await transaction.sizes()
     for rank, written in enumerate(results):
         for name, facts in written.files.items():
-            if sizes.get(name) != facts.nbytes:
+            if sizes.get(SINGLE_NAME if is_single_file else name) != facts.nbytes:
                 found = "is not there" if name not in sizes else f"has {sizes[name]} bytes there"
                 raise SaveError(
                     f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
@@ -79,10 +84,10 @@ def world_manifest(
     times_s: Mapping[str, float],
     plan_cache: GlobalPlanCache,
     files: Mapping[str, FileFacts],
+    item_bytes: int,
     ranks: int,
 ) -> bytes:
     """Encode the manifest of a checkpoint that several ranks have written; ``files`` are all others."""
-    item_bytes = sum(facts.nbytes for name, facts in files.items() if name != METADATA_NAME)
     manifest = Manifest(
         writer=writer_name(),
         created=now(),

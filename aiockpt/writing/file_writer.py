@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -19,6 +19,8 @@ from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.layout import Sealer, align_up
+from aiockpt.planning.parts import PartImage, PartSealer
+from aiockpt.storage.base import shared_transaction
 from aiockpt.writing.commit import write_documents
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.planning.encoding import ImageCoding
     from aiockpt.planning.layout import FileImage
+    from aiockpt.planning.parts import Run
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.commit import CommitDocuments
 
@@ -45,6 +48,7 @@ class FilledChunk:
     stop: int
     release: Callable[[], None]  # gives the chunk back to the pool
     number: int = 0  # of the chunk, where a writer process maps the same memory
+    runs: Sequence[Run] | None = None  # where its bytes belong in a file that others write too, once it is sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ class FileWriter(ChunkWriter):
         self._progress = progress
         self._transaction: Transaction | None = None
         self._begun = anyio.Event()
-        self._sealers = [Sealer(image, head) for image, head in zip(images, heads, strict=True)]
+        self._sealers = [_sealer_of(image, head) for image, head in zip(images, heads, strict=True)]
         self._inputs: list[MemoryObjectSendStream[FilledChunk]] = []
         self._commit_inputs: CommitInputs | None = None
         self._finished = 0
@@ -234,23 +238,24 @@ class FileWriter(ChunkWriter):
     async def _seal(
         self,
         image: FileImage,
-        sealer: Sealer,
+        sealer: Sealer | PartSealer,
         receive: MemoryObjectReceiveStream[FilledChunk],
         send: MemoryObjectSendStream[FilledChunk],
     ) -> None:
         """Complete the chunks of one file with what stands around payloads, one ahead of the writing."""
         with receive, send:
             async for chunk in receive:
-                await self._threads.seal_workers.run(sealer.seal, chunk.view, chunk.start, chunk.stop)
+                runs = await self._threads.seal_workers.run(sealer.seal, chunk.view, chunk.start, chunk.stop)
                 if chunk.stop == image.nbytes:
-                    self.files[image.name] = FileFacts(image.nbytes, sealer.file_crc)
+                    nbytes = image.file_bytes if isinstance(image, PartImage) else image.nbytes
+                    self.files[image.name] = FileFacts(nbytes, sealer.file_crc)
                 with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
-                    await send.send(chunk)
+                    await send.send(chunk if runs is None else replace(chunk, runs=runs))
 
     async def _encode(
         self,
         image: FileImage,
-        sealer: Sealer,
+        sealer: Sealer | PartSealer,
         encoder: ImageEncoder,
         receive: MemoryObjectReceiveStream[FilledChunk],
         send: MemoryObjectSendStream[FilledChunk],
@@ -286,6 +291,9 @@ class FileWriter(ChunkWriter):
                 await self._begun.wait()
                 if self._transaction is None:
                     raise RuntimeError("a save has begun without a transaction")
+                if isinstance(image, PartImage):
+                    await self._write_part(name, receive)
+                    return
                 sink = await self._transaction.create(name, None if is_encoded else image.nbytes)
                 async for chunk in receive:
                     length = chunk.stop - chunk.start
@@ -299,6 +307,23 @@ class FileWriter(ChunkWriter):
                 await sink.finish()
                 self._finished += 1
 
+    async def _write_part(self, name: str, receive: MemoryObjectReceiveStream[FilledChunk]) -> None:
+        """Write the chunks of a part of a file, each piece to its place."""
+        if self._transaction is None:
+            raise RuntimeError("a save has begun without a transaction")
+        sink = await shared_transaction(self._transaction).open_part(name)
+        async for chunk in receive:
+            if chunk.runs:
+                await sink.write(chunk.view, chunk.runs)
+            chunk.release()
+            self._count(chunk.stop - chunk.start)
+        await sink.finish()
+        self._finished += 1
+
     def _count(self, nbytes: int) -> None:
         if self._progress is not None:
             self._progress.wrote(nbytes)
+
+
+def _sealer_of(image: FileImage, head: bytes) -> Sealer | PartSealer:
+    return PartSealer(image, head) if isinstance(image, PartImage) else Sealer(image, head)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
+import random
 import re
 from pathlib import Path
 
@@ -558,3 +560,42 @@ async def test_checkpoints_and_empty_directories_may_be_overwritten(names: list[
     for name in names:
         (tmp_path / "c" / name).write_text("old")
     LocalStorage().check(str(tmp_path / "c"), overwrite=True)
+
+
+@pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "buffered"])
+async def test_several_processes_write_their_parts_of_one_file(
+    direct_io: bool, data: MappedMemory, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that meet within a block, at offsets of any alignment; some of them past the page cache."""
+    storage, draw = LocalStorage(direct_io=direct_io), random.Random(3)
+    cuts = sorted({0, 7 << 20, 1 << 20, (3 << 20) + 4096, *(draw.randrange(1 << 20) for _ in range(30))})
+    spans = list(itertools.pairwise(cuts))
+    expected = bytearray(7 << 20)
+    real, flags = os.pwrite, []
+
+    def noted(fd: int, view: memoryview, offset: int) -> int:
+        flags.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        return real(fd, view, offset)
+
+    monkeypatch.setattr(os, "pwrite", noted)
+    begun = await storage.begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    await begun.reserve("model.safetensors", len(expected))
+    others = [await storage.join(str(tmp_path / "c"), begun.ticket, workers=workers) for _ in range(2)]
+    assert await others[0].sizes() == {"model.safetensors": len(expected)}
+    sinks = [await each.open_part("model.safetensors") for each in (begun, *others)]
+    for number, (start, stop) in enumerate(spans):
+        is_aligned = stop - start > 1 << 20 or number % 2  # memory and file to each other
+        at = start % 4096 if is_aligned else number
+        nbytes = min(stop - start, len(data.view) - at)
+        half = nbytes // 2
+        runs = [(start + half, at + half, nbytes - half), (start, at, half)]
+        await sinks[number % 3].write(data.view, runs)
+        expected[start : start + nbytes] = data.view[at : at + nbytes]
+    for each in sinks:
+        await each.finish()
+    for other in others:
+        await other.commit()
+        await other.release()
+    await begun.commit()
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == expected
+    assert any(flags) == direct_io

@@ -36,6 +36,8 @@ class _Yielding(pickle.Pickler):
 class GlobalPlanCache:
     """A global plan, and what was computed from it."""
 
+    is_single_file = False
+
     def __init__(self, token: int, ranks: Sequence[RankInventory], plan: GlobalPlan) -> None:
         self.token = token
         self.ranks = list(ranks)
@@ -94,9 +96,21 @@ class GlobalPlanCache:
         self._document += tail
         return self._document
 
-    def summaries(self, files: dict[str, int]) -> list[Summary]:
-        """Return the summary for each rank; ``files`` are the sizes in bytes, which only rank 0 gets."""
-        item_bytes = sum(nbytes for name, nbytes in files.items() if name != METADATA_NAME)
+    def data_files(self, results: Sequence[Written]) -> Mapping[str, FileFacts]:
+        """Return the facts of the files with tensors; raise `SaveError` if two ranks have written one file."""
+        return files_of(results)
+
+    def files_beside(self, results: Sequence[Written]) -> Mapping[str, bytes | bytearray]:
+        """Encode the files beside them, except the manifest; see `documents`."""
+        return {METADATA_NAME: self.documents(results)}
+
+    def summaries(self, files: dict[str, int], item_bytes: int) -> list[Summary]:
+        """Return the summary for each rank.
+
+        Args:
+            files: the sizes in bytes, which only rank 0 gets.
+            item_bytes: those of the files with tensors.
+        """
         brief = Summary(None, item_bytes, self.tensor_bytes, self.tensors, self.objects)
         return [replace(brief, files=files), *[brief] * (len(self.ranks) - 1)]
 
@@ -110,11 +124,6 @@ class GlobalPlanCache:
             return encode_metadata(
                 entries, self.plan.paths, _table([len(inventory.names) for inventory in self.ranks], self._places or ())
             )
-
-
-def cache_of(token: int, ranks: Sequence[RankInventory]) -> GlobalPlanCache:
-    """Plan for all ranks; raise `SaveError` if they contradict each other."""
-    return GlobalPlanCache(token, ranks, plan_globally(ranks))
 
 
 def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:

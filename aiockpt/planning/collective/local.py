@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, ShardForm
-from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan, RankLeaves, framing_of
-from aiockpt.planning.planner import can_reuse, summarize
+from aiockpt.planning.planner import RankLeaves, can_reuse, summarize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from aiockpt.format.manifest.manifest import JsonValue
-    from aiockpt.planning.dcp_plan import DcpLayout
-    from aiockpt.planning.planner import StateSummary
+    from aiockpt.planning.planner import FileFormat, Layout, SavePlan, SharedFiles, StateSummary
     from aiockpt.planning.snapshot import Snapshot
 
 
@@ -23,7 +21,7 @@ class LocalProposal:
     """A rank's proposal for one save."""
 
     token: int | None  # of the global plan that the cached layout belongs to; None: no layout to reuse
-    plan: DcpPlan | None = field(repr=False)  # this rank's plan with that layout
+    plan: SavePlan | None = field(repr=False)  # this rank's plan with that layout
     summary: StateSummary | None = field(repr=False)  # if there is no such layout
 
 
@@ -31,7 +29,7 @@ class _Kept(NamedTuple):
     """Cached layout of this rank's assignment, with the global plan's token and the containers it was made from."""
 
     token: int
-    layout: DcpLayout
+    layout: Layout
     containers: list[dict[str, JsonValue]]
 
 
@@ -42,7 +40,7 @@ class LocalPlanner:
         self._prefix = prefix
         self._kept: dict[str, _Kept] = {}
 
-    def propose(self, snapshot: Snapshot, form: DcpFormat, *, again: bool = False) -> LocalProposal:
+    def propose(self, snapshot: Snapshot, form: FileFormat, *, again: bool = False) -> LocalProposal:
         """Propose the cached layout if it fits and ``again`` is set, else a summary. Takes a while for many tensors."""
         kept = self._kept.get(form.name)
         if again and kept is not None and kept.containers == snapshot.containers:
@@ -53,15 +51,21 @@ class LocalPlanner:
         return LocalProposal(None, None, summarize(snapshot, form))
 
     def lay_out(
-        self, snapshot: Snapshot, form: DcpFormat, summary: StateSummary, token: int, leaves: Sequence[int]
-    ) -> DcpPlan:
+        self,
+        snapshot: Snapshot,
+        form: FileFormat,
+        summary: StateSummary,
+        token: int,
+        leaves: Sequence[int],
+        shared: SharedFiles | None = None,
+    ) -> SavePlan:
         """Lay out the leaves assigned to this rank."""
-        plan = form.lay_out(summary, snapshot, RankLeaves(self._prefix, leaves))
+        plan = form.lay_out(summary, snapshot, RankLeaves(self._prefix, leaves, shared))
         self._kept[form.name] = _Kept(token, plan.layout, snapshot.containers)
         return plan
 
 
-def inventory_of(summary: StateSummary, snapshot: Snapshot) -> RankInventory:
+def inventory_of(summary: StateSummary, snapshot: Snapshot, form: FileFormat) -> RankInventory:
     """Return a rank's inventory; raise `SaveError` for a dtype that can't be stored."""
     structure = summary.structure
     forms: dict[ShardForm, int] = {}
@@ -76,14 +80,14 @@ def inventory_of(summary: StateSummary, snapshot: Snapshot) -> RankInventory:
         sizes = tuple(spec.shape)
         shard = structure.shards.get(leaf)
         whole, at = shard if shard is not None else (sizes, nowhere.setdefault(len(sizes), (0,) * len(sizes)))
-        form = ShardForm(spec.dtype, whole, sizes, framing_of(structure.names[leaf], spec).length)
-        form_of.append(forms.setdefault(form, len(forms)))
+        part = ShardForm(spec.dtype, whole, sizes, form.framing(structure.names[leaf], spec).length)
+        form_of.append(forms.setdefault(part, len(forms)))
         offsets.append(at)
     tied = dict(summary.tied)
     return RankInventory(structure.names, structure.paths, list(forms), form_of, offsets, tied, snapshot.containers)
 
 
-def places_of(layout: DcpLayout) -> ItemPlaces:
+def places_of(layout: Layout) -> ItemPlaces:
     """Return where the tensors of a layout are."""
     rows = [
         (slot.leaf, number, slot.offset, slot.framing.length)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from aiockpt.format.index import ItemRange, ObjPath
     from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.planning.planner import SharedFiles
 
 
 # --- inventories ------------------------------------------------------------------------------------
@@ -99,6 +100,7 @@ class RankAssignment:
     leaves: list[int] | None = field(repr=False)  # to write; None: the same as last time, or decided by the rank
     report_places: bool  # report where the items are
     secret: bytes = field(repr=False, default=b"")  # shared by the writer processes of the ranks
+    shared: SharedFiles | None = field(repr=False, default=None)  # None: the same as last time, or files of its own
 
 
 class ItemPlaces(NamedTuple):

@@ -226,6 +226,7 @@ class GlobalPlan:
     paths: Mapping[str, ObjPath]  # of each name, in the order of the state dict
     containers: list[dict[str, Any]]  # records of the containers that paths can't express
     assignments: list[list[int]]  # for each rank the leaves that it writes
+    aliases: Mapping[str, str]  # tensors that are tied to another one on all ranks, and that one
 
 
 def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
@@ -250,7 +251,7 @@ def plan_globally(ranks: Sequence[RankInventory]) -> GlobalPlan:
         paths = {name: ranks[each.sharding.first[0]].paths[_first_leaf(each)] for name, each in patterns.items()}
         _check_paths(ranks, patterns, paths)
         assignments = _assignments(len(ranks), writers, objects)
-        return GlobalPlan(tensors, objects, paths, _containers(ranks, patterns), assignments)
+        return GlobalPlan(tensors, objects, paths, _containers(ranks, patterns), assignments, aliases)
 
 
 def _check_paths(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.local.retries import Repeater
 
-_DIRECT_MIN_BYTES = 1 << 20
-_MODE = 0o664  # less the umask; never writable for everybody
+DIRECT_MIN_BYTES = 1 << 20
+FILE_MODE = 0o664  # less the umask; never writable for everybody
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 logger = logging.getLogger("aiockpt")
@@ -51,7 +51,7 @@ class LocalSink(FileSink):
 
         ``direct``: write past the page cache if it is large and the file system allows it.
         """
-        is_large = self._nbytes is None or self._nbytes >= _DIRECT_MIN_BYTES
+        is_large = self._nbytes is None or self._nbytes >= DIRECT_MIN_BYTES
         self._direct = direct and is_large and _O_DIRECT != 0
         try:
             self._file = await self._again(f"create {self._final}", self._open, undone=self._is_not_there)
@@ -71,13 +71,13 @@ class LocalSink(FileSink):
     def _opener(self, path: str, flags: int) -> int:
         flags |= os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         try:
-            return os.open(path, flags | (_O_DIRECT if self._direct else 0), _MODE)
+            return os.open(path, flags | (_O_DIRECT if self._direct else 0), FILE_MODE)
         except OSError as exc:
             if not self._direct or exc.errno != errno.EINVAL:
                 raise
         self._direct = False
         # Some file systems create the file before they refuse direct I/O.
-        return os.open(path, flags & ~os.O_EXCL, _MODE)
+        return os.open(path, flags & ~os.O_EXCL, FILE_MODE)
 
     async def _is_not_there(self) -> bool:
         return not await self._workers.run(os.path.lexists, self.path)

@@ -144,9 +144,11 @@ class LocalStorage(SharedStorage):
         path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
-        return LocalTransaction(
+        taken = LocalTransaction(
             self._policy, path, hidden, overwrite=overwrite, workers=workers, held=held, own=identity
         )
+        await taken.look_for_single_file()
+        return taken
 
     def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
         """Add files to an existing directory, which the caller publishes by other means."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from aiockpt.errors import CommitError, WriteError
 from aiockpt.format.names import SINGLE_NAME
-from aiockpt.storage.base import FileSink, Identity, SharedTransaction, Status
+from aiockpt.storage.base import FileSink, Identity, PartSink, SharedTransaction, Status
 from aiockpt.storage.local.belonging import OtherThingsError, remove
 from aiockpt.storage.local.commit import (
     CommitUncertainError,
@@ -18,6 +18,7 @@ from aiockpt.storage.local.commit import (
     remove_own,
     sync_directory,
 )
+from aiockpt.storage.local.part_sink import LocalPartSink
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
 from aiockpt.storage.local.sink import LocalSink
 from aiockpt.storage.local.temp_dir import REPLACED, read_sidecar, sizes_in, sweep, write_sidecar
@@ -65,7 +66,7 @@ class LocalTransaction(SharedTransaction):
         self._overwrite = overwrite
         self._workers = workers
         self._single = ""  # the name of the one file that is the checkpoint; empty if the directory is
-        self._sinks: list[LocalSink] = []
+        self._sinks: list[LocalSink | LocalPartSink] = []
         self._over = False
         self._revoked = False
         self._held = held  # keeps others from removing the directory; None if it is not there or not theirs to remove
@@ -73,15 +74,40 @@ class LocalTransaction(SharedTransaction):
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         """Create a file in the temporary directory."""
-        if not name:
-            self._single = SINGLE_NAME
-        path = os.path.join(self._hidden, name or self._single)
-        final = os.path.join(self._path, name) if name else self._path
+        path, final = self._places(name)
         policy = self._policy
         sink = LocalSink(path, final, nbytes, fsync=policy.fsync, workers=self._workers, repeater=policy.repeater)
         self._sinks.append(sink)
         await sink.open(direct=policy.direct_io)
         return sink
+
+    async def look_for_single_file(self) -> None:
+        """Find out whether the checkpoint is one file, which the process knew that has begun it."""
+        if await self._workers.run(os.path.lexists, os.path.join(self._hidden, SINGLE_NAME)):
+            self._single = SINGLE_NAME
+
+    async def reserve(self, name: str, nbytes: int) -> None:
+        """Create a file in the temporary directory."""
+        await self._part(name).reserve(nbytes)
+
+    async def open_part(self, name: str) -> PartSink:
+        """Open a file in the temporary directory."""
+        sink = self._part(name)
+        await sink.open(direct=self._policy.direct_io)
+        return sink
+
+    def _part(self, name: str) -> LocalPartSink:
+        path, final = self._places(name)
+        policy = self._policy
+        sink = LocalPartSink(path, final, fsync=policy.fsync, workers=self._workers, repeater=policy.repeater)
+        self._sinks.append(sink)
+        return sink
+
+    def _places(self, name: str) -> tuple[str, str]:
+        """Return the path of a file, and its later one."""
+        if not name:
+            self._single = SINGLE_NAME
+        return os.path.join(self._hidden, name or SINGLE_NAME), os.path.join(self._path, name) if name else self._path
 
     async def commit(self) -> None:
         """Publish the checkpoint."""

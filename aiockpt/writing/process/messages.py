@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.planning.layout import FileImage, Slot
+from aiockpt.planning.parts import PartImage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.manifest import FileFacts
+    from aiockpt.planning.ranges import StoredStream
     from aiockpt.writing.commit import CommitDocuments
 
 
@@ -26,6 +28,8 @@ class PackedImage(NamedTuple):
     leaves: array[int]
     offsets: array[int]
     framing_of: array[int]
+    file_bytes: int = 0  # of a file that others write too
+    streams: Sequence[StoredStream] | None = None  # of a part of such a file: where each slot belongs
 
     @classmethod
     def of(cls, image: FileImage) -> PackedImage:
@@ -41,7 +45,10 @@ class PackedImage(NamedTuple):
             leaves.append(slot.leaf)
             offsets.append(slot.offset)
             framing_of.append(number)
-        return cls(image.name, image.head_bytes, image.nbytes, framings, *columns)
+        packed = cls(image.name, image.head_bytes, image.nbytes, framings, *columns)
+        if isinstance(image, PartImage):
+            return packed._replace(file_bytes=image.file_bytes, streams=image.streams)
+        return packed
 
     def unpack(self) -> FileImage:
         """Return the image."""
@@ -51,6 +58,8 @@ class PackedImage(NamedTuple):
             begin = offset + len(framing.prefix)
             slots.append(Slot(leaf, offset, framing, begin, begin + framing.nbytes))
         ends = [slot.payload_end + len(slot.framing.suffix) for slot in slots]
+        if self.streams is not None:
+            return PartImage(self.name, self.head_bytes, slots, self.nbytes, ends, self.file_bytes, self.streams)
         return FileImage(self.name, self.head_bytes, slots, self.nbytes, ends)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, CommitError, WriteError, printable
-from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME
 from aiockpt.writing.collective_commit import publish_together
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class OrphanCommit:
             workers=self._workers,
             identity=self._transaction.identity,
         )
-        for name in (MANIFEST_NAME, METADATA_NAME):
+        for name in (MANIFEST_NAME, METADATA_NAME, INDEX_NAME):
             await adopted.delete_file(name)  # the trainer may have written them before it died
         results = [written[rank] for rank in range(ranks)]
         plan_cache = None if leadership.book is None else pickle.loads(leadership.book)
