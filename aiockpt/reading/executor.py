@@ -12,6 +12,7 @@ import anyio
 import anyio.lowlevel
 import torch
 
+from aiockpt.core import pages
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
@@ -200,14 +201,14 @@ class ReadExecutor:
             if read.target is None:
                 read.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             return []
-        memory = None
+        memory, is_fresh = None, False
         if read.target is None:
-            read.memory = self._tools.memory.take(item.nbytes)
+            read.memory, is_fresh = self._tools.memory.take(item.nbytes)
             memory = memory_of(read.memory)
         # A virtual file is read in one part: decoding always starts at its beginning.
         is_virtual = self._source.is_virtual(read.chunk.place.file)
         part_bytes = align_up(item.nbytes, _PAGE_BYTES) if is_virtual else PART_BYTES
-        chunk = ChunkRead(read, item, memory, part_bytes, self._framing)
+        chunk = ChunkRead(read, item, memory, part_bytes, self._framing, is_fresh=is_fresh)
         if not chunk.is_direct:
             chunk = ChunkRead(read, item, memory, most, self._framing)
         parts = chunk.parts
@@ -342,7 +343,9 @@ def _new_tensor(tools: LoadTools, shape: tuple[int, ...], dtype: torch.dtype) ->
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < 1 << 20:
         return torch.empty(shape, dtype=dtype, device="cpu")
-    return tools.memory.take(nbytes).view(dtype).view(shape)
+    memory = tools.memory.take(nbytes).tensor
+    pages.advise(memory.data_ptr(), nbytes)
+    return memory.view(dtype).view(shape)
 
 
 # --- mapping --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from isal.isal_zlib import crc32, crc32_combine
 
+from aiockpt.core import pages
 from aiockpt.core.strides import is_dense
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
@@ -318,11 +319,19 @@ def _has_strides(target: torch.Tensor, item: TensorItem) -> bool:
 class ChunkRead:
     """The requested elements of one stored chunk in stored order, read in parts of up to ``part_bytes``, whole pages.
 
-    Without a target they go to ``memory``, which has room for the whole payload.
+    Without a target they go to ``memory``, which has room for the whole payload; if it ``is_fresh``, its pages are not
+    faulted in yet.
     """
 
     def __init__(
-        self, read: TensorRead, item: TensorItem, memory: memoryview | None, part_bytes: int, framing: FramingReader
+        self,
+        read: TensorRead,
+        item: TensorItem,
+        memory: memoryview | None,
+        part_bytes: int,
+        framing: FramingReader,
+        *,
+        is_fresh: bool = False,
     ) -> None:
         self.read = read
         self.item = item
@@ -337,6 +346,7 @@ class ChunkRead:
             self._stream = _stream_of(read, item)
         self._nbytes = self._stream.count * self._size
         self._memory = memory if memory is not None else self._target_memory()
+        self._is_fresh = is_fresh
         self._part_bytes = min(part_bytes, max(_PAGE_BYTES, self._stream.run * self._size * _MAX_RUNS))
         self._part_bytes -= self._part_bytes % _PAGE_BYTES
         # The CRC covers the whole payload in stored order: it can be checked only if all of it comes as one run.
@@ -363,7 +373,10 @@ class ChunkRead:
         stop = min(start + self._part_bytes, self._nbytes)
         if self._memory is not None:
             self._begin()
-            self._fill(number, start, stop, self._memory[start:stop])
+            part = self._memory[start:stop]
+            if self._is_fresh:
+                pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(part)), len(part))
+            self._fill(number, start, stop, part)
             return []
         # Same offset in the page as in the file, as O_DIRECT requires; unless the buffer lacks the room, or values
         # would be at odd addresses, on which vector instructions fault.

@@ -46,6 +46,7 @@ class CpuStager(Stager):
 
 def copy_pieces(pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> None:
     """Copy the pieces of host tensors into a chunk. Blocks; larger copies release the GIL."""
+    chunk.fault_in()
     base = chunk.address
     tensors, specs, eager, arenas = snapshot.tensors, layout.specs, snapshot.eager, snapshot.arenas
     arena = arenas[_CPU].data_ptr() if _CPU in arenas else 0

@@ -1,4 +1,4 @@
-"""Host memory for loaded tensors: page-aligned, in huge pages, and reused once the tensors are freed.
+"""Host memory for loaded tensors: page-aligned, and reused once the tensors are freed.
 
 Filling fresh memory costs more than reading the bytes from the page cache, because the kernel clears every page first.
 So the memory of freed tensors is kept, marked with MADV_FREE: the next load of tensors of these sizes reuses it without
@@ -7,20 +7,27 @@ page faults, and the kernel reclaims it whenever it runs short; see madvise(2).
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import threading
 import weakref
 from collections import defaultdict, deque
+from typing import NamedTuple
 
 import torch
 
+from aiockpt.core.pages import HUGE_PAGE_BYTES, private_mapping
 from aiockpt.errors import LoadError
-from aiockpt.staging.pool import HUGE_PAGE_BYTES, private_mapping
 
 _PAGE_BYTES = 4096
 _FREE = getattr(mmap, "MADV_FREE", None)
+
+
+class HostMemory(NamedTuple):
+    """Memory for a tensor."""
+
+    tensor: torch.Tensor  # of dtype uint8
+    is_fresh: bool  # its pages are not faulted in
 
 
 class _Block:
@@ -33,11 +40,6 @@ class _Block:
         slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
         self.whole = private_mapping(nbytes + slack)
         self.skip = -ctypes.addressof(ctypes.c_char.from_buffer(self.whole)) % HUGE_PAGE_BYTES if slack else 0
-        huge = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        # Whole huge pages only: another one for the rest would take more memory than the tensor.
-        if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError, ValueError):
-                self.whole.madvise(mmap.MADV_HUGEPAGE, self.skip, huge)
 
 
 class HostCache:
@@ -60,8 +62,8 @@ class HostCache:
             self._collect_returned()
             return self._free_bytes
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return uninitialised memory, at least 1 byte, as a page-aligned tensor of dtype uint8."""
+    def take(self, nbytes: int) -> HostMemory:
+        """Return uninitialised memory, at least 1 byte, page-aligned."""
         size = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
         with self._lock:
             self._collect_returned()
@@ -69,6 +71,7 @@ class HostCache:
             if block is not None:
                 self._order.remove(block)
                 self._free_bytes -= size
+        is_fresh = block is None
         if block is None:
             try:
                 block = _Block(size)
@@ -77,7 +80,7 @@ class HostCache:
         owner = (ctypes.c_char * nbytes).from_buffer(block.whole, block.skip)
         tensor = torch.frombuffer(owner, dtype=torch.uint8)
         weakref.finalize(owner, _give_back, weakref.ref(self), block).atexit = False
-        return tensor
+        return HostMemory(tensor, is_fresh)
 
     def close(self) -> None:
         """Free everything that is kept, and keep nothing from now on. Idempotent."""

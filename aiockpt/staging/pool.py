@@ -14,17 +14,12 @@ from typing import Any
 import anyio
 import torch
 
+from aiockpt.core import pages
+from aiockpt.core.pages import HUGE_PAGE_BYTES, private_mapping
 from aiockpt.errors import AiockptError
-
-HUGE_PAGE_BYTES = 2 << 20
 
 copy_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.PyDLL(None)))
 """memmove(target, source, nbytes) without releasing the GIL: cheaper for small pieces."""
-
-
-def private_mapping(nbytes: int) -> mmap.mmap:
-    """Map private anonymous memory: shared memory, Python's default, seldom gets huge pages."""
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class MappedMemory:
@@ -34,26 +29,27 @@ class MappedMemory:
 
     def __init__(self, nbytes: int) -> None:
         whole = private_mapping(nbytes + HUGE_PAGE_BYTES)
-        # Huge pages if the kernel has them. No copy-on-write for forked children: our writes would copy every page.
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            with contextlib.suppress(OSError, AttributeError):
-                whole.madvise(getattr(mmap, advice))
+        # No copy-on-write for forked children: our writes would copy every page.
+        with contextlib.suppress(OSError, AttributeError):
+            whole.madvise(mmap.MADV_DONTFORK)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
         skip = -begin % HUGE_PAGE_BYTES
         self.address = begin + skip
         self.view = memoryview(whole)[skip : skip + nbytes]
         # The same bytes as dtype uint8; it keeps the memory alive.
         self.tensor = torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=skip)
+        pages.advise(self.address, nbytes)
 
 
 class Chunk:
     """A piece of staging memory: private, or number ``number`` of those in shared memory."""
 
-    __slots__ = ("_mapping", "address", "number", "pinned", "tensor", "view")
+    __slots__ = ("_mapping", "address", "is_fresh", "number", "pinned", "tensor", "view")
 
     def __init__(self, nbytes: int, number: int = 0, shared: SharedMemory | None = None) -> None:
         self.number = number
         self.pinned = False  # locked in memory for a device
+        self.is_fresh = shared is None  # its pages are not faulted in, as far as we know
         self._mapping: MappedMemory | SharedMemory
         if shared is None:
             self._mapping = mapping = MappedMemory(nbytes)
@@ -66,8 +62,15 @@ class Chunk:
         self.tensor = shared.tensor[begin : begin + nbytes]
 
     def touch(self) -> None:
-        """Fault all pages in. Blocks; releases the GIL."""
+        """Fault all pages in, by writing to them. Blocks; releases the GIL."""
+        self.fault_in()
         ctypes.memset(self.address, 0, len(self.view))
+
+    def fault_in(self) -> None:
+        """Fault the pages in that are not, as far as the kernel can; what is there stays. Blocks; releases the GIL."""
+        if self.is_fresh:
+            self.is_fresh = False
+            pages.fault_in(self.address, len(self.view))
 
 
 class Lease:

@@ -354,7 +354,7 @@ def test_objects_do_not_run_code(ckpt, tmp_path: Path) -> None:
     ckpt.save({"o": Custom(5), "t": torch.ones(1)}, tmp_path / "c")
     with pytest.raises(
         aiockpt.UnsafeCheckpointError,
-        match=r"object o needs tests\.test_load\.Custom.*safe_globals=\[tests\.test_load\.Custom\]",
+        match=r"object o needs tests\.reading\.test_load\.Custom.*safe_globals=\[tests\.reading\.test_load\.Custom\]",
     ):
         ckpt.load(tmp_path / "c")
     assert ckpt.load(tmp_path / "c", safe_globals=[Custom])["o"] == Custom(5)

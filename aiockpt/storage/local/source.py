@@ -24,7 +24,9 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING
 
+from aiockpt.core import pages
 from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.core.pages import HUGE_PAGE_BYTES, private_mapping
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.storage.base import Source
 from aiockpt.storage.local.replacing import readable, stand_in
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
 # --- files ----------------------------------------------------------------------------------------
 
 
-_HUGE_PAGE_BYTES = 2 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 _STEP_BYTES = 1 << 20  # copied from the page cache at a time, so that the CRC of it finds it in the processor's cache
@@ -57,12 +58,13 @@ _IN_PLACE = _reads_in_place()
 
 
 def _buffer(nbytes: int) -> memoryview:
-    """Map memory for direct reads, in huge pages if there are any; forked children don't get it."""
-    whole = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(OSError, AttributeError):
-            whole.madvise(getattr(mmap, advice))
-    skip = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % _HUGE_PAGE_BYTES
+    """Map memory for direct reads; forked children don't get it."""
+    whole = private_mapping(nbytes + HUGE_PAGE_BYTES)
+    with contextlib.suppress(OSError, AttributeError):
+        whole.madvise(mmap.MADV_DONTFORK)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    skip = -address % HUGE_PAGE_BYTES
+    pages.fault_in(address + skip, nbytes)
     return memoryview(whole)[skip : skip + nbytes]
 
 

@@ -1,0 +1,107 @@
+"""Fresh memory gets huge pages as long as they cost less than small ones."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from aiockpt.core import pages
+from aiockpt.core.pages import HUGE_PAGE_BYTES, PageChoice
+
+MIB = 1 << 20
+
+
+def costs(choice: PageChoice, nbytes: int, huge_ns: int) -> list[tuple[bool, int]]:
+    """Fault in so many bytes where a huge page costs ``huge_ns``; return the steps, equal neighbours as one."""
+    steps: list[tuple[bool, int]] = []
+    while nbytes:
+        huge, step = choice.next_step(nbytes)
+        nbytes -= step
+        choice.record(step, huge_ns if huge else 700_000 * step // HUGE_PAGE_BYTES, huge=huge)
+        if steps and steps[-1][0] == huge:
+            steps[-1] = (huge, steps[-1][1] + step)
+        else:
+            steps.append((huge, step))
+    return steps
+
+
+def test_cheap_huge_pages_are_used_throughout() -> None:
+    assert costs(PageChoice(), 3 << 30, 100_000) == [(True, 3 << 30)]
+
+
+def test_dear_huge_pages_are_tried_less_and_less_often() -> None:
+    steps = costs(PageChoice(), 2 << 30, 5_000_000)
+    assert set(steps[0::2]) == {(True, 2 * MIB)}
+    assert steps[1::2][:8] == [(False, pause * MIB) for pause in (8, 16, 32, 64, 128, 256, 512, 512)]
+
+
+def test_pages_that_become_cheap_are_used_again_at_once() -> None:
+    choice = PageChoice()
+    costs(choice, 26 * MIB, 5_000_000)  # a huge page, 8 MiB, a huge page, and 14 of 16 MiB
+    assert costs(choice, 100 * MIB, 100_000) == [(False, 2 * MIB), (True, 98 * MIB)]
+    assert costs(choice, 11 * MIB, 5_000_000)[:2] == [(True, 2 * MIB), (False, 8 * MIB)]  # the pause is short again
+
+
+def test_huge_pages_that_cost_somewhat_more_are_not_used() -> None:
+    assert costs(PageChoice(), 1 << 30, 900_000)[-1][0] is False
+
+
+@pytest.fixture
+def memory() -> tuple[int, memoryview]:
+    """20 MiB of fresh memory, from a huge page on, and its address."""
+    whole = pages.private_mapping(22 * MIB)
+    keep = ctypes.c_char.from_buffer(whole)
+    skip = -ctypes.addressof(keep) % HUGE_PAGE_BYTES
+    return ctypes.addressof(keep) + skip, memoryview(whole)[skip : skip + 20 * MIB]
+
+
+def resident(address: int, nbytes: int) -> tuple[int, int]:
+    """Return how much of a range is faulted in, in bytes, and how much of that in huge pages."""
+    rss = huge = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if span:
+            begin, end = (int(each, 16) for each in span.groups())
+            inside = begin < address + nbytes and end > address
+        elif inside and line.startswith("Rss:"):
+            rss += int(line.split()[1]) * 1024
+        elif inside and line.startswith("AnonHugePages:"):
+            huge += int(line.split()[1]) * 1024
+    return rss, huge
+
+
+needs_populate = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_HUGEPAGE") or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 14),
+    reason="this kernel can't fault pages in by itself",
+)
+
+
+@needs_populate
+def test_whole_huge_pages_of_the_range_are_faulted_in(memory: tuple[int, memoryview]) -> None:
+    address, view = memory
+    view[5 * MIB : 5 * MIB + 3] = b"abc"
+    pages.fault_in(address + 3 * MIB, 10 * MIB, PageChoice())  # from 4 to 12 MiB
+    assert resident(address, len(view))[0] == 8 * MIB
+    assert bytes(view[5 * MIB - 1 : 5 * MIB + 4]) == b"\0abc\0"
+    pages.fault_in(address + 100, HUGE_PAGE_BYTES, PageChoice())  # no whole one
+    assert resident(address, len(view))[0] == 8 * MIB
+
+
+@needs_populate
+def test_the_choice_decides_on_the_pages(memory: tuple[int, memoryview]) -> None:
+    address, view = memory
+    choice = PageChoice()
+    choice.record(HUGE_PAGE_BYTES, 50_000_000, huge=True)
+    pages.fault_in(address, 8 * MIB, choice)
+    assert resident(address, 8 * MIB) == (8 * MIB, 0)
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this machine has no huge pages")
+    pages.fault_in(address + 8 * MIB, 2 * MIB, choice)  # tried again after 8 MiB
+    assert resident(address, len(view)) == (10 * MIB, 2 * MIB)
