@@ -10,7 +10,7 @@ import shutil
 import struct
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -64,6 +64,7 @@ def make_targets(top: Path) -> dict[str, Target]:
     dcp.save(STATE, checkpoint_id=stock, **ALONE)
     made = [
         _metadata(stock, top / "metadata"),
+        _rank_metadata(top),
         _manifest("manifest", ours, top / "manifest"),
         _manifest("transformed", top / "zstd", top / "transformed"),
         *_items(top),
@@ -90,6 +91,28 @@ def _metadata(stock: Path, path: Path) -> Target:
     small = tuple(bomb for bomb in METADATA_BOMBS.values() if len(bomb) < 1000)
     seeds = (whole, *(pickle.dumps(loaded, protocol) for protocol in (0, 2, 3, 5)), *small)
     return Target("metadata", pickled.changed, seeds, _writer(path / ".metadata"), path)
+
+
+def _rank_metadata(top: Path) -> Target:
+    """The metadata of one of two ranks that saved alone, with different rows of a tensor."""
+    path = top / "ranks"
+    path.mkdir()
+    for rank, rows in enumerate((STATE["model"]["w"][:2], STATE["model"]["w"][2:])):
+        own = top / f"rank{rank}"
+        dcp.save(STATE | {"model": STATE["model"] | {"w": rows.clone()}}, checkpoint_id=own, **ALONE)
+        loaded = pickle.loads((own / ".metadata").read_bytes())
+        entry, begin = loaded.state_dict_metadata["model.w"], torch.Size((2 * rank, 0))
+        entry.size, entry.chunks[0].offsets = torch.Size((3, 5)), begin
+        loaded.storage_data = {
+            replace(key, offset=begin) if key.fqn == "model.w" else key: replace(
+                info, relative_path=f"__{rank}_0.distcp"
+            )
+            for key, info in loaded.storage_data.items()
+        }
+        (path / f"__{rank}.metadata").write_bytes(pickle.dumps(loaded))
+        (own / "__0_0.distcp").rename(path / f"__{rank}_0.distcp")
+    seeds = tuple(pickle.dumps(loaded, protocol) for protocol in (4, 0, 2, 3, 5))
+    return Target("rank metadata", pickled.changed, seeds, _writer(path / "__1.metadata"), path)
 
 
 def _manifest(name: str, source: Path, path: Path) -> Target:

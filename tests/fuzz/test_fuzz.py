@@ -15,7 +15,16 @@ from tests.fuzz.watch import Watch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = (
-    *("metadata", "manifest", "transformed", "tensor pickle", "tensor zip", "object pickle", "object zip"),
+    *(
+        "metadata",
+        "rank metadata",
+        "manifest",
+        "transformed",
+        "tensor pickle",
+        "tensor zip",
+        "object pickle",
+        "object zip",
+    ),
     *("torch pickle", "torch zip", "header", "safetensors", "shards", "frames"),
 )
 INPUTS = 50
