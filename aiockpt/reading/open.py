@@ -16,7 +16,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, MissingKeysError, sanitize_error
 from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.joined import join_ranks, rank_metadata
+from aiockpt.format.dcp.joined import in_directory, is_part, join_ranks, rank_directories, rank_metadata
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import check_arrays
@@ -84,7 +84,7 @@ def read_index(
         check_place(source, path)
         if METADATA_NAME in source.files:
             index, manifest = _read_dcp(source, path, trust=trust, as_stored=as_stored)
-        elif ranks := rank_metadata(source.files):
+        elif ranks := find_ranks(source, path):
             index, manifest = _read_ranks(source, path, ranks, trust=trust, as_stored=as_stored), None
         else:
             index, manifest = _read_located(source, path, safe_globals, trust), read_manifest(source, path)
@@ -209,6 +209,18 @@ def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
     return is_pickled(begin) and is_of_another_save(manifest, read_document(source, METADATA_NAME, path))
 
 
+def find_ranks(source: Source, path: str) -> dict[int, str]:
+    """Return the metadata files of ranks that saved alone. Blocks."""
+    ranks = rank_metadata(source.files) or rank_directories(source.files)
+    first = next(iter(ranks.values()), "")
+    if os.sep in first:  # directories such as step-100 are numbered too: those of ranks have parts of tensors
+        try:
+            return ranks if is_part(_read_rank(source, path, first, as_stored=False)) else {}
+        except LoadError:
+            return {}
+    return ranks
+
+
 def read_rank(source: Source, path: str, rank: int) -> Index:
     """Read and check the metadata of a rank that saved alone, as it is stored. Blocks."""
     check_place(source, path)
@@ -225,7 +237,7 @@ def read_rank(source: Source, path: str, rank: int) -> Index:
 def _read_rank(source: Source, path: str, name: str, *, as_stored: bool) -> Index:
     decode = partial(decode_metadata, as_stored=as_stored)
     index: Index = _with_path(os.path.join(path, name), decode, read_document(source, name, path))
-    return index
+    return in_directory(index, os.path.dirname(name))
 
 
 def _read_ranks(source: Source, path: str, ranks: Mapping[int, str], *, trust: bool, as_stored: bool) -> Index:

@@ -115,6 +115,47 @@ def test_each_rank_loads_from_its_own_directory(world2: World, tmp_path: Path, w
         ckpt.load(tmp_path / "rank0")
 
 
+def _save_apart(rank: int, world_size: int, path: Path, writer: str) -> None:
+    state = sharded(world_size) | {f"of rank {rank}": torch.full((2,), rank)}
+    _quietly(dcp.save, state, storage_writer=WRITERS[writer](path / f"rank{rank}"), no_dist=True)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_our_own_loads_join_the_directories_of_ranks(world2: World, tmp_path: Path, writer: str) -> None:
+    world2.results(_save_apart, tmp_path / "c", writer, timeout_s=100)
+    expected = whole_state() | {f"of rank {rank}": torch.full((2,), rank) for rank in range(2)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        assert_same(expected, ckpt.load(tmp_path / "c"))
+        with ckpt.open(tmp_path / "c") as reader:
+            assert_same(expected["model"]["rows"][3:7], reader.read("model.rows", slice(3, 7)))
+        report = ckpt.verify(tmp_path / "c")
+        assert report.ok, report
+        assert not report.problems
+        (tmp_path / "c" / "rank0").rename(tmp_path / "c" / "rank2")
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"it lacks the part of rank 0\. Each rank"):
+            ckpt.load(tmp_path / "c")
+        shutil.rmtree(tmp_path / "c" / "rank2")
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"it lacks the part of rank 0: \d+ of the"):
+            ckpt.load(tmp_path / "c")
+        assert not ckpt.verify(tmp_path / "c").ok
+
+
+def test_numbered_checkpoints_are_not_taken_for_parts(tmp_path: Path) -> None:
+    for step in (1, 2):
+        dcp.save({"w": torch.rand(3)}, checkpoint_id=tmp_path / f"step-{step}")
+    with (
+        aiockpt.SyncCheckpointer() as ckpt,
+        pytest.raises(aiockpt.CheckpointNotFoundError, match="some below: step-2, step-1"),
+    ):
+        ckpt.load(tmp_path)
+    (tmp_path / "step-1" / ".metadata").write_bytes(b"damaged")
+    with (
+        aiockpt.SyncCheckpointer() as ckpt,
+        pytest.raises(aiockpt.CheckpointNotFoundError, match="some below: step-2, step-1"),
+    ):
+        ckpt.load(tmp_path)
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_our_own_loads_join_the_parts(world4: World, tmp_path: Path, writer: str) -> None:
     world4.results(_save_alone, tmp_path / "c", writer, timeout_s=100)
@@ -156,7 +197,7 @@ def test_what_is_missing_or_contradicts_is_told(world4: World, tmp_path: Path) -
     with aiockpt.SyncCheckpointer() as ckpt:
         for names, message in {
             ("__1*",): r"it lacks the part of rank 1: \d+ of the \d+ elements of model\..* are not there",
-            ("__1.metadata", "__3.metadata"): r"it lacks the part of rank 1, 3: .* such as __1\.metadata",
+            ("__1.metadata", "__3.metadata"): r"it lacks the part of rank 1, 3: .* add that of these ranks",
             ("__2*", "__3*"): r"it lacks the part of rank 2, 3 at least: \d+ of",
             ("__0*", "__2*"): r"it lacks the part of rank 0, 2",
         }.items():

@@ -41,7 +41,7 @@ def test_parts_are_joined_and_the_lowest_rank_wins() -> None:
 @pytest.mark.parametrize(
     ("parts", "files", "message"),
     [
-        ({1: part(1, ((0, 0), (8, 2)))}, [], r"lacks the part of rank 0\. .* such as __0\.metadata"),
+        ({1: part(1, ((0, 0), (8, 2)))}, [], r"lacks the part of rank 0\. Each rank"),
         ({0: part(0, ((0, 0), (8, 2)))}, ["__2_0.distcp"], r"lacks the part of rank 1, 2\. "),
         ({0: part(0, ((0, 0), (3, 2)))}, [], r"lacks the part of rank 1, 2 at least: 10 of the 16 elements of w"),
         ({0: part(0)}, ["__0_0.distcp"], r"lacks the part of rank 1 at least: 16 of the 16"),

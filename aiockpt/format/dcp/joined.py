@@ -1,26 +1,30 @@
-"""Checkpoints of ranks that saved without each other (``use_collectives=False``): each rank has metadata of its own.
+"""Checkpoints of ranks that saved without each other: each rank has metadata of its own.
 
-Their parts are joined to one index. Of values that several ranks have, the lowest rank's are taken, as a save with
+It is beside that of the others (``use_collectives=False``), or in a directory for each rank (``no_dist=True``). Their
+parts are joined to one index. Of values that several ranks have, the lowest rank's are taken, as a save with
 collectives takes those of one rank.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.index import Index, TensorEntry
+from aiockpt.format.index import Index, ObjectEntry, TensorEntry
+from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-    from aiockpt.format.index import ChunkEntry, Entry, ObjPath
+    from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjPath
 
 _METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
+_FOLDER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_[0-9]+\.distcp")
 _MOST_SHOWN = 10
 
@@ -28,6 +32,45 @@ _MOST_SHOWN = 10
 def rank_metadata(files: Iterable[str]) -> dict[int, str]:
     """Return the metadata files of ranks that saved alone, by rank."""
     return dict(sorted((int(match[1]), match[0]) for match in map(_METADATA.fullmatch, files) if match))
+
+
+def rank_directories(files: Collection[str]) -> dict[int, str]:
+    """Return the metadata files below a directory of nothing but numbered directories, such as rank0, by number."""
+    found: dict[int, str] = {}
+    stems = set()
+    for name in files:
+        folder, _, rest = name.partition(os.sep)
+        match = _FOLDER.fullmatch(folder)
+        if match is None or not rest:
+            return {}
+        stems.add(match[1])
+        if rest == METADATA_NAME:
+            found[int(match[2])] = name
+    return dict(sorted(found.items())) if len(stems) == 1 else {}
+
+
+def is_part(index: Index) -> bool:
+    """Return whether an index lacks chunks of a tensor, as that of one of several ranks does."""
+    tensors = [entry for entry in index.entries.values() if isinstance(entry, TensorEntry)]
+    return any(sum(math.prod(chunk.sizes) for chunk in each.chunks) < math.prod(each.shape) for each in tensors)
+
+
+def in_directory(index: Index, folder: str) -> Index:
+    """Return an index whose files are in a directory."""
+    if not folder:
+        return index
+
+    def moved(place: ItemRange) -> ItemRange:
+        return place._replace(file=os.path.join(folder, place.file))
+
+    entries: dict[str, Entry] = {}
+    for name, entry in index.entries.items():
+        if isinstance(entry, TensorEntry):
+            chunks = tuple([chunk._replace(place=moved(chunk.place)) for chunk in entry.chunks])
+            entries[name] = entry._replace(chunks=chunks)
+        elif isinstance(entry, ObjectEntry):
+            entries[name] = ObjectEntry(moved(entry.place))
+    return replace(index, entries=entries)
 
 
 @dataclass(eq=False, slots=True)
@@ -91,8 +134,8 @@ def _different(name: str, rank: int) -> LoadError:
 def _check_complete(parts: Mapping[int, Index], files: Collection[str], tensors: Mapping[str, _Tensor]) -> None:
     """Raise if ranks are missing: by the numbers of the others, by their data files, or by what tensors lack."""
     written = [int(match[1]) for match in map(_DATA.fullmatch, files) if match]
-    ranks = known = 1 + max([*parts, *written])
-    reason = ""
+    known = 1 + max([*parts, *written])
+    reason, later = "", 0  # the ranks after the last one have no larger shares
     for name, tensor in tensors.items():
         lacking, whole = tensor.lacking, math.prod(tensor.entry.shape)
         if lacking < 0:
@@ -101,14 +144,15 @@ def _check_complete(parts: Mapping[int, Index], files: Collection[str], tensors:
                 "remove their files"
             )
         if lacking:
-            ranks = max(ranks, len(parts) + (-(-lacking // tensor.most) if tensor.most else 1))
+            later = max(later, -(-lacking // tensor.most) if tensor.most else 1)
             reason = reason or f": {lacking} of the {whole} elements of {name} are not there"
+    least = " at least" if known == len(parts) else ""
+    ranks = known + later if least else known
     count = ranks - len(parts)
     if count:
         missing = list(islice((rank for rank in range(ranks) if rank not in parts), _MOST_SHOWN))
         more = f" and {count - len(missing)} more" if count > len(missing) else ""
-        least = " at least" if ranks > known else ""
         raise CorruptCheckpointError(
-            f"it lacks the part of rank {', '.join(map(str, missing))}{more}{least}{reason}. Each rank saved alone: "
-            f"add what is missing, such as __{missing[0]}.metadata, or use an older checkpoint"
+            f"it lacks the part of rank {', '.join(map(str, missing))}{more}{least}{reason}. Each rank saved alone, "
+            "with metadata of its own: add that of these ranks with its data files, or use an older checkpoint"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -12,7 +13,7 @@ from isal.isal_zlib import crc32
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
-from aiockpt.format.dcp.joined import join_ranks, rank_metadata
+from aiockpt.format.dcp.joined import in_directory, join_ranks
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import check_arrays
@@ -22,7 +23,15 @@ from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.reading.decoded import DecodedSource
-from aiockpt.reading.open import NOT_ITS_MANIFEST, check_place, checkpoints_below, presented, read_document, read_index
+from aiockpt.reading.open import (
+    NOT_ITS_MANIFEST,
+    check_place,
+    checkpoints_below,
+    find_ranks,
+    presented,
+    read_document,
+    read_index,
+)
 from aiockpt.reading.verify.expected import Inventory
 from aiockpt.reading.verify.items import ItemVerifier
 from aiockpt.reading.verify.report import Findings, VerifyReport
@@ -100,7 +109,7 @@ class _Reading:
         check_place(self.source, self.path)
         manifest = self._read_manifest()
         facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
-        ranks = {} if METADATA_NAME in files or manifest is not None else rank_metadata(files)
+        ranks = {} if METADATA_NAME in files or manifest is not None else find_ranks(self.source, self.path)
         documents = {METADATA_NAME, MANIFEST_NAME, *ranks.values()}
         described = {name: size for name, size in files.items() if name not in documents}
         inventory = Inventory(described, facts, self.findings)
@@ -138,6 +147,7 @@ class _Reading:
             data = self._read_file(name)
             part = None if data is None else self._decoded(name, "metadata", decode_metadata, data)
             if part is not None:
+                part = in_directory(part, os.path.dirname(name))
                 parts[rank] = self._presented(part, inventory, None, name) if part.is_transformed else part
                 inventory.add(parts[rank], None, is_part=True)
         inventory.find_overlaps()
