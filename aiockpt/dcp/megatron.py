@@ -86,8 +86,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         if use_msc:
             raise ValueError("this writer writes to file systems; leave use_msc out")
         super().__init__(path, *args, **kwargs)
-        if self._transforms:
-            raise ValueError("_extensions are not for saves in another process")
+        if self._transforms or self._as_safetensors:
+            raise ValueError("_extensions and SAFETENSORS are not for saves in another process")
         if not self.single_file_per_rank:
             raise ValueError("single_file_per_rank=False is not for saves in another process")
         self.checkpoint_dir = path

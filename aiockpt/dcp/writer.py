@@ -10,6 +10,7 @@ import uuid
 import warnings
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from aiockpt.dcp import shared_commit
 from aiockpt.dcp.adapter import borrowed, finished, text_of
 from aiockpt.dcp.extensions import ExtensionTransform
 from aiockpt.dcp.index import storage_info
+from aiockpt.dcp.safetensors_items import write_safetensors
 from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.names import DCP_VERSION, SUFFIX
 from aiockpt.planning.collective.local import LocalPlanner
@@ -62,7 +64,9 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         cache_staged_state_dict: as in torch: keep the copy that ``dcp.async_save`` makes for the next save.
         overwrite: replace an existing checkpoint once the new one is complete.
         _extensions: stream transforms of torch's, applied to each item in this order.
-        serialization_format: must be ``torch.save``'s.
+        serialization_format: ``SAFETENSORS`` writes a rank's tensors to one file for readers of safetensors, further
+            chunks of the same tensors to further files, and objects to a file of their own. As with torch's class,
+            ``dcp.load`` can't read these.
         staging_bytes: maximum staging memory in bytes; see `aiockpt.SyncCheckpointer`. Pickled objects, and tensors
             that a planner makes anew, are asked for until they take as much, and written; then the next ones, to
             further files.
@@ -86,10 +90,10 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         direct_io: bool = True,
         checkpointer: SyncCheckpointer | AsyncCheckpointer | None = None,
     ) -> None:
-        if serialization_format is not None and getattr(serialization_format, "value", None) != "torch_save":
+        self._as_safetensors = getattr(serialization_format, "value", None) == "safetensors"
+        if self._as_safetensors and _extensions:
             raise ValueError(
-                f"this writer writes items as torch.save does, not as {serialization_format}; for safetensors use "
-                "aiockpt's own save with format='safetensors'"
+                "_extensions are for serialization_format=TORCH_SAVE: safetensors files hold tensors as is"
             )
         if thread_count is not None and thread_count < 1:
             raise ValueError(f"thread_count must be at least 1, not {thread_count!r}")
@@ -102,6 +106,8 @@ class FileSystemWriter(filesystem.FileSystemWriter):
             cache_staged_state_dict=cache_staged_state_dict,
             overwrite=overwrite,
         )
+        if serialization_format is not None:
+            self.serialization_format = serialization_format
         self.rank: int | None = None
         self.use_collectives = True
         self._transforms = [ExtensionTransform(extension) for extension in _extensions or ()]
@@ -197,7 +203,11 @@ class FileSystemWriter(filesystem.FileSystemWriter):
 
     def _write(self, prefix: str, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[ItemRange]:
         hidden = shared_commit.find(self._path(), self._alone)
-        files = self.thread_count if self.single_file_per_rank else None
+        one_file = self.single_file_per_rank
+        if self._as_safetensors:
+            resolve = partial(resolved, planner=planner)
+            return write_safetensors(items, resolve, hidden, prefix, one_file=one_file, fsync=self.sync_files)
+        files = self.thread_count if one_file else None
         settings = {
             "fsync": self.sync_files,
             "io_threads": self.thread_count,

@@ -107,6 +107,7 @@ def small_state() -> dict[str, Any]:
     }
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch closes its own stream twice
 @pytest.mark.parametrize("extensions", [[Rolling()], [Labelled(), Rolling()], [Rolling("1.2"), Labelled()]], ids=len)
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 2}])
 def test_items_are_written_and_read_through_extensions(
