@@ -209,6 +209,23 @@ async def test_a_slow_save_is_given_up_and_leaves_nothing(tmp_path: Path) -> Non
     assert names(tmp_path) == ["2"]
 
 
+def test_a_timeout_while_the_metadata_is_written_leaves_nothing(tmp_path: Path) -> None:
+    class Late(WrapperStorage):
+        async def before(self, step: str, name: str) -> None:
+            if step == "finish" and name.endswith(".metadata"):
+                save._control.time_out(aiockpt.SaveTimeoutError("too late"))
+
+    started = threading.Event()
+    with aiockpt.SyncCheckpointer() as ckpt:
+        save = ckpt.submit(
+            state_of(1), tmp_path / "c", storage=Late(LocalStorage()), pre_commit=lambda _: started.wait(60) and None
+        )
+        started.set()
+        with pytest.raises(aiockpt.SaveTimeoutError, match="too late"):
+            save.written.result(60)
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("step", ["create", "write", "finish", "commit"])
 @pytest.mark.asyncio
 async def test_saving_goes_on_without_a_save_that_hangs(step: str, tmp_path: Path) -> None:

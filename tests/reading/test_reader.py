@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -339,3 +340,15 @@ async def test_plain_programs(tmp_path: Path) -> None:
             reader.close()
 
     await asyncio.to_thread(work)
+
+
+async def test_closing_closes_the_files_though_the_reader_is_kept(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save({"w": torch.arange(1000)}, tmp_path / "c")
+        opened = len(os.listdir("/proc/self/fd"))
+        async with ckpt.open(tmp_path / "c") as reader:
+            source = reader._opened.source
+            assert torch.equal(await reader.read("w"), torch.arange(1000))
+            assert len(os.listdir("/proc/self/fd")) > opened
+        assert len(os.listdir("/proc/self/fd")) == opened
+        assert list(source.files)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -776,3 +777,20 @@ def test_jagged_tensors(tmp_path: Path) -> None:
         ckpt.save({"k": tensor}, tmp_path / "c")
         found = ckpt.load(tmp_path / "c", trust=True)["k"]  # torch 2.15 has not listed them
     assert all(map(torch.equal, found.unbind(), tensor.unbind()))
+
+
+@pytest.mark.asyncio
+async def test_tensors_are_let_go_when_they_are_staged(tmp_path: Path) -> None:
+    array = np.arange(100_000)
+    memory = weakref.ref(array)
+    storage = GatedStorage(LocalStorage(), ["write"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        save = ckpt.save({"w": torch.from_numpy(array)}, tmp_path / "c", storage=storage)
+        del array
+        await save.staged
+        await storage.reached["write"]
+        gc.collect()
+        kept = memory()
+        storage.open("write")
+        await save.written
+    assert kept is None

@@ -40,6 +40,13 @@ class TestWrapperStorage(StorageConformance):
 # --- a storage for one process ------------------------------------------------------------------------
 
 
+def test_a_wrapper_refuses_a_path_at_the_call(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": 1}, tmp_path / "c")
+        with pytest.raises(aiockpt.CheckpointExistsError, match="exists already"):
+            ckpt.submit({"x": 2}, tmp_path / "c", storage=WrapperStorage(LocalStorage()))
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_writer_process_needs_a_shared_storage(wrapped: bool, tmp_path: Path) -> None:
     storage = WrapperStorage(MemoryStorage()) if wrapped else MemoryStorage()

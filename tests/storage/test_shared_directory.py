@@ -17,11 +17,13 @@ import torch
 import aiockpt
 from aiockpt.core.threads import Workers
 from aiockpt.errors import CommitError, CorruptCheckpointError, UnsafeCheckpointError, WriteError
-from aiockpt.storage.local import commit, temp_dir
+from aiockpt.storage.local import commit, temp_dir, transaction
 from aiockpt.storage.local.orphans import clean
 from aiockpt.storage.local.source import open_source
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.local.temp_dir import make_hidden, new_ticket, read_sidecar, sweep, write_sidecar
+from aiockpt.storage.syscalls import rename_exchange
+from aiockpt.storage.wrapper import WrapperStorage
 
 NOBODY = 65534
 
@@ -380,6 +382,43 @@ async def test_who_takes_part_sweeps_only_what_he_has_joined(workers, tmp_path: 
     shutil.rmtree(hidden)
     (tmp_path / "mine").rename(hidden)
     await begun.abort()
+
+
+@pytest.mark.parametrize("end", ["abort", "discard_all"])
+@pytest.mark.asyncio
+async def test_who_takes_part_closes_its_files_and_lets_go(end: str, workers, tmp_path: Path) -> None:
+    storage, path = WrapperStorage(LocalStorage()), str(tmp_path / "c")
+    opened = len(os.listdir("/proc/self/fd"))
+    begun = await storage.begin(path, overwrite=False, workers=workers)
+    joined = await storage.join(path, begun.ticket, workers=workers)
+    sink = await joined.create("__1_0.distcp", 5000)
+    await sink.write(memoryview(bytes(5000)))
+    await begun.release()
+    assert len(os.listdir("/proc/self/fd")) > opened
+    await getattr(joined, end)()
+    assert len(os.listdir("/proc/self/fd")) == opened
+    await begun.abort()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.asyncio
+async def test_what_a_dead_writer_has_published_is_made_durable(
+    workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, storage, opened = checkpoint(tmp_path / "c", b"old"), LocalStorage(), len(os.listdir("/proc/self/fd"))
+    begun = await storage.begin(str(path), overwrite=True, workers=workers)
+    await _write(begun, b"new")
+    rename_exchange(str(tmp_path / begun.ticket), str(path))
+    await begun.release()
+    adopted = await storage.take_over(str(path), begun.ticket, overwrite=True, workers=workers, identity=begun.identity)
+    assert await adopted.status() == "published"
+    synced: list[str] = []
+    monkeypatch.setattr(transaction, "sync_directory", synced.append)
+    await adopted.finalize()
+    assert synced == [str(tmp_path)]
+    assert len(os.listdir("/proc/self/fd")) == opened
+    assert (path / ".metadata").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["c"]
 
 
 # --- hostile files in a checkpoint --------------------------------------------------------------------

@@ -271,6 +271,38 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
             shutil.rmtree(path)
 
 
+class Inverting:
+    """Inverts every bit, so that whatever is stored can be decoded."""
+
+    descriptor = "inverting/1"
+
+    def encoder(self) -> Any:
+        return self
+
+    decoder = encoder
+
+    def update(self, data: memoryview, most: int = 0) -> bytes:
+        return bytes(byte ^ 0xFF for byte in data)
+
+    def finish(self, most: int = 0) -> bytes:
+        return b""
+
+
+@pytest.mark.parametrize("key", ["w", "s"])
+def test_a_flipped_bit_that_can_be_decoded_is_found(key: str, tmp_path: Path) -> None:
+    state, path = {"w": torch.arange(3000), "s": "abc" * 1000}, tmp_path / "c"
+    save(state, path, compress=None, transforms=[Inverting()])
+    assert_same(state, load(path, transforms=[Inverting()]))
+    for file in path.glob("*.distcp"):
+        data, text = bytearray(file.read_bytes()), b"abcabc" if key == "s" else torch.arange(9, 12).numpy().tobytes()
+        at = data.find(Inverting().update(memoryview(text)))
+        if at >= 0:
+            data[at] ^= 4
+            file.write_bytes(data)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match=f"the stored bytes of {key} .* do not match their CRC"):
+        load(path, transforms=[Inverting()])
+
+
 def restock(path: Path, change: Any) -> None:
     """Change what torch's metadata says."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
