@@ -68,7 +68,7 @@ class SyncCheckpointer(CheckpointerBase):
         changes the tensors in place.
 
         Returns:
-            The handle; ``stage, write = submit(...)`` unpacks its two futures, each with ``result(timeout)``.
+            The handle; ``stage, write = submit(...)`` unpacks its two futures, which are `concurrent.futures.Future`s.
         """
         return self._submitter.submit(request)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import threading
-from collections.abc import Awaitable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures._base import FINISHED
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
@@ -24,31 +26,33 @@ logger = logging.getLogger("aiockpt")
 T = TypeVar("T")
 
 
-class Completion(Awaitable[T], Generic[T]):
-    """A future that completes once, with a value or an error.
+class Completion(Future[T]):
+    """A future that completes once, with a value or an error: a `concurrent.futures.Future` that can be awaited too.
 
-    Await it in any asyncio loop, as often as you like, or call `result` in any thread. Safe to cancel: cancelling a
-    waiter, or closing its loop, affects neither other waiters nor the work::
+    Await it in any asyncio loop, as often as you like, call `result` in any thread, or pass it to what takes such
+    futures, as `concurrent.futures.wait`, `concurrent.futures.as_completed` and `asyncio.wrap_future`. Safe to cancel:
+    cancelling a waiter, or closing its loop, affects neither other waiters nor the work::
 
         await save.staged
         save.written.result(timeout=60)
+        save.written.add_done_callback(lambda written: print(written.exception()))
+
+    An error is delivered when `result` or an ``await`` raises it, `exception` returns it, or `asyncio.wrap_future` has
+    copied it. `concurrent.futures.wait`, `as_completed`, and callbacks that do not ask for it, do not deliver it.
 
     A forked process can't wait for it, as it lacks the engine's threads. Nor can these threads themselves, and so the
     hooks that they run. If it has not completed, waiting there raises an error at once.
     """
 
-    # Not a concurrent.futures.Future: that has no callbacks that can be removed, which a cancelled `await` needs, and
-    # does not notice the first waiter.
+    _done_callbacks: list[Callable[[Future[T]], object]]
 
     def __init__(self, what: str, origin: Origin | None = None, *, saves: bool = True) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()  # so that it can't be cancelled
         self._what = what  # for messages
         self._origin = origin  # the engine that completes it; None: everybody may wait
         self._saves = saves  # it completes when saves end
-        self._condition = threading.Condition()
-        self._done = False
-        self._value: T | None = None
-        self._error: BaseException | None = None
-        self._wakers: list[Any] = []  # of waiting loops
+        self._wakers: list[Any] = []  # of waiting loops; unlike done callbacks, they can be removed
         self._waiting = 0
         self.observed = False  # the error was delivered
         self._on_block: Callable[[], object] | None = None  # called before a thread blocks
@@ -56,7 +60,7 @@ class Completion(Awaitable[T], Generic[T]):
         self._on_observed: Callable[[], object] | None = None
 
     def __repr__(self) -> str:
-        state = "pending" if not self._done else f"failed: {self._error!r}" if self._error else "done"
+        state = "pending" if not self.done() else f"failed: {self._exception!r}" if self._exception else "done"
         return f"<{self._what}: {state}>"
 
     @property
@@ -64,9 +68,23 @@ class Completion(Awaitable[T], Generic[T]):
         """Whether a waiter is waiting, or about to get the result."""
         return self._waiting > 0
 
+    # The next three take no lock: in a forked process, it may stay locked for ever.
+
     def done(self) -> bool:
         """Return whether it has completed."""
-        return self._done
+        return self._state == FINISHED
+
+    def running(self) -> bool:
+        """Return whether it has not completed, also if the work waits for its turn."""
+        return not self.done()
+
+    def cancelled(self) -> bool:
+        """Return False: a cancelled save completes with `SaveCancelledError`."""
+        return False
+
+    def cancel(self) -> bool:
+        """Return False, and cancel nothing: `SaveHandle.cancel` cancels a save."""
+        return False
 
     def result(self, timeout: float | None = None) -> T:
         """Block until it completes; return its value or raise its error.
@@ -87,33 +105,72 @@ class Completion(Awaitable[T], Generic[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Block until it completes; return its error, or None."""
         self._block(timeout)
-        if self._error is not None:
+        if self._exception is not None:
             self._observe()
-        return self._error
+        return self._exception
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        """Call a function with this future when it has completed; if it has, at once and in this thread.
+
+        The callbacks of a future are called in the order of this call, in a thread of their own, where they may block:
+        neither saves nor closing wait for them, only the end of the process does. Their exceptions are logged. A
+        callback on `staged` counts as a waiter, which lifts a `StagingWindow`.
+
+        Raises:
+            CheckpointerClosedError: it belongs to another process, from which this one was forked.
+        """
+        if not self.done():
+            if self._origin is not None:
+                self._origin.check_process()
+            if self._on_await is not None:
+                self._on_await()
+        super().add_done_callback(fn)
 
     def ended(self, timeout: float | None) -> None:
         """Block until it completes, without its value or error; raise TimeoutError if it does not in time."""
         with self._condition:
-            if not self._condition.wait_for(lambda: self._done, timeout):
+            if not self._condition.wait_for(self.done, timeout):
                 raise TimeoutError(f"{self._what} has not come within {timeout} s")
 
     def _check(self) -> None:
         if self._origin is not None:
             self._origin.check(self._what, saves=self._saves)
 
-    def _block(self, timeout: float | None) -> None:
-        if self._done:
-            return
+    def _begin_to_block(self) -> bool:
+        """Return whether there is anything to wait for; raise an error if this thread can't."""
+        if self.done():
+            return False
         self._check()
         if self._on_block is not None:
             self._on_block()
+        return True
+
+    def _block(self, timeout: float | None) -> None:
+        if not self._begin_to_block():
+            return
         with self._condition:
             self._waiting += 1
             try:
-                if not self._condition.wait_for(lambda: self._done, timeout):
+                if not self._condition.wait_for(self.done, timeout):
                     raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
             finally:
                 self._waiting -= 1
+
+    @property
+    def _waiters(self) -> list[Any]:
+        """The waiters of `concurrent.futures.wait` and `as_completed`, which call nothing else before they block."""
+        self._begin_to_block()
+        return self._installed
+
+    @_waiters.setter
+    def _waiters(self, waiters: list[Any]) -> None:
+        self._installed = waiters
+
+    def _get_snapshot(self) -> tuple[bool, bool, T | None, BaseException | None]:
+        """Return whether it is done and cancelled, and its outcome, for `asyncio.wrap_future` since Python 3.14."""
+        if self._exception is not None:
+            self._observe()
+        return self.done(), False, self._result, self._exception
 
     def __await__(self) -> Generator[Any, None, T]:
         yield from self.settled().__await__()
@@ -122,7 +179,7 @@ class Completion(Awaitable[T], Generic[T]):
     async def settled(self) -> None:
         """Wait until it completes, without its value or error."""
         check_asyncio(self._what)
-        if self._done:
+        if self.done():
             return
         self._check()
         if self._on_await is not None:
@@ -152,10 +209,10 @@ class Completion(Awaitable[T], Generic[T]):
                     self._wakers.remove(wake)
 
     def _deliver(self) -> T:
-        if self._error is not None:
+        if self._exception is not None:
             self._observe()
-            raise self._error
-        return self._value  # type: ignore[return-value]
+            raise self._exception
+        return self._result  # type: ignore[return-value]
 
     def _observe(self) -> None:
         self.observed = True
@@ -164,18 +221,40 @@ class Completion(Awaitable[T], Generic[T]):
 
     def _settle(self, value: T | None, error: BaseException | None = None) -> bool:
         """Complete it; return False if it was complete before."""
+        try:
+            if error is None:
+                self.set_result(value)  # type: ignore[arg-type]
+            else:
+                self.set_exception(error)
+        except InvalidStateError:
+            return False
+        return True
+
+    def _invoke_callbacks(self) -> None:
+        """Wake the loops that wait, and call the callbacks in a new thread: this one may hold locks of the engine's."""
         with self._condition:
-            if self._done:
-                return False
-            self._value, self._error, self._done = value, error, True
             wakers, self._wakers = self._wakers, []
-            self._condition.notify_all()
+            callbacks, self._done_callbacks = self._done_callbacks, []
         for wake in wakers:
             try:
                 wake()
             except Exception:  # of a loop of the caller's; waiters in other loops are woken all the same
                 logger.exception("a loop that waits for %s can't be woken", self._what)
-        return True
+        if not callbacks:
+            return
+        # In an empty context: the engine's says that its threads can't wait for it.
+        target, args = contextvars.Context().run, (self._call_back, callbacks)
+        try:
+            threading.Thread(target=target, args=args, name="aiockpt-callbacks", daemon=False).start()
+        except RuntimeError:  # no thread can be had: rather here than a waiter that is never woken
+            self._call_back(callbacks)
+
+    def _call_back(self, callbacks: list[Callable[[Future[T]], object]]) -> None:
+        for callback in callbacks:
+            try:
+                callback(self)
+            except BaseException:  # of a caller's; the other callbacks are called all the same
+                logger.exception("a callback of %s has failed", self._what)
 
 
 class Call(Generic[T]):
@@ -256,8 +335,8 @@ class Call(Generic[T]):
             raise
 
     def _drop(self, drop: Callable[[T], object] | None) -> None:
-        if drop is not None and self.completion._error is None and self.completion._value is not None:
-            drop(self.completion._value)
+        if drop is not None and self.completion._exception is None and self.completion._result is not None:
+            drop(self.completion._result)
 
     def cancel(self) -> None:
         """Request it to stop. From any thread; does not block."""

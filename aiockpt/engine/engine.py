@@ -462,7 +462,7 @@ class _SaveRun:
 def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | None:
     """Return an error that names the saves that were not written in time, if any; settle those that hang."""
     hanging = [job for job in jobs if not job.handle.written.done()]
-    failed = [job for job in jobs if job.handle.written._error is not None]
+    failed = [job for job in jobs if job.handle.written._exception is not None]
     outcomes = ((hanging, "a thread hangs in the file system; it is left behind"), (failed, "nothing of it is left"))
     messages = [
         f"the save of {', '.join(job.path for job in group)} was not done after drain_timeout = {timeout_s:g} s "
@@ -475,7 +475,7 @@ def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | N
     if not messages:
         return None
     error = SaveCancelledError("; ".join(messages))
-    error.__cause__ = failed[0].handle.written._error if failed else None
+    error.__cause__ = failed[0].handle.written._exception if failed else None
     return error
 
 

@@ -245,7 +245,7 @@ class SaveQueue:
             for job in list(self._unreported):
                 if not job.handle.written.done():
                     continue
-                error = job.handle.written._error
+                error = job.handle.written._exception
                 # A caller who cancelled the save knows already; one who waits for it is about to be given the error.
                 is_reported = self._on_failure == "warn" or job.handle.observed
                 if is_reported or error is None or outcome_of(error) != "failed":

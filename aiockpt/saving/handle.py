@@ -105,9 +105,9 @@ class SaveHandle(Awaitable[SaveResult]):
         staged: comes when every tensor is copied: they may change from then on.
         written: comes when the checkpoint is durable and complete under its final name.
 
-    A failure is raised by both, if they had not come before; if nobody awaits them, by the next `save()` or
-    by closing the checkpointer. ``await handle`` is ``await handle.written``; ``stage, write = handle`` gives
-    the two.
+    Both can be awaited, and are `concurrent.futures.Future`s too; see `Completion`. A failure is raised by both, if
+    they had not come before; if nobody awaits them, by the next `save()` or by closing the checkpointer.
+    ``await handle`` is ``await handle.written``; ``stage, write = handle`` gives the two.
     """
 
     def __init__(self, path: str, control: Control, started: float, origin: Origin | None = None) -> None:
@@ -125,7 +125,7 @@ class SaveHandle(Awaitable[SaveResult]):
     def __repr__(self) -> str:
         last = self._last
         if self.written.done():
-            state = "skipped" if self.skipped else "failed" if self.written._error is not None else "written"
+            state = "skipped" if self.skipped else "failed" if self.written._exception is not None else "written"
         else:
             state = last.phase if last else "waiting"
         if last is None:
@@ -144,7 +144,7 @@ class SaveHandle(Awaitable[SaveResult]):
     @property
     def skipped(self) -> bool:
         """Whether the save was skipped, or superseded by a later one; see ``on_busy``."""
-        return isinstance(self.written._error, SaveSkippedError)
+        return isinstance(self.written._exception, SaveSkippedError)
 
     @property
     def observed(self) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +50,34 @@ def _forked(function: Callable[[], object]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, text or "it hangs"
 
 
+@contextlib.contextmanager
+def _held_elsewhere(*locks: Any) -> Iterator[None]:
+    """Hold locks in another thread."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            held.set()
+            over.wait(_CHILD_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(_CHILD_S)
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 async def _awaited(awaitable: Any) -> object:
     return await awaitable
+
+
+async def _awaited_as(wrap: Any, future: Any) -> object:
+    return await wrap(future)
 
 
 async def _followed(save: aiockpt.SaveHandle) -> None:
@@ -61,6 +90,10 @@ USES: dict[str, Callable[[Any, aiockpt.SaveHandle, Any], object]] = {
     "await staged": lambda ckpt, save, reader: asyncio.run(_awaited(save.staged)),
     "written.result": lambda ckpt, save, reader: save.written.result(),
     "written.exception": lambda ckpt, save, reader: save.written.exception(),
+    "written.add_done_callback": lambda ckpt, save, reader: save.written.add_done_callback(print),
+    "wait": lambda ckpt, save, reader: concurrent.futures.wait(save),
+    "as_completed": lambda ckpt, save, reader: next(concurrent.futures.as_completed(save)),
+    "wrap_future": lambda ckpt, save, reader: asyncio.run(_awaited_as(asyncio.wrap_future, save.staged)),
     "progress": lambda ckpt, save, reader: asyncio.run(_followed(save)),
     "cancel": lambda ckpt, save, reader: save.cancel(),
     "fence": lambda ckpt, save, reader: save.fence(),
@@ -90,7 +123,9 @@ def test_what_needs_the_threads_of_the_parent_says_so(what: str, tmp_path: Path)
                     USES[what](ckpt, save, reader)
 
             # As it may be in the parent just then, by a thread that the child has not.
-            with ckpt._engine._lock, save.staged._condition, save.written._condition, save._lock:
+            takes_them_first = what in ("wait", "as_completed")
+            conditions = [] if takes_them_first else [save.staged._condition, save.written._condition]
+            with ckpt._engine._lock, _held_elsewhere(save._lock, *conditions):
                 _forked(child)
             gate.open("begin")
             assert save.written.result(60).tensors == 1

@@ -111,6 +111,8 @@ USES: dict[str, Any] = {
     "save": lambda ckpt, own, later, path: ckpt.save(STATE, f"{path}-2"),
     "submit": lambda ckpt, own, later, path: ckpt.submit(STATE, f"{path}-2"),
     "written": lambda ckpt, own, later, path: own.written.result(),
+    "wait": lambda ckpt, own, later, path: concurrent.futures.wait([own.written]),
+    "as_completed": lambda ckpt, own, later, path: list(concurrent.futures.as_completed([later.written])),
     "the next one": lambda ckpt, own, later, path: later.written.result(),
     "cancel": lambda ckpt, own, later, path: own.cancel().result(),
     "ready": lambda ckpt, own, later, path: ckpt.ready(),
