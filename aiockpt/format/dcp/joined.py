@@ -8,7 +8,6 @@ collectives takes those of one rank.
 from __future__ import annotations
 
 import math
-import os
 import re
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -39,7 +38,7 @@ def rank_directories(files: Collection[str]) -> dict[int, str]:
     found: dict[int, str] = {}
     stems = set()
     for name in files:
-        folder, _, rest = name.partition(os.sep)
+        folder, _, rest = name.partition("/")
         match = _FOLDER.fullmatch(folder)
         if match is None or not rest:
             return {}
@@ -61,7 +60,7 @@ def in_directory(index: Index, folder: str) -> Index:
         return index
 
     def moved(place: ItemRange) -> ItemRange:
-        return place._replace(file=os.path.join(folder, place.file))
+        return place._replace(file=f"{folder}/{place.file}")
 
     entries: dict[str, Entry] = {}
     for name, entry in index.entries.items():
