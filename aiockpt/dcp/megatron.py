@@ -1,64 +1,102 @@
-"""`FileSystemWriterAsync`: writes Megatron-Core's ``torch_dist`` checkpoints.
+"""`FileSystemWriterAsync`: writes the checkpoints of Megatron-Core, and of NVRx (``nvidia-resiliency-ext``).
 
-Megatron plans a save in the training process, writes in another process (forked for each save, or persistent), and
-finally gathers the results of all ranks. It asks its writer for a function to run in that process. To use this one::
+Both plan a save in the training process, write in another process (forked for each save, or persistent), and finally
+gather the results of all ranks. They ask their writer for a function to run in that process. To let them use this one::
 
-    import megatron.core.dist_checkpointing.strategies.torch as strategies
-    from aiockpt.dcp.megatron import FileSystemWriterAsync
+    import aiockpt.dcp.megatron
 
-    strategies.FileSystemWriterAsync = FileSystemWriterAsync
+    aiockpt.dcp.megatron.install()  # before the first save, on every rank; returns what was replaced
 
-Source of the interface: ``filesystem_async.py``, ``async_utils.py`` and ``state_dict_saver.py`` of Megatron-Core.
+Source of the interface: ``filesystem_async.py``, ``async_utils.py`` and ``state_dict_saver.py`` of Megatron-Core, and
+``checkpointing/async_ckpt`` of NVRx.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
+import math
+import multiprocessing
 import os
+import pickle
+import queue
+import shutil
+import sys
+import tempfile
+import uuid
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
+from torch.distributed.checkpoint.planner import WriteItemType
 
+from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.dcp import shared_commit
 from aiockpt.dcp.adapter import borrowed
-from aiockpt.dcp.writer import FileSystemWriter, resolved, results_of, write_items
-from aiockpt.errors import AiockptError, SaveError, WriteError
+from aiockpt.dcp.streams import multistorage, write_stream
+from aiockpt.dcp.writer import FileSystemWriter, files_of, locations_of, resolved, results_of, write_items
+from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
 from aiockpt.planning.collective.local import LocalPlanner
+from aiockpt.planning.layout import assign_buckets
+from aiockpt.snapshot.capture import dense_form
 from aiockpt.staging.runtime import has_events, ready_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from multiprocessing.connection import Connection
+    from types import ModuleType
 
     from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from aiockpt.dcp.writer import ItemValues
+    from aiockpt.format.transforms.base import Transform
+
+    WriteBucket = tuple[str, str, tuple[list[tuple[WriteItem, bytes]], list[tuple[WriteItem, Any]]]]
+    """One file: its path, its name, and its items with their values, objects and tensors apart."""
+
+_OPEN = open  # of the builtins
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class RankWriteOptions:
-    """How the items of one rank are written. Sent to the process that writes them."""
+    """How the files of one rank are written. Sent to the process that writes them."""
 
-    path: str  # of the checkpoint, in the end
-    prefix: str  # of the names of the rank's files
-    files: int  # at most, besides those of the hint
-    hint: str | None  # tensors whose names begin with it go to files of their own
+    pid: int  # of the process that prepared the save
+    processes: bool  # write each file in a process of its own, instead of a thread
+    open_file: Callable[[str, str], Any] | None  # opens the files as streams; None: aiockpt writes them
     sync: bool  # fsync the files
+    transforms: Sequence[Transform]  # applied to each item
     staging_bytes: int | None  # at most
     direct_io: bool  # write past the page cache
 
 
+class _Slot(NamedTuple):
+    """A tensor's place in a block of shared memory."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def of(self, block: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the block."""
+        length = math.prod(self.shape) * self.dtype.itemsize
+        return block[self.offset : self.offset + length].view(self.dtype).view(self.shape)
+
+
 class FileSystemWriterAsync(FileSystemWriter):
-    """Writes what Megatron-Core plans, in the process that Megatron chooses; replaces its class of this name.
+    """Writes what Megatron-Core or NVRx plans, in the process that they choose; replaces their class of this name.
 
     Create one writer for each save, and call its methods in this order: `prepare_local_plan`; `prepare_global_plan` or
     `prepare_decentralized_global_plan` unless plans are reused; `prepare_write_data`; the functions of
@@ -66,14 +104,29 @@ class FileSystemWriterAsync(FileSystemWriter):
     The checkpoint appears atomically, in `finish`. The directory may exist already and hold other files.
 
     Args:
-        path: the checkpoint's directory.
-        args: as for `aiockpt.dcp.FileSystemWriter`.
-        separation_hint: tensors whose names begin with it go to files of their own, whose names contain it.
-        use_msc: must be False: this writer writes to file systems only.
+        path: the checkpoint's directory; with ``use_msc`` also a ``msc://`` URL.
+        args: as for `aiockpt.dcp.FileSystemWriter`, with ``thread_count`` the number of files, if there are as many
+            items: all are written at the same time.
+        separation_hint: tensors whose names begin with it go to files of their own, whose names contain it. Half of
+            the files are for them.
+        use_msc: write through multistorageclient, which must be installed. A new checkpoint's files never replace
+            those of one that is there, and `.metadata`, which makes them a checkpoint, is written last.
+        is_multiproc_io: write each file in a process of its own. The writing process must not be a daemon.
+        use_cached_data_structure: with ``use_cpu_shm_for_gpu_tensors``, use the shared memory of an earlier save again
+            once its results were retrieved. The handles of other tensors are sent with every save, never cached, so
+            that a save never reads memory that is no longer a tensor's.
+        use_cpu_shm_for_gpu_tensors: copy tensors of accelerators to shared host memory in `prepare_write_data`, so that
+            the writing process uses no accelerator.
+        open_file: ``open_file(path, "wb")`` opens each data file, as a stream that has a file descriptor or an
+            ``fsync`` method. The builtin ``open`` leaves it to aiockpt. ``use_msc`` has an opener of its own.
         kwargs: as for `aiockpt.dcp.FileSystemWriter`.
     """
 
     can_run_decentralized_global_plan = True
+    # Unused blocks by their size; the keys are the sizes of all. NVRx's tests clear its caches by these three names.
+    _shm_tensor_cache: ClassVar[dict[int, list[torch.Tensor]]] = {}
+    _cached_identifiers = _cached_tensor_data_ptrs = _shm_tensor_cache
+    _shm_drain_callback: ClassVar[Callable[[], object] | None] = None
 
     def __init__(
         self,
@@ -81,26 +134,62 @@ class FileSystemWriterAsync(FileSystemWriter):
         *args: Any,
         separation_hint: str | None = None,
         use_msc: bool = False,
+        is_multiproc_io: bool = False,
+        use_cached_data_structure: bool = False,
+        use_cpu_shm_for_gpu_tensors: bool = False,
+        open_file: Callable[[str, str], Any] = _OPEN,
         **kwargs: Any,
     ) -> None:
-        if use_msc:
-            raise ValueError("this writer writes to file systems; leave use_msc out")
-        super().__init__(path, *args, **kwargs)
-        if self._transforms or self._as_safetensors:
-            raise ValueError("_extensions and SAFETENSORS are not for saves in another process")
+        super().__init__(os.curdir if use_msc else path, *args, **kwargs)
+        if self._as_safetensors:
+            raise ValueError("SAFETENSORS is not for saves in another process")
         if not self.single_file_per_rank:
             raise ValueError("single_file_per_rank=False is not for saves in another process")
+        if self._transforms and (use_msc or open_file is not _OPEN):
+            raise ValueError("_extensions are not for files that use_msc or open_file open")
         self.checkpoint_dir = path
         self.separation_hint = separation_hint
+        self.use_msc = use_msc
+        self.open_file = self._msc.open if use_msc else open_file
+        self.use_cached_data_structure = use_cached_data_structure
+        self.use_cpu_shm_for_gpu_tensors = use_cpu_shm_for_gpu_tensors
+        self.is_multi_proc_io = is_multiproc_io
         self._is_coordinator = False
-        self._items: list[WriteItem] | None = None
-        self._values: ItemValues = []
-        self._options: RankWriteOptions | None = None
+        self._buckets: list[WriteBucket] | None = None
+        self._block: torch.Tensor | None = None
+        self._results: str | None = None
+
+    @property
+    def _msc(self) -> Any:
+        return multistorage()
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path of the checkpoint."""
+        return self._path()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this can be the path of a checkpoint: on a file system, or of multistorageclient."""
+        return str(checkpoint_id).startswith("msc://") or super().validate_checkpoint_id(checkpoint_id)
+
+    @classmethod
+    def cleanup_tensor_caches(cls) -> None:
+        """Release the shared memory that is kept for later saves. Safe at any time."""
+        cls._shm_tensor_cache.clear()
+
+    @classmethod
+    def register_shm_drain_callback(cls, fn: Callable[[], object] | None) -> None:
+        """Register a function that waits for earlier saves, called before shared memory is needed again; None: none."""
+        FileSystemWriterAsync._shm_drain_callback = fn
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Store this rank's role in the save; see `aiockpt.dcp.FileSystemWriter.set_up_storage_writer`."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
+
+    def _path(self) -> str:
+        return os.fspath(self.checkpoint_dir) if self.use_msc else super()._path()
 
     # --- planning ---------------------------------------------------------------------------------
 
@@ -111,12 +200,20 @@ class FileSystemWriterAsync(FileSystemWriter):
             CheckpointExistsError: the path is a file, or holds a checkpoint and ``overwrite`` is False.
             WriteError: the directory can't be created.
         """
+        if self.use_msc:
+            if not self.overwrite and self._msc.is_file(self._url(".metadata")):
+                raise CheckpointExistsError(f"{self._path()} holds a checkpoint; pass overwrite=True to replace it")
+            self._msc.os.makedirs(self._path(), exist_ok=True)
+            return plan
         plan = super().prepare_local_plan(plan)
         hidden = shared_commit.ensure(self._path(), fsync=self.sync_files)
         if self._is_coordinator:
             self.discard()
             self._unpublished = weakref.finalize(self, shared_commit.discard, hidden, shared_commit.hold(hidden))
         return plan
+
+    def _url(self, name: str) -> str:
+        return os.path.join(self._path(), name)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Assign each rank the prefix of its file names."""
@@ -127,35 +224,78 @@ class FileSystemWriterAsync(FileSystemWriter):
         return replace(local_plan, storage_data=_StoragePrefix(f"__{_rank()}_"))
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Resolve this rank's items. Copies nothing.
+        """Resolve this rank's items. Copies nothing, unless ``use_cpu_shm_for_gpu_tensors``.
 
         Raises:
             SaveError: the planner returns a value of another type than its plan says.
         """
-        hidden = shared_commit.find(self._path(), None)
-        with contextlib.suppress(FileNotFoundError):  # left by an earlier save whose results were never retrieved
-            os.unlink(os.path.join(hidden, _results_name(plan.storage_data.prefix)))
-        self._items = list(plan.items)
-        self._values = [(item.index.fqn, resolved(item, planner)) for item in self._items]
-        self._options = RankWriteOptions(
-            path=self._path(),
-            prefix=plan.storage_data.prefix,
-            files=self._file_count(),
-            hint=self.separation_hint,
-            sync=self.sync_files,
-            staging_bytes=self._staging_bytes,
-            direct_io=self._direct_io,
-        )
+        prefix = plan.storage_data.prefix
+        values = [dense_form(item.index.fqn, resolved(item, planner)) for item in plan.items]
+        if self.use_cpu_shm_for_gpu_tensors:
+            self._to_shared_memory(values)
+        suffix = ".distcp"
+        if not self.use_msc:
+            directory = shared_commit.find(self._path(), None)
+            self._results = os.path.join(directory, f".{prefix}results.json")
+            with contextlib.suppress(FileNotFoundError):  # left by an earlier save whose results were never retrieved
+                os.unlink(self._results)
+        else:
+            directory = self._path()
+            if self._msc.is_file(self._url(".metadata")):  # names the files of a checkpoint, which must stay
+                suffix = f"_{uuid.uuid4().hex[:8]}.distcp"
+            directory_of_results = tempfile.mkdtemp(prefix="aiockpt-")
+            weakref.finalize(self, shutil.rmtree, directory_of_results, ignore_errors=True)
+            self._results = os.path.join(directory_of_results, "results.json")
+        self._buckets = []
+        for hint, group in self._groups(list(zip(plan.items, values, strict=True))):
+            name = f"{hint}{prefix}{len(self._buckets)}{suffix}"
+            objects = [pair for pair in group if pair[0].type == WriteItemType.BYTE_IO]
+            tensors = [pair for pair in group if pair[0].type != WriteItemType.BYTE_IO]
+            self._buckets.append((os.path.join(directory, name), name, (objects, tensors)))
 
-    def _file_count(self) -> int:
-        threads = self.thread_count or 4
-        return max(1, threads // 2) if self.separation_hint else threads
+    def _groups(self, pairs: list[tuple[WriteItem, Any]]) -> Iterator[tuple[str, list[tuple[WriteItem, Any]]]]:
+        """Distribute the items over files; yield the hint and the items of each."""
+        hint = self.separation_hint
+        is_hinted = [hint is not None and item.index.fqn.startswith(hint) for item, _ in pairs]
+        for wanted, name in ((False, ""), (True, hint or "")):
+            group = [pair for pair, hinted in zip(pairs, is_hinted, strict=True) if hinted == wanted]
+            sizes = [_size_of(value) for _, value in group]
+            for bucket in assign_buckets(sizes, max(1, self.thread_count // 2) if hint else self.thread_count):
+                if bucket:
+                    yield name, [group[position] for position in bucket]
+
+    def _to_shared_memory(self, values: list[Any]) -> None:
+        """Copy the tensors of accelerators to one block of shared memory; put their slots in their places."""
+        slots: dict[int, _Slot] = {}
+        size = 0
+        for number, value in enumerate(values):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                slots[number] = _Slot(size, value.dtype, value.shape)
+                size += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not slots:
+            return
+        block = self._block = self._shared_block(size)
+        devices = {values[number].device for number in slots}
+        for number, slot in slots.items():
+            slot.of(block).copy_(values[number], non_blocking=has_events(values[number].device))
+            values[number] = slot
+        _wait_for(devices)
+
+    def _shared_block(self, size: int) -> torch.Tensor:
+        """Return a block that no unfinished save uses."""
+        is_known = self.use_cached_data_structure and size in self._shm_tensor_cache
+        unused = self._shm_tensor_cache.setdefault(size, []) if self.use_cached_data_structure else []
+        drain = FileSystemWriterAsync._shm_drain_callback
+        if is_known and not unused and drain is not None:
+            drain()  # an earlier save is retrieved, and its block is unused
+        block = unused.pop() if unused else torch.empty(size, dtype=torch.uint8)
+        return block.share_memory_()  # type: ignore[no-untyped-call,no-any-return]
 
     # --- writing ----------------------------------------------------------------------------------
 
     def get_save_function_and_args(
         self,
-    ) -> tuple[Callable[..., None] | None, Callable[..., ItemValues] | None, list[Any]]:
+    ) -> tuple[Callable[..., None] | None, Callable[..., list[WriteBucket]] | None, list[Any]]:
         """Return the functions that write this rank's items.
 
         Returns:
@@ -163,55 +303,114 @@ class FileSystemWriterAsync(FileSystemWriter):
             argument; and the arguments of the first function. Each can be pickled and sent to another process. None,
             None and an empty list if there is nothing to write.
         """
-        if not self._values or self._options is None:
+        if not self._buckets or self._results is None:
             return None, None, []
-        preload = partial(self.preload_tensors, self._values, pid=os.getpid())
-        return partial(self.write_preloaded_data, self._options), preload, [_rank(), self._values, os.getpid()]
+        options = RankWriteOptions(
+            pid=os.getpid(),
+            processes=self.is_multi_proc_io,
+            open_file=None if self.open_file is _OPEN else self.open_file,
+            sync=self.sync_files,
+            transforms=self._transforms,
+            staging_bytes=self._staging_bytes,
+            direct_io=self._direct_io,
+        )
+        preload = partial(self.preload_tensors, self._buckets, True, pid=options.pid, block=self._block)
+        return partial(self.write_preloaded_data_multithread, options), preload, [_rank(), None, self._results]
 
     @staticmethod
-    def preload_tensors(values: ItemValues, non_blocking: bool = True, *, pid: int | None = None) -> ItemValues:
+    def preload_tensors(
+        write_buckets: list[WriteBucket],
+        non_blocking: bool = True,
+        *,
+        pid: int | None = None,
+        block: Any = None,
+    ) -> list[WriteBucket]:
         """Copy tensors that could change, or that are not in host memory, to host memory. Blocks.
 
         Args:
-            values: name and value of each item.
+            write_buckets: the files with their items.
             non_blocking: let the copies from accelerators overlap.
             pid: the process that prepared the save. In another process, tensors in host memory are shared with it and
                 are copied too; a forked process has its own copies already.
+            block: the shared memory of tensors that were copied there.
         """
-        shared = pid is not None and pid != os.getpid()
-        staged: ItemValues = []
+        is_shared = pid is not None and pid != os.getpid()
         moved: set[torch.device] = set()
-        for name, value in values:
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                moved.add(value.device)
-                staged.append((name, value.to("cpu", non_blocking=non_blocking and has_events(value.device))))
-            else:
-                staged.append((name, value.clone() if shared and isinstance(value, torch.Tensor) else value))
-        for event in map(ready_event, moved):
-            if event is not None:
-                event.synchronize()
-        return staged
+
+        def staged(value: Any) -> Any:
+            if isinstance(value, _Slot):
+                return value.of(block)
+            if value.device.type == "cpu":
+                return value.clone() if is_shared else value
+            moved.add(value.device)
+            return value.to("cpu", non_blocking=non_blocking and has_events(value.device))
+
+        buckets = [
+            (path, name, (objects, [(item, staged(value)) for item, value in tensors]))
+            for path, name, (objects, tensors) in write_buckets
+        ]
+        _wait_for(moved)
+        return buckets
 
     @staticmethod
-    def write_preloaded_data(options: RankWriteOptions, rank: int, values: ItemValues, pid: int) -> None:
-        """Write a rank's items, and a results file with their locations, or the error, beside them. Blocks.
+    def write_preloaded_data_multithread(
+        options: RankWriteOptions, rank: int, write_buckets: list[WriteBucket], results_path: str
+    ) -> None:
+        """Write a rank's files, and a results file with the locations of their items, or the error. Blocks.
 
         An error of writing is not raised here, but by `retrieve_write_results`.
 
         Args:
             options: how to write.
             rank: whose items these are.
-            values: name and value of each, as `preload_tensors` returns them.
-            pid: the process that prepared the save.
+            write_buckets: the files with their items, as `preload_tensors` returns them.
+            results_path: of the results file.
         """
-        if pid != os.getpid():
-            torch.set_num_threads(1)  # the intra-op threads of the parent do not exist in its fork
-        hidden = shared_commit.find(options.path, None)
+        with _as_a_writing_process() if options.pid != os.getpid() else contextlib.nullcontext():
+            results: dict[str, Any]
+            try:
+                written = _write_buckets(options, write_buckets)
+                infos = [result.storage_data for each in written for result in each]
+                results = {"places": [_place_of(info) for info in infos]}
+            except Exception as exc:  # raised where the results are retrieved
+                results = {"error": f"{type(exc).__name__}: {exc}"}
+            _write_results(results_path, results)
+
+    @staticmethod
+    def write_preloaded_data(
+        transform_list: Sequence[Transform],
+        local_proc_idx: int,
+        write_bucket: WriteBucket,
+        results_queue: Any,
+        count_queue: Any,
+        use_fsync: bool,
+        **kwargs: Any,
+    ) -> tuple[int, list[WriteResult] | Exception]:
+        """Write one file. Blocks.
+
+        Args:
+            transform_list: applied to each item.
+            local_proc_idx: number of the file among those of the rank.
+            write_bucket: its path, its name, and its items.
+            results_queue: the result is put into this queue. None: it is only returned.
+            count_queue: an entry is taken from this queue, and marked as done, when the file is written. None: none.
+            use_fsync: make the file durable.
+            kwargs: ``open_file``, ``staging_bytes`` and ``direct_io``, as for the constructor.
+
+        Returns:
+            The number, and the results of the items, or the error.
+        """
+        result: list[WriteResult] | Exception
         try:
-            results: dict[str, Any] = {"places": _write(options, hidden, values)}
-        except Exception as exc:  # raised where the results are retrieved
-            results = {"error": f"{type(exc).__name__}: {exc}"}
-        _write_results(os.path.join(hidden, _results_name(options.prefix)), results)
+            result = _write_bucket(write_bucket, transform_list, fsync=use_fsync, **kwargs)
+        except Exception as exc:
+            result = exc
+        if results_queue is not None:
+            results_queue.put((local_proc_idx, result))
+        if count_queue is not None:
+            count_queue.get()
+            count_queue.task_done()
+        return local_proc_idx, result
 
     def retrieve_write_results(self) -> list[WriteResult] | WRAPPED_EXCEPTION:
         """Return the locations of this rank's items, once the function that writes them has returned.
@@ -220,34 +419,176 @@ class FileSystemWriterAsync(FileSystemWriter):
             A result for each item; or the error, in the form in which ``torch.distributed`` sends it between ranks.
         """
         try:
-            if self._items is None or self._options is None:
+            if self._buckets is None or self._results is None:
                 raise SaveError("there are no results before prepare_write_data")
-            if not self._items:
+            if not self._buckets:
                 return []
-            path = os.path.join(shared_commit.find(self._path(), None), _results_name(self._options.prefix))
-            return results_of(self._items, _read_results(path, len(self._items)))
+            items = [item for _, _, pairs in self._buckets for item, _ in (*pairs[0], *pairs[1])]
+            results = results_of(items, _read_results(self._results, len(items)))
         except AiockptError as exc:
-            wrapped: WRAPPED_EXCEPTION = _wrap_exception(exc)
+            # Without its traceback: since Python 3.13 that holds code objects, which can't be sent to another rank.
+            wrapped: WRAPPED_EXCEPTION = _wrap_exception(exc.with_traceback(None))
             return wrapped
+        if self._block is not None and self._block.nbytes in self._shm_tensor_cache:
+            self._shm_tensor_cache[self._block.nbytes].append(self._block)
+        self._block = None
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit what all ranks have written; see `aiockpt.dcp.FileSystemWriter.finish`.
+
+        With ``use_msc``, write `.metadata`, and remove the files of the checkpoint that it replaces.
+        """
+        if not self.use_msc:
+            super().finish(metadata, results)
+            return
+        names = set(files_of(results))
+        metadata.storage_data = locations_of(metadata, results, {name: name for name in names})
+        metadata.storage_meta = self.storage_meta()
+        obsolete = self._replaced_files() - names
+        self._msc.write(self._url(".metadata"), pickle.dumps(metadata))
+        for name in obsolete:
+            self._msc.delete(self._url(name))
+
+    def _replaced_files(self) -> set[str]:
+        """Return the names of the data files of the checkpoint that is there."""
+        if not self._msc.is_file(self._url(".metadata")):
+            return set()
+        with self._msc.open(self._url(".metadata"), "rb") as file:
+            old = file.read()
+        names = {os.path.basename(str(url)) for url in self._msc.glob(self._url("*.distcp"))}
+        return {name for name in names if name.encode() in old}
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _results_name(prefix: str) -> str:
-    return f".{prefix}results.json"
+def _size_of(value: Any) -> int:
+    if isinstance(value, _Slot):
+        return math.prod(value.shape) * value.dtype.itemsize
+    return value.nbytes if isinstance(value, torch.Tensor) else len(value)
 
 
-def _write(options: RankWriteOptions, hidden: str, values: ItemValues) -> Sequence[ItemRange]:
-    for name in os.listdir(hidden):  # left by an earlier attempt of this rank
-        if name == _results_name(options.prefix) or (options.prefix in name and name.endswith(".distcp")):
-            os.unlink(os.path.join(hidden, name))
-    hint = (options.hint,) if options.hint else ()
-    settings = {"staging_bytes": options.staging_bytes, "direct_io": options.direct_io}
-    with borrowed(None, fsync=options.sync, io_threads=options.files, **settings) as checkpointer:
-        planner = LocalPlanner(options.prefix)
-        return write_items(checkpointer, values, hidden, planner, files=options.files, separation_hint=hint)
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait for copies from devices."""
+    for event in map(ready_event, devices):
+        if event is not None:
+            event.synchronize()
+
+
+# --- in the writing process -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_a_writing_process() -> Iterator[None]:
+    """Leave alone what a fork has of its parent: intra-op threads, and garbage with tensors of accelerators."""
+    torch.set_num_threads(1)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _write_buckets(options: RankWriteOptions, buckets: list[WriteBucket]) -> list[list[WriteResult]]:
+    """Write all files of a rank at the same time; return the results of each; raise the first error."""
+    share = options.staging_bytes and max(BLOCK_BYTES, options.staging_bytes // len(buckets))
+    settings = {"open_file": options.open_file, "staging_bytes": share, "direct_io": options.direct_io}
+    write = partial(_call, options, settings)
+    numbered = list(enumerate(buckets))
+    if options.processes:
+        return _in_processes(write, numbered)
+    with ThreadPoolExecutor(len(buckets), thread_name_prefix="aiockpt-dcp") as threads:
+        return list(threads.map(write, numbered))
+
+
+def _call(options: RankWriteOptions, settings: dict[str, Any], numbered: tuple[int, WriteBucket]) -> list[WriteResult]:
+    """Call `FileSystemWriterAsync.write_preloaded_data`, which a test may have replaced, as its callers do."""
+    number, bucket = numbered
+    results: queue.Queue[Any] = queue.Queue()
+    counts: queue.Queue[int] = queue.Queue()
+    counts.put(number)
+    FileSystemWriterAsync.write_preloaded_data(
+        options.transforms, number, bucket, results, counts, options.sync, **settings
+    )
+    _, result = results.get_nowait()
+    if isinstance(result, Exception):
+        raise result
+    return list(result)
+
+
+def _in_processes(
+    write: Callable[[tuple[int, WriteBucket]], list[WriteResult]], numbered: list[tuple[int, WriteBucket]]
+) -> list[list[WriteResult]]:
+    """Call a function with each item in a process of its own; return the results; raise the first error."""
+    if multiprocessing.current_process().daemon:
+        raise SaveError(
+            "Invalid Setup! is_multiproc_io=True starts processes, which a daemon can't; create the queue with "
+            "AsyncCallsQueue(is_daemon=False), or leave is_multiproc_io out"
+        )
+    context = multiprocessing.get_context("fork")
+    outcomes: list[Any] = []
+    started = []
+    try:
+        for each in numbered:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_send_result, args=(write, each, sender))
+            process.start()
+            sender.close()
+            started.append((process, receiver))
+        for process, receiver in started:
+            try:
+                outcomes.append(receiver.recv())
+            except EOFError:
+                outcomes.append(WriteError(f"process {process.pid}, which wrote a file, died"))
+    finally:
+        for process, receiver in started:
+            process.join()
+            receiver.close()
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+def _send_result(write: Callable[[Any], Any], each: Any, sender: Connection) -> None:
+    try:
+        result = write(each)
+    except Exception as exc:
+        result = WriteError(f"{type(exc).__name__}: {exc}")
+    sender.send(result)
+
+
+def _write_bucket(
+    bucket: WriteBucket,
+    transforms: Sequence[Transform],
+    *,
+    fsync: bool,
+    open_file: Callable[[str, str], Any] | None = None,
+    staging_bytes: int | None = None,
+    direct_io: bool = True,
+) -> list[WriteResult]:
+    """Write one file, which is replaced if an earlier attempt left it."""
+    path, name, (objects, tensors) = bucket
+    pairs = [*objects, *tensors]
+    if open_file is not None:
+        spans = write_stream(open_file, path, (value for _, value in pairs), fsync=fsync)
+        return results_of([item for item, _ in pairs], [ItemRange(name, *span) for span in spans])
+    directory, planner = os.path.dirname(path), LocalPlanner(f"{name.removesuffix('.distcp')}_")
+    settings = {"staging_bytes": staging_bytes, "direct_io": direct_io, "io_threads": 1}
+    values = [(item.index.fqn, value) for item, value in pairs]
+    with borrowed(None, fsync=fsync, **settings) as checkpointer:
+        places = write_items(checkpointer, values, directory, planner, files=1, transforms=transforms)
+    (written,) = {place.file for place in places}
+    os.replace(os.path.join(directory, written), path)
+    return results_of([item for item, _ in pairs], [place._replace(file=name) for place in places])
+
+
+def _place_of(info: Any) -> ItemRange:
+    return ItemRange(info.relative_path, info.offset, info.length, tuple(info.transform_descriptors or ()))
 
 
 def _write_results(path: str, results: dict[str, Any]) -> None:
@@ -265,9 +606,85 @@ def _read_results(path: str, count: int) -> list[ItemRange]:
             results = json.load(file)
         os.unlink(path)
         if "places" in results:
-            locations = [ItemRange(str(name), int(at), int(length)) for name, at, length, _ in results["places"]]
+            locations = [
+                ItemRange(str(name), int(at), int(length), tuple(t)) for name, at, length, t in results["places"]
+            ]
             if len(locations) == count:
                 return locations
     except (OSError, ValueError, TypeError) as exc:
         raise WriteError(f"the writing process left no results at {path} ({exc}): did its process die?") from exc
-    raise WriteError(f"writing failed: {results.get('error', 'some items have no place')}")
+    raise WriteError(f"Worker failure: {results.get('error', 'some items have no place')}")
+
+
+# --- in the place of the packages' own class ------------------------------------------------------
+
+_NAME = "FileSystemWriterAsync"
+_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+
+_replaced: dict[str, Any] = {}  # name of a module: the class that it had
+
+
+def install() -> tuple[str, ...]:
+    """Let Megatron-Core and NVRx, whichever are installed, write with `FileSystemWriterAsync`. Idempotent.
+
+    Replaces the class that this version creates its writers of, in every module of the two packages that has it. Then
+    asks them again: when this returns, the replacement is in use. Modules of other packages that imported the class by
+    name before keep it, so call this before importing them.
+
+    Returns:
+        The places, such as ``megatron.core.dist_checkpointing.strategies.filesystem_async.FileSystemWriterAsync``.
+
+    Raises:
+        ImportError: neither package is installed.
+        AiockptError: a package goes on using another class; nothing is replaced then.
+    """
+    stock = [kind for kind in _created().values() if kind is not FileSystemWriterAsync]
+    for name, module in list(sys.modules.items()):
+        is_theirs = name.partition(".")[0] in ("megatron", "nvidia_resiliency_ext") and module is not None
+        if is_theirs and any(vars(module).get(_NAME) is kind for kind in stock):
+            _replaced[name] = vars(module)[_NAME]
+            setattr(module, _NAME, FileSystemWriterAsync)
+    for where, kind in _created().items():
+        if kind is not FileSystemWriterAsync:
+            uninstall()
+            raise AiockptError(
+                f"{where} goes on using {kind!r}, which install() can't replace in this version; nothing was changed. "
+                "Pass an aiockpt.dcp.megatron.FileSystemWriterAsync to its planning functions yourself"
+            )
+    return tuple(f"{name}.{_NAME}" for name in _replaced)
+
+
+def uninstall() -> None:
+    """Undo `install`. Idempotent."""
+    while _replaced:
+        name, kind = _replaced.popitem()
+        if name in sys.modules:
+            setattr(sys.modules[name], _NAME, kind)
+
+
+def _created() -> dict[str, Any]:
+    """Return the class that each strategy of the installed packages creates its writers of."""
+    kinds: dict[str, Any] = {}
+    nvrx, megatron = _imported(_NVRX), _imported(_MEGATRON)
+    if nvrx is not None:
+        kinds[_NVRX] = getattr(nvrx, _NAME, None)
+    if megatron is not None and not hasattr(megatron, "get_async_strategy"):  # before Megatron-Core 0.17
+        kinds[_MEGATRON] = getattr(megatron, _NAME, None)
+    elif megatron is not None:
+        for strategy in ("nvrx", "mcore"):
+            with contextlib.suppress(ModuleNotFoundError, TypeError):  # not installed; not one of this version
+                kinds[f"{_MEGATRON} with the strategy {strategy}"] = megatron.get_async_strategy(strategy)[1][_NAME]
+    if not kinds:
+        raise ImportError("neither megatron.core nor nvidia_resiliency_ext has a writer: are they installed?")
+    return kinds
+
+
+def _imported(name: str) -> ModuleType | None:
+    """Import a module; return None if its package is not installed, or has no such module."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as exc:
+        if exc.name is not None and f"{name}.".startswith(f"{exc.name}."):
+            return None
+        raise

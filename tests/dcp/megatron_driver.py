@@ -80,25 +80,43 @@ def plan_save(
     return finalize
 
 
-def write_alone(path: Path, state: dict[str, Any]) -> None:
-    """Save in a single process."""
-    writer = FileSystemWriterAsync(path)
+@dataclasses.dataclass
+class Alone:
+    """A save in a single process, planned and not written."""
+
+    writer: FileSystemWriterAsync
+    metadata: Any
+
+    def write(self) -> Any:
+        """Write in this process; return the results."""
+        write, preload, args = self.writer.get_save_function_and_args()
+        assert write is not None
+        assert preload is not None
+        args[1] = preload()
+        write(*args)
+        return self.writer.retrieve_write_results()
+
+
+def plan_alone(path: Path, state: dict[str, Any], **options: Any) -> Alone:
+    """Plan a save in a single process."""
+    writer = FileSystemWriterAsync(path, **options)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     writer.set_up_storage_writer(True)
     plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
     (plan,) = writer.prepare_global_plan(plans)
     writer.prepare_write_data(planner.finish_plan(plan), planner)
-    write, preload, args = writer.get_save_function_and_args()
-    assert write is not None
-    assert preload is not None
-    args[1] = preload()
+    return Alone(writer, metadata)
+
+
+def write_alone(path: Path, state: dict[str, Any], **options: Any) -> None:
+    """Save in a single process."""
+    alone = plan_alone(path, state, **options)
     there = path.exists()
-    write(*args)
+    results = alone.write()
     assert path.exists() == there
-    results = writer.retrieve_write_results()
-    assert isinstance(results, list)
-    writer.finish(metadata, [results])
+    assert isinstance(results, list), results
+    alone.writer.finish(alone.metadata, [results])
 
 
 def keep_writing(inbox: Any, preloaded: Any, done: Any) -> None:

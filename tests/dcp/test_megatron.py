@@ -1,17 +1,24 @@
 from __future__ import annotations
 
+import io
+import multiprocessing
 import os
+import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 from aiockpt.dcp.megatron import FileSystemWriterAsync
-from tests.dcp.megatron_driver import drive, write_alone
+from aiockpt.errors import CheckpointExistsError
+from tests.dcp.megatron_driver import drive, plan_alone, write_alone
 from tests.ranks.world import World
 from tests.states import assert_same
 
@@ -72,25 +79,22 @@ def test_one_process_alone(tmp_path: Path) -> None:
 
 
 def test_what_went_wrong_is_among_the_results(tmp_path: Path) -> None:
-    state = {"w": torch.rand(30, 20)}
-    writer = FileSystemWriterAsync(tmp_path / "c")
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    writer.prepare_write_data(plan, planner)
-    write, _, args = writer.get_save_function_and_args()
+    alone = plan_alone(tmp_path / "c", {"w": torch.rand(30, 20)})
+    write, preload, args = alone.writer.get_save_function_and_args()
     assert write is not None
-    args[1] = [("w", torch.empty(3, device="meta"))]
+    assert preload is not None
+    ((path, name, (objects, ((item, _),))),) = preload()
+    args[1] = [(path, name, (objects, [(item, torch.empty(3, device="meta"))]))]
     write(*args)
-    error = writer.retrieve_write_results()
+    error = alone.writer.retrieve_write_results()
     assert isinstance(error, tuple)
+    assert "Worker failure: " in str(error[0])
     assert "w is on the meta device" in str(error[0])
-    error = writer.retrieve_write_results()
+    pickle.dumps(error)  # to be sent to another rank
+    error = alone.writer.retrieve_write_results()
     assert isinstance(error, tuple)
     assert "did its process die?" in str(error[0])
-    writer.discard()
+    alone.writer.discard()
     assert os.listdir(tmp_path) == []
 
 
@@ -107,10 +111,259 @@ def test_an_empty_part_is_no_part(tmp_path: Path) -> None:
 
 
 def test_what_it_can_not_do_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="use_msc"):
-        FileSystemWriterAsync(tmp_path, use_msc=True)
+    with pytest.raises(ValueError, match="SAFETENSORS"):
+        FileSystemWriterAsync(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
     with pytest.raises(ValueError, match="single_file_per_rank"):
         FileSystemWriterAsync(tmp_path, single_file_per_rank=False)
     error = FileSystemWriterAsync(tmp_path).retrieve_write_results()
     assert isinstance(error, tuple)
     assert "before prepare_write_data" in str(error[0])
+
+
+# --- the parameters of the writers ----------------------------------------------------------------
+
+STATE = {f"t{n}": torch.arange(10.0 + n) * n for n in range(6)} | {
+    "part": torch.arange(1000.0)[10:20],
+    "turned": torch.arange(12).reshape(3, 4).t(),
+    "none": torch.zeros(0, 3),
+    "facts": {"step": 7},
+}
+
+
+def assert_loads(path: Path, state: dict[str, Any] = STATE) -> None:
+    """Load with torch's own reader, and compare."""
+    target = {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"step": None} for n, v in state.items()}
+    dcp.load(target, storage_reader=dcp.FileSystemReader(path))
+    assert_same(state, target)
+
+
+def data_files(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name.endswith(".distcp"))
+
+
+def refuses(path: str, mode: str) -> IO[bytes]:
+    raise OSError(f"no space for {os.path.basename(path)}")
+
+
+def opens(path: str, mode: str) -> IO[bytes]:
+    return open(path, mode)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_multiproc_io": True}, {"open_file": opens}], ids=str)
+def test_thread_count_is_the_number_of_files(tmp_path: Path, options: dict[str, Any]) -> None:
+    write_alone(tmp_path / "c", STATE, thread_count=3, **options)
+    assert data_files(tmp_path / "c") == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]
+    assert_loads(tmp_path / "c")
+    few = {"a": torch.ones(2), "b": torch.zeros(3)}
+    write_alone(tmp_path / "few", few, thread_count=9, **options)
+    assert data_files(tmp_path / "few") == ["__0_0.distcp", "__0_1.distcp"]
+    assert_loads(tmp_path / "few", few)
+
+
+def test_files_are_written_with_the_function_that_opens_them(tmp_path: Path) -> None:
+    opened: list[str] = []
+
+    def recorded(path: str, mode: str) -> IO[bytes]:
+        opened.append(os.path.basename(path))
+        return open(path, mode)
+
+    write_alone(tmp_path / "c", STATE, thread_count=2, open_file=recorded)
+    assert sorted(opened) == data_files(tmp_path / "c")
+    assert_loads(tmp_path / "c")
+
+
+@pytest.mark.parametrize("processes", [True, False])
+def test_a_file_that_can_not_be_opened_fails_the_save(tmp_path: Path, processes: bool) -> None:
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, open_file=refuses, is_multiproc_io=processes)
+    error = alone.write()
+    assert "Worker failure: " in str(error[0])
+    assert "no space for __0_0.distcp" in str(error[0])
+    alone.writer.discard()
+    assert os.listdir(tmp_path) == []
+
+
+def fails_on_file_1(transform_list, local_proc_idx, write_bucket, results_queue, count_queue, use_fsync, **kwargs):
+    """As tests of trainers do it: with this signature, and through the queues."""
+    results_queue.put((local_proc_idx, OSError("disk 1 is gone") if local_proc_idx == 1 else []))
+    count_queue.get()
+    count_queue.task_done()
+
+
+@pytest.mark.parametrize("processes", [True, False])
+def test_the_function_that_writes_a_file_can_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: bool
+) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", fails_on_file_1)
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=processes)
+    assert "disk 1 is gone" in str(alone.write()[0])
+    alone.writer.discard()
+
+
+def ends_its_process(*_: Any, **__: Any) -> None:
+    os._exit(5)
+
+
+def test_a_process_of_one_file_that_dies_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", ends_its_process)
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=True)
+    assert "died" in str(alone.write()[0])
+    alone.writer.discard()
+
+
+def write_and_send(alone: Any, sender: Any) -> None:
+    sender.send(str(alone.write()[0]))
+
+
+def test_a_daemon_can_not_start_processes(tmp_path: Path) -> None:
+    alone = plan_alone(tmp_path / "c", STATE, is_multiproc_io=True)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=write_and_send, args=(alone, sender), daemon=True)
+    process.start()
+    assert "is_daemon=False" in receiver.recv()
+    process.join()
+    process.close()
+    receiver.close()
+    sender.close()
+    alone.writer.discard()
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on an accelerator."""
+
+    device = property(lambda self: torch.device("meta"))  # type: ignore[assignment]
+
+
+def test_tensors_of_accelerators_are_copied_to_shared_memory(tmp_path: Path) -> None:
+    there = {name: v.as_subclass(Elsewhere) if name != "t3" and hasattr(v, "dtype") else v for name, v in STATE.items()}
+    alone = plan_alone(tmp_path / "c", there, thread_count=2, use_cpu_shm_for_gpu_tensors=True)
+    for value in there.values():
+        if isinstance(value, Elsewhere):
+            value.as_subclass(torch.Tensor).add_(1)  # the training goes on
+    _, preload, _ = alone.writer.get_save_function_and_args()
+    assert preload is not None
+    assert b"Elsewhere" not in pickle.dumps(preload)
+    results = alone.write()
+    alone.writer.finish(alone.metadata, [results])
+    for value in there.values():
+        if isinstance(value, Elsewhere):
+            value.as_subclass(torch.Tensor).sub_(1)
+    assert_loads(tmp_path / "c")
+
+
+def test_shared_memory_is_used_again_when_its_save_is_over(tmp_path: Path) -> None:
+    options = {"use_cpu_shm_for_gpu_tensors": True, "use_cached_data_structure": True}
+    blocks: list[int] = []
+    calls: list[int] = []
+    running: list[Any] = []
+
+    def save(step: int) -> None:
+        state = {"w": torch.full((300,), float(step)).as_subclass(Elsewhere)}
+        alone = plan_alone(tmp_path / str(step), state, **options)
+        blocks.append(alone.writer._block.data_ptr())
+        running.append(alone)
+
+    def drain() -> None:
+        calls.append(len(running))
+        while running:
+            alone = running.pop(0)
+            alone.writer.finish(alone.metadata, [alone.write()])
+
+    FileSystemWriterAsync.cleanup_tensor_caches()
+    try:
+        save(0)
+        save(1)  # nobody says how to wait for the first
+        drain()
+        FileSystemWriterAsync.register_shm_drain_callback(drain)
+        save(2)  # of two blocks one is used again
+        save(3)  # and the other one
+        save(4)  # waits
+        assert calls == [2, 2]
+        drain()
+    finally:
+        FileSystemWriterAsync.register_shm_drain_callback(None)
+        FileSystemWriterAsync.cleanup_tensor_caches()
+    assert blocks[0] != blocks[1]
+    assert sorted(blocks[2:4]) == sorted(blocks[:2])
+    assert blocks[4] in blocks[:2]
+    for step in range(5):
+        assert_loads(tmp_path / str(step), {"w": torch.full((300,), float(step))})
+
+
+def test_checkpoints_through_multistorageclient(tmp_path: Path) -> None:
+    pytest.importorskip("multistorageclient")
+    path = tmp_path / "c"
+    write_alone(path, STATE, thread_count=2, use_msc=True)
+    assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
+    assert_loads(path)
+    # Until its `.metadata` is there, the new checkpoint leaves the old one as it was.
+    other = {"w": torch.rand(50)}
+    alone = plan_alone(path, other, use_msc=True)
+    results = alone.write()
+    assert_loads(path)
+    alone.writer.finish(alone.metadata, [results])
+    assert len(data_files(path)) == 1
+    assert_loads(path, other)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        plan_alone(path, other, use_msc=True, overwrite=False)
+
+
+def test_multistorageclient_must_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "multistorageclient", None)
+    with pytest.raises(ImportError, match="multi-storage-client"):
+        FileSystemWriterAsync(tmp_path, use_msc=True)
+
+
+def test_paths_of_checkpoints() -> None:
+    assert FileSystemWriterAsync.validate_checkpoint_id("msc://profile/runs/a")
+    assert FileSystemWriterAsync.validate_checkpoint_id(Path("runs/a"))
+    assert not FileSystemWriterAsync.validate_checkpoint_id("s3://bucket/a")
+
+
+class Inverted(StreamTransformExtension):
+    """An extension of a user's: every bit is inverted."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "inverted"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Inverted:
+        return Inverted()
+
+    def get_descriptor(self) -> str:
+        return "inverted/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        return _Inverting(output)  # type: ignore[return-value]
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:
+        return io.BytesIO(_inverted(input.read()))
+
+
+def _inverted(data: bytes) -> bytes:
+    return bytes(255 - byte for byte in data)
+
+
+class _Inverting(io.RawIOBase):
+    def __init__(self, output: IO[bytes]) -> None:
+        self.output = output
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self.output.write(_inverted(bytes(data)))
+
+
+@pytest.mark.parametrize("processes", [True, False])
+def test_extensions_are_applied_in_the_writing_process(tmp_path: Path, processes: bool) -> None:
+    write_alone(tmp_path / "c", STATE, thread_count=2, _extensions=[Inverted()], is_multiproc_io=processes)
+    target = {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else {"step": None} for n, v in STATE.items()}
+    registry = ExtensionRegistry()
+    registry.extensions[Inverted.registry_name()] = Inverted
+    reader = dcp.FileSystemReader(tmp_path / "c", _extension_registry=registry)
+    dcp.load(target, storage_reader=reader)
+    assert_same(STATE, target)
+    with pytest.raises(ValueError, match="_extensions are not for"):
+        FileSystemWriterAsync(tmp_path / "d", _extensions=[Inverted()], open_file=opens)
