@@ -8,6 +8,7 @@ faults its pages in first, step by step, and what a step has cost decides on the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -30,6 +31,15 @@ _NEWEST = 0.25  # the weight of a new measurement
 def private_mapping(nbytes: int) -> mmap.mmap:
     """Map private anonymous memory: shared memory, Python's default, seldom gets huge pages."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def map_aligned(nbytes: int) -> tuple[mmap.mmap, int]:
+    """Map memory for bytes that begin at a huge page, not for forked children; return it, and where they begin."""
+    whole = private_mapping(nbytes + HUGE_PAGE_BYTES)
+    # Copy-on-write for a child would copy every page that is written here.
+    with contextlib.suppress(OSError, AttributeError):
+        whole.madvise(mmap.MADV_DONTFORK)
+    return whole, -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE_PAGE_BYTES
 
 
 class PageChoice:

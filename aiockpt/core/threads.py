@@ -202,7 +202,8 @@ class DaemonThreads(Executor):
     """
 
     def __init__(self, count: int, name: str, *, nice: int = 0, duty: Duty | None = None) -> None:
-        self._count = count  # the most threads
+        self.count = count
+        self._most = count  # with those that `spare` allows
         self._name = name
         self._nice = nice  # as in nice(1); on Linux
         self._duty = duty  # of threads that run functions of the caller's
@@ -231,14 +232,14 @@ class DaemonThreads(Executor):
     def spare(self, count: int) -> None:
         """Allow so many more threads, as some hang; or so many fewer, when they have returned."""
         with self._lock:
-            self._count += count
+            self._most += count
             if not self._ended:
                 self._start_wanted()
 
     def _start_wanted(self) -> None:
         """Start threads until there is one for each unfinished task, up to the limit."""
-        while len(self._threads) < min(self._unfinished, self._count):
-            name = self._name if self._count == 1 else f"{self._name}_{len(self._threads)}"
+        while len(self._threads) < min(self._unfinished, self._most):
+            name = self._name if self._most == 1 else f"{self._name}_{len(self._threads)}"
             thread = threading.Thread(target=self._serve, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -251,7 +252,7 @@ class DaemonThreads(Executor):
             del task
             with self._lock:
                 self._unfinished -= 1
-                if len(self._threads) > self._count and not self._ended:
+                if len(self._threads) > self._most and not self._ended:
                     self._threads.remove(threading.current_thread())
                     return
 
@@ -297,12 +298,8 @@ class _Task(Generic[T]):
             self.future.set_result(result)
 
 
-class Workers:
-    """Threads that run blocking functions for an event loop; see `DaemonThreads`."""
-
-    def __init__(self, count: int, name: str, *, nice: int = 0, duty: Duty | None = None) -> None:
-        self.count = count
-        self.executor = DaemonThreads(count, name, nice=nice, duty=duty)
+class Workers(DaemonThreads):
+    """Threads that run blocking functions for an event loop."""
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` in one of the threads; cancellation waits for it to end."""
@@ -314,12 +311,8 @@ class Workers:
                 # These would end the loop, and with it the work of others.
                 raise RuntimeError(f"{type(exc).__name__} was raised in a worker thread: {exc}") from exc
 
-        return await drained(asyncio.get_running_loop().run_in_executor(self.executor, call))
-
-    def spare(self, count: int) -> None:
-        """See `DaemonThreads.spare`."""
-        self.executor.spare(count)
+        return await drained(asyncio.get_running_loop().run_in_executor(self, call))
 
     def close(self) -> None:
         """Wait for the running functions and end the threads. Blocks; idempotent."""
-        self.executor.shutdown(wait=True, cancel_futures=True)
+        self.shutdown(wait=True, cancel_futures=True)

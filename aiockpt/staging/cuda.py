@@ -102,7 +102,7 @@ class AcceleratorStager(Stager):
     def close(self) -> None:
         """Unlock the chunks, end the threads, and release the stream."""
         self._waiter.close()
-        self._issuer.executor.submit(self._unpin).result()
+        self._issuer.submit(self._unpin).result()
         self._issuer.close()
         self._runtime.close()
 

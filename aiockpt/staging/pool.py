@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -15,7 +14,6 @@ import anyio
 import torch
 
 from aiockpt.core import pages
-from aiockpt.core.pages import HUGE_PAGE_BYTES, private_mapping
 from aiockpt.errors import AiockptError
 
 copy_small = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.PyDLL(None)))
@@ -28,13 +26,8 @@ class MappedMemory:
     __slots__ = ("address", "tensor", "view")
 
     def __init__(self, nbytes: int) -> None:
-        whole = private_mapping(nbytes + HUGE_PAGE_BYTES)
-        # No copy-on-write for forked children: our writes would copy every page.
-        with contextlib.suppress(OSError, AttributeError):
-            whole.madvise(mmap.MADV_DONTFORK)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
-        skip = -begin % HUGE_PAGE_BYTES
-        self.address = begin + skip
+        whole, skip = pages.map_aligned(nbytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(whole, skip))
         self.view = memoryview(whole)[skip : skip + nbytes]
         # The same bytes as dtype uint8; it keeps the memory alive.
         self.tensor = torch.frombuffer(whole, dtype=torch.uint8, count=nbytes, offset=skip)
@@ -114,38 +107,23 @@ class ChunkPool:
         self._most = sys.maxsize if shared is None else shared.nbytes // chunk_bytes
         self.capacity = capacity = min(capacity, self._most)
         self._free: list[Chunk] = []
-        self._made = 0
         self._permits = anyio.Semaphore(capacity)
-        self._leased = 0
-        self._quarantined = 0
+        self.made = 0  # chunks that exist
+        self.leased = 0  # in use, except those in quarantine
+        self.quarantined = 0  # held by threads that hang
         self._replaced = 0
         self._spare: list[int] = []
 
     def __repr__(self) -> str:
         return (
-            f"<ChunkPool {self._leased} leased, {len(self._free)} free, {self.capacity} at most, "
+            f"<ChunkPool {self.leased} leased, {len(self._free)} free, {self.capacity} at most, "
             f"of {self.chunk_bytes} bytes>"
         )
 
     @property
-    def leased(self) -> int:
-        """Number of chunks in use, except those in quarantine."""
-        return self._leased
-
-    @property
-    def made(self) -> int:
-        """Number of chunks that exist."""
-        return self._made
-
-    @property
-    def quarantined(self) -> int:
-        """Number of chunks held by threads that hang."""
-        return self._quarantined
-
-    @property
     def in_reach(self) -> int:
         """Number of chunks that one save can get over time: all except those in quarantine without a replacement."""
-        return self.capacity - (self._quarantined - self._replaced)
+        return self.capacity - (self.quarantined - self._replaced)
 
     @property
     def available(self) -> bool:
@@ -176,7 +154,7 @@ class ChunkPool:
         """
         leases: list[Lease] = []
         try:
-            while self._made - self._replaced < min(count, self.capacity) and self.available:
+            while self.made - self._replaced < min(count, self.capacity) and self.available:
                 chunk = self._make()
                 self._permits.acquire_nowait()
                 leases.append(self._lease(chunk))
@@ -193,11 +171,11 @@ class ChunkPool:
         self._free.clear()
 
     def _lease(self, chunk: Chunk) -> Lease:
-        self._leased += 1
+        self.leased += 1
         return Lease(self, chunk)
 
     def _make(self) -> Chunk:
-        number = self._spare.pop() if self._spare else self._made
+        number = self._spare.pop() if self._spare else self.made
         if number >= self._most:
             raise RuntimeError(f"all {self._most} chunks of the shared staging memory exist")
         try:
@@ -205,11 +183,11 @@ class ChunkPool:
         except BaseException:
             self._spare.append(number)
             raise
-        self._made += 1
+        self.made += 1
         return chunk
 
     def _forget(self, chunk: Chunk) -> None:
-        self._made -= 1
+        self.made -= 1
         self._spare.append(chunk.number)
 
     def _set_apart(self) -> bool:
@@ -217,9 +195,9 @@ class ChunkPool:
 
         At most as many are replaced as the pool's capacity: a disk that hangs must not use up all memory.
         """
-        self._leased -= 1
-        self._quarantined += 1
-        if self._quarantined > self.capacity or self.capacity + self._quarantined > self._most:
+        self.leased -= 1
+        self.quarantined += 1
+        if self.quarantined > self.capacity or self.capacity + self.quarantined > self._most:
             return False
         self._permits.release()
         self._replaced += 1
@@ -227,9 +205,9 @@ class ChunkPool:
 
     def _take_back(self, lease: Lease, *, quarantined: bool) -> None:
         if quarantined:
-            self._quarantined -= 1
+            self.quarantined -= 1
         else:
-            self._leased -= 1
+            self.leased -= 1
         if lease.replaced:
             self._replaced -= 1
             self._forget(lease.chunk)

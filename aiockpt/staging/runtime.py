@@ -7,7 +7,7 @@ import ctypes
 import threading
 from collections import defaultdict
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -119,25 +119,28 @@ def _driver() -> Any:
 # --- devices --------------------------------------------------------------------------------------
 
 
-class Runtime(Protocol):
-    """A device and a staging stream on it; created by `runtime_of`."""
+class Runtime:
+    """A device without streams: copies block, in order with its other work. `runtime_of` makes those of all kinds."""
 
-    non_blocking: bool  # copies may be in flight until an event behind them is reached
+    non_blocking = False  # copies may be in flight until an event behind them is reached
 
     def enter(self) -> None:
         """Make the device current in this thread, if the current device is per thread."""
 
     def stream(self) -> AbstractContextManager[object]:
         """Make the staging stream current in this thread."""
+        return contextlib.nullcontext()
 
     def wait_for(self, event: torch.Event) -> None:
         """Make the staging stream wait for an event."""
 
     def record(self) -> torch.Event:
         """Record an event in the staging stream."""
+        return _PAST
 
     def record_current(self) -> torch.Event:
         """Record an event in this thread's current stream of the device."""
+        return _PAST
 
     def order_behind(self, event: torch.Event) -> None:
         """Make this thread's current stream of the device wait for an event. Does not block."""
@@ -147,6 +150,7 @@ class Runtime(Protocol):
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Lock host memory so that the device copies to it directly; return False if that is not possible."""
+        return False
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
@@ -185,7 +189,7 @@ def runtime_of(device: torch.device) -> Runtime:
     """Return the runtime of a device, with a new staging stream."""
     if device.type == "cuda":
         return CudaRuntime(device)
-    return _StreamRuntime(device) if _has_streams(device.type) else _PlainRuntime()
+    return _StreamRuntime(device) if _has_streams(device.type) else Runtime()
 
 
 def ready_event(device: torch.device) -> torch.Event | None:
@@ -211,7 +215,7 @@ def is_capturing(device: torch.device) -> bool:
     return bool(asked()) if asked is not None else False
 
 
-class CudaRuntime:
+class CudaRuntime(Runtime):
     """A CUDA device."""
 
     non_blocking = True
@@ -270,8 +274,8 @@ class CudaRuntime:
         give_stream_back(self._stream)
 
 
-class _StreamRuntime:
-    """A device of another kind with streams and events, through ``torch.accelerator``."""
+class _StreamRuntime(Runtime):
+    """A device of another kind with streams and events, through ``torch.accelerator``, which can't register memory."""
 
     non_blocking = True
 
@@ -302,51 +306,6 @@ class _StreamRuntime:
     def sleep_until(self, event: torch.Event) -> None:
         self.enter()
         event.synchronize()
-
-    def pin(self, address: int, nbytes: int) -> bool:  # there is no portable way to register memory
-        return False
-
-    def unpin(self, address: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _PlainRuntime:
-    """A device without streams: copies block, in order with its other work."""
-
-    non_blocking = False
-
-    def enter(self) -> None:
-        pass  # the tensors of a copy determine its device
-
-    def stream(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def wait_for(self, event: torch.Event) -> None:
-        pass  # the device works in order
-
-    def record(self) -> torch.Event:
-        return _PAST
-
-    def record_current(self) -> torch.Event:
-        return _PAST
-
-    def order_behind(self, event: torch.Event) -> None:
-        pass  # copies block
-
-    def sleep_until(self, event: torch.Event) -> None:
-        pass  # copies block
-
-    def pin(self, address: int, nbytes: int) -> bool:  # there is no portable way to register memory
-        return False
-
-    def unpin(self, address: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 _PAST = cast("torch.Event", object())  # stands for an event that was reached

@@ -87,7 +87,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
     code = (
         "import threading\nfrom aiockpt.core.threads import Workers\n"
         "workers = Workers(2, 'stuck')\nbegun = threading.Event()\n"
-        "workers.executor.submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()\nprint('over')\n"
+        "workers.submit(lambda: begun.set() or threading.Event().wait())\nbegun.wait()\nprint('over')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")

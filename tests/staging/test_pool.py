@@ -5,7 +5,8 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from aiockpt.staging.pool import HUGE_PAGE_BYTES, ChunkPool, SharedMemory
+from aiockpt.core.pages import HUGE_PAGE_BYTES
+from aiockpt.staging.pool import ChunkPool, SharedMemory
 
 pytestmark = pytest.mark.asyncio
 

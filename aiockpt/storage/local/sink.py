@@ -63,9 +63,7 @@ class LocalSink(FileSink):
             raise WriteError(f"can't create {self._final}{size}: {described(exc)}") from exc
 
     async def _open(self) -> Any:
-        opened = aiofiles.open(
-            self.path, "wb", buffering=0, opener=self._opener, executor=self._workers.executor
-        ).__aenter__()
+        opened = aiofiles.open(self.path, "wb", buffering=0, opener=self._opener, executor=self._workers).__aenter__()
         return await drained(opened)
 
     def _opener(self, path: str, flags: int) -> int:

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 from aiockpt.core import pages
 from aiockpt.core.machine import BLOCK_BYTES
-from aiockpt.core.pages import HUGE_PAGE_BYTES, private_mapping
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.storage.base import Source
 from aiockpt.storage.local.replacing import readable, stand_in
@@ -58,13 +57,9 @@ _IN_PLACE = _reads_in_place()
 
 
 def _buffer(nbytes: int) -> memoryview:
-    """Map memory for direct reads; forked children don't get it."""
-    whole = private_mapping(nbytes + HUGE_PAGE_BYTES)
-    with contextlib.suppress(OSError, AttributeError):
-        whole.madvise(mmap.MADV_DONTFORK)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
-    skip = -address % HUGE_PAGE_BYTES
-    pages.fault_in(address + skip, nbytes)
+    """Map memory for direct reads."""
+    whole, skip = pages.map_aligned(nbytes)
+    pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(whole, skip)), nbytes)
     return memoryview(whole)[skip : skip + nbytes]
 
 
