@@ -5,6 +5,7 @@ Source of the metadata in the headers: ``torch/distributed/checkpoint/_hf_utils.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -42,18 +43,28 @@ def write_safetensors(
         path = os.path.join(directory, name)
         is_object = group[0][1].type == WriteItemType.BYTE_IO
         parts = _objects(group, resolve) if is_object else _tensors(group, resolve)
-        try:
-            with open(path, "xb") as file:
-                for at, part in parts:
+        with contextlib.ExitStack() as stack:
+            with _named_errors(path):
+                file = stack.enter_context(open(path, "xb"))
+            for at, part in parts:
+                with _named_errors(path):
                     if at is not None:
                         places[at] = ItemRange(name, file.tell(), len(part))
                     file.write(part)
+            with _named_errors(path):
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())
-        except OSError as exc:
-            raise WriteError(f"can't write {path}: {exc}") from exc
     return [places[number] for number in range(len(items))]
+
+
+@contextlib.contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+    """Raise WriteError instead of OSError; a planner's own errors pass."""
+    try:
+        yield
+    except OSError as exc:
+        raise WriteError(f"can't write {path}: {exc}") from exc
 
 
 def _files(items: Sequence[WriteItem], *, one_file: bool) -> list[list[_Numbered]]:

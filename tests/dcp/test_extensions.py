@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from typing import IO, Any
 
@@ -138,6 +139,15 @@ def test_zstandard_is_compressed_by_us_and_read_by_all(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as checkpointer:
         assert_same(state, checkpointer.load(tmp_path / "c"))
         assert checkpointer.verify(tmp_path / "c").ok
+
+
+def test_extensions_go_to_another_process_with_their_writer(tmp_path: Path) -> None:
+    writer = pickle.loads(pickle.dumps(FileSystemWriter(tmp_path / "c", _extensions=[Rolling("1.5")])))
+    metadata = dcp.save(small_state(), storage_writer=writer)
+    assert {tuple(info.transform_descriptors) for info in metadata.storage_data.values()} == {("stream.rolling/1.5",)}
+    target = blank(small_state())
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c", registry(Rolling)))
+    assert_same(small_state(), target)
 
 
 def test_an_extension_that_is_not_registered_is_named(tmp_path: Path) -> None:

@@ -304,6 +304,25 @@ def test_what_safetensors_can_not_hold_is_refused(tmp_path: Path, value: torch.T
     assert os.listdir(tmp_path) == []
 
 
+@needs_safetensors
+def test_a_safetensors_file_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    class Taking(FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            (hidden,) = tmp_path.glob(HIDDEN)
+            (hidden / "__0_0.distcp").write_text("another")
+            return super().write_data(plan, planner)
+
+    kind = filesystem.SerializationFormat.SAFETENSORS
+    with pytest.raises(CheckpointException, match=r"WriteError: can't write .*__0_0\.distcp: .*File exists"):
+        writer = Taking(tmp_path / "c", serialization_format=kind)
+        dcp.save({"w": torch.zeros(3)}, storage_writer=writer)
+    with pytest.raises(CheckpointException, match="OSError: the planner broke"):
+        writer = FileSystemWriter(tmp_path / "c", serialization_format=kind)
+        dcp.save({"bad": torch.zeros(3)}, storage_writer=writer, planner=Breaking())
+    writer.discard()
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="this torch has no such tensors")
 @pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter])
 @pytest.mark.parametrize("reader", [FileSystemReader, dcp.FileSystemReader])
