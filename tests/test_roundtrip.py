@@ -379,7 +379,7 @@ def test_the_plan_is_remade_when_a_tensor_changes_its_form(
         {"w": torch.sparse_coo_tensor([[1]], [2.0], (4,), check_invariants=True), "s": 1},
         {"w": torch.arange(59_999), "s": 1},
     ]
-    with aiockpt.SyncCheckpointer() as ckpt:
+    with aiockpt.SyncCheckpointer(staging_bytes=1 << 16, chunk_bytes=1 << 16, save_timeout=60) as ckpt:
         for number, state in enumerate(states):
             ckpt.save(state, tmp_path / str(number))
             loaded = ckpt.load(tmp_path / str(number))

@@ -385,11 +385,10 @@ class ChunkRead:
             skip = 0
         view = buffer.view[skip : skip + stop - start]
         self._fill(number, start, stop, view)
-        placements = self._placements(start // self._size, torch.frombuffer(view, dtype=torch.uint8))
         if len(self._crcs) == 1:
             self.check_crc()  # before the target is changed
         self._begin()
-        return placements
+        return self._placements(start // self._size, torch.frombuffer(view, dtype=torch.uint8))
 
     def check_crc(self) -> None:
         """Raise if the bytes of all parts do not match the CRC of the payload."""

@@ -248,6 +248,23 @@ def test_what_does_not_match_its_crc_is_not_placed(count: int, dtype: torch.dtyp
     assert ("a" in caught.value.placed) == bool(target["a"].any())
 
 
+@pytest.mark.parametrize(("count", "dtype"), [(7, None), (1 << 20, torch.float64)], ids=["small", "converted"])
+def test_a_target_that_is_freed_meanwhile_is_not_written_to(
+    count: int, dtype: torch.dtype | None, ckpt, tmp_path: Path
+) -> None:
+    target = torch.zeros(count, dtype=dtype)
+
+    class Freeing(CountingStorage):
+        def before_read(self, name: str, offset: int, nbytes: int) -> None:
+            if name.endswith(".distcp") and nbytes >= target.numel():
+                target.untyped_storage().resize_(0)
+
+    ckpt.save({"w": torch.ones(count)}, tmp_path / "c")
+    with pytest.raises(aiockpt.ShapeMismatchError, match="w in the target was freed") as caught:
+        ckpt.load(tmp_path / "c", {"w": target}, dtype=dtype, storage=Freeing())
+    assert caught.value.placed == caught.value.partly_placed == ()
+
+
 def test_what_can_be_known_before_is_looked_at_before(ckpt, tmp_path: Path) -> None:
     """Damaged objects and damaged framing leave every tensor of the target as it is."""
     state = large_state(3, kib=2048) | {"small": torch.arange(5), "o": {"k": [1, 2]}}

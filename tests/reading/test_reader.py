@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import aiockpt
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.storage.wrapper import WrapperStorage
 from tests.counting import CountingStorage
 from tests.states import assert_same, large_state, random_tensor, training_state
 
@@ -342,11 +344,13 @@ async def test_plain_programs(tmp_path: Path) -> None:
     await asyncio.to_thread(work)
 
 
-async def test_closing_closes_the_files_though_the_reader_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_closing_closes_the_files_though_the_reader_is_kept(wrapped: bool, tmp_path: Path) -> None:
+    storage = WrapperStorage(LocalStorage()) if wrapped else None
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save({"w": torch.arange(1000)}, tmp_path / "c")
         opened = len(os.listdir("/proc/self/fd"))
-        async with ckpt.open(tmp_path / "c") as reader:
+        async with ckpt.open(tmp_path / "c", storage=storage) as reader:
             source = reader._opened.source
             assert torch.equal(await reader.read("w"), torch.arange(1000))
             assert len(os.listdir("/proc/self/fd")) > opened

@@ -282,7 +282,7 @@ class Inverting:
     decoder = encoder
 
     def update(self, data: memoryview, most: int = 0) -> bytes:
-        return bytes(byte ^ 0xFF for byte in data)
+        return bytes(data).translate(bytes(range(255, -1, -1)))
 
     def finish(self, most: int = 0) -> bytes:
         return b""
@@ -301,6 +301,27 @@ def test_a_flipped_bit_that_can_be_decoded_is_found(key: str, tmp_path: Path) ->
             file.write_bytes(data)
     with pytest.raises(aiockpt.CorruptCheckpointError, match=f"the stored bytes of {key} .* do not match their CRC"):
         load(path, transforms=[Inverting()])
+
+
+class Spoiling(Inverting):
+    """Stores other bytes than it was given, with a CRC that fits them."""
+
+    descriptor = "spoiling/1"
+
+    def encoder(self) -> Any:
+        return Spoiler()
+
+
+class Spoiler(Inverting):
+    def update(self, data: memoryview, most: int = 0) -> bytes:
+        return super().update(memoryview(bytes(data).replace(b"\x2a\0\0\0\0", b"\x2b\0\0\0\0")))
+
+
+@pytest.mark.parametrize("count", [1, 300_000])
+def test_verify_checks_what_was_decoded(count: int, tmp_path: Path) -> None:
+    save({"w": torch.tensor([42] * count)}, tmp_path / "c", compress=None, transforms=[Spoiling()])
+    (problem,) = verify(tmp_path / "c", transforms=[Spoiling()]).problems
+    assert (problem.kind, problem.key) == ("item crc", "w")
 
 
 def restock(path: Path, change: Any) -> None:
