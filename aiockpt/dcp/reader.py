@@ -169,8 +169,9 @@ class FileSystemReader(filesystem.FileSystemReader):
             engine = EngineAccess(checkpointer)
             with self._opened(engine) as (source, path):
                 source.know(self._transformed)
-                if self._described is not None:
-                    self._described.check_held(path, getattr(planner, "state_dict", {}))
+                state = getattr(planner, "state_dict", None)  # of DefaultLoadPlanner and its subclasses
+                if self._described is not None and isinstance(state, dict):
+                    self._described.check_held(path, state)
                 items = [(i, stored_item(self._metadata, self._described, path, i.storage_index)) for i in plan.items]
                 PlanExecution(engine, source, path, self._options, planner).run(items)
         return finished(None)

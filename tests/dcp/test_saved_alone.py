@@ -282,3 +282,24 @@ def test_a_hole_in_a_plain_checkpoint_is_found_before_anything_is_filled(tmp_pat
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(data))
     with pytest.raises(aiockpt.CorruptCheckpointError, match="has 10 of the 2199023255552 elements of w"):
         EmptyStateDictLoadPlanner().set_up_planner({}, reader.read_metadata())
+
+
+def test_a_planner_of_ones_own_decides_what_it_wants(tmp_path: Path) -> None:
+    class Own(DefaultLoadPlanner):
+        """Keeps its state elsewhere."""
+
+        def finish_plan(self, central_plan: Any) -> Any:
+            self.mine, self.state_dict = self.state_dict, None  # type: ignore[assignment]
+            return super().finish_plan(central_plan)
+
+        def lookup_tensor(self, index: Any) -> torch.Tensor:
+            value: torch.Tensor = self.mine[index.fqn]
+            return value
+
+    dcp.save({"w": torch.full((6, 2), 5.0)}, checkpoint_id=tmp_path / "c")
+    data = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    data.state_dict_metadata["w"].size = torch.Size((8, 2))
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(data))
+    target = {"w": torch.zeros(8, 2)}
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c"), planner=Own())
+    assert target["w"].sum() == 60
