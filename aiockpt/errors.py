@@ -14,7 +14,7 @@
     ├── LoadError                      a load failed or was refused
     │   ├── CheckpointNotFoundError    (FileNotFoundError) no checkpoint at this path
     │   ├── CorruptCheckpointError     bytes are missing or are not those that were written
-    │   ├── MissingKeysError           (KeyError) the checkpoint lacks keys that were asked for
+    │   ├── MissingKeysError           (KeyError, RuntimeError) the checkpoint lacks keys that were asked for
     │   ├── ShapeMismatchError         a target's shape, dtype or kind is not the checkpoint's
     │   └── UnsafeCheckpointError      reading it would execute code or leave its directory
     ├── CheckpointExistsError          (FileExistsError) the path is taken
@@ -95,8 +95,8 @@ class CorruptCheckpointError(LoadError):
     """Bytes of the checkpoint are missing, or are not those that were written."""
 
 
-class MissingKeysError(LoadError, KeyError):
-    """The checkpoint does not hold every key that was asked for.
+class MissingKeysError(LoadError, KeyError, RuntimeError):
+    """The checkpoint does not hold every key that was asked for. Also the RuntimeError that torch's loaders raise.
 
     Attributes:
         keys: the missing keys, in the order of the target.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -357,6 +357,7 @@ class LoadOptions(OpenOptions):
             Writing to a tensor changes a private copy of the page, never the file. The files must not be written to
             while the tensors live; replacing or deleting the checkpoint is safe. Not with a ``state_dict``,
             ``dtype`` or ``map_location``.
+        default_map_location: another name of ``map_location``, as in torch_checkpointing.
     """
 
     map_location: MapLocation | None = None
@@ -365,6 +366,14 @@ class LoadOptions(OpenOptions):
     strict: bool = True
     missing: list[str] | None = None
     mmap: bool = False
+    default_map_location: InitVar[MapLocation | None] = None
+
+    def __post_init__(self, default_map_location: MapLocation | None) -> None:
+        if default_map_location is None:
+            return
+        if self.map_location is not None:
+            raise ValueError("default_map_location is another name of map_location: give one of the two")
+        object.__setattr__(self, "map_location", default_map_location)
 
 
 def check_options(options: LoadOptions, *, into: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import aiockpt
+import aiockpt.dcp as aiockpt_dcp
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest
 from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.reading.reader import ReadMany, ReadOne, Stream
@@ -25,6 +27,23 @@ METHODS = [
     *((kind, "read_many", ReadMany) for kind in (aiockpt.CheckpointReader, aiockpt.SyncCheckpointReader)),
     *((kind, "stream", Stream) for kind in (aiockpt.CheckpointReader, aiockpt.SyncCheckpointReader)),
 ]
+
+
+def test_what_replaces_the_calls_of_others_exists() -> None:
+    """The table of `aiockpt.dcp`: every method and parameter in its right column."""
+    kinds = {"ckpt": aiockpt.SyncCheckpointer, "save": aiockpt.SaveHandle(".", None, 0.0)}  # type: ignore[arg-type]
+    rows = [
+        line[51:]
+        for line in (aiockpt_dcp.__doc__ or "").splitlines()
+        if line.startswith("    ") and line[49:51] == "  "
+    ]
+    assert len(rows) > 25
+    used = [found for row in rows for found in re.findall(r"\b(ckpt|save)\.(\w+)(?:\((.*?)\)(?:$|,| ))?", row)]
+    assert len(used) > 15
+    for owner, name, arguments in used:
+        method = getattr(kinds[owner], name)
+        if arguments:
+            assert set(re.findall(r"(\w+)=", arguments)) <= set(inspect.signature(method).parameters), name
 
 
 @pytest.mark.parametrize(("kind", "name", "request_type"), METHODS)

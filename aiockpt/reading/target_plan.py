@@ -263,8 +263,8 @@ class _Planner:
             raise MissingKeysError(
                 f"{self._path} lacks {len(missing)} of the keys asked for: "
                 f"{', '.join(map(printable_key, missing[:10]))}{more}."
-                f"{hint(missing, self._index.entries, set(flat.names), fills=True)} Pass strict=False to leave them as "
-                "they are.",
+                f"{hint(missing, self._index.entries, set(flat.names), fills=True)} Pass strict=False to leave missing "
+                "keys as they are.",
                 tuple(missing),
             )
 
