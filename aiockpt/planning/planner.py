@@ -127,6 +127,9 @@ class FileFormat(ABC):
     def validate(self, snapshot: Snapshot) -> None:
         """Drop what the format does not keep; raise `SaveError`, naming the key, for what it can't hold."""
 
+    def check(self, names: Sequence[str], specs: Sequence[TensorSpec | None]) -> None:
+        """Raise `SaveError`, naming the key, for a tensor that the format can't hold."""
+
     @abstractmethod
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Return how a tensor is stored; None if it is stored as an object."""

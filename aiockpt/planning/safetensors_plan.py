@@ -132,22 +132,28 @@ class SafetensorsFormat(FileFormat):
                 "as metadata=, or save with format='dcp'"
             )
         forms = {(t.dtype, t.layout, t.dim() > 0) for t in snapshot.tensors if t is not None}
-        unfit = {form for form in forms if form[1] is not torch.strided or not has_name(form[0], form[2])}
+        unfit = any(layout is not torch.strided or not has_name(dtype, dim) for dtype, layout, dim in forms)
         if unfit or METADATA_KEY in names:
-            self._refuse(snapshot, unfit)
+            for name, tensor in zip(names, snapshot.tensors, strict=True):
+                if tensor is not None:
+                    self._check_form(name, tensor.dtype, tensor.layout, tensor.dim())
         snapshot.containers = []
 
+    def check(self, names: Sequence[str], specs: Sequence[TensorSpec | None]) -> None:
+        """Refuse tensors of a dtype that the format has no name for."""
+        for name, spec in zip(names, specs, strict=True):
+            if spec is not None:
+                self._check_form(name, spec.dtype, torch.strided, len(spec.shape))
+
     @staticmethod
-    def _refuse(snapshot: Snapshot, unfit: set[tuple[torch.dtype, torch.layout, bool]]) -> None:
-        for name, tensor in zip(snapshot.structure.names, snapshot.tensors, strict=True):
-            if name == METADATA_KEY:
-                raise SaveError(f"{name} is reserved in a safetensors file; rename the tensor")
-            if tensor is not None and (tensor.dtype, tensor.layout, tensor.dim() > 0) in unfit:
-                kind = tensor.dtype if tensor.layout is torch.strided else tensor.layout
-                raise SaveError(
-                    f"{name} is a tensor of {tensor.dim()} dimensions and of {kind}, which safetensors has no name "
-                    "for; convert it, or save with format='dcp'"
-                )
+    def _check_form(name: str, dtype: torch.dtype, layout: torch.layout, dims: int) -> None:
+        if name == METADATA_KEY:
+            raise SaveError(f"{name} is reserved in a safetensors file; rename the tensor")
+        if layout is not torch.strided or not has_name(dtype, dims > 0):
+            raise SaveError(
+                f"{name} is a tensor of {dims} dimensions and of {dtype if layout is torch.strided else layout}, which "
+                "safetensors has no name for; convert it, or save with format='dcp'"
+            )
 
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Describe a tensor; it is stored row by row."""

@@ -88,7 +88,7 @@ class _Loader:
     async def load_new(self) -> Filled:
         """Load into a new state dict."""
         index = self._opened.index
-        entries, unmatched = _choose(self._path, index, self._options)
+        entries, unmatched = chosen_entries(self._path, index, self._options)
         values = await self._read_with_arrays(entries)
         state = await self._tools.workers.run(build_state, self._path, index, values)
         return Filled(self._path, state, missing=unmatched, strict=False)
@@ -155,7 +155,7 @@ class _Loader:
         return _Loader(self._opened, replace(self._options, map_location=None), self._tools)
 
 
-def _choose(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:
+def chosen_entries(path: str, index: Index, options: LoadOptions) -> tuple[Mapping[str, Entry], tuple[str, ...]]:
     """Return the entries that the options ask for, and the keys and patterns that match nothing."""
     if options.keys is None:
         return index.entries, ()

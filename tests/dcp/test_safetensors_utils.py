@@ -1,0 +1,233 @@
+"""Conversions between DCP checkpoints and safetensors: what is written is what a save of the loaded tensors writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import warnings
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+import aiockpt
+from aiockpt.dcp import format_utils as ours
+from aiockpt.dcp.convert import recode
+from aiockpt.format.names import METADATA_NAME
+from tests.dcp.test_format_utils import _save_sharded, sharded_whole
+from tests.ranks.world import World
+from tests.states import assert_same, random_tensor, storable_dtypes
+from tests.stock import ALONE
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != ".aiockpt.json"}
+
+
+def assert_as_saved(path: Path, state: dict[str, torch.Tensor], expected: Path, **given: Any) -> None:
+    """Check that a directory is what a save of ``state`` writes, CRCs included."""
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state, expected, format="safetensors", **given)
+        assert ckpt.verify(path).ok
+    assert contents(path) == contents(expected)
+    files = [json.loads((each / ".aiockpt.json").read_text())["files"] for each in (path, expected)]
+    assert files[0] == files[1]
+
+
+def stock_load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
+    target = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process, which is meant
+        dcp.load(target, checkpoint_id=path, **ALONE)
+    return target
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 16 << 20])
+def test_a_checkpoint_of_several_ranks(
+    world4: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    """Rows, columns, blocks and copies, tensors in many chunks and many tensors in one."""
+    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
+    world4.results(_save_sharded, tmp_path / "c", timeout_s=100)
+    ours.dcp_to_safetensors(
+        tmp_path / "c", tmp_path / "st", keys=["model", "plain"], shard_bytes=300_000, metadata={"step": 3}
+    )
+    flat = {name if name == "plain" else f"model.{name}": tensor for name, tensor in sharded_whole().items()}
+    stored = [*json.loads((tmp_path / "st" / "model.safetensors.index.json").read_text())["weight_map"]]
+    assert sorted(stored) == sorted(flat)
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt, ckpt.open(tmp_path / "c") as reader:
+        flat = {name: flat[name] for name in reader if name in flat}  # in the order of the checkpoint
+    assert_as_saved(tmp_path / "st", flat, tmp_path / "expected", shard_bytes=300_000, metadata={"step": 3})
+
+    ours.safetensors_to_dcp(tmp_path / "st", tmp_path / "back")
+    assert_same(flat, stock_load(tmp_path / "back", flat))
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        assert ckpt.verify(tmp_path / "back").ok
+        found = ckpt.load(tmp_path / "back")
+    assert_same(flat, {name: found.pop(name) for name in flat})
+    assert not found
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 16 << 20])
+@pytest.mark.parametrize("writer", ["stock", "ours"])
+def test_dtypes_views_and_tied_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
+    base = random_tensor(torch.float32, (130, 70), 1)
+    state = {str(dtype): random_tensor(dtype, (41, 67), n) for n, dtype in enumerate(storable_dtypes())}
+    state = {name: tensor for name, tensor in state.items() if tensor.dtype in _SAFETENSORS}
+    state |= {"turned": base.t(), "steps": base[::3, 1::2], "0-d": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
+    if writer == "ours":
+        state |= {"tied": base, "again": base}
+        with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+            ckpt.save(state, tmp_path / "c")
+    else:
+        dcp.save(state, checkpoint_id=tmp_path / "c", **ALONE)
+    ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state, tmp_path / "expected.safetensors")
+    assert (tmp_path / "m.safetensors").read_bytes() == (tmp_path / "expected.safetensors").read_bytes()
+    ours.safetensors_to_dcp(tmp_path / "m.safetensors", tmp_path / "back")
+    expected = {name: tensor.contiguous() for name, tensor in state.items() if name != "again"}
+    found = stock_load(tmp_path / "back", expected)
+    assert all(torch.equal(found[n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items() if t.dim())
+
+
+_SAFETENSORS = {
+    getattr(torch, name)
+    for name in ("bool", "uint8", "int16", "int64", "float16", "bfloat16", "float32", "float64", "complex64")
+}
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 16 << 20])
+def test_keys_and_dtype_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
+    weight, ids = random_tensor(torch.float32, (90, 81), 1), torch.arange(5000)
+    state = {"model": {"a.w": weight, "b": {"w": weight[:7] * 3}, "ids": ids}, "optim": {"m": weight + 1}, "step": 5}
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state, tmp_path / "c")
+    ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "st", keys=["model.*w", "model.ids"], dtype=torch.bfloat16)
+    chosen = {"model.a.w": weight.bfloat16(), "model.b.w": (weight[:7] * 3).bfloat16(), "model.ids": ids}
+    assert_as_saved(tmp_path / "st", chosen, tmp_path / "expected")
+
+    ours.safetensors_to_dcp(tmp_path / "st", tmp_path / "back", keys="model.b", dtype=torch.float64)
+    expected = {"model.b.w": (weight[:7] * 3).bfloat16().double()}
+    assert_same(expected, stock_load(tmp_path / "back", expected))
+
+    with pytest.raises(aiockpt.SaveError, match=r"step of .* is not a plain tensor.*keys="):
+        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "no")
+    with pytest.raises(aiockpt.MissingKeysError, match="nothing"):
+        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "no", keys=["model", "nothing"])
+    with pytest.raises(ValueError, match="shard_bytes"):
+        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "no.safetensors", keys="model", shard_bytes=5)
+    mapping = {"model.a.w": 2, "model.b.w": 1, "model.ids": 2}
+    ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "two", keys="model", fqn_to_index_mapping=mapping)
+    assert sorted(load_file(tmp_path / "two" / "model-00002-of-00002.safetensors")) == ["model.a.w", "model.ids"]
+    left = {"c", "st", "expected", "back", "two"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_what_safetensors_can_not_hold_is_refused(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save({"z": torch.zeros(3, dtype=torch.complex128)}, tmp_path / "c")
+    with pytest.raises(aiockpt.SaveError, match=r"z is a tensor of 1 dimensions and of torch\.complex128"):
+        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 16 << 20])
+def test_damage_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
+    state = {"w": random_tensor(torch.float32, (300, 211), 1)}
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state, tmp_path / "c")
+        ckpt.save({"old": torch.ones(3)}, tmp_path / "m.safetensors")
+    before = (tmp_path / "m.safetensors").read_bytes()
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="w"):
+        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors")
+    assert (tmp_path / "m.safetensors").read_bytes() == before
+    with pytest.raises(aiockpt.CheckpointExistsError):
+        ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors", overwrite=False, verify=False)
+    ours.dcp_to_safetensors(tmp_path / "c", tmp_path / "m.safetensors", verify=False)
+    assert load_file(tmp_path / "m.safetensors").keys() == {"w"}
+    assert {path.name for path in tmp_path.iterdir()} == {"c", "m.safetensors"}
+
+
+@pytest.mark.asyncio
+async def test_both_ways_without_blocking_the_loop(tmp_path: Path) -> None:
+    state = {"a": random_tensor(torch.float32, (55, 7), 1), "b": torch.arange(9)}
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state, tmp_path / "m.safetensors")
+    await ours.safetensors_to_dcp_async(tmp_path / "m.safetensors", tmp_path / "c")
+    await ours.dcp_to_safetensors_async(tmp_path / "c", tmp_path / "n.safetensors")
+    assert (tmp_path / "n.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
+    with pytest.raises(aiockpt.CheckpointExistsError):
+        await ours.dcp_to_safetensors_async(tmp_path / "c", tmp_path / "n.safetensors", overwrite=False)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("way", ["dcp_to_safetensors_async", "safetensors_to_dcp_async"])
+async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
+    state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(48)}
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state, tmp_path / "in", format="dcp" if way.startswith("dcp") else "safetensors")
+    task = asyncio.ensure_future(getattr(ours, way)(tmp_path / "in", tmp_path / "out"))
+    while not list(tmp_path.glob(".aiockpt-*")):  # until something is written
+        await asyncio.wait([task], timeout=0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
+    """Convert; return by how many bytes the peak memory of this process has grown."""
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save({"warm": torch.rand(9)}, folder / "warm.safetensors")
+    ours.safetensors_to_dcp(folder / "warm.safetensors", folder / "warm")
+    ours.dcp_to_safetensors(folder / "warm", folder / "warmer")
+    before = psutil.Process().memory_info().rss
+    getattr(ours, way)(folder / "in", folder / "out", dtype=torch.bfloat16)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("way", ["dcp_to_safetensors", "safetensors_to_dcp"])
+def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:
+    count, side = (1, 13000) if large else (40, 2048)
+    state = {f"w{n}": torch.full((side, side), float(n + 1)) for n in range(count)}
+    for n, tensor in enumerate(state.values()):
+        tensor.view(-1)[n :: side + 1] = torch.rand(len(tensor.view(-1)[n :: side + 1]))
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "in", format="dcp" if way.startswith("dcp") else "safetensors")
+    with World(1, store="file") as world:  # a process of its own, which has held nothing large yet
+        (peak_bytes,) = world.results(_peak_of, tmp_path, way)
+    assert 8 << 20 < peak_bytes < 256 << 20  # of 640 MiB and more
+    with aiockpt.SyncCheckpointer() as ckpt:
+        out = ckpt.load(tmp_path / "out", mmap=True)
+    assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in state.items())
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model.w": torch.arange(6.0), "optim": torch.ones(2)}
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        ckpt.save(state, tmp_path / "c")
+    out = str(tmp_path / "m.safetensors")
+    assert ours.main(["dcp_to_safetensors", str(tmp_path / "c"), out, "--keys", "model*", "--dtype", "float16"]) == 0
+    assert_same({"model.w": torch.arange(6.0).half()}, load_file(out))
+    assert ours.main(["safetensors_to_dcp", out, str(tmp_path / "d")]) == 0
+    assert (tmp_path / "d" / METADATA_NAME).exists()
+    assert capsys.readouterr().err == ""
+    for wrong in (["dcp_to_torch", "a", "b", "--keys", "w"], ["dcp_to_safetensors", "a", "b", "--trust"]):
+        with pytest.raises(SystemExit):
+            ours.main(wrong)
