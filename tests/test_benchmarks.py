@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import aiockpt
 import benchmarks.__main__ as command
 from benchmarks import (
     checkpoints,
@@ -29,6 +30,7 @@ from benchmarks import (
     openers,
     slice,
     slicers,
+    training,
 )
 from benchmarks import open as opening
 from benchmarks.imagined import Imagined
@@ -64,6 +66,7 @@ ARGUMENTS = {
     "compress": ("--gib=0.004", "--rounds=1"),
     "coordination": ("--ranks=4", "--items=50", "--rounds=1", "--limit=60"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
+    "training": ("--gib=0.01", "--steps=2", "--every=1", "--rounds=1", "--only=no checkpoints,aiockpt,torch.save"),
     "gpu": ("--device=cpu", "--gib=0.004", "--rounds=1", "--alone=0.05", f"--only={ON_DEVICE}"),
     "crash": ("--part=kill", "--only=one safetensors file (overwrite)"),
     "soak": ("--seconds=0",),
@@ -137,7 +140,7 @@ def test_every_bar_was_measured(name: str, reports: dict[str, dict[str, Any]]) -
     judged = [bar for bar in reports[name]["bars"] if bar["bound"] is not None]
     assert judged
     missing = [bar["text"] for bar in judged if bar["measured"] is None]
-    peers = ("dcp.async_save", "safetensors")  # left out above; may not be installed
+    peers = ("dcp.async_save", "asynchronous peer", "safetensors")  # left out above; may not be installed
     peers += ("aiockpt, process",) * (name == "gpu")
     assert not [text for text in missing if not any(peer in text for peer in peers)]
 
@@ -202,6 +205,27 @@ def test_the_report_of_writers(reports: dict[str, dict[str, Any]]) -> None:
     assert nothing["name"] == "no save"
     for run in ours:
         assert {"kept", "lost_s", "blocked_s", "longest_s", "staged_s", "durable_s"} <= run["samples"][0].keys()
+
+
+def test_the_report_of_training(reports: dict[str, dict[str, Any]]) -> None:
+    (table,) = reports["training"]["tables"]
+    names = ["no checkpoints", "aiockpt, thread", "aiockpt, process", "aiockpt, guard", "torch.save + fsync"]
+    assert [run["name"] for run in table["runs"]] == names
+    for run in table["runs"]:
+        assert run["error"] is None
+        (sample,) = run["samples"]
+        assert 0 < sample["step_p50_s"] <= sample["step_max_s"] <= sample["train_s"] <= 2 * sample["step_max_s"]
+
+
+def test_a_checkpoint_that_differs_ends_the_training(tmp_path: Path) -> None:
+    state = {"a": torch.arange(4.0), "b": torch.arange(3)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+    training.check(tmp_path / "c", state)
+    with pytest.raises(RuntimeError, match=r"does not hold what was saved: \['b'\]"):
+        training.check(tmp_path / "c", {**state, "b": torch.arange(1, 4)})
+    with pytest.raises(RuntimeError, match="'c'"):
+        training.check(tmp_path / "c", {**state, "c": torch.ones(1)})
 
 
 def test_the_report_of_gpu(reports: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,212 @@
+"""A training loop with checkpoints, by everybody, against the same loop without any."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+import aiockpt
+from aiockpt.cli.demo.config import ModelConfig
+from aiockpt.cli.demo.model import Trainer
+from benchmarks import machine
+from benchmarks.bars import Bar, compare, one, those
+from benchmarks.contenders import Saver, torch_save
+from benchmarks.measure import Lag, Runs, Sample, close, interleave, quantile
+from benchmarks.report import Report, Table, duration, median_time, number
+from benchmarks.selection import chosen
+from benchmarks.states import State, size_of
+from benchmarks.writers_beside import AiockptBeside, Beside, PeerSaving, Saving, peers
+
+OPTIONS = ("gib", "steps", "every", "rounds", "only")
+DEFAULTS = {"gib": 0.25}
+ROUNDS = 3
+
+_WIDTH = 512
+_NO_SAVE = "no checkpoints"
+_OURS = ("aiockpt, thread", "aiockpt, process", "aiockpt, guard")
+
+
+class NoSave(Beside):
+    """Nothing is saved."""
+
+    name, note = _NO_SAVE, "how fast the loop is by itself"
+
+    def begin(self, state: State, path: Path) -> Saving:
+        raise TypeError("nothing is saved here")
+
+
+class GuardedAiockpt(AiockptBeside):
+    """This package, with a guard that holds the optimizer's steps back instead of the loop."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__("thread")
+        self.name = "aiockpt, guard"
+        self._optimizer = optimizer
+        self._guards = contextlib.ExitStack()
+
+    async def open(self, state: State) -> None:
+        await super().open(state)
+        self._guards.enter_context(self.checkpointer.guard(self._optimizer))
+
+    async def close(self) -> None:
+        self._guards.close()
+        await super().close()
+
+
+class BlockingBeside(Beside):
+    """A peer that saves while the loop waits."""
+
+    def __init__(self, saver: Saver) -> None:
+        self.name, self.note = saver.name, "blocks"
+        self._saver = saver
+
+    def begin(self, state: State, path: Path) -> Saving:
+        began = time.perf_counter()
+        sample = asyncio.run(self._saver.save(state, path))  # in the thread that trains, which has no loop
+        written: Future[None] = Future()
+        saving = PeerSaving(began, sample["blocked_s"], lambda: None, written)
+        written.set_result(None)
+        return saving
+
+
+def trainer_of(nbytes: int) -> Trainer:
+    """Make a model whose weights and optimizer have about so many bytes."""
+    block_bytes = 12 * _WIDTH * _WIDTH * 4 * 3  # weights, and two moments of each
+    config = ModelConfig(layers=max(1, nbytes // block_bytes), width=_WIDTH, context=64, batch=4)
+    trainer = Trainer(config, steps=1_000_000, seed=0, device="cpu")
+    trainer.update(trainer.forward_backward())  # the optimizer makes its state
+    return trainer
+
+
+def state_of(trainer: Trainer) -> State:
+    """Give all tensors of a training state by name, the same objects each time."""
+    state = {f"model.{name}": parameter.detach() for name, parameter in trainer.model.named_parameters()}
+    for name, parameter in trainer.model.named_parameters():
+        state |= {f"optim.{key}.{name}": value for key, value in trainer.optim.state[parameter].items()}
+    return state
+
+
+def train(trainer: Trainer, state: State, saver: Beside, directory: Path, steps: int, every: int) -> Sample:
+    """Train for some steps, with a save after every few; give how long the steps took. Blocks."""
+    took: list[float] = []
+    saving: Saving | None = None
+    guarded = isinstance(saver, GuardedAiockpt)
+    for number_ in range(1, steps + 1):
+        began = time.perf_counter()
+        loss = trainer.forward_backward()
+        if saving is not None and not guarded:
+            saving.let_change()
+        trainer.update(loss)
+        if number_ % every == 0 and not isinstance(saver, NoSave):
+            if saving is not None:
+                saving.finish()  # one at a time, as peers want it
+            saving = saver.begin(state, directory / f"step-{number_}")
+        took.append(time.perf_counter() - began)
+    if saving is not None:
+        saving.finish()
+    return {
+        "train_s": sum(took),
+        "step_p50_s": quantile(took, 0.5),
+        "step_p99_s": quantile(took, 0.99),
+        "step_max_s": max(took),
+    }
+
+
+def check(path: Path, state: State) -> None:
+    """Load what was saved last, and compare it; RuntimeError if it differs."""
+    with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
+        loaded = ckpt.load(path)
+    different = sorted(set(loaded) ^ set(state))
+    different += [name for name in state if name in loaded and not torch.equal(loaded[name], state[name])]
+    if different:
+        raise RuntimeError(f"{path} does not hold what was saved: {different}")
+
+
+async def measure(savers: Sequence[Beside], options: Namespace, trainer: Trainer, directory: Path) -> list[Runs]:
+    """Let everybody save from the same training loop, which runs in a thread beside an asyncio loop."""
+    state = state_of(trainer)
+    steps = options.steps - options.steps % options.every or options.every
+
+    async def train_once(saver: Beside, round_: int) -> Sample:
+        path = directory / f"{savers.index(saver)}-{round_}"
+        path.mkdir()
+        machine.settle()
+        try:
+            if round_ < 0:
+                await saver.open(state)
+            async with Lag() as lag:
+                sample = await asyncio.to_thread(train, trainer, state, saver, path, steps, options.every)
+            if not isinstance(saver, NoSave) and "torch_checkpointing" not in saver.name:  # a format of its own
+                await asyncio.to_thread(check, path / f"step-{steps}", state)
+        finally:
+            machine.remove(path)
+        return {**sample, **lag.sample()}
+
+    runs = await interleave(savers, options.rounds or ROUNDS, train_once)
+    for saver, run in zip(savers, runs, strict=True):
+        await close(saver, run)
+    return runs
+
+
+async def run(options: Namespace, directory: Path) -> Report:
+    """Measure, and judge."""
+    trainer = trainer_of(int(options.gib * 2**30))
+    savers: list[Beside] = [
+        NoSave(),
+        AiockptBeside("thread"),
+        AiockptBeside("process"),
+        GuardedAiockpt(trainer.optim),
+        *peers(),
+        BlockingBeside(torch_save()),
+    ]
+    runs = await measure(chosen(savers, options.only), options, trainer, directory)
+    alone_s = one(runs, _NO_SAVE).median("train_s")
+    columns = {
+        "kept": lambda run: number(alone_s / run.median("train_s")),
+        "step, median": median_time("step_p50_s"),
+        "p99": median_time("step_p99_s"),
+        "longest": lambda run: duration(run.most("step_max_s")),
+        "p99 lag of a loop beside": median_time("lag_p99_s"),
+        "longest lag": median_time("stall_s"),
+    }
+    nbytes = size_of(state_of(trainer))
+    title = (
+        f"training: {options.steps} steps, a save of {nbytes / 2**20:.0f} MiB after every {options.every}, "
+        f"medians of {options.rounds or ROUNDS} rounds"
+    )
+    remarks = [
+        "kept: the share of the steps per second without checkpoints; the wait for the save before counts",
+        "every last checkpoint was loaded and compared, but for torch_checkpointing's, in a format of its own",
+    ]
+    facts = machine.facts(directory)
+    return Report("training", vars(options), facts, [Table(title, columns, runs)], bars(runs), remarks)
+
+
+def bars(runs: Sequence[Runs]) -> list[Bar]:
+    """Hold the figures against the project's own."""
+    alone, beside = those(runs, _NO_SAVE), those(runs, "dcp.async_save", "torch_checkpointing")
+    blocking = those(runs, "torch.save")
+    return [
+        *(
+            compare(f"{name} : best asynchronous peer, steps per second", beside, one(runs, name), "train_s", 1)
+            for name in _OURS
+        ),
+        compare(
+            "aiockpt, guard : torch.save, steps per second",
+            those(runs, "torch.save"),
+            one(runs, _OURS[2]),
+            "train_s",
+            1,
+        ),
+        *(compare(f"{name} : no checkpoints, steps per second", alone, one(runs, name), "train_s") for name in _OURS),
+        compare(
+            "aiockpt, guard : the best asynchronous peer, longest step", beside, one(runs, _OURS[2]), "step_max_s", 1
+        ),
+    ]
