@@ -10,6 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# The first load of a process imports these, whatever its input is.
+import aiockpt.engine.loader
+import aiockpt.reading.executor
+import aiockpt.reading.info
+import aiockpt.reading.reader
+import aiockpt.reading.verify.verify  # noqa: F401
+
 _FORBIDDEN = (
     *(
         "os.system",
