@@ -215,7 +215,9 @@ class ChildSave:
         transaction, self._transaction = self._transaction, None
         if transaction is None or self._storage is None or staged.recovery is None:
             raise SaveError("nothing is known of the other ranks")
-        # Imported only now, since it imports torch, which takes long.
+        # The plan can't be unpickled without torch, whose import takes seconds. All ranks import it before they wait
+        # for each other: else they would take the import on rank 0 for a lack of progress, and give up.
+        importlib.import_module("torch")
         orphan_commit = importlib.import_module("aiockpt.writing.process.orphan_commit").OrphanCommit
         await orphan_commit(
             self._begin,
