@@ -4,63 +4,73 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import aiockpt
 from aiockpt.storage.local import commit
 from tests.ranks import failing
-from tests.ranks.world import World, start_server
+from tests.ranks.world import World, _context, start_server
 from tests.states import assert_same, large_state
-from tests.writing.gates import Gate, ended, writers_of
-
-TRAINER = """
-import os, signal, sys
-import aiockpt
-from pathlib import Path
-from tests.states import large_state
-from tests.writing.gates import PipedStorage, writers_of
-
-folder, step, moment, plan = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-options = {"overwrite": plan == "overwrite", "storage": PipedStorage(folder / "gate", step)}
-if plan == "hook":
-    options["pre_commit"] = lambda path: os.kill(os.getpid(), signal.SIGKILL)
-room = 1 << 22 if moment == "staged" else 1 << 17
-ckpt = aiockpt.SyncCheckpointer(writer="process", chunk_bytes=1 << 16, staging_bytes=room)
-ckpt.prewarm(large_state(1))
-(writer,) = writers_of(os.getpid())
-if plan == "fork" and os.fork() == 0:  # the forked process has the trainer's end of the socket too
-    signal.pause()
-if plan == "overwrite":
-    ckpt.save(large_state(2), folder / "c")
-saves = [ckpt.submit(large_state(4), folder / "c", **options)]
-if plan == "two":
-    saves.append(ckpt.submit(large_state(3), folder / "d"))
-if moment == "staged":
-    for save in saves:
-        save.staged.result(60)
-print(writer.pid, flush=True)
-if plan == "hook":
-    saves[0].written.result(60)
-if moment != "staged":
-    sys.stdin.readline()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+from tests.writing.gates import Gate, PipedStorage, ended, writers_of
 
 
-def _trainer(folder: Path, *args: str) -> tuple[subprocess.Popen[str], int]:
-    """Start a trainer; return it and the pid of its writer."""
-    shown = subprocess.PIPE
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, str(folder), *args], stdin=shown, stdout=shown, text=True, cwd=os.getcwd()
-    )
-    assert trainer.stdout is not None
-    return trainer, int(trainer.stdout.readline())
+@pytest.fixture(autouse=True, scope="module")
+def server() -> None:
+    """Start what trainers and ranks are forked from before file descriptors and children are counted."""
+    start_server()
+
+
+def _train(pipe: connection.Connection, folder: Path, step: str, moment: str, plan: str) -> None:
+    """Save by a process that stops at a step, tell its pid and that of what was forked, and be killed."""
+    options: dict[str, Any] = {"overwrite": plan == "overwrite", "storage": PipedStorage(folder / "gate", step)}
+    if plan == "hook":
+        options["pre_commit"] = lambda _: failing.die()
+    room = 1 << 22 if moment == "staged" else 1 << 17
+    ckpt = aiockpt.SyncCheckpointer(writer="process", chunk_bytes=1 << 16, staging_bytes=room)
+    ckpt.prewarm(large_state(1))
+    (writer,) = writers_of(os.getpid())
+    forked = 0
+    if plan == "fork" and (forked := os.fork()) == 0:  # this process has the trainer's end of the socket too
+        signal.pause()
+    if plan == "overwrite":
+        ckpt.save(large_state(2), folder / "c")
+    saves = [ckpt.submit(large_state(4), folder / "c", **options)]
+    if plan == "two":
+        saves.append(ckpt.submit(large_state(3), folder / "d"))
+    if moment == "staged":
+        for save in saves:
+            save.staged.result(60)
+    pipe.send((writer.pid, forked))
+    if plan == "hook":
+        saves[0].written.result(60)
+    if moment != "staged":
+        pipe.recv()
+    failing.die()
+
+
+class _Trainer:
+    """A trainer, and the pids of its writer and of what it has forked."""
+
+    def __init__(self, folder: Path, *args: str) -> None:
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=_train, args=(theirs, folder, *args))
+        self._process.start()
+        theirs.close()
+        self.writer, self.forked = self._pipe.recv()
+
+    def go_on(self) -> None:
+        self._pipe.send("go on")
+
+    def wait(self) -> None:
+        """Wait until it has been killed."""
+        self._process.join(60)
+        assert self._process.exitcode == -signal.SIGKILL
+        self._process.close()
+        self._pipe.close()
 
 
 def _contents(folder: Path) -> set[str]:
@@ -70,20 +80,14 @@ def _contents(folder: Path) -> set[str]:
 @pytest.mark.parametrize("plan", ["plain", "overwrite", "two", "fork"])
 def test_what_was_staged_is_committed(plan: str, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
-    trainer, writer = _trainer(tmp_path, "write", "staged", plan)
+    trainer = _Trainer(tmp_path, "write", "staged", plan)
     gate.wait()
-    assert trainer.wait(60) == -signal.SIGKILL
-    for pipe in (trainer.stdin, trainer.stdout):  # a forked process holds them open too
-        pipe.close()
-    children = [
-        each for each in psutil.process_iter(["ppid", "cmdline"]) if str(tmp_path) in (each.info["cmdline"] or [])
-    ]
-    assert len(children) == (plan == "fork")
+    trainer.wait()
     assert _contents(tmp_path) - {"c"} != set() or plan == "overwrite"  # hidden, not published
     gate.open()
-    assert ended(writer)
-    for child in children:
-        child.kill()
+    assert ended(trainer.writer)
+    if trainer.forked:
+        os.kill(trainer.forked, signal.SIGKILL)
     with aiockpt.SyncCheckpointer() as ckpt:
         assert_same(large_state(4), ckpt.load(tmp_path / "c"))
         assert ckpt.verify(tmp_path / "c").ok
@@ -94,30 +98,26 @@ def test_what_was_staged_is_committed(plan: str, tmp_path: Path) -> None:
 
 def test_what_was_not_staged_is_removed(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
-    trainer, writer = _trainer(tmp_path, "write", "before", "plain")
+    trainer = _Trainer(tmp_path, "write", "before", "plain")
     gate.wait()
-    trainer.communicate("die\n", timeout=60)
+    trainer.go_on()
+    trainer.wait()
     gate.open()
-    assert ended(writer)
+    assert ended(trainer.writer)
     assert _contents(tmp_path) == set()
 
 
 def test_what_a_hook_had_not_allowed_is_removed(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
-    trainer, writer = _trainer(tmp_path, "write", "staged", "hook")
+    trainer = _Trainer(tmp_path, "write", "staged", "hook")
     gate.wait()
     gate.open()
-    trainer.communicate(timeout=60)
-    assert ended(writer)
+    trainer.wait()
+    assert ended(trainer.writer)
     assert _contents(tmp_path) == set()
 
 
 # --- several ranks ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True, scope="module")
-def server() -> None:
-    start_server()
 
 
 def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> Any:
