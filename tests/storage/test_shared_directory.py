@@ -410,6 +410,7 @@ async def test_what_a_dead_writer_has_published_is_made_durable(
     await _write(begun, b"new")
     rename_exchange(str(tmp_path / begun.ticket), str(path))
     await begun.release()
+    (tmp_path / f"{begun.ticket}{temp_dir.RECORD}").write_text("c")
     adopted = await storage.take_over(str(path), begun.ticket, overwrite=True, workers=workers, identity=begun.identity)
     assert await adopted.status() == "published"
     synced: list[str] = []
