@@ -30,6 +30,7 @@ MODULES = {
     "blocked-loop": "benchmarks.blocked_loop",
     "lag": "benchmarks.lag",
     "ranks": "benchmarks.ranks",
+    "safetensors-ranks": "benchmarks.safetensors_ranks",
     "coordination": "benchmarks.coordination",
     "compress": "benchmarks.compress",
     "writers": "benchmarks.writers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import aiockpt
+from aiockpt.options import SaveFormat
 from benchmarks import raw
 from benchmarks.contenders import dcp_writer
 from benchmarks.measure import Sample
@@ -51,6 +53,15 @@ def tiny_state(count: int, size: int) -> State:
         f"table.{number}": DTensor.from_local(random_tensor(2, 4), mesh, [Shard(0)], run_check=False)
         for number in range(count)
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Whoever takes part in every rank."""
+
+    name: str
+    note: str
+    loads: bool
 
 
 class RankSaver(ABC):
@@ -99,8 +110,9 @@ class AiockptRanks(RankSaver):
 
     name, note = "aiockpt", "CRC"
 
-    def __init__(self, rank: Rank, *, alone: bool = False) -> None:
+    def __init__(self, rank: Rank, *, alone: bool = False, format: SaveFormat = "dcp") -> None:
         super().__init__(rank)
+        self._format = format
         if alone:
             self.name, self.note = "aiockpt, alone", "one rank saves all"
         self._checkpointer = aiockpt.AsyncCheckpointer(process_group=None if alone else "default")
@@ -113,7 +125,7 @@ class AiockptRanks(RankSaver):
 
     async def _save(self, state: State, path: Path) -> Sample:
         started = time.perf_counter()
-        handle = self._checkpointer.save(state, path)
+        handle = self._checkpointer.save(state, path, format=self._format)
         blocked = time.perf_counter() - started
         await handle.staged
         staged = time.perf_counter() - started
@@ -202,7 +214,7 @@ def prepare(rank: Rank, nbytes: int, tensors: int) -> list[tuple[str, str, bool]
     rank.kept["state"] = state = sharded_state(nbytes, tensors, rank.size)
     rank.kept["target"] = None
     share = size_of(local(state))
-    return _introduce(
+    return introduce(
         rank,
         [
             RawRanks(rank, 1, share),
@@ -221,7 +233,7 @@ def prepare_tiny(rank: Rank, count: int) -> list[tuple[str, str, bool]]:
     """Make a state of small tensors, and everybody who saves it, alone too."""
     rank.kept["state"] = tiny_state(count, rank.size)
     rank.kept["whole"] = {name: random_tensor(2 * rank.size, 4) for name in rank.kept["state"]}
-    return _introduce(
+    return introduce(
         rank,
         [
             AiockptRanks(rank, alone=True),
@@ -233,7 +245,8 @@ def prepare_tiny(rank: Rank, count: int) -> list[tuple[str, str, bool]]:
     )
 
 
-def _introduce(rank: Rank, savers: list[RankSaver]) -> list[tuple[str, str, bool]]:
+def introduce(rank: Rank, savers: list[RankSaver]) -> list[tuple[str, str, bool]]:
+    """Keep everybody who saves; tell their names, notes, and whether they load: what makes a `Member`."""
     rank.kept["savers"] = {saver.name: saver for saver in savers}
     return [(saver.name, saver.note, saver.loads) for saver in savers]
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, rank_savers
 from benchmarks.bars import Bar, compare, one, shortest, those
 from benchmarks.measure import Runs, Sample, interleave
+from benchmarks.rank_savers import Member
 from benchmarks.report import Report, Table, duration, median_time, of_limit, speed, spread
 from benchmarks.selection import chosen
 from benchmarks.world import World
@@ -24,15 +24,6 @@ DEFAULTS = {"count": 1000, "ranks": "1,2,4"}
 ROUNDS = 5
 
 _LATER_MS = 50
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """Whoever takes part in every rank."""
-
-    name: str
-    note: str
-    loads: bool
 
 
 async def run(options: Namespace, directory: Path) -> Report:
@@ -109,28 +100,28 @@ class _Contest:
         table = Table(f"later saves: {size} ranks, {count} keys sharded over all", columns, runs)
         return [table], _later_bars(size, runs)
 
-    def _members(self, prepare: Callable[..., Any], *args: Any) -> list[_Member]:
+    def _members(self, prepare: Callable[..., Any], *args: Any) -> list[Member]:
         known = self._world.call(prepare, *args)[0]
-        return chosen([_Member(*each) for each in known], self._options.only)
+        return chosen([Member(*each) for each in known], self._options.only)
 
-    async def _save(self, member: _Member, number: int) -> Sample:
+    async def _save(self, member: Member, number: int) -> Sample:
         self._world.call(_settle)
         path = self._directory / f"save-{number}"
         try:
-            return _together(self._world.call(rank_savers.save_once, member.name, path))
+            return slowest_of(self._world.call(rank_savers.save_once, member.name, path))
         finally:
             machine.remove(path)
 
-    def _keep(self, member: _Member) -> Path:
+    def _keep(self, member: Member) -> Path:
         path = self._directory / f"load-{member.name.replace(' ', '-')}"
         self._world.call(rank_savers.save_once, member.name, path)
         return path
 
-    async def _load(self, member: _Member, paths: dict[str, Path], number: int) -> Sample:
+    async def _load(self, member: Member, paths: dict[str, Path], number: int) -> Sample:
         self._world.call(_settle)
         path = paths[member.name]
         machine.drop_from_cache(machine.files_under(path))
-        return _together(self._world.call(_load, member.name, path, number < 0))
+        return slowest_of(self._world.call(_load, member.name, path, number < 0))
 
 
 def _settle(_rank: object) -> None:
@@ -141,7 +132,7 @@ def _load(rank: Any, name: str, path: Path, check: bool) -> Sample:
     return rank_savers.load_once(rank, name, path, check=check)
 
 
-def _together(samples: list[Sample]) -> Sample:
+def slowest_of(samples: list[Sample]) -> Sample:
     """Sum up what the ranks have measured: the slowest of each, and the time from the first begin to the last end."""
     names = [name for name in samples[0] if name not in ("begun", "over")]
     whole = max(each["over"] for each in samples) - min(each["begun"] for each in samples)

@@ -63,6 +63,7 @@ ARGUMENTS = {
     "blocked-loop": (*SMALL, "--hold=sleep"),
     "lag": SMALL,
     "ranks": (*SMALL, "--ranks=2", "--count=20", "--only=raw,aiockpt,count=1"),
+    "safetensors-ranks": SMALL,
     "compress": ("--gib=0.004", "--rounds=1"),
     "coordination": ("--ranks=4", "--items=50", "--rounds=1", "--limit=60"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
@@ -187,6 +188,14 @@ def test_the_report_of_ranks(reports: dict[str, dict[str, Any]]) -> None:
     ]
     judged = [bar for bar in reports["ranks"]["bars"] if bar["bound"] is not None]
     assert [(bar["bound"], bar["unit"]) for bar in judged] == [(0.95, "x"), (0.95, "x"), (50, "ms"), (50, "ms")]
+
+
+def test_the_report_of_safetensors_ranks(reports: dict[str, dict[str, Any]]) -> None:
+    (table,) = reports["safetensors-ranks"]["tables"]
+    raw, ours, *theirs = [run["name"] for run in table["runs"]]
+    assert (raw, ours) == ("raw O_DIRECT, 1 thread each", "aiockpt")
+    assert [name.rpartition(", ")[2] for name in theirs] == ["1 thread", "4 threads"]
+    assert [bar["bound"] for bar in reports["safetensors-ranks"]["bars"]] == [None, 3, 3]
 
 
 def test_the_report_of_coordination(reports: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,113 @@
+"""Safetensors of a sharded state: files that all ranks write together, or shards that are consolidated afterwards.
+
+Every process is a rank of a gloo group on this machine. Times are from when the first rank begins until the last is
+done. DCP's writer for Hugging Face syncs nothing; aiockpt's time is to the durable checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+from benchmarks import machine, rank_savers
+from benchmarks.bars import compare, one, shortest, those
+from benchmarks.measure import Sample, interleave
+from benchmarks.rank_savers import AiockptRanks, RankSaver, RawRanks, local, sharded_state, size_of
+from benchmarks.ranks import slowest_of
+from benchmarks.report import Report, Table, median_time, of_limit, speed, spread
+from benchmarks.selection import chosen
+from benchmarks.states import State
+from benchmarks.world import Rank, World
+
+OPTIONS = ("gib", "tensors", "ranks", "rounds", "only")
+DEFAULTS = {"ranks": "2"}
+ROUNDS = 5
+
+_BAR = 3.0
+
+
+class HuggingFaceRanks(RankSaver):
+    """``dcp.save`` with its writer for Hugging Face, which consolidates the shards of all ranks.
+
+    Args:
+        rank: this one.
+        threads: with how many it writes, and consolidates.
+    """
+
+    loads = False
+
+    def __init__(self, rank: Rank, threads: int) -> None:
+        super().__init__(rank)
+        self.name = f"dcp.save, HuggingFaceStorageWriter, {threads} thread{'s' * (threads > 1)}"
+        self.note = "consolidated, not synced"
+        self._threads = threads
+
+    def save(self, state: State, path: Path) -> Sample:
+        writer = HuggingFaceStorageWriter(
+            str(path),
+            thread_count=self._threads,
+            save_distributed=True,
+            enable_consolidation=True,
+            thread_count_consolidation=self._threads,
+        )
+        started = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is new
+            dcp.save(state, storage_writer=writer)
+        return {"blocked_s": time.perf_counter() - started}
+
+
+def prepare(rank: Rank, nbytes: int, tensors: int) -> list[tuple[str, str, bool]]:
+    """Make the state and everybody who saves it; return their names and notes."""
+    rank.kept["state"] = state = sharded_state(nbytes, tensors, rank.size)
+    savers = [
+        RawRanks(rank, 1, size_of(local(state))),
+        AiockptRanks(rank, format="safetensors"),
+        HuggingFaceRanks(rank, 1),
+        HuggingFaceRanks(rank, 4),
+    ]
+    return rank_savers.introduce(rank, savers)
+
+
+async def run(options: Namespace, directory: Path) -> Report:
+    """Measure, and judge."""
+    tables, bars = [], []
+    rounds, nbytes = options.rounds or ROUNDS, int(options.gib * 2**30)
+    for size in [int(part) for part in str(options.ranks).split(",")]:
+        with World(size) as world:
+            members = chosen(
+                [rank_savers.Member(*each) for each in world.call(prepare, nbytes // size * size, options.tensors)[0]],
+                options.only,
+            )
+
+            async def save(member: rank_savers.Member, number: int, world: World = world) -> Sample:
+                machine.settle()
+                path = directory / f"save-{number}"
+                try:
+                    return slowest_of(world.call(rank_savers.save_once, member.name, path))
+                finally:
+                    machine.remove(path)
+
+            runs = await interleave(members, rounds, save)
+            world.call(rank_savers.close_all)
+        shown = {
+            "caller blocked": median_time("blocked_s"),
+            "complete (min..max)": spread("all_s"),
+            "GiB/s": speed("all_s", nbytes),
+            "of limit": of_limit("all_s", shortest(runs, "raw", "all_s")),
+        }
+        title = f"{size} ranks, {options.gib:.3g} GiB in all, medians of {rounds} rounds"
+        tables.append(Table(f"save as safetensors: {title}", shown, runs))
+        ours, text = one(runs, "aiockpt"), f"{size} ranks, aiockpt : "
+        bars.append(compare(f"{text}raw O_DIRECT, speed", those(runs, "raw"), ours, "all_s"))
+        bars += [
+            compare(f"{text}{run.name}, speed", [run], ours, "all_s", _BAR)
+            for run in runs
+            if run.name.startswith("dcp")
+        ]
+    return Report("safetensors-ranks", vars(options), machine.facts(directory), tables, bars, [])
