@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import aiockpt
 from aiockpt.dcp import FileSystemReader, FileSystemWriter
+from tests.dcp.megatron_driver import write_alone
 from tests.dcp.test_reader import blank, state_of
 from tests.states import assert_same, random_tensor
 
@@ -187,3 +188,13 @@ def test_a_bomb_is_refused(tmp_path: Path) -> None:
     dcp.save({"w": torch.zeros(30)}, storage_writer=FileSystemWriter(tmp_path / "c", _extensions=[Rolling()]))
     with pytest.raises(CheckpointException, match=r"more than the \d+ bytes that they should"):
         dcp.load({"w": torch.ones(30)}, storage_reader=FileSystemReader(tmp_path / "c", registry(Bomb)))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch closes its own stream twice
+@pytest.mark.parametrize("processes", [True, False])
+def test_the_writer_of_megatron_applies_extensions(tmp_path: Path, processes: bool) -> None:
+    state = small_state()
+    write_alone(tmp_path / "c", state, thread_count=2, _extensions=[Rolling()], is_multiproc_io=processes)
+    target = blank(state)
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "c", _extension_registry=registry(Rolling)))
+    assert_same(state, target)
