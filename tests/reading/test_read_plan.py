@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aiockpt.errors import LoadError
-from aiockpt.format.index import ChunkEntry, InlineEntry, ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.index import ChunkEntry, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.options import LoadOptions
 from aiockpt.planning.ranges import select
 from aiockpt.reading.read_plan import ReadRequest, plan_reads
@@ -55,6 +55,11 @@ def test_a_tensor_to_fill_gets_one_read_for_each_chunk() -> None:
 
 
 def test_an_expanded_tensor_is_not_made_of_few_bytes() -> None:
-    plan_reads("c", {"w": single(0, 4)}, [], LoadOptions(), {})  # as it is stored
-    with pytest.raises(LoadError, match="share memory"):
-        plan_reads("c", {"w": single(0, 4)}, [], LoadOptions(dtype=torch.float64), {})
+    item = TensorItem(torch.float32, (2, 3), (0, 0), 0, 0, 4, None)
+    entry = TensorEntry(torch.float32, (2, 3), (ChunkEntry((0, 0), (2, 3), ItemRange("a", 0, 4), item),))
+    plan_reads("c", {"w": entry}, [], LoadOptions(), {})  # as it is stored
+    with pytest.raises(LoadError, match="24 bytes are wanted of w but 4 are stored, for its elements share memory"):
+        plan_reads("c", {"w": entry}, [], LoadOptions(dtype=torch.float64), {})
+    row = ReadRequest("w", entry, *select((2, 3), (1,)))
+    with pytest.raises(LoadError, match="12 bytes are wanted of w but 4 are stored"):
+        plan_reads("c", {}, [row], LoadOptions(), {})
