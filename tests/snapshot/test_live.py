@@ -23,8 +23,12 @@ import aiockpt
 from tests.states import assert_same
 from tests.stock import ALONE
 
-# Of SequentialLR itself, in torch 2.6.
-pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
+# All in torch 2.6; this of SequentialLR itself.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The epoch parameter:UserWarning",
+    "ignore:torch.distributed is unavailable or uninitialized:UserWarning",  # these of its stock DCP
+    "ignore:TypedStorage is deprecated:UserWarning",
+)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
