@@ -17,13 +17,14 @@ from tests.crash.scenarios import SCENARIOS
 from tests.crash.zygote import Zygote
 
 EVERY = 1 << 30
+EVERY_STATE = -1  # of the disk: what is there before a call is what was there after the call before
 _SLOW = ("writer process", "two ranks")
 _ALL = ("first save", "overwrite")
 QUICK = {
-    name: EVERY if name in _ALL else 4 if name.startswith("two steps") else 8 if name.startswith(_SLOW) else 16
+    name: EVERY_STATE if name in _ALL else 4 if name.startswith("two steps") else 8 if name.startswith(_SLOW) else 13
     for name in SCENARIOS
-} | {"overwrite in two steps": 40}
-"""How many points of each scenario the quick form has: of the two that matter most, all."""
+} | {"overwrite in two steps": 30}
+"""How many points of each scenario the quick form has: of the two that matter most, every state of the disk."""
 LIVE = ("first save", "overwrite")
 _BATCH = 4
 _Job = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -92,7 +93,9 @@ def points_of(name: str, calls: Sequence[FileCall]) -> list[Point]:
 
 
 def spread(points: Sequence[Point], count: int) -> list[Point]:
-    """Choose so many, evenly."""
+    """Choose so many, evenly, or every state."""
+    if count == EVERY_STATE:
+        return [point for point in points if point.moment != "before" or point.number == 0]
     step = max(1.0, len(points) / count)
     return [points[int(at * step)] for at in range(min(count, len(points)))]
 
