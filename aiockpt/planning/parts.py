@@ -18,10 +18,11 @@ from aiockpt.planning.layout import ALIGNED_PAYLOAD_BYTES, FileImage, Slot
 from aiockpt.planning.ranges import StoredStream, as_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from aiockpt.format.item.ziparchive import Framing
 
+RUNS_AT_ONCE = 4096  # held in memory
 _NO_CRC = 0xFFFFFFFF  # the value that starts, and ends, a CRC-32 without its inversions
 
 
@@ -48,25 +49,32 @@ class PartImage(FileImage):
     file_bytes: int = 0  # of the shared file
     streams: Sequence[StoredStream] = field(repr=False, default=())  # for each slot: its bytes in the shared file
 
-    def runs(self, start: int, stop: int) -> list[Run]:
-        """Return where the bytes ``start`` to ``stop`` of the part belong; what is adjacent is one run."""
-        found: list[Run] = []
-        if start < self.head_bytes:
-            found.append(Run(start, 0, min(stop, self.head_bytes) - start))
+    def runs(self, start: int, stop: int) -> Iterator[Run]:
+        """Yield where the bytes ``start`` to ``stop`` of the part belong; what is adjacent is one run."""
+        last = Run(start, 0, max(0, min(stop, self.head_bytes) - start))
+        for run in self._pieces(start, stop):
+            if last.nbytes and (last.offset + last.nbytes, last.at + last.nbytes) == (run.offset, run.at):
+                last = Run(last.offset, last.at, last.nbytes + run.nbytes)
+            else:
+                if last.nbytes:
+                    yield last
+                last = run
+        if last.nbytes:
+            yield last
+
+    def _pieces(self, start: int, stop: int) -> Iterator[Run]:
         for i in range(bisect_right(self.ends, start), len(self.slots)):
             _, offset, _, begin, end = self.slots[i]
             if offset >= stop:
                 break
+            stream = self.streams[i]
             low, high = max(start, begin), min(stop, end)
-            at = low - start
-            for where, nbytes in self.streams[i].runs(low - begin, high - begin):
-                last = found[-1] if found else None
-                if last is not None and last.offset + last.nbytes == where and last.at + last.nbytes == at:
-                    found[-1] = Run(last.offset, last.at, last.nbytes + nbytes)
-                else:
-                    found.append(Run(where, at, nbytes))
-                at += nbytes
-        return found
+            step = stream.run * RUNS_AT_ONCE  # there may be millions of them
+            for first in range(low, high, step):
+                at = first - start
+                for where, nbytes in stream.runs(first - begin, min(first + step, high) - begin):
+                    yield Run(where, at, nbytes)
+                    at += nbytes
 
 
 def stream_in_file(
@@ -104,14 +112,12 @@ class PartSealer:
         self._end = 0  # the offset up to which it counts
         self.crcs: list[int] = []  # of no use for a part
 
-    def seal(self, chunk: memoryview, start: int, stop: int) -> list[Run]:
-        """Fill in the head; return where the bytes ``start`` to ``stop`` belong."""
+    def seal(self, chunk: memoryview, start: int, stop: int) -> None:
+        """Fill in the head, and count the bytes ``start`` to ``stop`` for the CRC."""
         head = self._head[start:stop]
         chunk[: len(head)] = head
-        runs = self._image.runs(start, stop)
-        for offset, at, nbytes in runs:
+        for offset, at, nbytes in self._image.runs(start, stop):
             self._cover(offset, chunk[at : at + nbytes])
-        return runs
 
     def _cover(self, offset: int, data: memoryview) -> None:
         crc = crc32(data, _NO_CRC) ^ _NO_CRC

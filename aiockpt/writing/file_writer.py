@@ -9,7 +9,8 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 import anyio
@@ -19,7 +20,7 @@ from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.planning.layout import Sealer, align_up
-from aiockpt.planning.parts import PartImage, PartSealer
+from aiockpt.planning.parts import RUNS_AT_ONCE, PartImage, PartSealer
 from aiockpt.storage.base import shared_transaction
 from aiockpt.writing.commit import write_documents
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.planning.encoding import ImageCoding
     from aiockpt.planning.layout import FileImage
-    from aiockpt.planning.parts import Run
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.commit import CommitDocuments
 
@@ -48,7 +48,6 @@ class FilledChunk:
     stop: int
     release: Callable[[], None]  # gives the chunk back to the pool
     number: int = 0  # of the chunk, where a writer process maps the same memory
-    runs: Sequence[Run] | None = None  # where its bytes belong in a file that others write too, once it is sealed
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +244,12 @@ class FileWriter(ChunkWriter):
         """Complete the chunks of one file with what stands around payloads, one ahead of the writing."""
         with receive, send:
             async for chunk in receive:
-                runs = await self._threads.seal_workers.run(sealer.seal, chunk.view, chunk.start, chunk.stop)
+                await self._threads.seal_workers.run(sealer.seal, chunk.view, chunk.start, chunk.stop)
                 if chunk.stop == image.nbytes:
                     nbytes = image.file_bytes if isinstance(image, PartImage) else image.nbytes
                     self.files[image.name] = FileFacts(nbytes, sealer.file_crc)
                 with contextlib.suppress(anyio.BrokenResourceError):  # the writer has failed, which ends this too
-                    await send.send(chunk if runs is None else replace(chunk, runs=runs))
+                    await send.send(chunk)
 
     async def _encode(
         self,
@@ -292,7 +291,7 @@ class FileWriter(ChunkWriter):
                 if self._transaction is None:
                     raise RuntimeError("a save has begun without a transaction")
                 if isinstance(image, PartImage):
-                    await self._write_part(name, receive)
+                    await self._write_part(image, name, receive)
                     return
                 sink = await self._transaction.create(name, None if is_encoded else image.nbytes)
                 async for chunk in receive:
@@ -307,14 +306,15 @@ class FileWriter(ChunkWriter):
                 await sink.finish()
                 self._finished += 1
 
-    async def _write_part(self, name: str, receive: MemoryObjectReceiveStream[FilledChunk]) -> None:
+    async def _write_part(self, image: PartImage, name: str, receive: MemoryObjectReceiveStream[FilledChunk]) -> None:
         """Write the chunks of a part of a file, each piece to its place."""
         if self._transaction is None:
             raise RuntimeError("a save has begun without a transaction")
         sink = await shared_transaction(self._transaction).open_part(name)
         async for chunk in receive:
-            if chunk.runs:
-                await sink.write(chunk.view, chunk.runs)
+            runs = image.runs(chunk.start, chunk.stop)
+            while some := await self._threads.io_workers.run(list, islice(runs, RUNS_AT_ONCE)):
+                await sink.write(chunk.view, some)
             chunk.release()
             self._count(chunk.stop - chunk.start)
         await sink.finish()
