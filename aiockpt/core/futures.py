@@ -262,9 +262,8 @@ class Call(Generic[T]):
 
     def __init__(self, function: Callable[[], Coroutine[Any, Any, T]], what: str, origin: Origin) -> None:
         self.completion: Completion[T] = Completion(what, origin, saves=False)
-        self.post: Callable[[Callable[[], object], Any], object] = lambda *_: (
-            None
-        )  # calls one on the loop, for an owner
+        # Calls a function on the loop, for an owner.
+        self.post: Callable[[Callable[[], object], Any], object] = lambda *_: None
         self._function = function
         self._scope: anyio.CancelScope | None = None
         self._cancel_asked = False

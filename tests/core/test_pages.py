@@ -55,6 +55,7 @@ def test_huge_pages_that_cost_somewhat_more_are_not_used() -> None:
 def memory() -> tuple[int, memoryview]:
     """20 MiB of fresh memory, from a huge page on, and its address."""
     whole = pages.private_mapping(22 * MIB)
+    whole.madvise(mmap.MADV_DONTDUMP)  # the kernel tells it apart from its neighbours, and so does `resident`
     keep = ctypes.c_char.from_buffer(whole)
     skip = -ctypes.addressof(keep) % HUGE_PAGE_BYTES
     return ctypes.addressof(keep) + skip, memoryview(whole)[skip : skip + 20 * MIB]
