@@ -86,9 +86,11 @@ class Loader:
 
     def _refuse(self, gathering: Gathering, error: BaseException) -> None:
         """Fail a load on the other ranks, which have called it too."""
+        # Only this call is interrupted by Ctrl-C, not the engine's loop.
+        told = error if isinstance(error, Exception) else LoadError(f"{gathering.what} was interrupted: {error!r}")
 
         async def refused(_: Gathering) -> Filled:
-            raise error
+            raise told
 
         self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what)
 

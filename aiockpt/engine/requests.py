@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.options import LoadOptions, OpenOptions, SaveOptions
 from aiockpt.snapshot.live import Stateful
+from aiockpt.storage.base import Storage
 from aiockpt.storage.local.storage import absolute
 
 if TYPE_CHECKING:
     from aiockpt.options import Path
-    from aiockpt.storage.base import Storage
 
 StateDict = Mapping[Any, Any] | Stateful
 
@@ -69,11 +69,13 @@ class LoadRequest(LoadOptions):
 
 
 def locate(path: Path, storage: Storage | None, default: Storage) -> tuple[Storage, str]:
-    """Return the storage to use, and the one name of a path in it; raise TypeError if it is no path."""
+    """Return the storage to use, and the one name of a path in it; raise TypeError if one is none."""
     where = os.fspath(path)
     if not isinstance(where, str):
         raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
     storage = default if storage is None else storage
+    if not isinstance(storage, Storage):
+        raise TypeError(f"storage must be an aiockpt.storage.base.Storage, not {storage!r}")
     return storage, storage.resolve(where)
 
 

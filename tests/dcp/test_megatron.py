@@ -145,7 +145,9 @@ def opens(path: str, mode: str) -> IO[bytes]:
     return open(path, mode)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_multiproc_io": True}, {"open_file": opens}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"is_multiproc_io": True}, {"open_file": opens}], ids=lambda options: next(iter(options), "threads")
+)
 def test_thread_count_is_the_number_of_files(tmp_path: Path, options: dict[str, Any]) -> None:
     write_alone(tmp_path / "c", STATE, thread_count=3, **options)
     assert data_files(tmp_path / "c") == ["__0_0.distcp", "__0_1.distcp", "__0_2.distcp"]

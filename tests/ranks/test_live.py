@@ -26,6 +26,8 @@ class Counter:
     def state_dict(self) -> dict[str, Any]:
         if self._fails == "state_dict":
             raise ValueError("no state today")
+        if self._fails == "Ctrl-C":
+            raise KeyboardInterrupt
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -148,6 +150,16 @@ def test_an_object_that_fails_to_load_on_one_rank(world2: World, tmp_path: Path,
     for outcome in outcomes:
         assert f"{fails}() of a (Counter) failed: ValueError: " in outcome.text
     assert world2.results(load_counter, tmp_path / "c", -1, fails) == [7, 7]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_interrupt_on_one_rank_fails_the_load_on_all(world2: World, tmp_path: Path, failing: int) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"a": Counter(7), "w": torch.ones(3)}, tmp_path / "c")
+    outcomes = world2.run(load_counter, tmp_path / "c", failing, "Ctrl-C")
+    assert outcomes[failing].kind == "KeyboardInterrupt"
+    assert outcomes[1 - failing].kind == "LoadError"
+    assert "was interrupted: KeyboardInterrupt()" in outcomes[1 - failing].text
 
 
 class Loader(Counter):
