@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import aiockpt
 from aiockpt.dcp import FileSystemReader, FileSystemWriter
+from aiockpt.dcp.format_utils import dcp_to_torch_save
 from tests.dcp.test_cast_items import Committing
 from tests.states import raw_bytes
 
@@ -95,6 +98,33 @@ def test_our_own_loads_read_them(tmp_path: Path, writer: Any, trust: bool) -> No
         report = ckpt.verify(tmp_path / "c")
         assert report.ok
         assert not report.problems
+
+
+@pytest.mark.parametrize("writer", [*WRITERS, None])
+def test_they_become_part_of_a_file_of_torch(tmp_path: Path, writer: Any) -> None:
+    state: dict[str, Any] = {"model": state_of(5), "step": 4, "more": {"last": torch.arange(9)}}
+    shared = state["model"]["channel"]
+    state["more"]["again"] = torch.nn.Parameter(shared, requires_grad=False)
+    if writer is None:
+        with aiockpt.SyncCheckpointer() as ckpt:
+            ckpt.save(state, tmp_path / "c")
+    else:
+        dcp.save(state, storage_writer=writer(tmp_path / "c"))
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt")
+    loaded = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert_equal(state["model"], loaded["model"])
+    assert_equal(state["more"], loaded["more"])
+    assert loaded["step"] == 4
+    with zipfile.ZipFile(tmp_path / "m.pt") as archive:
+        assert archive.testzip() is None
+
+
+def test_so_do_nested_tensors_of_objects(tmp_path: Path) -> None:
+    parts = [torch.arange(3.0), torch.arange(2.0, 7.0)]
+    dcp.save({"object": Namespace(value=torch.nested.nested_tensor(parts))}, checkpoint_id=tmp_path / "c")
+    dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt", trust=True)
+    loaded = torch.load(tmp_path / "m.pt", weights_only=False)
+    assert [part.tolist() for part in loaded["object"].value] == [part.tolist() for part in parts]
 
 
 def _load_part(path: Path, target: torch.Tensor) -> None:

@@ -44,6 +44,22 @@ class _StorageOrder(pickle.Pickler):
         return "storage"
 
 
+class _PickleModule:
+    """The ``pickle_module`` of ``torch.save``, for quantized and nested tensors: torch refuses to skip their bytes."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if not isinstance(obj, torch.Tensor) or not (obj.is_quantized or obj.is_nested):
+                return NotImplemented
+            # Only their reduction refuses. Their storages are written as others are, in the order of the dry run.
+            state = torch.serialization._serialization_tls
+            state.skip_data = False
+            try:
+                return obj.__reduce_ex__(_PROTOCOL)  # type: ignore[no-untyped-call]
+            finally:
+                state.skip_data = True
+
+
 @dataclass(frozen=True, slots=True)
 class ReservedSpace:
     """The space of a storage in the file."""
@@ -90,7 +106,7 @@ class TorchFileWriter:
         order.dump(value)
         try:
             with os.fdopen(os.dup(self._fd), "r+b") as file, torch.serialization.skip_data():
-                torch.save(value, file)
+                torch.save(value, file, pickle_module=_PickleModule)
             length = os.fstat(self._fd).st_size
             allocate(self._fd, length)
         except OSError as exc:
