@@ -16,6 +16,7 @@ import anyio
 
 from aiockpt.coordination.choose import choose_coordinator, is_distributed
 from aiockpt.core.futures import Call, Completion
+from aiockpt.core.importing import importing
 from aiockpt.core.threads import Origin
 from aiockpt.engine.loop import EngineLoop, logger
 from aiockpt.engine.queue import SaveQueue
@@ -176,10 +177,11 @@ class Engine:
                 coordinator = choose_coordinator(group, timeout_s, was_distributed=self._was_distributed)
                 if coordinator is None:
                     return None
-                import aiockpt.saving.collective  # noqa: F401 - before the engine's thread wants it
-                from aiockpt.planning.collective.local import LocalPlanner
-                from aiockpt.planning.dcp_plan import prefix_of
-                from aiockpt.saving.collective_leader import CollectiveResources
+                with importing():
+                    import aiockpt.saving.collective  # noqa: F401 - before the engine's thread wants it
+                    from aiockpt.planning.collective.local import LocalPlanner
+                    from aiockpt.planning.dcp_plan import prefix_of
+                    from aiockpt.saving.collective_leader import CollectiveResources
 
                 decentralized = self.options.planning == "decentralized"
                 planner = LocalPlanner(prefix_of(coordinator.rank))
@@ -253,7 +255,8 @@ class Engine:
 
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine function on the engine's loop; ``what`` names it in messages."""
-        import aiockpt.reading.executor  # noqa: F401 - before the engine's thread wants it
+        with importing():
+            import aiockpt.reading.executor  # noqa: F401 - before the engine's thread wants it
 
         self.origin.check(what, saves=False)
         streams = current_streams()  # the caller's, to which new tensors belong

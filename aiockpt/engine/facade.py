@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.importing import importing
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.queue import KEPT
@@ -75,7 +75,7 @@ class CheckpointerBase:
         self._engine.origin.check_process()
         with self._making:
             if self._made_submitter is None:
-                with gc_pause():
+                with importing():
                     from aiockpt.engine.submit import Submitter
 
                 self._made_submitter = Submitter(self._engine, self._storage, self._transforms)
@@ -86,7 +86,7 @@ class CheckpointerBase:
         self._engine.origin.check_process()
         with self._making:
             if self._made_loader is None:
-                with gc_pause():
+                with importing():
                     from aiockpt.engine.loader import Loader
 
                 self._made_loader = Loader(self._engine, self._storage, self._transforms)
@@ -109,7 +109,8 @@ class CheckpointerBase:
         Tensors whose names begin with a ``separation_hint`` go to files of their own, named after the hint.
         ``transforms`` are applied to each item, in order.
         """
-        from aiockpt.planning.dcp_plan import DcpFormat
+        with importing():
+            from aiockpt.planning.dcp_plan import DcpFormat
 
         form = DcpFormat(files, separation_hint)
         return self._submitter.submit_items(items, directory, planner, form, transforms)
@@ -146,7 +147,8 @@ class CheckpointerBase:
             ValueError: the timeout is negative, or no number.
             AiockptError: a CUDA graph is being captured; see `SaveHandle.fence`.
         """
-        from aiockpt.saving.fence import fence_all
+        with importing():
+            from aiockpt.saving.fence import fence_all
 
         fence_all(self._engine.queue.staging(), timeout)
 
@@ -183,7 +185,8 @@ class CheckpointerBase:
             TypeError: this is no ``torch.optim.Optimizer``, or one whose steps call no hooks.
             ValueError: the timeout is negative, or no number.
         """
-        from aiockpt.saving.fence import StepGuard
+        with importing():
+            from aiockpt.saving.fence import StepGuard
 
         return StepGuard(optimizer, self._engine.queue.staging, timeout)
 
@@ -192,7 +195,8 @@ class CheckpointerBase:
         return self._engine.statistics()
 
     def _prewarm(self, state_dict: StateDict) -> Completion[None]:
-        from aiockpt.planning.planner import stored_bytes
+        with importing():
+            from aiockpt.planning.planner import stored_bytes
 
         nbytes, devices = stored_bytes(resolve(state_dict, SaveError).tree)
         return self._engine.prewarm(nbytes, devices)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from aiockpt.core.importing import importing
 from aiockpt.engine.requests import locate, printable_path
 from aiockpt.errors import LoadError
 from aiockpt.format.keys import check_patterns
@@ -45,13 +46,15 @@ class Loader:
 
     def open(self, request: OpenRequest, owner: object) -> CheckpointReader:
         """Return a reader, which keeps its owner alive; see `aiockpt.AsyncCheckpointer.open`."""
-        from aiockpt.reading.reader import CheckpointReader
+        with importing():
+            from aiockpt.reading.reader import CheckpointReader
 
         return CheckpointReader(self._engine, *self._opening(request), owner)
 
     def open_sync(self, request: OpenRequest, owner: object) -> SyncCheckpointReader:
         """Return a reader, which keeps its owner alive; see `aiockpt.SyncCheckpointer.open`."""
-        from aiockpt.reading.reader import SyncCheckpointReader
+        with importing():
+            from aiockpt.reading.reader import SyncCheckpointReader
 
         return SyncCheckpointReader(self._engine, *self._opening(request), owner)
 
@@ -132,7 +135,8 @@ class Loader:
 
     def verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
         """Check all of a checkpoint; see `AsyncCheckpointer.verify`."""
-        from aiockpt.reading.verify.verify import verify_checkpoint
+        with importing():
+            from aiockpt.reading.verify.verify import verify_checkpoint
 
         storage, where = locate(path, storage, self._storage)
         return self._engine.call(
