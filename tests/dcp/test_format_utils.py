@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import subprocess
 import sys
 import warnings
@@ -9,7 +8,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,6 +19,7 @@ import aiockpt
 from aiockpt.dcp import format_utils as ours
 from aiockpt.dcp.convert import to_torch
 from tests.dcp.test_reader import Settings, state_of
+from tests.memory import peak_growth
 from tests.ranks.world import World
 from tests.states import assert_same, random_tensor, raw_bytes, training_state
 
@@ -313,14 +312,12 @@ async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
 
 
 def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
-    """Convert; return by how many bytes the peak memory of this process has grown."""
+    """Convert; return by how many bytes the memory of this process has grown at its peak."""
     warnings.simplefilter("ignore")
     torch.save({"warm": torch.rand(9)}, folder / "warm.pt")
     ours.torch_save_to_dcp(folder / "warm.pt", folder / "warm")
     ours.dcp_to_torch_save(folder / "warm", folder / "warmer.pt")
-    before = psutil.Process().memory_info().rss
-    getattr(ours, way)(folder / "in", folder / "out")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return peak_growth(lambda: getattr(ours, way)(folder / "in", folder / "out"))
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -337,7 +334,8 @@ def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:
         torch.save(state, tmp_path / "in")
     with World(1, store="file") as world:  # a process of its own, which has held nothing large yet
         (peak_bytes,) = world.results(_peak_of, tmp_path, way)
-    assert 8 << 20 < peak_bytes < 256 << 20  # of 640 MiB and more
+    most = 96 << 20 if way == "dcp_to_torch_save" else 256 << 20  # the other stages 128 MiB, and maps its source
+    assert 8 << 20 < peak_bytes < most  # of 640 MiB and more
     if way == "dcp_to_torch_save":
         out = torch.load(tmp_path / "out", weights_only=True, mmap=True)
         assert all(torch.equal(out[name], tensor) for name, tensor in state.items())

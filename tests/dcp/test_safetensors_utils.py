@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import warnings
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +18,7 @@ from aiockpt.dcp import format_utils as ours
 from aiockpt.dcp.convert import recode
 from aiockpt.format.names import METADATA_NAME
 from tests.dcp.test_format_utils import _save_sharded, sharded_whole
+from tests.memory import peak_growth
 from tests.ranks.world import World
 from tests.states import assert_same, random_tensor, storable_dtypes
 from tests.stock import ALONE
@@ -191,14 +190,12 @@ async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
 
 
 def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
-    """Convert; return by how many bytes the peak memory of this process has grown."""
+    """Convert; return by how many bytes the memory of this process has grown at its peak."""
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save({"warm": torch.rand(9)}, folder / "warm.safetensors")
     ours.safetensors_to_dcp(folder / "warm.safetensors", folder / "warm")
     ours.dcp_to_safetensors(folder / "warm", folder / "warmer")
-    before = psutil.Process().memory_info().rss
-    getattr(ours, way)(folder / "in", folder / "out", dtype=torch.bfloat16)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return peak_growth(lambda: getattr(ours, way)(folder / "in", folder / "out", dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("large", [False, True])

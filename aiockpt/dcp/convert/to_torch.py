@@ -23,6 +23,7 @@ from aiockpt.reading.executor import ReadExecutor, run_each
 from aiockpt.reading.jobs import memory_of
 from aiockpt.reading.open import read_index
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of
+from aiockpt.staging.pool import MappedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,6 +78,7 @@ class _Conversion:
         self._options = options
         self._run = tools.workers.run
         self._reader = ReadExecutor(source, path, options, tools)
+        self._window: MappedMemory | None = None
 
     async def run(self, target: str, *, overwrite: bool) -> None:
         """Write the file; remove it if that fails or is cancelled."""
@@ -121,7 +123,7 @@ class _Conversion:
     async def _copy_window(self, file: TorchFileWriter, window: Sequence[_Pending]) -> None:
         """Read tensors into memory, and write them."""
         sizes = [each.space.nbytes + -each.space.nbytes % _ALIGNMENT for each in window]
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        memory = self._window_memory(sum(sizes))
         reads: list[TensorRead] = []
         parts = []
         for each, part in zip(window, torch.split(memory, sizes), strict=True):
@@ -138,6 +140,13 @@ class _Conversion:
                 file.seal(each.space, crc32(data))
 
         await self._run(write)
+
+    def _window_memory(self, nbytes: int) -> torch.Tensor:
+        # Mapped once: malloc would keep several windows for each thread after they were freed.
+        if self._window is None or len(self._window.view) < nbytes:
+            self._window = None  # before the next one is there
+            self._window = MappedMemory(max(nbytes, _WINDOW_BYTES + _ALIGNMENT))
+        return self._window.tensor[:nbytes]
 
     # --- large tensors ----------------------------------------------------------------------------
 
