@@ -17,6 +17,7 @@ import contextlib
 import gc
 import importlib
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     WriteBucket = tuple[str, str, tuple[list[tuple[WriteItem, bytes]], list[tuple[WriteItem, Any]]]]
     """One file: its path, its name, and its items with their values, objects and tensors apart."""
 
+_logger = logging.getLogger("aiockpt")
 _OPEN = open  # of the builtins
 _ALIGNMENT = 64
 
@@ -358,7 +360,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         """Write a rank's files, and a results file with the locations of their items, or the error. Blocks.
 
-        An error of writing is not raised here, but by `retrieve_write_results`.
+        No error of writing is raised here, but by `retrieve_write_results`.
 
         Args:
             options: how to write.
@@ -374,7 +376,11 @@ class FileSystemWriterAsync(FileSystemWriter):
                 results = {"places": [_place_of(info) for info in infos]}
             except Exception as exc:  # raised where the results are retrieved
                 results = {"error": f"{type(exc).__name__}: {exc}"}
-            _write_results(results_path, results)
+            try:
+                _write_results(results_path, results)
+            except OSError as exc:  # raising would end a persistent process, and its callers would wait forever
+                outcome = results.get("error", "nothing went wrong before")
+                _logger.error("rank %d did not write its results, %s: %s (%s)", rank, results_path, exc, outcome)
 
     @staticmethod
     def write_preloaded_data(
@@ -612,7 +618,9 @@ def _read_results(path: str, count: int) -> list[ItemRange]:
             if len(locations) == count:
                 return locations
     except (OSError, ValueError, TypeError) as exc:
-        raise WriteError(f"the writing process left no results at {path} ({exc}): did its process die?") from exc
+        raise WriteError(
+            f"the writing process left no results at {path} ({exc}): did its process die? See its log"
+        ) from exc
     raise WriteError(f"Worker failure: {results.get('error', 'some items have no place')}")
 
 

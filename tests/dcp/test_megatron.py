@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,21 @@ def test_what_went_wrong_is_among_the_results(tmp_path: Path) -> None:
     assert "did its process die?" in str(error[0])
     alone.writer.discard()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_is_gone_does_not_end_the_process_that_writes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = plan_alone(tmp_path / "c", {"w": torch.rand(30, 20)})
+    (hidden,) = tmp_path.iterdir()
+    shutil.rmtree(hidden)
+    error = alone.write()
+    assert isinstance(error, tuple)
+    assert "left no results" in str(error[0])
+    (record,) = caplog.records
+    assert str(hidden) in record.getMessage()
+    assert "did not write" in record.getMessage()
+    alone.writer.discard()
 
 
 def test_an_empty_part_is_no_part(tmp_path: Path) -> None:
