@@ -378,9 +378,9 @@ class FileSystemWriterAsync(FileSystemWriter):
                 results = {"error": f"{type(exc).__name__}: {exc}"}
             try:
                 _write_results(results_path, results)
-            except OSError as exc:  # raising would end a persistent process, and its callers would wait forever
+            except OSError:  # raising would end a persistent process, and its callers would wait forever
                 outcome = results.get("error", "nothing went wrong before")
-                _logger.error("rank %d did not write its results, %s: %s (%s)", rank, results_path, exc, outcome)
+                _logger.exception("rank %d did not write its results to %s (%s)", rank, results_path, outcome)
 
     @staticmethod
     def write_preloaded_data(
