@@ -113,17 +113,23 @@ class Completion(Future[T]):
         """Call a function with this future when it has completed; if it has, at once and in this thread.
 
         The callbacks of a future are called in the order of this call, in a thread of their own, where they may block:
-        neither saves nor closing wait for them, only the end of the process does. Their exceptions are logged. A
+        neither saves nor closing wait for them, only the end of the process does; if no thread can be had, in the one
+        that completes the future. Their exceptions are logged. A
         callback on `staged` counts as a waiter, which lifts a `StagingWindow`.
 
         Raises:
             CheckpointerClosedError: it belongs to another process, from which this one was forked.
         """
-        if not self.done():
-            if self._origin is not None:
-                self._origin.check_process()
-            if self._on_await is not None:
-                self._on_await()
+        if self.done():  # without the lock, which may stay locked for ever in a forked process
+            try:
+                fn(self)
+            except Exception:
+                logger.exception("a callback of %s has failed", self._what)
+            return
+        if self._origin is not None:
+            self._origin.check_process()
+        if self._on_await is not None:
+            self._on_await()
         super().add_done_callback(fn)
 
     def ended(self, timeout: float | None) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _RARELY = 50_000_001
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may come here in the midst of it
 _users = 0
 _before = gc.get_threshold()
 

@@ -41,6 +41,8 @@ def parameters_of(request: Callable[P, R]) -> Callable[[Callable[[S, R], T]], Ca
         parameters = [self_parameter, *fields.parameters.values()]
         call.__signature__ = fields.replace(parameters=parameters, return_annotation=own.return_annotation)  # type: ignore[attr-defined]
         call.__doc__ = _with_args(method.__doc__, request)
+        if hasattr(inspect, "markcoroutinefunction") and str(own.return_annotation).startswith("Coroutine"):
+            inspect.markcoroutinefunction(call)  # since Python 3.12
         return call
 
     return decorate

@@ -537,23 +537,29 @@ def _in_processes(
         )
     context = multiprocessing.get_context("fork")
     outcomes: list[Any] = []
-    started = []
-    try:
-        for each in numbered:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_send_result, args=(write, each, sender))
-            process.start()
-            sender.close()
-            started.append((process, receiver))
-        for process, receiver in started:
-            try:
-                outcomes.append(receiver.recv())
-            except EOFError:
-                outcomes.append(WriteError(f"process {process.pid}, which wrote a file, died"))
-    finally:
-        for process, receiver in started:
-            process.join()
-            receiver.close()
+    started: list[tuple[Any, Connection]] = []
+    with contextlib.ExitStack() as pipes:
+        try:
+            for each in numbered:
+                receiver, sender = context.Pipe(duplex=False)
+                pipes.callback(receiver.close)
+                with contextlib.closing(sender):
+                    process = context.Process(target=_send_result, args=(write, each, sender))
+                    process.start()
+                started.append((process, receiver))
+            for process, receiver in started:
+                try:
+                    outcomes.append(receiver.recv())
+                except EOFError:
+                    outcomes.append(WriteError(f"process {process.pid}, which wrote a file, died"))
+        except BaseException:  # nobody reads what they send, and they would wait for ever
+            for process, _ in started:
+                process.terminate()
+            raise
+        finally:
+            for process, _ in started:
+                process.join()
+                process.close()
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome

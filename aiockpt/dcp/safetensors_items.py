@@ -91,7 +91,7 @@ def _tensors(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int
     """Yield the parts of a file: the header (None), then the payload of each item."""
     described = sorted(((_stored(item), number, item) for number, item in group), key=lambda each: file_order(each[0]))
     ends = accumulate(math.prod(stored.shape) * stored.dtype.itemsize for stored, _, _ in described)
-    offsets = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for _, item in group}
+    offsets = {item.index.fqn: {"saved_offsets": _offsets(item)} for _, item in group}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     yield None, encode_header(metadata, describe_tensors((stored for stored, _, _ in described), ends))
     for stored, number, item in described:
@@ -104,6 +104,10 @@ def _tensors(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int
             )
         flat = value.resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
         yield number, flat.view(torch.uint8).numpy().data
+
+
+def _offsets(item: WriteItem) -> list[int]:
+    return [] if item.tensor_data is None else list(item.tensor_data.chunk.offsets)
 
 
 def _stored(item: WriteItem) -> Stored:

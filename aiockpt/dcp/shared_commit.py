@@ -79,6 +79,15 @@ def find(path: str, rank: int | None) -> str:
     )
 
 
+def remove_files(path: str, rank: int | None, prefix: str) -> None:
+    """Remove the files of one rank from the hidden directory, as far as that works."""
+    with contextlib.suppress(WriteError, OSError):
+        hidden = find(path, rank)
+        for name in os.listdir(hidden):
+            if name.startswith(prefix):
+                os.unlink(os.path.join(hidden, name))
+
+
 def names_for(files: Iterable[str], hidden: str, path: str) -> dict[str, str]:
     """Return the final name of each file: its own, or another one if that is in use."""
     there = set(os.listdir(hidden))

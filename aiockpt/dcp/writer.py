@@ -198,8 +198,13 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         Raises:
             SaveError: with the cause chained; this rank's files are removed.
         """
-        items = list(plan.items)
-        return finished(results_of(items, self._write(plan.storage_data.prefix, items, planner) if items else []))
+        items, prefix = list(plan.items), plan.storage_data.prefix
+        try:
+            places = self._write(prefix, items, planner) if items else []
+        except BaseException:
+            shared_commit.remove_files(self._path(), self._alone, prefix)
+            raise
+        return finished(results_of(items, places))
 
     def _write(self, prefix: str, items: Sequence[WriteItem], planner: SavePlanner) -> Sequence[ItemRange]:
         hidden = shared_commit.find(self._path(), self._alone)

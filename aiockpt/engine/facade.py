@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,9 +51,7 @@ class CheckpointerBase:
         self._storage = LocalStorage(direct_io=options.direct_io, fsync=options.fsync, retries=options.retries)
         self._failures: Failures = deque(maxlen=KEPT)
         self._engine = Engine(options, self._transforms, self._failures)
-        self._making = threading.Lock()
-        self._made_submitter: Submitter | None = None
-        self._made_loader: Loader | None = None
+        self._parts: dict[str, Any] = {}  # made at their first use
         self._warns_as(f"{type(self).__name__}")
 
     def _warns_as(self, what: str) -> None:
@@ -70,27 +67,29 @@ class CheckpointerBase:
     # A process that only saves imports no code that loads, and the other way round. Both are imported in the caller's
     # thread: a process that is forked in the middle of an import would hang in its next one.
 
+    # No lock is held meanwhile: a signal handler may save or load in the midst of it. Who is first wins.
+
     @property
     def _submitter(self) -> Submitter:
         self._engine.origin.check_process()
-        with self._making:
-            if self._made_submitter is None:
-                with importing():
-                    from aiockpt.engine.submit import Submitter
+        if "submitter" not in self._parts:
+            with importing():
+                from aiockpt.engine.submit import Submitter
 
-                self._made_submitter = Submitter(self._engine, self._storage, self._transforms)
-            return self._made_submitter
+            self._parts.setdefault("submitter", Submitter(self._engine, self._storage, self._transforms))
+        made: Submitter = self._parts["submitter"]
+        return made
 
     @property
     def _loader(self) -> Loader:
         self._engine.origin.check_process()
-        with self._making:
-            if self._made_loader is None:
-                with importing():
-                    from aiockpt.engine.loader import Loader
+        if "loader" not in self._parts:
+            with importing():
+                from aiockpt.engine.loader import Loader
 
-                self._made_loader = Loader(self._engine, self._storage, self._transforms)
-            return self._made_loader
+            self._parts.setdefault("loader", Loader(self._engine, self._storage, self._transforms))
+        made: Loader = self._parts["loader"]
+        return made
 
     def submit_items(
         self,

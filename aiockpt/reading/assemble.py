@@ -67,7 +67,7 @@ def _build_tensors(new: NewTensor, values: dict[str, Any], move: Any) -> None:
     memory = relocated(read.memory, move) if move else read.memory
     shared = len(new.keys) > 1
     for name, entry in new.keys.items():
-        values[name] = view_of(memory, entry.chunks[0].item or read.item, lazily=shared).to(new.dtype)
+        values[name] = view_of(memory, entry.chunks[0].item or read.item, lazily=shared).to(entry.dtype)
 
 
 # --- a new state dict -----------------------------------------------------------------------------------

@@ -212,12 +212,17 @@ def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
 def find_ranks(source: Source, path: str) -> dict[int, str]:
     """Return the metadata files of ranks that saved alone. Blocks."""
     ranks = rank_metadata(source.files) or rank_directories(source.files)
-    first = next(iter(ranks.values()), "")
-    if os.sep in first:  # directories such as step-100 are numbered too: those of ranks have parts of tensors
+    if os.sep not in next(iter(ranks.values()), ""):
+        return ranks
+    # Directories such as step-100 are numbered too: those of ranks have parts of tensors. One that can be read tells.
+    damage: LoadError | None = None
+    for name in ranks.values():
         try:
-            return ranks if is_part(_read_rank(source, path, first, as_stored=False)) else {}
-        except LoadError:
-            return {}
+            return ranks if is_part(_read_rank(source, path, name, as_stored=False)) else {}
+        except LoadError as exc:
+            damage = damage or exc
+    if damage is not None:
+        raise damage
     return ranks
 
 

@@ -181,6 +181,13 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
             f"read {len(wanted)} keys of {self.path}",
         )
 
+    def _keep(self, opened: OpenCheckpoint) -> bool:
+        """Keep what was opened, unless there is something already; return whether it is kept."""
+        if self._open is not None:
+            return False
+        self._open = opened
+        return True
+
     def _close(self) -> None:
         """Close the files; reads in progress keep the ones they need."""
         opened, self._open = self._open, None
@@ -269,15 +276,22 @@ class CheckpointReader(_Reader):
     """
 
     _close_owner: Callable[[], Awaitable[None]] | None = None  # of a checkpointer that is the reader's alone
+    _openers = 0  # tasks that open it at the moment
 
     async def __aenter__(self) -> Self:
         check_asyncio(f"a reader of {self.path}", _INSTEAD)
-        if self._open is None:
-            try:
-                self._open = await self._begin_open().wait(lambda late: late.source.close())
-            except BaseException:
-                await self.aclose()
-                raise
+        if self._open is not None:
+            return self
+        self._openers += 1
+        opened: OpenCheckpoint | None = None
+        try:
+            opened = await self._begin_open().wait(lambda late: late.source.close())
+        finally:
+            self._openers -= 1
+            if opened is None and self._open is None and not self._openers:
+                await self._end_owner()
+        if not self._keep(opened):  # another task was faster
+            opened.source.close()
         return self
 
     async def __aexit__(
@@ -351,9 +365,12 @@ class CheckpointReader(_Reader):
         try:
             self._close()
         finally:
-            if self._close_owner is not None:
-                with anyio.CancelScope(shield=True):
-                    await self._close_owner()
+            await self._end_owner()
+
+    async def _end_owner(self) -> None:
+        if self._close_owner is not None:
+            with anyio.CancelScope(shield=True):
+                await self._close_owner()
 
 
 class SyncCheckpointReader(_Reader):

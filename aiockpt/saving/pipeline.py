@@ -222,7 +222,7 @@ class _Save:
 
     def _writer_for(self, plan: SavePlan) -> Writer:
         job, layout, tools = self._job, plan.layout, self._tools
-        names = [""] if plan.is_single_file else [image.name for image in layout.images]
+        names = ["" if plan.is_single_file else image.name for image in layout.images]
         codings = None
         if job.spec.is_transformed and isinstance(plan, DcpPlan):
             codings = codings_of(plan, job.spec.compression, job.spec.transforms)

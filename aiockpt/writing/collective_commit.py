@@ -71,8 +71,9 @@ async def _check_visible(transaction: SharedTransaction, results: Sequence[Writt
     sizes = await transaction.sizes()
     for rank, written in enumerate(results):
         for name, facts in written.files.items():
-            if sizes.get(SINGLE_NAME if is_single_file else name) != facts.nbytes:
-                found = "is not there" if name not in sizes else f"has {sizes[name]} bytes there"
+            seen = sizes.get(SINGLE_NAME if is_single_file else name)
+            if seen != facts.nbytes:
+                found = "is not there" if seen is None else f"has {seen} bytes there"
                 raise SaveError(
                     f"rank {rank} has written {name} ({facts.nbytes} bytes), which {found} as rank 0 sees it: all "
                     "ranks must save to one file system that every host has mounted"

@@ -224,6 +224,27 @@ def test_a_process_of_one_file_that_dies_fails_the_save(tmp_path: Path, monkeypa
     alone.writer.discard()
 
 
+def sends_much(bucket: Any, *_: Any, **__: Any) -> None:
+    raise OSError("x" * 1_000_000)  # more than a pipe holds
+
+
+def test_a_process_that_can_not_be_started_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", sends_much)
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=True)
+    start, started = multiprocessing.process.BaseProcess.start, []
+
+    def once(self: Any) -> None:
+        if started:
+            raise BlockingIOError("no more processes")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", once)
+    assert "no more processes" in str(alone.write()[0])
+    assert len(started) == 1  # and it has ended, which every test is asked for
+    alone.writer.discard()
+
+
 def write_and_send(alone: Any, sender: Any) -> None:
     sender.send(str(alone.write()[0]))
 

@@ -131,6 +131,13 @@ def test_our_own_loads_join_the_directories_of_ranks(world2: World, tmp_path: Pa
         report = ckpt.verify(tmp_path / "c")
         assert report.ok, report
         assert not report.problems
+        metadata = tmp_path / "c" / "rank0" / ".metadata"
+        stored = metadata.read_bytes()
+        metadata.write_bytes(b"")
+        with pytest.raises(aiockpt.CorruptCheckpointError, match="rank0"):
+            ckpt.load(tmp_path / "c")
+        assert not ckpt.verify(tmp_path / "c").ok
+        metadata.write_bytes(stored)
         (tmp_path / "c" / "rank0").rename(tmp_path / "c" / "rank2")
         with pytest.raises(aiockpt.CorruptCheckpointError, match=r"it lacks the part of rank 0\. Each rank"):
             ckpt.load(tmp_path / "c")

@@ -126,6 +126,7 @@ def test_a_failure_in_a_later_batch_leaves_nothing(tmp_path: Path) -> None:
     writer = FileSystemWriter(tmp_path / "c", staging_bytes=200_000)
     with pytest.raises(CheckpointException, match="the planner broke"):
         dcp.save(state | {"bad": torch.rand(3)}, storage_writer=writer, planner=Breaking())
+    assert [os.listdir(tmp_path / hidden) for hidden in os.listdir(tmp_path)] == [[]]  # for the other ranks' files
     writer.discard()
     assert os.listdir(tmp_path) == []
 

@@ -230,6 +230,20 @@ def test_ranks_may_have_other_keys_or_none(world4: World, tmp_path: Path) -> Non
     assert_same_directory(tmp_path / "many", tmp_path / "one")
 
 
+def save_few(rank: int, world_size: int, path: Path, count: int, writer: str) -> None:
+    state = {f"w{number}": patterned(torch.float32, 300, seed=number) for number in range(count)}
+    with small(writer=writer) as ckpt:
+        ckpt.save(state, path)
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_one_file_of_fewer_tensors_than_ranks(world2: World, tmp_path: Path, count: int, writer: str) -> None:
+    world2.results(save_few, tmp_path / "many.safetensors", count, writer)
+    save_few(0, 1, tmp_path / "one.safetensors", count, "thread")
+    assert (tmp_path / "many.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+
+
 def test_a_mapping_divides_the_tensors_among_files(world2: World, tmp_path: Path) -> None:
     names = [*(f"model.{name}" for name in whole_state()["model"]), "head", "plain", "not there"]
     mapping = {name: 1 + 2 * (zlib.crc32(name.encode()) % 2) for name in names}  # the second file of three is missing

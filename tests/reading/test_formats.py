@@ -85,6 +85,17 @@ def test_tensors_of_one_storage_share_it_again(ckpt, tmp_path: Path) -> None:
     assert_same({"wide": torch.zeros(1000), "even": base[::2]}, target)
 
 
+def test_tensors_of_other_dtypes_share_a_storage_again(ckpt, tmp_path: Path) -> None:
+    base = (torch.arange(300_000) % 251).to(torch.uint8)
+    views = (torch.float8_e4m3fn, torch.uint8, torch.uint16, torch.uint32)
+    torch.save({str(dtype): base.view(dtype) for dtype in views}, tmp_path / "s.pt")
+    loaded = ckpt.load(tmp_path / "s.pt")
+    assert_same({str(dtype): base.view(dtype) for dtype in views}, loaded)
+    assert len({tensor.data_ptr() for tensor in loaded.values()}) == 1
+    with ckpt.open(tmp_path / "s.pt") as reader:
+        assert_same(loaded, reader.read_many(list(loaded)))
+
+
 @pytest.mark.parametrize("value", [torch.arange(5), [torch.ones(2), {"a": 1}], (1, torch.zeros(3)), "text", 7])
 def test_files_that_hold_no_dict(value, ckpt, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "v.pt")

@@ -239,6 +239,22 @@ async def test_a_reader_outlives_a_replaced_checkpoint_and_its_checkpointer(tmp_
     await left.aclose()
 
 
+async def test_several_tasks_may_open_one_reader(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        await ckpt.save({"a": torch.arange(5)}, tmp_path / "c")
+        reader = ckpt.open(tmp_path / "c")
+        await asyncio.gather(*(reader.__aenter__() for _ in range(4)))
+        assert torch.equal(await reader.read("a"), torch.arange(5))
+        await reader.aclose()
+    lone = aiockpt.open(tmp_path / "c")
+    first, second = asyncio.ensure_future(lone.__aenter__()), asyncio.ensure_future(lone.__aenter__())
+    await asyncio.sleep(0)
+    second.cancel()
+    await first
+    assert torch.equal(await lone.read("a"), torch.arange(5))
+    await lone.aclose()
+
+
 async def test_opens_that_are_cancelled_leave_nothing_open(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await _saved(ckpt, tmp_path / "c")
