@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import aiockpt
+from aiockpt.storage.local import commit
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage
+from tests.ranks import failing
 from tests.ranks.layouts import full_tensors
 from tests.ranks.world import RankFailure, World, mesh_of
 from tests.states import raw_bytes
@@ -337,6 +339,35 @@ def test_the_writer_processes_publish_without_the_trainers(tmp_path: Path, name:
         assert_same_directory(tmp_path / name, tmp_path / f"one-{name}")
     else:
         assert (tmp_path / name).read_bytes() == (tmp_path / f"one-{name}").read_bytes()
+
+
+def save_while_one_dies(rank: int, world_size: int, path: Path, dead: int, moment: str) -> int:
+    """Save over an older file; one rank's trainer is killed when it has staged, or when both names are exchanged."""
+    failing.expect_no_reason()
+    writer = aiockpt.ProcessWriter(agreement_timeout=20)
+    with small(writer=writer, coordination_timeout=60, staging_bytes=32 << 20) as ckpt:
+        ckpt.save({"old": laid_out("rows", world_size)["head"]}, path, format="safetensors")
+        (child,) = writers_of(os.getpid())
+        (path.parent / f"pid{rank}").write_text(str(child.pid))
+        if rank == dead and moment == "replacing":
+            commit.remove = lambda *_, **__: failing.die()
+        save = ckpt.submit(laid_out("columns", world_size), path, format="safetensors", overwrite=True)
+        save.staged.result(60)
+        if rank == dead and moment == "staged":
+            failing.die()
+        return save.written.result(60).tensors
+
+
+@pytest.mark.parametrize(("dead", "moment"), [(0, "staged"), (1, "staged"), (0, "replacing")])
+def test_a_survivor_of_one_file_is_told_that_it_was_published(tmp_path: Path, dead: int, moment: str) -> None:
+    with World(2, may_start=True) as world:
+        outcomes = world.run(save_while_one_dies, tmp_path / "c.safetensors", dead, moment)
+        assert all(ended(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
+    assert outcomes[dead].killed
+    assert isinstance(outcomes[1 - dead], int), outcomes
+    alone(tmp_path / "one.safetensors")
+    assert (tmp_path / "c.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["c.safetensors", "one.safetensors", "pid0", "pid1"]
 
 
 def die(rank: int, world_size: int, path: Path) -> None:

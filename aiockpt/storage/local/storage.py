@@ -133,9 +133,11 @@ class LocalStorage(SharedStorage):
                 f"{hidden}, which rank 0 has made for {path}, can't be seen on {socket.gethostname()}: all ranks must "
                 "save to one file system that every host has mounted"
             )
-        return JoinedTransaction(
+        joined = JoinedTransaction(
             self._policy, path, hidden, overwrite=False, workers=workers, held=held, own=held.identity
         )
+        await joined.look_for_single_file()
+        return joined
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None

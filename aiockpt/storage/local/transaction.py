@@ -66,6 +66,7 @@ class LocalTransaction(SharedTransaction):
         self._overwrite = overwrite
         self._workers = workers
         self._single = ""  # the name of the one file that is the checkpoint; empty if the directory is
+        self._file: Identity | None = None  # of that file; None if it is not known
         self._sinks: list[LocalSink | LocalPartSink] = []
         self._over = False
         self._revoked = False
@@ -83,7 +84,11 @@ class LocalTransaction(SharedTransaction):
 
     async def look_for_single_file(self) -> None:
         """Find out whether the checkpoint is one file, which the process knew that has begun it."""
-        if await self._workers.run(os.path.lexists, os.path.join(self._hidden, SINGLE_NAME)):
+        try:
+            self._file = await self._again("look for", identity, os.path.join(self._hidden, SINGLE_NAME))
+        except OSError as exc:
+            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+        if self._file is not None:
             self._single = SINGLE_NAME
 
     async def reserve(self, name: str, nbytes: int) -> None:
@@ -217,15 +222,30 @@ class LocalTransaction(SharedTransaction):
     async def status(self) -> Status:
         """Find out what has become of the temporary directory."""
         try:
-            return await self._again("look for", _status_of, self._hidden, self._path, self._identity)
+            return await self._again("look for", self._status)
         except OSError as exc:
             raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+
+    def _status(self) -> Status:
+        """Return the status; completes a replacement that was interrupted between its two renames."""
+        hidden, path, own = self._hidden, self._path, self._identity
+        if is_between(hidden):
+            complete(hidden, path, lambda: None)  # `finalize` syncs
+        # Publishing one file leaves its directory, which may hold what it has replaced.
+        if self._file is not None and identity(path) == self._file:
+            return "published"
+        found = identity(hidden)
+        if own is None:
+            return "gone" if found is None else "open"
+        if found == own:
+            return "open"
+        return "published" if identity(path) == own else "gone"
 
     async def finalize(self) -> None:
         """Sync the parent directory, and remove what was replaced."""
         self._over = True
         try:
-            if await self._workers.run(_status_of, self._hidden, self._path, self._identity) == "published":
+            if await self._workers.run(self._status) == "published":
                 if self._policy.fsync:
                     await self._workers.run(sync_directory, os.path.dirname(self._path))
                 await self._workers.run(remove, self._hidden)  # what it replaced, where names were exchanged
@@ -276,15 +296,3 @@ class WithinTransaction(JoinedTransaction):
                 await self._workers.run(remove, sink.path)
             except OSError as exc:
                 raise WriteError(f"can't remove the unfinished file {sink.path}: {exc}; remove it by hand") from exc
-
-
-def _status_of(hidden: str, path: str, own: Identity | None) -> Status:
-    """Return the status of a transaction; completes a replacement that was interrupted between its two renames."""
-    if is_between(hidden):
-        complete(hidden, path, lambda: None)  # `LocalTransaction.finalize` syncs
-    found = identity(hidden)
-    if own is None:
-        return "gone" if found is None else "open"
-    if found == own:
-        return "open"
-    return "published" if identity(path) == own else "gone"

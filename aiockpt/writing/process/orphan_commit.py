@@ -123,7 +123,8 @@ class OrphanCommit:
                     written[rank] = found
             if len(written) == ranks:
                 break
-            await self._pause()
+            if not await self._still_open():
+                return
         adopted = await self._storage.take_over(
             begin.path,
             begin.ticket or "",
@@ -146,19 +147,27 @@ class OrphanCommit:
 
     async def _follow(self) -> None:
         """Wait until the process of rank 0 has published or removed the checkpoint."""
-        while await self._transaction.status() == "open":
-            await self._pause()
+        while await self._still_open():
+            pass
 
-    async def _pause(self) -> None:
-        """Sleep for a moment; raise WriteError if there was no progress for too long."""
+    async def _still_open(self) -> bool:
+        """Return after a moment whether it is still being written; raise WriteError if it was without progress."""
         await anyio.sleep(_POLL_S)
-        sizes = await self._transaction.sizes()
+        try:
+            sizes = await self._transaction.sizes()
+        except WriteError:
+            if await self._transaction.status() == "open":
+                raise
+            return False  # its directory has become the checkpoint, or was removed
+        if await self._transaction.status() != "open":
+            return False
         now = time.monotonic()
         if sizes != self._last_sizes:
             self._last_sizes, self._deadline = sizes, now + self._timeout_s
         # Rank 0 gives up first: its error says more.
         if now > self._deadline + (0 if self._record.leadership is not None else self._timeout_s):
             raise WriteError(f"the parts of some ranks did not come within {self._timeout_s:g} s")
+        return True
 
 
 # --- sidecar files -------------------------------------------------------------------------------------
