@@ -14,7 +14,14 @@ import anyio
 import torch
 from isal.isal_zlib import crc32
 
-from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError, MissingKeysError, sanitize_error
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadError,
+    MissingKeysError,
+    printable,
+    sanitize_error,
+)
 from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.joined import in_directory, is_part, join_ranks, rank_directories, rank_metadata
 from aiockpt.format.dcp.metadata import decode_metadata
@@ -38,6 +45,7 @@ from aiockpt.format.torch_file.torch_file import holds_tensors, read_torch_file
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import StructureError, flatten
 from aiockpt.planning.ranges import select
+from aiockpt.reading.copies import differing_copies
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.read_plan import ReadRequest
 
@@ -257,7 +265,12 @@ def _read_ranks(source: Source, path: str, ranks: Mapping[int, str], *, trust: b
         index = join_ranks(parts, source.files)
     except LoadError as exc:
         raise _located(path, exc) from exc
-    check_index(path, index, source.files)
+    for each in (index, *parts.values()):
+        check_index(path, each, source.files, is_part=each is not index)
+    for _, message, is_error in differing_copies(source, parts):
+        if is_error:
+            raise CorruptCheckpointError(f"{path}: {message}")
+        logger.warning("%s: %s", path, printable(message))
     return presented(source, path, index, None, trust=trust)
 
 

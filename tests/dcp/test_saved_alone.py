@@ -163,6 +163,67 @@ def test_numbered_checkpoints_are_not_taken_for_parts(tmp_path: Path) -> None:
         ckpt.load(tmp_path)
 
 
+def _save_steps(rank: int, world_size: int, path: Path, writer: str) -> None:
+    """Save two steps whose sharded tensors tell which they are, and objects of a rank under one name."""
+    for step in (1, 2):
+        rows = distribute_tensor(torch.full((8,), float(step)), mesh_of(world_size), [Shard(0)])
+        state = {
+            "w": rows,
+            "same": torch.tensor([7.0, step if "t" in path.name else 0]),
+            "step": step if "s" in path.name else 0,
+            "name": f"run {step}" if "n" in path.name else "",
+            "rng": {"state": [rank, step]},
+        }
+        _quietly(dcp.save, state, storage_writer=WRITERS[writer](path / str(step)), use_collectives=False)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_parts_of_different_saves_are_refused(
+    world2: World, tmp_path: Path, writer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a crash, when rank 0 has replaced its part and rank 1 has not: what both have shows it."""
+    for name, key in (("t", "same"), ("s", "step"), ("n", "name"), ("-", None)):
+        world2.results(_save_steps, tmp_path / name, writer, timeout_s=100)
+        mixed, newer = tmp_path / name / "mixed", tmp_path / name / "2"
+        shutil.copytree(tmp_path / name / "1", mixed)
+        for file in newer.glob("__0*"):
+            shutil.copy(file, mixed / file.name)
+        with aiockpt.SyncCheckpointer() as ckpt:
+            caplog.clear()
+            expected = {"w": torch.full((8,), 2.0), "step": 2 * (name == "s")}
+            found = ckpt.load(newer)
+            assert_same(expected, {key: found[key] for key in expected})
+            assert "different values of rng" in caplog.text  # each rank's may be its own
+            assert found["rng"] == {"state": [0, 2]}
+            report = ckpt.verify(newer)
+            assert report.ok
+            assert [(each.severity, each.key) for each in report.problems] == [("warning", "rng.state")]
+            if key is None:  # nothing in it tells that it is a mix
+                continue
+            message = rf"ranks 0 and 1, .* have different values of {key}: .* a directory of its own"
+            with pytest.raises(aiockpt.CorruptCheckpointError, match=message):
+                ckpt.load(mixed)
+            with pytest.raises(aiockpt.CorruptCheckpointError, match=message), ckpt.open(mixed):
+                pass
+            report = ckpt.verify(mixed)
+            assert not report.ok
+            assert [each.key for each in report.problems if each.severity == "error"] == [key]
+
+
+def _save_epochs(rank: int, world_size: int, path: Path) -> None:
+    """Save another part into the directory of each epoch."""
+    _quietly(dcp.save, sharded(world_size), storage_writer=FileSystemWriter(path / f"Epoch_{rank}"), no_dist=True)
+
+
+def test_directories_of_epochs_are_not_joined(world2: World, tmp_path: Path) -> None:
+    world2.results(_save_epochs, tmp_path)
+    with (
+        aiockpt.SyncCheckpointer() as ckpt,
+        pytest.raises(aiockpt.CheckpointNotFoundError, match="some below: Epoch_1, Epoch_0"),
+    ):
+        ckpt.load(tmp_path)
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_our_own_loads_join_the_parts(world4: World, tmp_path: Path, writer: str) -> None:
     world4.results(_save_alone, tmp_path / "c", writer, timeout_s=100)

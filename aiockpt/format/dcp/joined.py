@@ -2,7 +2,7 @@
 
 It is beside that of the others (``use_collectives=False``), or in a directory for each rank (``no_dist=True``). Their
 parts are joined to one index. Of values that several ranks have, the lowest rank's are taken, as a save with
-collectives takes those of one rank.
+collectives takes those of one rank; `aiockpt.reading.copies` compares them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjPath
 
 _METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
 _FOLDER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
 _DATA = re.compile(r"__(0|[1-9][0-9]{0,8})_[0-9]+\.distcp")
+_NO_RANKS = re.compile(r"epoch|step|iter|checkpoint|ckpt", re.IGNORECASE)  # numbers that count something else
 _MOST_SHOWN = 10
 
 
@@ -40,7 +41,7 @@ def rank_directories(files: Collection[str]) -> dict[int, str]:
     for name in files:
         folder, _, rest = name.partition("/")
         match = _FOLDER.fullmatch(folder)
-        if match is None or not rest:
+        if match is None or not rest or _NO_RANKS.search(match[1]):
             return {}
         stems.add(match[1])
         if rest == METADATA_NAME:
@@ -121,6 +122,33 @@ def join_ranks(parts: Mapping[int, Index], files: Collection[str]) -> Index:
     for name, tensor in tensors.items():
         entries[name] = tensor.entry._replace(chunks=tuple(tensor.chunks.values()))
     return Index(entries, paths, is_transformed=any(part.is_transformed for part in parts.values()))
+
+
+class Copy(NamedTuple):
+    """An object or a chunk of a tensor that a rank has too, and its place in the files of the lowest such rank."""
+
+    name: str
+    is_tensor: bool
+    first_rank: int
+    first: ItemRange
+    rank: int
+    place: ItemRange
+
+
+def copies_of(parts: Mapping[int, Index]) -> Iterator[Copy]:
+    """Yield what several ranks have."""
+    seen: dict[tuple[str, str], tuple[int, ItemRange]] = {}
+    for rank, part in sorted(parts.items()):
+        for name, entry in part.entries.items():
+            places: list[tuple[str, ItemRange]] = []
+            if isinstance(entry, TensorEntry):
+                places = [(f"{chunk.offsets} {chunk.sizes}", chunk.place) for chunk in entry.chunks]
+            elif isinstance(entry, ObjectEntry):
+                places = [("", entry.place)]
+            for box, place in places:
+                first = seen.setdefault((name, box), (rank, place))
+                if first[0] != rank:
+                    yield Copy(name, bool(box), *first, rank, place)
 
 
 def _different(name: str, rank: int) -> LoadError:

@@ -22,6 +22,7 @@ from aiockpt.format.manifest.manifest import is_of_another_save
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.planning.flatten import StructureError, unflatten
+from aiockpt.reading.copies import differing_copies
 from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.open import (
     NOT_ITS_MANIFEST,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Entry
     from aiockpt.format.manifest.manifest import FileFacts, Manifest
     from aiockpt.format.transforms.base import Transform
-    from aiockpt.reading.verify.report import ProblemKind
+    from aiockpt.reading.verify.report import ProblemKind, Severity
     from aiockpt.storage.base import Storage
 
 T = TypeVar("T")
@@ -143,11 +144,12 @@ class _Reading:
         """Add the items of ranks that saved alone: each rank's, and check that they are one checkpoint."""
         self.format = "dcp"
         parts: dict[int, Index] = {}
+        stored: dict[int, Index] = {}
         for rank, name in ranks.items():
             data = self._read_file(name)
             part = None if data is None else self._decoded(name, "metadata", decode_metadata, data)
             if part is not None:
-                part = in_directory(part, os.path.dirname(name))
+                stored[rank] = part = in_directory(part, os.path.dirname(name))
                 parts[rank] = self._presented(part, inventory, None, name) if part.is_transformed else part
                 inventory.add(parts[rank], None, is_part=True)
         inventory.find_overlaps()
@@ -162,7 +164,19 @@ class _Reading:
         else:
             self._check_structure(index)
             self._check_index(index)
+            self._compare_copies(stored)
         inventory.find_unreferenced()
+
+    def _compare_copies(self, parts: Mapping[int, Index]) -> None:
+        """Add a problem for each value of which ranks that saved alone have different copies."""
+        if any(problem.severity == "error" for problem in self.findings.problems):
+            return  # the copies may not be where they should
+        try:
+            for copy, message, is_error in differing_copies(self.source, parts):
+                severity: Severity = "error" if is_error else "warning"
+                self.findings.add("disagreement", copy.place.file, message, key=copy.name, severity=severity)
+        except LoadError as exc:
+            self.findings.add("unreadable", METADATA_NAME, str(exc))
 
     def _presented(
         self, index: Index, inventory: Inventory, manifest: Manifest | None, name: str = METADATA_NAME

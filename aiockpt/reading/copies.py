@@ -1,0 +1,108 @@
+"""Copies of one value by ranks that saved alone: they differ where the ranks' files are of different saves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from aiockpt.errors import LoadError
+from aiockpt.format.dcp.joined import copies_of
+from aiockpt.format.item.objects import decode_object
+from aiockpt.format.item.tensor_item import parse_tensor_item
+from aiockpt.format.item.ziparchive import FramingError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from aiockpt.format.dcp.joined import Copy
+    from aiockpt.format.index import Index, ItemRange, TensorItem
+    from aiockpt.storage.base import Source
+
+_PIECE_BYTES = 1 << 20
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
+Verdict = Literal["same", "different", "unknown"]
+
+
+def differing_copies(source: Source, parts: Mapping[int, Index]) -> Iterator[tuple[Copy, str, bool]]:
+    """Yield each copy that is not that of the lowest rank, with a message, and whether that is an error. Blocks.
+
+    Tensors and plain values must be equal. Other objects may belong to their ranks, such as the states of generators.
+    """
+    for copy in copies_of(parts):
+        verdict = (_compare_tensors if copy.is_tensor else _compare_objects)(source, copy.first, copy.place)
+        if verdict == "same":
+            continue
+        which = f"ranks {copy.first_rank} and {copy.rank}, which saved alone, have different values of {copy.name}"
+        if verdict == "different":
+            message = (
+                f"{which}: their files may be of different saves, of which the last was interrupted. Use an older "
+                "checkpoint, and give each save a directory of its own; data that differs between ranks needs names "
+                "that differ"
+            )
+        else:
+            message = f"{which}, or store them in different ways; that of rank {copy.first_rank} is used"
+        yield copy, message, verdict == "different"
+
+
+def _compare_tensors(source: Source, one: ItemRange, other: ItemRange) -> Verdict:
+    """Compare by the CRCs in the framing, or byte by byte if there are none."""
+    if one.transforms or other.transforms:
+        return "same" if _is_same(source, one, other) else "unknown"
+    try:
+        items = _parsed(source, one), _parsed(source, other)
+    except FramingError:  # of another serialization format
+        return "same" if _is_same(source, one, other) else "different"
+    if items[0].crc is None or items[1].crc is None:
+        places = [
+            place._replace(offset=place.offset + item.payload_offset, length=item.nbytes)
+            for place, item in zip((one, other), items, strict=True)
+        ]
+        is_same = _is_same(source, *places)
+    else:
+        is_same = (items[0].nbytes, items[0].crc) == (items[1].nbytes, items[1].crc)
+    if _layout(items[0]) != _layout(items[1]):
+        return "unknown"
+    return "same" if is_same else "different"
+
+
+def _layout(item: TensorItem) -> tuple[object, ...]:
+    return item.dtype, item.shape, item.stride, item.storage_offset, item.conj, item.neg
+
+
+def _parsed(source: Source, place: ItemRange) -> TensorItem:
+    def fetch(offset: int, size: int) -> bytes:
+        if size > _PIECE_BYTES:
+            raise FramingError("the framing is longer than that of a tensor")
+        return _read(source, place, offset, max(0, min(size, place.length - offset)))
+
+    return parse_tensor_item(place.length, fetch)
+
+
+def _compare_objects(source: Source, one: ItemRange, other: ItemRange) -> Verdict:
+    if _is_same(source, one, other):
+        return "same"
+    if one.transforms or other.transforms or max(one.length, other.length) > _PIECE_BYTES:
+        return "unknown"
+    try:
+        values = [decode_object("", _read(source, place, 0, place.length)) for place in (one, other)]
+    except LoadError:  # a load of it says why
+        return "unknown"
+    if not all(type(value) in _PLAIN for value in values):
+        return "unknown"
+    return "same" if repr(values[0]) == repr(values[1]) else "different"  # by repr: NaN is NaN, 1 is not True
+
+
+def _is_same(source: Source, one: ItemRange, other: ItemRange) -> bool:
+    """Compare byte by byte."""
+    steps = range(0, one.length, _PIECE_BYTES)
+    return one.length == other.length and all(
+        _read(source, one, at, min(_PIECE_BYTES, one.length - at))
+        == _read(source, other, at, min(_PIECE_BYTES, one.length - at))
+        for at in steps
+    )
+
+
+def _read(source: Source, place: ItemRange, offset: int, size: int) -> bytes:
+    data = bytearray(size)
+    source.read(place.file, place.offset + offset, memoryview(data))
+    return bytes(data)
