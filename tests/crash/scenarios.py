@@ -18,6 +18,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from aiockpt import SaveHandle, SyncCheckpointer
 from aiockpt.errors import AiockptError
@@ -109,15 +111,26 @@ def checkpointer(**options: Any) -> Iterator[SyncCheckpointer]:
 class Program:
     """Saves that announce themselves."""
 
-    def __init__(self, ckpt: SyncCheckpointer, folder: Path, announce: Announce, *, flat: bool = False) -> None:
+    def __init__(
+        self,
+        ckpt: SyncCheckpointer,
+        folder: Path,
+        announce: Announce,
+        *,
+        flat: bool = False,
+        cut: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self.ckpt = ckpt
         self.folder = folder
         self.announce = announce
         self.flat = flat
+        self.cut = cut  # of flat tensors: gives this rank's part of one
 
     def begin(self, name: str, step: int, **options: Any) -> SaveHandle:
         self.announce(f"begin {name} {step}")
         state = tensors_of(name, step) if self.flat else state_of(name, step)
+        if self.cut is not None:
+            state = {key: self.cut(tensor) for key, tensor in state.items()}
         return self.ckpt.submit(state, self.folder / name, **options)
 
     def end(self, save: SaveHandle, name: str, step: int) -> None:
@@ -182,14 +195,16 @@ def save_by_process(folder: Path, announce: Announce) -> None:
                 program.save(name, step + 10, overwrite=True, **OPTIONS)
 
 
-def save_by_ranks(folder: Path, announce: Announce, coordination_timeout: float = WAIT_S) -> None:
-    """Save by two ranks, together: once, and over it."""
+def save_by_ranks(
+    folder: Path, announce: Announce, name: str = "c", *, coordination_timeout: float = WAIT_S, **options: Any
+) -> None:
+    """Save by two ranks, together: once, and over it; with options each rank has some rows of flat tensors."""
     with tempfile.TemporaryDirectory() as meeting:
         other = os.fork()
         rank = int(other == 0)
         code = 1
         try:
-            _save_as_rank(rank, Path(meeting), folder, announce, coordination_timeout)
+            _save_as_rank(rank, Path(meeting), folder, announce, name, coordination_timeout, options)
             code = 0
         finally:
             if rank:
@@ -197,18 +212,33 @@ def save_by_ranks(folder: Path, announce: Announce, coordination_timeout: float 
         os.waitpid(other, 0)
 
 
-def _save_as_rank(rank: int, meeting: Path, folder: Path, announce: Announce, coordination_timeout: float) -> None:
+def _save_as_rank(
+    rank: int,
+    meeting: Path,
+    folder: Path,
+    announce: Announce,
+    name: str,
+    coordination_timeout: float,
+    options: dict[str, Any],
+) -> None:
     failing.expect_no_reason()
     store = dist.FileStore(str(meeting / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    cut = partial(_rows, rank, init_device_mesh("cpu", (2,))) if options else None
     with checkpointer(process_group=dist.group.WORLD, coordination_timeout=coordination_timeout) as ckpt:
-        program = Program(ckpt, folder, announce)
+        program = Program(ckpt, folder, announce, flat=cut is not None, cut=cut)
         for step in (2, 3):
             try:
-                program.save("c", step, overwrite=True)
+                program.save(name, step, overwrite=True, **options)
             except AiockptError as exc:
-                announce(f"failed c {type(exc).__name__}")
+                announce(f"failed {name} {type(exc).__name__}")
                 return
+
+
+def _rows(rank: int, mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
+    """Give a rank's rows of a tensor."""
+    local = tensor.chunk(2)[rank].contiguous()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def save_refused(folder: Path, announce: Announce, run: Callable[..., object]) -> None:
@@ -238,6 +268,10 @@ SCENARIOS: dict[str, Scenario] = {
     "two ranks": Scenario(save_by_ranks, {"c": 1}, options={}),
     "two ranks (one killed)": Scenario(
         partial(save_by_ranks, coordination_timeout=3.0), {"c": 1}, options={}, whom="caller"
+    ),
+    "two ranks, safetensors": Scenario(partial(save_by_ranks, shard_bytes=1 << 19, **_SAFE), {"c": 1}, **_TENSORS),
+    "two ranks, one safetensors file": Scenario(
+        partial(save_by_ranks, name=_FILE, **_SAFE), {_FILE: 1}, suffix=SUFFIX, **_TENSORS
     ),
     "one safetensors file": Scenario(partial(save_one, name=_FILE, **_FLAT, **_SAFE), suffix=SUFFIX, **_TENSORS),
     "one safetensors file (overwrite)": Scenario(
