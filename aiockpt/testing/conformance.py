@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import mmap
 import os
 import random
@@ -23,6 +24,7 @@ from aiockpt.errors import (
     LoadError,
     SaveError,
 )
+from aiockpt.storage.base import shared_storage, shared_transaction
 from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.testing.storages import FaultyStorage
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import TypeVar
 
-    from aiockpt.storage.base import FileSink, Source, Storage, Transaction
+    from aiockpt.storage.base import FileSink, PartSink, SharedTransaction, Source, Storage, Transaction
 
     T = TypeVar("T")
 
@@ -135,6 +137,61 @@ class StorageConformance:
         path, data = self.path_for(tmp_path, "c.safetensors"), b"\2\0\0\0\0\0\0\0{}"
         _run(_save(storage, path, workers, {"": data}))
         assert list(_load(storage, path, workers).values()) == [data]
+
+    # --- files of several processes ---------------------------------------------------------------
+
+    @pytest.mark.parametrize("is_single_file", [False, True], ids=["in a directory", "single file"])
+    def test_several_processes_write_parts_of_a_file(
+        self, is_single_file: bool, storage: Storage, tmp_path: Path, workers: Workers
+    ) -> None:
+        """Each its own bytes, in turns, which meet in blocks; skipped for a storage without `open_part`."""
+        if is_single_file and not self.single_files:
+            pytest.skip("this storage has no checkpoints of one file")
+        path = self.path_for(tmp_path, "c.safetensors" if is_single_file else "c")
+        name, data = "" if is_single_file else _DATA, b"\2\0\0\0\0\0\0\0{}" + _data(2 * _WRITE_BYTES + 77)
+
+        async def save() -> None:
+            owner = await _reserve(storage, path, workers, name, len(data))
+            assert list((await owner.sizes()).values()) == [len(data)], "a reserved file must have its final size"
+            others = [await shared_storage(storage).join(path, owner.ticket, workers=workers) for _ in range(2)]
+            sinks = [await each.open_part(name) for each in (owner, *others)]
+            for runs in zip(*(_parts(len(data), number, len(sinks)) for number in range(len(sinks))), strict=True):
+                await asyncio.gather(*(_write_runs(*each, data) for each in zip(sinks, runs, strict=True)))
+            for sink in sinks:
+                await sink.finish()
+            for each in others:
+                await each.commit()
+                await each.release()
+            assert list((await owner.sizes()).values()) == [len(data)]
+            if not is_single_file:
+                await _write(owner, _METADATA, b"m")
+            await owner.commit()
+
+        _run(save())
+        found = _load(storage, path, workers)
+        assert found.pop(_METADATA, b"m") == b"m"
+        assert list(found.values()) == [data]
+
+    def test_an_abort_of_the_owner_removes_the_parts_of_all(
+        self, storage: Storage, path: str, workers: Workers
+    ) -> None:
+        """That of a process that has joined closes its own alone; skipped for a storage without `open_part`."""
+
+        async def give_up() -> None:
+            owner = await _reserve(storage, path, workers, _DATA, 5000)
+            other = await shared_storage(storage).join(path, owner.ticket, workers=workers)
+            for each in (owner, other):
+                sink = await each.open_part(_DATA)
+                await sink.write(_aligned(b"x" * 100), [(4950, 50, 50)])
+            await other.abort()
+            await other.abort()
+            assert (await owner.sizes())[_DATA] == 5000, "a process that has joined must not remove what is the owner's"
+            await owner.abort()
+            await owner.abort()
+
+        _run(give_up())
+        _assert_missing(storage, path, workers)
+        _run(_save(storage, path, workers, {_DATA: b"x", _METADATA: b"m"}))
 
     # --- commit and abort -------------------------------------------------------------------------
 
@@ -407,6 +464,38 @@ async def _write(transaction: Transaction, name: str, data: bytes, *, announced:
     for start in range(0, len(view), _WRITE_BYTES):
         await sink.write(view[start : start + _WRITE_BYTES])
     await sink.finish()
+
+
+async def _reserve(storage: Storage, path: str, workers: Workers, name: str, nbytes: int) -> SharedTransaction:
+    """Begin a checkpoint with a file for several processes; skip the test if the storage has no such files."""
+    transaction = await storage.begin(path, overwrite=False, workers=workers)
+    try:
+        shared = shared_transaction(transaction)
+        await shared.reserve(name, nbytes)
+    except SaveError as exc:
+        await transaction.abort()
+        if type(exc) is SaveError:  # a failure is one of its subclasses
+            pytest.skip(str(exc))
+        raise
+    return shared
+
+
+def _parts(nbytes: int, number: int, of: int) -> list[list[tuple[int, int]]]:
+    """Return the runs of one of several processes, as begin and end, for each of its writes."""
+    lengths = (1, 700, _BLOCK_BYTES - 1, _BLOCK_BYTES, 3 * _BLOCK_BYTES + 5, 200_001)
+    ends = list(itertools.accumulate(itertools.chain([0], itertools.islice(itertools.cycle(lengths), 18 * of))))
+    runs = [(min(begin, nbytes), min(end, nbytes)) for begin, end in itertools.pairwise([*ends, nbytes])]
+    mine = runs[number::of]
+    return [mine[at::6] for at in range(6)]
+
+
+async def _write_runs(sink: PartSink, runs: list[tuple[int, int]], data: bytes) -> None:
+    """Write runs of the data from a buffer that holds nothing else."""
+    placed, view = [], b""
+    for begin, end in runs:
+        placed.append((begin, len(view), end - begin))
+        view += data[begin:end]
+    await sink.write(_aligned(view), placed)
 
 
 @contextlib.contextmanager
