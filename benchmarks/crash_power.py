@@ -31,6 +31,7 @@ _REDUNDANT = {
     "the hidden directory": "each rank syncs the names it has made; on one host rank 0 does it for all, later",
     "the parent directory": "who cleans can't know whether what was replaced is so durably; there it was",
 }
+_SHARED_FILES = ("two ranks, safetensors", "two ranks, one safetensors file")
 _COLUMNS = ("calls", "cuts", "states", "distinct", "in part", "syncs", "needed", "next runs", "leftovers", "lost")
 
 
@@ -85,11 +86,11 @@ def lose_power(options: Namespace, directory: Path) -> tuple[list[Table], list[B
     table = Table("crash: power lost after a call", columns, [*runs, Runs("all", samples=[_sample(whole)])])
     remarks = [f"{name}: {finding}" for name, each in losses.items() for finding in each.findings]
     idle = [(name, what) for name, each in losses.items() for what in each.idle]
-    remarks += [f"{name}: not needed: the sync of {what}: {_REDUNDANT.get(what, 'why?')}" for name, what in idle]
+    remarks += [f"{name}: not needed: the sync of {what}: {_explained(name, what) or 'why?'}" for name, what in idle]
     remarks += [
         f"a storage without {lacks or 'a fault'}: {found or 'nothing'}" for lacks, found in careless_ones.items()
     ]
-    unexplained = sum(what not in _REDUNDANT for _, what in idle)
+    unexplained = sum(not _explained(name, what) for name, what in idle)
     missed = sum(bool(found) != (lacks is not None) for lacks, found in careless_ones.items())
     bars = [
         Bar("power: promises that could be broken", whole["lost"], 0, at_most=True, unit=""),
@@ -98,6 +99,13 @@ def lose_power(options: Namespace, directory: Path) -> tuple[list[Table], list[B
         Bar("power: careless storages not found out", missed, 0, at_most=True, unit=""),
     ]
     return [table], bars, remarks
+
+
+def _explained(name: str, what: str) -> str | None:
+    """Return why nothing may be lost without a sync in a program; None if nothing explains it."""
+    if what == "a data file" and name in _SHARED_FILES:
+        return "each rank syncs the bytes that it has written; on one host the sync of another covers them"
+    return _REDUNDANT.get(what)
 
 
 def _shown(what: str) -> Cell:
