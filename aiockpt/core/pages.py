@@ -14,6 +14,7 @@ import mmap
 import threading
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -95,21 +96,23 @@ def advise(address: int, nbytes: int, choice: PageChoice = _choice) -> None:
         _advise(begin, end - begin, _HUGE if choice.prefers_huge else _SMALL)
 
 
-def fault_in(address: int, nbytes: int, choice: PageChoice = _choice) -> None:
+def fault_in(address: int, nbytes: int, choice: PageChoice = _choice, *, advised: bool = False) -> None:
     """Fault in the whole huge pages of a range of private memory, in huge or in small pages. What is there stays.
 
-    Blocks, and releases the GIL. Does nothing where the kernel can't.
+    Blocks, and releases the GIL. Does nothing where the kernel can't. ``advised``: `advise` was called for the range.
     """
     at, end = _huge_pages(address, nbytes)
-    asked_until = at  # huge pages are asked for up to here
+    asked_until = end if advised else at  # huge pages may have been asked for up to here
     while at < end:
         huge, step = choice.next_step(end - at)
-        if huge and asked_until <= at:
+        if huge and (asked_until <= at or advised):
+            advised = False
             _advise(at, end - at, _HUGE)
             asked_until = end
-        elif not huge:
-            _advise(at, step, _SMALL)
-            asked_until = max(at + step, asked_until)
+        elif not huge and (at < asked_until or _is_always_huge()):
+            # Only where it is needed: advice waits until no other thread faults memory in, and holds them all up.
+            _advise(at, end - at, _SMALL)
+            asked_until = at
         began = time.thread_time_ns()
         if not _populate(at, step):
             return
@@ -131,6 +134,14 @@ def _advise(address: int, nbytes: int, advice: int | None) -> None:
 def _populate(address: int, nbytes: int) -> bool:
     """Fault in pages; return whether the kernel did."""
     return bool(_libc().madvise(address, nbytes, _POPULATE_WRITE) == 0)
+
+
+@cache
+def _is_always_huge() -> bool:
+    """Return whether this machine gives huge pages to who does not ask for them."""
+    with contextlib.suppress(OSError):
+        return "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    return False
 
 
 @cache

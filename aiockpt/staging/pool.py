@@ -63,7 +63,7 @@ class Chunk:
         """Fault the pages in that are not, as far as the kernel can; what is there stays. Blocks; releases the GIL."""
         if self.is_fresh:
             self.is_fresh = False
-            pages.fault_in(self.address, len(self.view))
+            pages.fault_in(self.address, len(self.view), advised=True)
 
 
 class Lease:
