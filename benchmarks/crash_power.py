@@ -127,8 +127,9 @@ def _recordings(zygote: Zygote, folder: Path, options: Namespace) -> Iterator[tu
 def _losses(zygote: Zygote, recording: Recording, folder: Path, full: bool, until: float) -> Losses:
     found = Losses()
     bound = _FULL_BOUND if full else _QUICK_BOUND
-    found.add(replay(recording, ordered=True, bound=bound))
-    with replays(recording.scenario, bound=bound) as replaying:
+    between = recording.scenario.refused  # a reader finds what is between the steps through the record
+    found.add(replay(recording, ordered=True, bound=bound, through_hidden=between))
+    with replays(recording.scenario, bound=bound, through_hidden=between) as replaying:
         report = run(replaying, recording)
         found.add(report)
         found.counts.update(calls=report.calls, cuts=report.cuts)
