@@ -92,6 +92,9 @@ def test_metadata_says_what_torchs_reader_says(tmp_path: Path, writer: str) -> N
     save_with(writer, state_of(), tmp_path / "c")
     reader = FileSystemReader(tmp_path / "c")
     ours, theirs = reader.read_metadata(), dcp.FileSystemReader(tmp_path / "c").read_metadata()
+    for described in theirs.state_dict_metadata.values():
+        if hasattr(getattr(described, "properties", None), "strides"):  # since torch 2.15, which asks for none
+            described.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     assert ours.planner_data == theirs.planner_data
