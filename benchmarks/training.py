@@ -86,7 +86,7 @@ def trainer_of(nbytes: int) -> Trainer:
 
 
 def state_of(trainer: Trainer) -> State:
-    """Give all tensors of a training state by name, the same objects each time."""
+    """Return all tensors of a training state by name, the same objects each time."""
     state = {f"model.{name}": parameter.detach() for name, parameter in trainer.model.named_parameters()}
     for name, parameter in trainer.model.named_parameters():
         state |= {f"optim.{key}.{name}": value for key, value in trainer.optim.state[parameter].items()}
@@ -130,7 +130,7 @@ def check(path: Path, state: State) -> None:
 
 
 async def measure(savers: Sequence[Beside], options: Namespace, trainer: Trainer, directory: Path) -> list[Runs]:
-    """Let everybody save from the same training loop, which runs in a thread beside an asyncio loop."""
+    """Measure everybody in the same training loop, which runs in a thread beside an asyncio loop."""
     state = state_of(trainer)
     steps = options.steps - options.steps % options.every or options.every
 

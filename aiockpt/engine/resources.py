@@ -75,7 +75,7 @@ class EngineResources:
 
     @cached_property
     def saves(self) -> SaveTools:
-        """What a save uses."""
+        """Resources of the engine for saves; made at the first one."""
         from aiockpt.planning.dcp_plan import DcpFormat  # imported already, by the thread that has submitted the save
         from aiockpt.planning.planner import Planner
         from aiockpt.saving.pipeline import SaveTools
@@ -94,7 +94,7 @@ class EngineResources:
 
     @cached_property
     def loads(self) -> LoadTools:
-        """What a load uses."""
+        """Resources of the engine for loads; made at the first one."""
         from aiockpt.reading.executor import LoadTools
 
         return LoadTools(self._load_workers, self._memory, self.pool, self._placer_for, self._transforms)

@@ -210,3 +210,48 @@ def test_it_works_where_anyio_finds_a_library_by_the_context(tmp_path: Path) -> 
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+PROGRAM_WITH_A_HANDLER = """
+import os, signal, sys, torch, aiockpt
+from importlib.abc import MetaPathFinder
+
+class Interrupts(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[2] and not handled:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return None
+
+def handle(*_):
+    handled.append(1)
+    handled.append(ckpt.submit({"x": torch.ones(2)}, sys.argv[1] + "/last"))
+    ckpt.load(sys.argv[1] + "/0")
+
+handled = []
+state = {"x": torch.arange(3.0)}
+with aiockpt.SyncCheckpointer() as ckpt:
+    if sys.argv[2].endswith("loader"):
+        ckpt.save(state, sys.argv[1] + "/0")
+    else:
+        aiockpt.SyncCheckpointer().save(state, sys.argv[1] + "/0")
+    for name in [name for name in sys.modules if name == sys.argv[2]]:
+        del sys.modules[name]
+    signal.signal(signal.SIGUSR1, handle)
+    sys.meta_path.insert(0, Interrupts())
+    ckpt.save(state, sys.argv[1] + "/1")
+    assert torch.equal(ckpt.load(sys.argv[1] + "/1")["x"], state["x"])
+    handled[1].written.result(60)
+"""
+
+
+@pytest.mark.parametrize("part", ["submit", "loader"])
+def test_a_signal_handler_may_save_and_load_within_the_first_call(tmp_path: Path, part: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM_WITH_A_HANDLER, tmp_path, f"aiockpt.engine.{part}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "last"}
