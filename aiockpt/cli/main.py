@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from aiockpt._version import __version__
+from aiockpt.cli.app import Code, Commands
 
 app = typer.Typer(
     name="aiockpt",
-    help="An asyncio-native checkpoint engine for PyTorch.",
-    no_args_is_help=True,
-    add_completion=False,
+    cls=Commands,
+    invoke_without_command=True,
     rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -26,11 +27,23 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the trace of an error. May stand behind the command as well.")
+    ] = False,
 ) -> None:
-    """An asyncio-native checkpoint engine for PyTorch."""
+    """Checkpoints of PyTorch: look at them, check, compare, convert and remove them.
+
+    Every format that aiockpt reads is understood: its own, torch.distributed.checkpoint, torch.save and safetensors.
+
+    Exit codes: 0 fine, 1 problems or differences were found, 2 wrong usage, 3 it could not be done, 130 interrupted.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(Code.USAGE)
 
 
 @app.command()

@@ -1,0 +1,144 @@
+"""The application around the commands: exit codes, errors on one line, interrupts and closed pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+
+class Code(IntEnum):
+    """Exit codes of all commands; `aiockpt/docs/cli.md` and ``aiockpt --help`` list them."""
+
+    FINE = 0
+    PROBLEMS = 1
+    """The command worked, and found problems or differences."""
+    USAGE = 2
+    FAILED = 3
+    INTERRUPTED = 130
+    CLOSED_PIPE = 141
+
+
+class CommandError(Exception):
+    """A command can't do what was asked for; the message is shown on one line."""
+
+
+class _ClosedPipeError(Exception):
+    """Nobody reads standard output any more."""
+
+
+_UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export it
+_DEBUG = "--debug"
+
+
+class Commands(TyperGroup):
+    """A group of commands whose errors become one line on standard error and an exit code.
+
+    ``--debug`` may stand anywhere before ``--``.
+    """
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """Run a command and exit with its code."""
+        given, debug = _without_debug(sys.argv[1:] if args is None else args)
+        with _interruptible() as interrupts:
+            try:
+                result = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
+                code = result if isinstance(result, int) else int(Code.FINE)
+            except (KeyboardInterrupt, typer.Abort):
+                code = Code.INTERRUPTED
+            except Exception as exc:
+                code = _reported(exc, debug=debug)
+        if code == Code.INTERRUPTED and interrupts:
+            code = 128 + interrupts[-1]
+        if not _flushed():
+            code = Code.CLOSED_PIPE
+        sys.exit(int(code))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; typer would exit with the code for problems where a pipe is closed."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as exc:
+            raise _ClosedPipeError from exc
+
+
+def report(message: str) -> None:
+    """Write a message on one line to standard error."""
+    with contextlib.suppress(OSError):
+        print(f"aiockpt: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _without_debug(args: Sequence[str]) -> tuple[list[str], bool]:
+    end = list(args).index("--") if "--" in args else len(args)
+    given = [arg for number, arg in enumerate(args) if arg != _DEBUG or number > end]
+    return given, len(given) < len(args)
+
+
+def _reported(exc: Exception, *, debug: bool) -> int:
+    """Report an error and return its exit code."""
+    from aiockpt.errors import AiockptError, printable
+
+    if isinstance(exc, _ClosedPipeError):
+        return Code.CLOSED_PIPE
+    if debug:
+        traceback.print_exception(exc)
+    if isinstance(exc, _UsageError):
+        where = exc.ctx.command_path if exc.ctx is not None else "aiockpt"
+        report(f"{printable(exc.format_message())} ({where} --help shows the usage)")
+        return Code.USAGE
+    known = isinstance(exc, CommandError | AiockptError | OSError)
+    message = str(exc) if known else f"{type(exc).__name__}: {exc}"
+    hint = "" if known or debug else f" ({_DEBUG} shows the trace)"
+    report(f"{printable(message)}{hint}")
+    return Code.FAILED
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Turn SIGTERM and SIGHUP into an interrupt, so that commands clean up; yield the signals that came."""
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+
+    def interrupt(number: int, _: object) -> None:
+        came.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield came
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _flushed() -> bool:
+    """Flush standard output; return False, and drop what is left, if nobody reads it any more."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # Python flushes once more when it ends
+        os.close(null)
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""Output of the commands: tables, JSON, sizes and times."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from aiockpt.errors import printable_key
+from aiockpt.reading.info import size_text
+
+__all__ = [
+    "Column",
+    "console",
+    "duration_text",
+    "print_json",
+    "print_table",
+    "rate_text",
+    "shown",
+    "size_text",
+    "time_text",
+]
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:  # rich would exit with the code for problems
+        raise BrokenPipeError
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that wraps nothing where there is no terminal, and takes no text for markup."""
+    stream = sys.stderr if stderr else sys.stdout
+    with contextlib.suppress(AttributeError):  # a name in a checkpoint may have what the terminal has not
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    return _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty())
+
+
+# --- tables ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: its heading.
+        right: align it to the right, as numbers are.
+        style: its style, one that can be read on dark and on light.
+        overflow: what becomes of text that a terminal has no room for.
+    """
+
+    title: str
+    right: bool = False
+    style: str = ""
+    overflow: Literal["fold", "ellipsis"] = "fold"
+
+
+def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
+    """Print a table: fitted to a terminal, with all of each text on a line elsewhere."""
+    out = console()
+    if out.is_terminal:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in columns:
+            table.add_column(
+                column.title,
+                justify="right" if column.right else "left",
+                style=column.style,
+                overflow=column.overflow,
+                no_wrap=column.overflow == "ellipsis",
+            )
+        for row in rows:
+            table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        out.print(table)
+        return
+    texts = [[column.title for column in columns], *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(cell_len, cells)) for cells in zip(*texts, strict=True)]
+    for line in texts:
+        cells = zip(columns, widths, line, strict=True)
+        print("  ".join(_padded(text, width, right=column.right) for column, width, text in cells).rstrip())
+
+
+def _padded(text: str, width: int, *, right: bool) -> str:
+    gap = " " * (width - cell_len(text))
+    return gap + text if right else text + gap
+
+
+# --- JSON -----------------------------------------------------------------------------------------------
+
+
+def print_json(value: Any) -> None:
+    """Print a value as a document of JSON; nan and infinities become texts, which JSON has no numbers for."""
+    json.dump(_finite(value), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return value
+
+
+# --- numbers --------------------------------------------------------------------------------------------
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in the largest unit that fits, with the next smaller one."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def time_text(time_s: float) -> str:
+    """Return a time in seconds as in `time.time` as text, in the zone of this machine."""
+    return datetime.fromtimestamp(time_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def rate_text(bytes_per_s: float) -> str:
+    """Return a speed."""
+    return f"{size_text(bytes_per_s)}/s"
+
+
+def shown(name: str) -> str:
+    """Return a key, a path or another text of a checkpoint as it may be shown on one line."""
+    return printable_key(name)

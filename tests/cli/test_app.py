@@ -1,0 +1,225 @@
+"""The frame around the commands, in real processes: exit codes, errors on one line, signals, pipes, imports."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from aiockpt.cli.app import Code, CommandError, Commands
+from aiockpt.cli.main import app
+from aiockpt.errors import CorruptCheckpointError
+
+COMMAND = (sys.executable, "-m", "aiockpt")
+TIMEOUT_S = 120
+
+
+def run(*arguments, **kwargs):
+    environment = os.environ | {"COLUMNS": "200"}
+    options = {"capture_output": True, "text": True, "timeout": TIMEOUT_S, "check": False, "env": environment}
+    return subprocess.run([*COMMAND, *map(str, arguments)], **(options | kwargs))
+
+
+def made(body):
+    """Return an application with one command, ``it``."""
+    app = typer.Typer(cls=Commands)
+    app.callback()(lambda: None)
+    app.command("it")(body)
+    return app
+
+
+def invoke(body, *arguments):
+    return CliRunner().invoke(made(body), [*arguments, "it"] if "--" not in arguments else list(arguments))
+
+
+def fails_with(error):
+    def body() -> None:
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (CommandError("no\nsuch thing"), "aiockpt: no such thing\n"),
+        (CorruptCheckpointError("a/b is \x1b[31mdamaged"), "aiockpt: a/b is \\x1b[31mdamaged\n"),
+        (FileNotFoundError(2, "No such file", "x"), "aiockpt: [Errno 2] No such file: 'x'\n"),
+        (ValueError("a bug"), "aiockpt: ValueError: a bug (--debug shows the trace)\n"),
+    ],
+)
+def test_an_error_is_one_line_and_code_3(error, line):
+    result = invoke(fails_with(error))
+    assert (result.exit_code, result.stderr, result.stdout) == (Code.FAILED, line, "")
+
+
+def test_debug_shows_the_trace_before_the_line():
+    result = invoke(fails_with(CommandError("no such thing")), "--debug")
+    assert result.exit_code == Code.FAILED
+    assert result.stderr.startswith("Traceback (most recent call last)")
+    assert result.stderr.endswith("\naiockpt: no such thing\n")
+
+
+def test_debug_after_two_hyphens_is_an_argument():
+    def body(name: str) -> None:
+        typer.echo(name)
+
+    result = invoke(body, "it", "--", "--debug")
+    assert (result.exit_code, result.stdout) == (0, "--debug\n")
+
+
+def test_the_code_of_a_command_is_that_of_the_process():
+    assert invoke(fails_with(typer.Exit(Code.PROBLEMS))).exit_code == 1
+    assert invoke(fails_with(KeyboardInterrupt())).exit_code == 130
+    assert invoke(lambda: None).exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["docs", "--nonsense"], ["docs", "a", "b"], ["--nonsense"]])
+def test_wrong_usage_is_one_line_and_code_2(arguments):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("aiockpt: ")
+    assert done.stderr.count("\n") == 1
+    assert "--help shows the usage" in done.stderr
+
+
+def test_without_a_command_the_help_is_shown():
+    done = run()
+    assert done.returncode == 2
+    assert "Exit codes" in done.stdout
+    assert run("--help").stdout == run("-h").stdout == done.stdout
+
+
+def test_each_command_describes_itself():
+    result = CliRunner().invoke(app, ["--help"])
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__
+        assert f"│ {name} " in result.stdout
+        helped = CliRunner().invoke(app, [name, "--help"])
+        assert helped.exit_code == 0
+        assert f"aiockpt {name}" in helped.stdout.replace("root", "aiockpt")
+
+
+BODY = """
+import signal, sys, typer
+from aiockpt.cli.app import Commands
+app = typer.Typer(cls=Commands)
+app.callback()(lambda: None)
+@app.command()
+def it():
+    try:
+        print("waiting", flush=True)
+        signal.pause()
+    finally:
+        print("cleaned up", flush=True)
+app(prog_name="aiockpt", args=["it"])
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_let_a_command_clean_up(number, code):
+    process = subprocess.Popen([sys.executable, "-c", BODY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(number)
+        assert (*process.communicate(timeout=TIMEOUT_S), process.returncode) == ("cleaned up\n", "", code)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_closed_pipe_is_quiet():
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run("docs", "saving", capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (Code.CLOSED_PIPE, "")
+
+
+def test_a_closed_pipe_is_quiet_on_rich_consoles():
+    def body() -> None:
+        from aiockpt.cli.output import console
+
+        console().on_broken_pipe()
+
+    result = invoke(body)
+    assert (result.exit_code, result.stderr) == (Code.CLOSED_PIPE, "")
+
+
+# --- the terminal -----------------------------------------------------------------------------------------
+
+
+def in_terminal(code, columns=100):
+    """Run a program whose standard error is a terminal; return what that has shown."""
+    terminal, end = pty.openpty()
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm-256color"}
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=end, stdout=subprocess.PIPE, env=environment)
+    os.close(end)
+    seen = b""
+    try:
+        while True:
+            try:
+                data = os.read(terminal, 1 << 16)
+            except OSError:  # Linux reports the end of a terminal so
+                break
+            if not data:
+                break
+            seen += data
+        assert process.wait(TIMEOUT_S) == 0
+    finally:
+        os.close(terminal)
+        process.kill()
+        process.communicate()
+    return seen.decode()
+
+
+BAR = """
+import threading
+from aiockpt.cli import progress
+progress._AFTER_S = {after}
+with progress.bar("checking", 4 << 20) as bar:
+    bar.advance(1 << 20)
+    {wait}
+    bar.update(3 << 20)
+"""
+SHOWN = (
+    "list(map(threading.Thread.join, [each for each in threading.enumerate() if isinstance(each, threading.Timer)]))"
+)
+
+
+def test_a_bar_appears_in_a_terminal():
+    seen = in_terminal(BAR.format(after=0, wait=SHOWN))
+    assert "checking" in seen
+    assert "3.1/4.2 MB" in seen or "3.0/4.0 MiB" in seen
+
+
+def test_no_bar_for_what_takes_less_than_a_second():
+    assert in_terminal(BAR.format(after=3600, wait="")) == ""
+
+
+def test_no_bar_without_a_terminal():
+    done = subprocess.run(
+        [sys.executable, "-c", BAR.format(after=0, wait=SHOWN)], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+# --- imports ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["docs"], ["docs", "saving"], ["nonsense"]])
+def test_what_looks_at_no_tensor_does_without_torch(arguments):
+    code = (
+        "import sys\nfrom aiockpt.cli.main import app\n"
+        f"try: app(prog_name='aiockpt', args={arguments!r})\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    assert done.stderr.splitlines()[-1] == "[]"
