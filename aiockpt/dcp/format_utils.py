@@ -6,9 +6,12 @@ The names of those for ``torch.save`` files are those of ``torch.distributed.che
 from __future__ import annotations
 
 import argparse
+import functools
+import inspect
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 
@@ -26,16 +29,14 @@ from aiockpt.format.names import SUFFIX
 from aiockpt.options import LoadOptions, check_options
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
-from aiockpt.storage.local.storage import absolute
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from aiockpt.core.futures import Call
     from aiockpt.dcp.adapter import AnyCheckpointer, Path
-    from aiockpt.format.manifest.manifest import JsonValue
-    from aiockpt.planning.planner import FileFormat
+    from aiockpt.reading.executor import LoadTools
 
 __all__ = [
     "BroadcastingTorchSaveReader",
@@ -56,7 +57,52 @@ _STAGING_BYTES = 128 << 20
 _FILES = 4  # of a DCP checkpoint, as a save writes it
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
+P = ParamSpec("P")
 
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    """A conversion whose arguments were checked."""
+
+    path: Path  # of what is converted
+    run: Callable[[AnyCheckpointer, LoadTools], Coroutine[Any, Any, None]]  # on the checkpointer's loop
+    staging_bytes: int | None = None
+
+    def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
+        run = functools.partial(self.run, checkpointer)
+        return EngineAccess(checkpointer).call(run, f"convert {self.path}")
+
+
+def _blocking(prepare: Callable[P, _Conversion]) -> Callable[P, None]:
+    """Return the function that does what another one prepares."""
+
+    @functools.wraps(prepare)
+    def convert(*args: P.args, **kwargs: P.kwargs) -> None:
+        conversion = prepare(*args, **kwargs)
+        with SyncCheckpointer(process_group=None, staging_bytes=conversion.staging_bytes) as checkpointer:
+            conversion.start(checkpointer).result()
+
+    convert.__signature__ = inspect.signature(prepare).replace(return_annotation="None")  # type: ignore[attr-defined]
+    return convert
+
+
+def _async_form(convert: Callable[P, None]) -> Callable[P, Coroutine[Any, Any, None]]:
+    """Return the coroutine function of a conversion."""
+    prepare: Callable[P, _Conversion] = convert.__wrapped__  # type: ignore[attr-defined]
+
+    async def convert_async(*args: P.args, **kwargs: P.kwargs) -> None:
+        conversion = prepare(*args, **kwargs)
+        async with AsyncCheckpointer(process_group=None, staging_bytes=conversion.staging_bytes) as checkpointer:
+            await conversion.start(checkpointer).wait()
+
+    name = convert.__name__
+    convert_async.__name__ = convert_async.__qualname__ = f"{name}_async"
+    convert_async.__doc__ = f"Do the same as `{name}`, in other threads. Cancelling it removes what was written."
+    convert_async.__signature__ = inspect.signature(convert)  # type: ignore[attr-defined]
+    return convert_async
+
+
+@_blocking
 def dcp_to_torch_save(
     dcp_checkpoint_dir: Path,
     torch_save_path: Path,
@@ -65,7 +111,7 @@ def dcp_to_torch_save(
     verify: bool = True,
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
-) -> None:
+) -> _Conversion:
     """Convert a checkpoint to a file that ``torch.load`` reads. Blocks.
 
     The file appears atomically, complete and durable; if the conversion fails, whatever was there before stays. It
@@ -90,25 +136,17 @@ def dcp_to_torch_save(
         WriteError, CommitError: the file can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    with SyncCheckpointer(process_group=None) as checkpointer:
-        _start_to_torch(checkpointer, dcp_checkpoint_dir, torch_save_path, options, overwrite=overwrite).result()
+    paths = dcp_checkpoint_dir, torch_save_path
+    return _Conversion(
+        dcp_checkpoint_dir,
+        lambda checkpointer, tools: write_torch_file(checkpointer, *paths, options, tools, overwrite=overwrite),
+    )
 
 
-async def dcp_to_torch_save_async(
-    dcp_checkpoint_dir: Path,
-    torch_save_path: Path,
-    *,
-    overwrite: bool = True,
-    verify: bool = True,
-    safe_globals: Sequence[Any] = (),
-    trust: bool = False,
-) -> None:
-    """Do the same as `dcp_to_torch_save`, in other threads. Cancelling it removes what was written."""
-    options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    async with AsyncCheckpointer(process_group=None) as checkpointer:
-        await _start_to_torch(checkpointer, dcp_checkpoint_dir, torch_save_path, options, overwrite=overwrite).wait()
+dcp_to_torch_save_async = _async_form(dcp_to_torch_save)
 
 
+@_blocking
 def torch_save_to_dcp(
     torch_save_path: Path,
     dcp_checkpoint_dir: Path,
@@ -118,7 +156,7 @@ def torch_save_to_dcp(
     safe_globals: Sequence[Any] = (),
     trust: bool = False,
     staging_bytes: int = _STAGING_BYTES,
-) -> None:
+) -> _Conversion:
     """Convert a ``torch.save`` file to a checkpoint that ``dcp.load`` reads. Blocks.
 
     The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
@@ -143,26 +181,18 @@ def torch_save_to_dcp(
         SaveError: the checkpoint can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    with SyncCheckpointer(process_group=None, staging_bytes=staging_bytes) as checkpointer:
-        _start_to_dcp(checkpointer, torch_save_path, dcp_checkpoint_dir, options, overwrite=overwrite).result()
+    paths = torch_save_path, dcp_checkpoint_dir
+    return _Conversion(
+        torch_save_path,
+        lambda checkpointer, tools: write_checkpoint(checkpointer, *paths, options, tools, overwrite=overwrite),
+        staging_bytes,
+    )
 
 
-async def torch_save_to_dcp_async(
-    torch_save_path: Path,
-    dcp_checkpoint_dir: Path,
-    *,
-    overwrite: bool = True,
-    verify: bool = True,
-    safe_globals: Sequence[Any] = (),
-    trust: bool = False,
-    staging_bytes: int = _STAGING_BYTES,
-) -> None:
-    """Do the same as `torch_save_to_dcp`, in other threads. Cancelling it removes what was written."""
-    options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    async with AsyncCheckpointer(process_group=None, staging_bytes=staging_bytes) as checkpointer:
-        await _start_to_dcp(checkpointer, torch_save_path, dcp_checkpoint_dir, options, overwrite=overwrite).wait()
+torch_save_to_dcp_async = _async_form(torch_save_to_dcp)
 
 
+@_blocking
 def dcp_to_safetensors(
     dcp_checkpoint_dir: Path,
     safetensors_path: Path,
@@ -174,7 +204,7 @@ def dcp_to_safetensors(
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = True,
     verify: bool = True,
-) -> None:
+) -> _Conversion:
     """Convert the tensors of a checkpoint to safetensors. Blocks.
 
     The result is what ``save(format="safetensors")`` of the loaded tensors writes. It appears atomically, complete and
@@ -203,37 +233,18 @@ def dcp_to_safetensors(
         CheckpointExistsError: something is there that may not be replaced.
         WriteError, CommitError: the files can't be written.
     """
+    facts = check_user_metadata({} if metadata is None else metadata)
+    is_file = os.fspath(safetensors_path).endswith(SUFFIX)
+    form = SafetensorsFormat(facts, single_file=is_file, shard_bytes=shard_bytes, file_of=fqn_to_index_mapping)
     options = _options(keys=keys, dtype=dtype, verify=verify)
-    with SyncCheckpointer(process_group=None) as checkpointer:
-        _start_to_safetensors(
-            *(checkpointer, dcp_checkpoint_dir, safetensors_path, options, shard_bytes, fqn_to_index_mapping),
-            metadata=metadata,
-            overwrite=overwrite,
-        ).result()
+    recoding = Recoding(dcp_checkpoint_dir, safetensors_path, form, options, facts, overwrite)
+    return _Conversion(dcp_checkpoint_dir, recoding.run)
 
 
-async def dcp_to_safetensors_async(
-    dcp_checkpoint_dir: Path,
-    safetensors_path: Path,
-    *,
-    keys: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int | None = None,
-    fqn_to_index_mapping: Mapping[str, int] | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    overwrite: bool = True,
-    verify: bool = True,
-) -> None:
-    """Do the same as `dcp_to_safetensors`, in other threads. Cancelling it removes what was written."""
-    options = _options(keys=keys, dtype=dtype, verify=verify)
-    async with AsyncCheckpointer(process_group=None) as checkpointer:
-        await _start_to_safetensors(
-            *(checkpointer, dcp_checkpoint_dir, safetensors_path, options, shard_bytes, fqn_to_index_mapping),
-            metadata=metadata,
-            overwrite=overwrite,
-        ).wait()
+dcp_to_safetensors_async = _async_form(dcp_to_safetensors)
 
 
+@_blocking
 def safetensors_to_dcp(
     safetensors_path: Path,
     dcp_checkpoint_dir: Path,
@@ -242,7 +253,7 @@ def safetensors_to_dcp(
     dtype: torch.dtype | None = None,
     overwrite: bool = True,
     verify: bool = True,
-) -> None:
+) -> _Conversion:
     """Convert safetensors to a checkpoint that ``dcp.load`` reads. Blocks.
 
     The checkpoint appears atomically, complete and durable; if the conversion fails, whatever was there before stays.
@@ -264,27 +275,11 @@ def safetensors_to_dcp(
         WriteError, CommitError: the files can't be written.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify)
-    with SyncCheckpointer(process_group=None) as checkpointer:
-        _start_recoding(
-            checkpointer, safetensors_path, dcp_checkpoint_dir, DcpFormat(_FILES), options, {}, overwrite=overwrite
-        ).result()
+    recoding = Recoding(safetensors_path, dcp_checkpoint_dir, DcpFormat(_FILES), options, {}, overwrite)
+    return _Conversion(safetensors_path, recoding.run)
 
 
-async def safetensors_to_dcp_async(
-    safetensors_path: Path,
-    dcp_checkpoint_dir: Path,
-    *,
-    keys: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
-    overwrite: bool = True,
-    verify: bool = True,
-) -> None:
-    """Do the same as `safetensors_to_dcp`, in other threads. Cancelling it removes what was written."""
-    options = _options(keys=keys, dtype=dtype, verify=verify)
-    async with AsyncCheckpointer(process_group=None) as checkpointer:
-        await _start_recoding(
-            checkpointer, safetensors_path, dcp_checkpoint_dir, DcpFormat(_FILES), options, {}, overwrite=overwrite
-        ).wait()
+safetensors_to_dcp_async = _async_form(safetensors_to_dcp)
 
 
 def _options(
@@ -299,68 +294,6 @@ def _options(
     options = LoadOptions(verify=verify, safe_globals=safe_globals, trust=trust, keys=chosen, dtype=dtype)
     check_options(options, into=False)
     return options
-
-
-def _start_to_torch(
-    checkpointer: AnyCheckpointer, path: Path, target: Path, options: LoadOptions, *, overwrite: bool
-) -> Call[None]:
-    engine = EngineAccess(checkpointer)
-    storage, where = engine.locate(path)
-    file = absolute(target)
-    return engine.call(
-        lambda tools: write_torch_file(storage, where, file, options, tools, overwrite=overwrite), f"convert {path}"
-    )
-
-
-def _start_to_dcp(
-    checkpointer: AnyCheckpointer, path: Path, target: Path, options: LoadOptions, *, overwrite: bool
-) -> Call[None]:
-    source, directory = os.fspath(path), os.fspath(target)
-    return EngineAccess(checkpointer).call(
-        lambda tools: write_checkpoint(checkpointer, source, directory, options, tools, overwrite=overwrite),
-        f"convert {path}",
-    )
-
-
-def _start_to_safetensors(
-    checkpointer: AnyCheckpointer,
-    path: Path,
-    target: Path,
-    options: LoadOptions,
-    shard_bytes: int | None,
-    file_of: Mapping[str, int] | None,
-    *,
-    metadata: Mapping[str, Any] | None,
-    overwrite: bool,
-) -> Call[None]:
-    facts = check_user_metadata({} if metadata is None else metadata)
-    single = os.fspath(target).endswith(SUFFIX)
-    form = SafetensorsFormat(facts, single_file=single, shard_bytes=shard_bytes, file_of=file_of)
-    return _start_recoding(checkpointer, path, target, form, options, facts, overwrite=overwrite)
-
-
-def _start_recoding(
-    checkpointer: AnyCheckpointer,
-    path: Path,
-    target: Path,
-    form: FileFormat,
-    options: LoadOptions,
-    metadata: dict[str, JsonValue],
-    *,
-    overwrite: bool,
-) -> Call[None]:
-    engine = EngineAccess(checkpointer)
-    storage, where = engine.locate(path)
-    recoding = Recoding(
-        storage=storage,
-        path=where,
-        target=engine.locate(target)[1],
-        form=form,
-        options=options,
-        metadata=metadata,
-        overwrite=overwrite,
-    )
-    return engine.call(recoding.run, f"convert {path}")
 
 
 _MODES: dict[str, Callable[..., None]] = {

@@ -11,6 +11,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import row_strides
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError
 from aiockpt.format.index import ChunkEntry, TensorEntry
 from aiockpt.format.manifest.manifest import Manifest
@@ -18,10 +19,9 @@ from aiockpt.planning.planner import StateSummary
 from aiockpt.planning.ranges import Selection, boxes
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import TensorSpec
-from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.executor import ReadExecutor, run_each
 from aiockpt.reading.load import chosen_entries
-from aiockpt.reading.open import read_index
+from aiockpt.reading.open import open_checkpoint
 from aiockpt.reading.read_plan import TensorRead, reads_of
 from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
@@ -32,13 +32,15 @@ from aiockpt.writing.process.error_transport import unwrapped
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from aiockpt.dcp.adapter import AnyCheckpointer, Path
     from aiockpt.format.index import Index
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.options import LoadOptions
     from aiockpt.planning.layout import FileImage, Piece
     from aiockpt.planning.planner import FileFormat, SavePlan
+    from aiockpt.reading.decoded import DecodedSource
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.storage.base import Storage, Transaction
+    from aiockpt.storage.base import Transaction
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
@@ -46,28 +48,28 @@ _PART_BYTES = 8 << 20
 _CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Recoding:
     """A conversion: from where, to where, and in which format."""
 
-    storage: Storage
-    path: str
-    target: str
+    path: Path
+    target: Path
     form: FileFormat
     options: LoadOptions  # which tensors, as which dtype
     metadata: dict[str, JsonValue]
     overwrite: bool
 
-    async def run(self, tools: LoadTools) -> None:
-        """Convert; if that fails or is cancelled, leave what was there before."""
-        run, path, options = tools.workers.run, self.path, self.options
-        source = DecodedSource(await self.storage.open(path, workers=tools.workers), path, tools.transforms)
+    async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools) -> None:
+        """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
+        engine, run = EngineAccess(checkpointer), tools.workers.run
+        storage, path = engine.locate(self.path)
+        _, target = engine.locate(self.target)
+        opened = await open_checkpoint(storage, path, self.options, tools)
         try:
-            index, _ = await run(read_index, source, path, safe_globals=options.safe_globals, trust=options.trust)
-            entries = _tensors_of(path, index, options)
-            plan = await run(_plan, index, entries, self.form, options.dtype)
-            filler = _Filler(source, path, entries, plan, options, tools)
-            transaction = await self.storage.begin(self.target, overwrite=self.overwrite, workers=tools.workers)
+            entries = _tensors_of(path, opened.index, self.options)
+            plan = await run(_plan, opened.index, entries, self.form, self.options.dtype)
+            filler = _Filler(opened.source, path, entries, plan, self.options, tools)
+            transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
                 await self._write(plan, filler, transaction, tools)
             except BaseException as exc:
@@ -76,7 +78,7 @@ class Recoding:
                 raise unwrapped(exc) from unwrapped(exc).__cause__
         finally:
             with anyio.CancelScope(shield=True):
-                await run(source.close)
+                await run(opened.source.close)
 
     async def _write(self, plan: SavePlan, filler: _Filler, transaction: Transaction, tools: LoadTools) -> None:
         started = time.perf_counter()

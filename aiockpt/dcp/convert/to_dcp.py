@@ -21,7 +21,7 @@ from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.dcp.adapter import AnyCheckpointer
+    from aiockpt.dcp.adapter import AnyCheckpointer, Path
     from aiockpt.dcp.convert.torch_source import MappedState
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
@@ -34,8 +34,8 @@ _OURS = ("__*.distcp", "__*.metadata", METADATA_NAME, MANIFEST_NAME)
 
 async def write_checkpoint(
     checkpointer: AnyCheckpointer,
-    path: str,
-    target: str,
+    path: Path,
+    target: Path,
     options: LoadOptions,
     tools: LoadTools,
     *,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -12,27 +12,29 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.dcp.convert.torch_file import TorchFileWriter
+from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.item_framing import unbacked_tensor
-from aiockpt.planning.flatten import StructureError, unflatten
 from aiockpt.planning.ranges import as_stream
-from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.assemble import build_state
 from aiockpt.reading.executor import ReadExecutor, run_each
 from aiockpt.reading.jobs import memory_of
-from aiockpt.reading.open import read_index
+from aiockpt.reading.open import open_checkpoint
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of
 from aiockpt.staging.pool import MappedMemory
+from aiockpt.storage.local.storage import absolute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from aiockpt.dcp.adapter import AnyCheckpointer, Path
     from aiockpt.dcp.convert.torch_file import ReservedSpace
-    from aiockpt.format.index import ChunkEntry, Index, TensorItem
+    from aiockpt.format.index import ChunkEntry, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.storage.base import Storage
+    from aiockpt.reading.open import OpenCheckpoint
 
 _WINDOW_BYTES = 32 << 20
 """Tensors are read together up to this size; larger ones are streamed."""
@@ -42,18 +44,22 @@ _ALIGNMENT = 64
 
 
 async def write_torch_file(
-    storage: Storage, path: str, target: str, options: LoadOptions, tools: LoadTools, *, overwrite: bool
+    checkpointer: AnyCheckpointer,
+    path: Path,
+    target: Path,
+    options: LoadOptions,
+    tools: LoadTools,
+    *,
+    overwrite: bool,
 ) -> None:
-    """Convert; see `aiockpt.dcp.format_utils.dcp_to_torch_save`."""
-    source = DecodedSource(await storage.open(path, workers=tools.workers), path, tools.transforms)
+    """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.dcp_to_torch_save`."""
+    storage, path = EngineAccess(checkpointer).locate(path)
+    opened = await open_checkpoint(storage, path, options, tools)
     try:
-        index, _ = await tools.workers.run(
-            read_index, source, path, safe_globals=options.safe_globals, trust=options.trust
-        )
-        await _Conversion(source, path, index, options, tools).run(target, overwrite=overwrite)
+        await _Conversion(opened, options, tools).run(absolute(target), overwrite=overwrite)
     finally:
         with anyio.CancelScope(shield=True):
-            await tools.workers.run(source.close)
+            await tools.workers.run(opened.source.close)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,13 +77,13 @@ class _Pending:
 
 
 class _Conversion:
-    def __init__(self, source: DecodedSource, path: str, index: Index, options: LoadOptions, tools: LoadTools) -> None:
-        self._source = source
-        self._path = path
-        self._index = index
+    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools) -> None:
+        self._source = opened.source
+        self._path = opened.path
+        self._index = opened.index
         self._options = options
         self._run = tools.workers.run
-        self._reader = ReadExecutor(source, path, options, tools)
+        self._reader = ReadExecutor(opened.source, opened.path, options, tools)
         self._window: MappedMemory | None = None
 
     async def run(self, target: str, *, overwrite: bool) -> None:
@@ -108,14 +114,9 @@ class _Conversion:
             elif isinstance(entry, InlineEntry):
                 values[name] = entry.value
         index = self._index
-        names = [name for name in index.paths if name in values]
         # NumPy arrays stay tensors: torch.load refuses pickled arrays unless it is allowed NumPy's functions.
         containers = [record for record in index.containers if record["type"] != ARRAY_RECORD]
-        try:
-            state = unflatten([index.paths[n] for n in names], [values[n] for n in names], containers)
-        except (StructureError, KeyError, TypeError, ValueError) as exc:
-            raise CorruptCheckpointError(f"{self._path}: the structure of the state dict is damaged: {exc}") from exc
-        spaces = file.frame(state if index.wrapped is None else state[index.wrapped])
+        spaces = file.frame(build_state(self._path, replace(index, containers=containers), values))
         mine = {tensor.untyped_storage()._cdata: (name, entry, tensor) for name, entry, tensor in stand_ins.values()}
         pending = [_Pending(*mine[r.storage._cdata], r) for r in spaces if r.storage._cdata in mine]
         return pending, [space for space in spaces if space.storage._cdata not in mine]

@@ -14,7 +14,7 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointEr
 from aiockpt.format.index import InlineEntry, TensorEntry
 from aiockpt.format.item.objects import checked_sparse, extended_allow_list
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
-from aiockpt.planning.flatten import StructureError, unflatten
+from aiockpt.reading.assemble import build_state
 from aiockpt.reading.executor import MapReader
 from aiockpt.reading.open import read_index
 from aiockpt.reading.verify.verify import verify_checkpoint
@@ -63,12 +63,7 @@ def _mapped(source: Source, path: str, options: LoadOptions) -> MappedState:
     tensors = {name: entry for name, entry in index.entries.items() if isinstance(entry, TensorEntry)}
     values: dict[str, Any] = dict(reader.tensors(tensors))
     values |= {name: entry.value for name, entry in index.entries.items() if isinstance(entry, InlineEntry)}
-    names = list(index.paths)
-    try:
-        state = unflatten([index.paths[n] for n in names], [values[n] for n in names], index.containers)
-    except (StructureError, KeyError, TypeError, ValueError) as exc:
-        raise CorruptCheckpointError(f"{path}: the structure of the state dict is damaged: {exc}") from exc
-    return MappedState(state if index.wrapped is None else state[index.wrapped], reader.maps)
+    return MappedState(build_state(path, index, values), reader.maps)
 
 
 def _loaded_by_torch(path: str, options: LoadOptions, why: LoadError) -> Any:
