@@ -41,6 +41,7 @@ _HOMES = {
     ),
     "saving.fence": ("StepGuard",),
     "core.futures": ("Completion",),
+    "manager.rng": ("RngState",),
     "saving.handle": ("ProgressEvent", "SaveHandle", "SaveResult"),
     "engine.queue": ("Statistics",),
     "options": ("ProcessWriter", "StagingWindow"),

@@ -29,6 +29,7 @@ from aiockpt.errors import UnsafeCheckpointError as UnsafeCheckpointError
 from aiockpt.errors import WriteError as WriteError
 from aiockpt.format.transforms.base import Transform as Transform
 from aiockpt.format.transforms.zstd import Zstd as Zstd
+from aiockpt.manager.rng import RngState as RngState
 from aiockpt.options import ProcessWriter as ProcessWriter
 from aiockpt.options import StagingWindow as StagingWindow
 from aiockpt.reading.info import ChunkInfo as ChunkInfo

@@ -20,6 +20,7 @@ PACKAGE = Path(aiockpt.__file__).parent
 FLOORS = [
     {"__main__"},
     {"cli"},
+    {"manager"},
     {"__init__", "dcp"},
     {"checkpointer", "sync_checkpointer"},
     {"engine"},

@@ -1,0 +1,100 @@
+"""The random number generators of a program as one object with a state dict."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+class RngState:
+    """The global random number generators of this process, as a part of a state.
+
+    ::
+
+        state = {"model": model, "optim": optim, "rng": aiockpt.RngState()}
+
+    These are Python's `random`, NumPy's ``numpy.random``, torch's on the CPU, and those of every accelerator that the
+    process has used. Generators that a program makes itself are not part of it.
+
+    Each rank has generators of its own: the state dict has one key for each rank of ``torch.distributed``, and a rank
+    loads what it saved itself. A rank that finds nothing of its own, because fewer ranks have saved, keeps its
+    generators as they are and warns. The states of ranks and of devices that no longer exist are ignored.
+    """
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Return the states of this rank's generators, as ``{"rank0": {"python": ..., "numpy": ..., "cpu": ...}}``."""
+        own: dict[str, Any] = {"python": random.getstate()}
+        numpy = _numpy_text()
+        if numpy is not None:
+            own["numpy"] = numpy
+        own["cpu"] = torch.get_rng_state()
+        if torch.accelerator.is_available():
+            kind, module, count = _accelerator()
+            # Initialising a device in a process that does not use it costs time and memory, and forbids to fork it.
+            if getattr(module, "is_initialized", lambda: True)():
+                own |= {f"{kind}:{index}": module.get_rng_state(index) for index in range(count)}
+        return {_rank_key(): own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set this rank's generators to the states that it has saved; warn if there are none."""
+        own = state_dict.get(_rank_key())
+        if own is None:
+            warnings.warn(
+                f"the random states of {', '.join(state_dict) or 'no rank'} were saved, but none of {_rank_key()}, "
+                "whose generators stay as they are: seed them, if they are to differ from those of other ranks",
+                stacklevel=2,
+            )
+            return
+        if "python" in own:
+            random.setstate(own["python"])
+        if "numpy" in own:
+            _set_numpy(own["numpy"])
+        if "cpu" in own:
+            torch.set_rng_state(own["cpu"].cpu())
+        if torch.accelerator.is_available():
+            kind, module, count = _accelerator()
+            for index in range(count):
+                if f"{kind}:{index}" in own:
+                    module.set_rng_state(own[f"{kind}:{index}"].cpu(), index)
+
+
+def _rank_key() -> str:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return f"rank{torch.distributed.get_rank() if there else 0}"
+
+
+def _accelerator() -> tuple[str, Any, int]:
+    """Return the kind of this machine's accelerator, its module of torch, and how many devices there are."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None  # for one is available
+    return device.type, torch.get_device_module(device), torch.accelerator.device_count()
+
+
+def _numpy_text() -> str | None:
+    """Return the state of NumPy's global generator, whichever it is, as JSON; None without NumPy."""
+    try:
+        import numpy.random
+    except ImportError:
+        return None
+    state = numpy.random.get_state(legacy=False)
+    return json.dumps(state, default=lambda array: {"dtype": array.dtype.str, "values": array.tolist()})
+
+
+def _set_numpy(text: str) -> None:
+    """Set NumPy's global generator, where NumPy is."""
+    try:
+        import numpy.random
+    except ImportError:
+        return
+
+    def array_of(part: dict[str, Any]) -> Any:
+        return numpy.array(part["values"], part["dtype"]) if part.keys() == {"dtype", "values"} else part
+
+    numpy.random.set_state(json.loads(text, object_hook=array_of))

@@ -1,0 +1,5 @@
+"""Worlds of ranks."""
+
+from tests.ranks.conftest import server, world2, world4
+
+__all__ = ["server", "world2", "world4"]
