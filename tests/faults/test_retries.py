@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pickle
+import random
 import resource
 import threading
 from pathlib import Path
@@ -140,6 +141,14 @@ async def test_a_step_is_done_until_it_succeeds(caplog: pytest.LogCaptureFixture
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
     assert "write x at offset 7: [Errno 11]" in caplog.messages[0]
     assert caplog.messages[1].endswith("trying again in 0.20 s (attempt 3 of 4)")
+
+
+@pytest.mark.asyncio
+async def test_pauses_draw_nothing_from_the_generator_of_the_program() -> None:
+    before = random.getstate()
+    repeater = Repeater(DEFAULT_RETRIES, sleep=Recorded()._sleep)
+    assert await repeater.run("write", Step(_error(errno.EBUSY))) == "done"
+    assert random.getstate() == before
 
 
 @pytest.mark.asyncio

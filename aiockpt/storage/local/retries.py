@@ -28,9 +28,9 @@ import errno
 import logging
 import math
 import os
-import random
 import time
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -70,6 +70,7 @@ AMBIGUOUS = _numbers(_MAYBE_DONE)
 TRANSIENT = _numbers(_NOTHING_DONE) | AMBIGUOUS
 """Errors of a file system that may pass by themselves."""
 
+_draw = Random().random  # of its own: the program's must not be advanced
 logger = logging.getLogger("aiockpt")
 
 
@@ -164,7 +165,7 @@ class Repeater:
         self,
         retries: Retries,
         *,
-        draw: Callable[[], float] = random.random,
+        draw: Callable[[], float] = _draw,
         sleep: Callable[[float], Awaitable[object]] = anyio.sleep,
     ) -> None:
         self.retries = retries
