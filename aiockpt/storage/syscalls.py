@@ -1,14 +1,18 @@
-"""System calls that Python's `os` lacks: atomic renames, preallocation, page cache. They need Linux."""
+"""System calls that Python's `os` lacks: atomic renames, preallocation, page cache; and open directories."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
 import os
 import sys
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _CACHESTAT = 451
 _AT_FDCWD = -100
@@ -22,6 +26,17 @@ logger = logging.getLogger("aiockpt")
 
 class UnsupportedError(OSError):
     """The kernel or the file system can't do this."""
+
+
+@contextlib.contextmanager
+def open_directory(path: str, *, dir_fd: int | None = None, follow: bool = False) -> Iterator[int]:
+    """Yield the descriptor of a directory, which is closed afterwards; OSError for a link, unless ``follow``."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    fd = os.open(path, flags, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @cache

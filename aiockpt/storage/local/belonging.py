@@ -27,6 +27,7 @@ from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.manifest.manifest import files_listed
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SINGLE_NAME, SUFFIX
+from aiockpt.storage.syscalls import open_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -43,7 +44,6 @@ _SHOWN = 5
 _DOCUMENT_BYTES = 1 << 28
 _HEADER_BYTES = 100_000_000
 _UNREADABLE = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EBADMSG, errno.EUCLEAN})
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class OtherThingsError(OSError):
@@ -63,12 +63,9 @@ def look_into(directory: int, *, unfinished: bool = False, also: Collection[str]
 
     ``unfinished``: it is a temporary one, where a save may have been killed at any point. ``also``: more of its files.
     """
-    now = os.open(".", _DIRECTORY, dir_fd=directory)  # btrfs lists what was there when a directory was opened
-    try:
-        with os.scandir(now) as entries:
-            is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-    finally:
-        os.close(now)
+    # Opened anew: btrfs lists what was there when a directory was opened.
+    with open_directory(".", dir_fd=directory) as now, os.scandir(now) as entries:
+        is_folder = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     kept = () if unfinished else _STILL_OPEN
     files = [n for n, folder in is_folder.items() if not folder and not any(fnmatchcase(n, each) for each in kept)]
     described = [name for name in files if _describes(name)]
@@ -80,19 +77,12 @@ def look_into(directory: int, *, unfinished: bool = False, also: Collection[str]
             folders.append(name)
         elif unfinished and name == SINGLE_NAME:  # was exchanged for a file
             folders.append(name)
-            others += [f"{name}/{other}" for other in _look_below(directory, name).others]
+            with open_directory(name, dir_fd=directory) as below:
+                others += [f"{name}/{other}" for other in look_into(below).others]
         else:
             others.append(f"{name}/")
     ordered = sorted(own, key=lambda name: (_describes(name), name == METADATA_NAME, name))
     return Contents(ordered, folders, sorted(others))
-
-
-def _look_below(directory: int, name: str) -> Contents:
-    below = os.open(name, _DIRECTORY, dir_fd=directory)
-    try:
-        return look_into(below)
-    finally:
-        os.close(below)
 
 
 def _describes(name: str) -> bool:
@@ -179,11 +169,8 @@ def why_not_a_checkpoint(path: str) -> str | None:
         return None
     if not os.path.isdir(path):
         return "is neither a directory nor a file"
-    directory = os.open(path, _DIRECTORY)
-    try:
+    with open_directory(path) as directory:
         return why_not_of_contents(directory)
-    finally:
-        os.close(directory)
 
 
 def why_not_of_contents(directory: int) -> str | None:
@@ -267,14 +254,11 @@ def data_files_of(path: str, document: str) -> list[str]:
 
     They are those that it names; if it is damaged, those that no other document there names. Empty if it is not there.
     """
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with open_directory(path, follow=True) as directory:
         names = os.listdir(directory)
         if document not in names:
             return []
         documents = {name: _contents(directory, name) for name in names if _describes(name) and name != MANIFEST_NAME}
-    finally:
-        os.close(directory)
     data = [name for name in names if fnmatchcase(name, _DCP)]
     own = documents.pop(document)
     if own is not None and not _is_damaged(document, own):
@@ -319,14 +303,11 @@ def _exists(path: str, dir_fd: int | None) -> bool:
 
 
 def _remove_directory(path: str, also: Collection[str], dir_fd: int | None) -> None:
-    directory = os.open(path, _DIRECTORY, dir_fd=dir_fd)
-    try:
+    with open_directory(path, dir_fd=dir_fd) as directory:
         found = look_into(directory, unfinished=True, also=also)
         if found.others:
             what = f"it holds other things than a checkpoint ({several(found.others)}), which stay there"
             raise OtherThingsError(errno.ENOTEMPTY, what, path)
         for name in (*found.folders, *found.files):
             remove(name, dir_fd=directory)
-    finally:
-        os.close(directory)
     os.rmdir(path, dir_fd=dir_fd)

@@ -27,10 +27,10 @@ from aiockpt.storage.local.replacing import (
 )
 from aiockpt.storage.local.retries import AMBIGUOUS, NotSyncedError, fault_of, sync_fd
 from aiockpt.storage.local.temp_dir import REPLACED
-from aiockpt.storage.syscalls import UnsupportedError, identity, rename_exchange, rename_noreplace
+from aiockpt.storage.syscalls import UnsupportedError, identity, open_directory, rename_exchange, rename_noreplace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Identity
@@ -132,17 +132,8 @@ def _make_directory(path: str) -> None:
 
 def sync_directory(path: str) -> None:
     """Make the changes of a directory's entries durable; a failed fsync raises `NotSyncedError`."""
-    with _opened(path) as fd:
+    with open_directory(path, follow=True) as fd:
         sync_fd(fd)
-
-
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 # --- one rename ---------------------------------------------------------------------------------------
@@ -201,7 +192,8 @@ class Publication:
             if self.fsync and not self.name:
                 sync_directory(self.hidden)
             # Opened before the rename: after it nothing but the fsync may fail.
-            with _opened(os.path.dirname(self.path)) if self.fsync else contextlib.nullcontext() as parent:
+            above = open_directory(os.path.dirname(self.path), follow=True)
+            with above if self.fsync else contextlib.nullcontext() as parent:
                 self.check()
                 undo, replaced = self._rename(None if parent is None else partial(sync_fd, parent))
                 if parent is not None:

@@ -40,6 +40,7 @@ from aiockpt.storage.local.temp_dir import (
     read_ticket,
     this_process,
 )
+from aiockpt.storage.syscalls import open_directory
 
 OrphanStatus = Literal["dead", "rebooted", "old", "unknown"]
 """To be removed: the owner is dead, or is of an earlier boot, or the orphan is as old as was asked for. To be kept: the
@@ -131,14 +132,11 @@ def clean(directory: str, *, fsync: bool, older_than_s: float | None = None) -> 
     Returns the paths that were removed, and whether a later attempt may remove more.
     """
     try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with open_directory(directory, follow=True) as fd:
+            by = HostFacts(this_process(), time.time(), booted_s(), older_than_s)
+            return _Cleaning(fd, directory, by, fsync=fsync).run()
     except FileNotFoundError:
         return [], False
-    try:
-        by = HostFacts(this_process(), time.time(), booted_s(), older_than_s)
-        return _Cleaning(fd, directory, by, fsync=fsync).run()
-    finally:
-        os.close(fd)
 
 
 class _Cleaning:
@@ -196,8 +194,7 @@ class _Cleaning:
         The owner does not matter, since a path without its checkpoint is of no use; but a live owner may be about to do
         the same, so a recent one is left to it.
         """
-        fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
-        try:
+        with open_directory(base, dir_fd=self._fd) as fd:
             record = os.stat(base + RECORD, dir_fd=self._fd, follow_symlinks=False)
             if not (self._is_own(base, os.fstat(fd)) and self._is_own(base + RECORD, record)):
                 return False
@@ -212,8 +209,6 @@ class _Cleaning:
                     errno.EEXIST, f"{printable_key(path)} is no checkpoint, so what belongs there stays", base
                 )
             logger.info("completed the replacement of %s, which was interrupted", printable_key(path))
-        finally:
-            os.close(fd)
         return True
 
     def _sync(self) -> None:
@@ -225,8 +220,7 @@ class _Cleaning:
         return owner is not None and here is not None and owner.space == here.space and is_running(owner)
 
     def _clean_directory(self, name: str, owner: Owner | None) -> None:
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
-        try:
+        with open_directory(name, dir_fd=self._fd) as fd:
             if not self._is_own(name, os.fstat(fd)):
                 return
             # An unknown one is not even locked: it may have just been made.
@@ -247,8 +241,6 @@ class _Cleaning:
             self._sync()  # it may have been replaced: make that durable first
             self._take(name, os.fstat(fd))
             self._removed.append(name)
-        finally:
-            os.close(fd)
 
     def _take(self, name: str, own: os.stat_result) -> None:
         """Rename a directory, then remove it: if it is in use after all, its owner finds it gone, or whole."""

@@ -84,10 +84,7 @@ class LocalTransaction(SharedTransaction):
 
     async def look_for_single_file(self) -> None:
         """Find out whether the checkpoint is one file, which the process knew that has begun it."""
-        try:
-            self._file = await self._again("look for", identity, os.path.join(self._hidden, SINGLE_NAME))
-        except OSError as exc:
-            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+        self._file = await self._look("look for", identity, os.path.join(self._hidden, SINGLE_NAME))
         if self._file is not None:
             self._single = SINGLE_NAME
 
@@ -174,6 +171,13 @@ class LocalTransaction(SharedTransaction):
         step = partial(self._workers.run, function, *args, **kwargs)
         return await self._policy.repeater.run(f"{verb} what was written for {self._path}", step)
 
+    async def _look(self, verb: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do as `_again`; raise WriteError for an OSError."""
+        try:
+            return await self._again(verb, function, *args, **kwargs)
+        except OSError as exc:
+            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+
     @property
     def ticket(self) -> str:
         """The name of the temporary directory."""
@@ -181,10 +185,7 @@ class LocalTransaction(SharedTransaction):
 
     async def sizes(self) -> Mapping[str, int]:
         """Return the sizes of the files in the temporary directory."""
-        try:
-            return await self._again("look at", sizes_in, self._hidden)
-        except OSError as exc:
-            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+        return await self._look("look at", sizes_in, self._hidden)
 
     @property
     def identity(self) -> Identity | None:
@@ -200,10 +201,7 @@ class LocalTransaction(SharedTransaction):
 
     async def get_sidecar(self, name: str) -> bytes | None:
         """Read a sidecar file."""
-        try:
-            return await self._again("read", read_sidecar, f"{self._hidden}-{name}")
-        except OSError as exc:
-            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+        return await self._look("read", read_sidecar, f"{self._hidden}-{name}")
 
     async def delete_sidecar(self, name: str) -> None:
         """Remove a sidecar file."""
@@ -221,10 +219,7 @@ class LocalTransaction(SharedTransaction):
 
     async def status(self) -> Status:
         """Find out what has become of the temporary directory."""
-        try:
-            return await self._again("look for", self._status)
-        except OSError as exc:
-            raise WriteError(f"can't look at what was written for {self._path}: {exc}") from exc
+        return await self._look("look for", self._status)
 
     def _status(self) -> Status:
         """Return the status; completes a replacement that was interrupted between its two renames."""
