@@ -30,7 +30,7 @@ from aiockpt.storage.local.retries import (
     described,
     next_pause_s,
 )
-from aiockpt.storage.local.sink import LocalSink
+from aiockpt.storage.local.sink import LocalSink, NewFile
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import Fault, FaultyStorage
 from tests.states import assert_same, large_state
@@ -337,7 +337,7 @@ async def test_a_write_goes_on_where_it_stands(tmp_path: Path) -> None:
     data, workers = bytes(range(256)) * 80, Workers(2, "aiockpt-test")
     try:
         path = str(tmp_path / "f")
-        sink = Astray(path, path, len(data), fsync=False, workers=workers, repeater=Recorded().repeater)
+        sink = Astray(NewFile(path, path, False, workers, Recorded().repeater), len(data))
         await sink.open(direct=False)
         for start in range(0, len(data), 4096):
             await sink.write(memoryview(data)[start : start + 4096])

@@ -18,9 +18,8 @@ from aiockpt.storage.local.commit import (
     remove_own,
     sync_directory,
 )
-from aiockpt.storage.local.part_sink import LocalPartSink
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
-from aiockpt.storage.local.sink import LocalSink
+from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile
 from aiockpt.storage.local.temp_dir import REPLACED, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import identity
 
@@ -75,11 +74,9 @@ class LocalTransaction(SharedTransaction):
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
         """Create a file in the temporary directory."""
-        path, final = self._places(name)
-        policy = self._policy
-        sink = LocalSink(path, final, nbytes, fsync=policy.fsync, workers=self._workers, repeater=policy.repeater)
+        sink = LocalSink(self._new_file(name), nbytes)
         self._sinks.append(sink)
-        await sink.open(direct=policy.direct_io)
+        await sink.open(direct=self._policy.direct_io)
         return sink
 
     async def look_for_single_file(self) -> None:
@@ -99,17 +96,15 @@ class LocalTransaction(SharedTransaction):
         return sink
 
     def _part(self, name: str) -> LocalPartSink:
-        path, final = self._places(name)
-        policy = self._policy
-        sink = LocalPartSink(path, final, fsync=policy.fsync, workers=self._workers, repeater=policy.repeater)
+        sink = LocalPartSink(self._new_file(name))
         self._sinks.append(sink)
         return sink
 
-    def _places(self, name: str) -> tuple[str, str]:
-        """Return the path of a file, and its later one."""
+    def _new_file(self, name: str) -> NewFile:
         if not name:
             self._single = SINGLE_NAME
-        return os.path.join(self._hidden, name or SINGLE_NAME), os.path.join(self._path, name) if name else self._path
+        path, final = os.path.join(self._hidden, name or SINGLE_NAME), os.path.join(self._path, name)
+        return NewFile(path, final if name else self._path, self._policy.fsync, self._workers, self._policy.repeater)
 
     async def commit(self) -> None:
         """Publish the checkpoint."""
