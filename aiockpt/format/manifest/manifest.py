@@ -89,15 +89,25 @@ def encode_manifest(manifest: Manifest, index: str | None = None, transformed: s
 
 def files_listed(data: bytes) -> frozenset[str] | None:
     """Return the names of the files that a manifest lists, without reading its index; None if it is damaged."""
+    head = decode_head(data)
+    try:
+        return None if head is None else frozenset(head["files"])
+    except (KeyError, TypeError):
+        return None
+
+
+def decode_head(data: bytes) -> dict[str, Any] | None:
+    """Return the JSON of a manifest without its long sections, such as the index; None if it is damaged."""
     body, _, seal = data.rpartition(SEAL.encode())
     try:
         if int(seal[:8], 16) != crc32(body):
             return None
         for part in _LONG_PARTS:
             body = body.partition(part)[0]
-        return frozenset(json.loads(body + b"\n}")["files"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        head = json.loads(body + b"\n}")
+    except (ValueError, RecursionError):
         return None
+    return head if type(head) is dict else None
 
 
 def is_pickled(metadata: bytes) -> bool:

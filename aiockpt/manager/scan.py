@@ -1,0 +1,245 @@
+"""The steps of a run, read from its directory. Without torch; reads no tensors; blocks.
+
+A step is a directory whose name is ``step-`` and its number with at least eight digits. Its facts are in the manifest
+that the save has sealed; no pointer file is consulted.
+
+==============  ========================================================================================
+state           what is in the directory
+==============  ========================================================================================
+``complete``    a manifest that matches its CRC, and every file that it lists, of the size that it lists;
+                or, without a manifest, a ``.metadata`` of ``torch.distributed.checkpoint``
+``damaged``     a manifest that does not match its CRC, or a file that is missing or of another size
+``unfinished``  neither manifest nor ``.metadata``
+==============  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from aiockpt.errors import printable_key
+from aiockpt.format.manifest.manifest import (
+    FileFacts,
+    Manifest,
+    decode_head,
+    is_of_another_save,
+    read_user_metadata,
+)
+from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import TypeGuard
+
+StepState = Literal["complete", "unfinished", "damaged"]
+
+RUN_KEY = "run"
+"""The key of the manager's own facts in the metadata of a checkpoint."""
+
+_NAME = re.compile(r"step-([0-9]{8,18})")
+_DOCUMENT_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """A step of a run, as its directory shows it.
+
+    Attributes:
+        step: its number.
+        path: its directory.
+        state: "complete", "unfinished" or "damaged", by what is known without reading tensors: whether the manifest
+            is intact, and whether every file is there with its size.
+        nbytes: the bytes of its files.
+        time: when it was saved, in seconds as in `time.time`.
+        metrics: the metrics that were saved with it.
+        metadata: the other metadata that was saved with it.
+        problem: why it is not complete; empty if it is.
+    """
+
+    step: int
+    path: str
+    state: StepState
+    nbytes: int = 0
+    time: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    problem: str = ""
+
+
+def step_path(directory: str, step: int) -> str:
+    """Return the path of a step in a run's directory."""
+    return os.path.join(directory, f"step-{step:08d}")
+
+
+def step_of(name: str) -> int | None:
+    """Return the number of a step by the name of its directory; None if it is not the name of a step."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return None
+    step = int(found[1])
+    return step if name == f"step-{step:08d}" else None
+
+
+_Cache = dict[str, tuple[tuple[int, ...], "_Facts | None"]]
+
+
+class StepScanner:
+    """Scans a run's directory again and again; an unchanged manifest is read once."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._cache: _Cache = {}
+
+    def scan(self) -> tuple[StepInfo, ...]:
+        """Return the steps of the directory; see `scan`."""
+        infos = _scan(self._directory, self._cache)
+        there = {info.path for info in infos}
+        for path in self._cache.keys() - there:
+            self._cache.pop(path, None)
+        return infos
+
+
+def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
+    """Return the steps in a run's directory, in the order of their numbers. Reads no tensors, and needs no torch.
+
+    Args:
+        directory: the run's directory; ``~`` is the home directory.
+
+    Returns:
+        A `StepInfo` for each directory with the name of a step; none if the run's directory does not exist.
+
+    Raises:
+        OSError: the directory, or a manifest, can't be read.
+    """
+    return _scan(os.path.abspath(os.path.expanduser(os.fspath(directory))), {})
+
+
+def _scan(directory: str, cache: _Cache) -> tuple[StepInfo, ...]:
+    try:
+        with os.scandir(directory) as entries:
+            steps = {step: e.path for e in entries if (step := step_of(e.name)) is not None and e.is_dir()}
+    except FileNotFoundError:
+        return ()
+    infos = (_look(step, path, cache) for step, path in sorted(steps.items()))
+    return tuple(info for info in infos if info is not None)
+
+
+# --- one step -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """The contents of a manifest that matters here."""
+
+    files: Mapping[str, int]
+    manifest: Manifest  # with the facts of `.metadata` alone
+    time: float
+    metrics: Mapping[str, float]
+    metadata: Mapping[str, Any]
+
+
+def _look(step: int, path: str, cache: _Cache) -> StepInfo | None:
+    """Return what is known of a step; None if it has been deleted meanwhile."""
+    try:
+        with os.scandir(path) as entries:
+            sizes = {e.name: e.stat(follow_symlinks=False).st_size for e in entries if not e.is_dir()}
+        changed_s = os.stat(path).st_mtime
+        info = StepInfo(step, path, "complete", sum(sizes.values()), changed_s)
+        if MANIFEST_NAME not in sizes:
+            return _without_manifest(info, sizes)
+        facts = _facts_of(path, cache)
+        if facts is None:
+            return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
+        wrong = _wrong_file(facts.files, sizes)
+        if wrong is None:
+            return replace(info, time=facts.time, metrics=facts.metrics, metadata=facts.metadata)
+        if METADATA_NAME in sizes and is_of_another_save(facts.manifest, _read(os.path.join(path, METADATA_NAME))):
+            return _without_manifest(info, sizes)
+        return replace(
+            info,
+            state="damaged",
+            time=facts.time,
+            metrics=facts.metrics,
+            metadata=facts.metadata,
+            problem=wrong,
+        )
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.isdir(path):  # a file of it was removed just now
+            return StepInfo(step, path, "unfinished", problem="its files are being removed")
+        return None
+
+
+def _without_manifest(info: StepInfo, sizes: Mapping[str, int]) -> StepInfo:
+    if METADATA_NAME in sizes:
+        return info
+    return replace(info, state="unfinished", problem=f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}")
+
+
+def _wrong_file(files: Mapping[str, int], sizes: Mapping[str, int]) -> str | None:
+    for name, nbytes in files.items():
+        if name not in sizes:
+            return f"it lacks its file {printable_key(name)}"
+        if sizes[name] != nbytes:
+            return f"{printable_key(name)} has {sizes[name]} bytes, but was written with {nbytes}"
+    return None
+
+
+def _facts_of(path: str, cache: _Cache) -> _Facts | None:
+    """Return the facts in a manifest; None if it is damaged."""
+    name = os.path.join(path, MANIFEST_NAME)
+    found = os.stat(name)
+    identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    known = cache.get(path)
+    if known is None or known[0] != identity:
+        known = cache[path] = (identity, _decode(_read(name)))
+    return known[1]
+
+
+def _read(name: str) -> bytes:
+    with open(name, "rb") as file:
+        return file.read(_DOCUMENT_BYTES)
+
+
+def _decode(data: bytes) -> _Facts | None:
+    head = decode_head(data)
+    try:
+        if head is None:
+            return None
+        metadata = read_user_metadata(head["metadata"])
+        run = metadata.pop(RUN_KEY, None)
+        run = run if isinstance(run, dict) else {}
+        files = {name: int(facts["bytes"]) for name, facts in head["files"].items()}
+        described = head["files"].get(METADATA_NAME)
+        known = (
+            {} if described is None else {METADATA_NAME: FileFacts(files[METADATA_NAME], int(described["crc32"], 16))}
+        )
+        time_s = run.get("time")
+        return _Facts(
+            files=files,
+            manifest=Manifest(str(head["writer"]), str(head["created"]), files=known),
+            time=float(time_s) if _is_number(time_s) else datetime.fromisoformat(head["created"]).timestamp(),
+            metrics=_metrics_of(run.get("metrics")),
+            metadata=metadata,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None
+
+
+def _metrics_of(value: object) -> dict[str, float]:
+    if not isinstance(value, dict):
+        return {}
+    return {str(name): float(number) for name, number in value.items() if _is_number(number)}
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_usable(value: float | None) -> bool:
+    """Return whether a metric can be compared: it is there, and is no NaN."""
+    return value is not None and not math.isnan(value)

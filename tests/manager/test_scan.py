@@ -1,0 +1,149 @@
+"""The steps of a run, as its directory shows them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import aiockpt
+from aiockpt.manager.scan import StepScanner, scan, step_of, step_path
+
+FILLED = {"a": torch.arange(12.0), "b": {"c": torch.ones(3, 2)}}
+
+
+def write(folder: Path, step: int, **metadata) -> Path:
+    path = Path(step_path(str(folder), step))
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(FILLED, path, metadata=metadata)
+    return path
+
+
+def test_names_of_steps() -> None:
+    assert os.path.basename(step_path("/r", 100)) == "step-00000100"
+    assert step_of("step-00000100") == 100
+    assert step_of("step-123456789") == 123456789
+    wrong = ["step-100", "step-000000100", "step-00000100.damaged", "step-0000010x", "final", "step-", "step-+0000001"]
+    assert [step_of(name) for name in wrong] == [None] * len(wrong)
+
+
+def test_facts_come_from_the_manifest(tmp_path: Path) -> None:
+    run = {"step": 7, "time": 1234.5, "metrics": {"loss": 0.25, "bad": math.nan}, "keep": []}
+    path = write(tmp_path, 7, run=run, note="mine")
+    (found,) = scan(tmp_path)
+    assert (found.step, found.path, found.state, found.time, found.problem) == (7, str(path), "complete", 1234.5, "")
+    assert found.metrics["loss"] == 0.25
+    assert math.isnan(found.metrics["bad"])
+    assert found.metadata == {"note": "mine"}
+    assert found.nbytes == sum(file.stat().st_size for file in path.iterdir())
+
+
+def test_steps_come_in_order_and_other_names_are_left_out(tmp_path: Path) -> None:
+    for step in (100, 20, 3):
+        write(tmp_path, step)
+    shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-20")
+    shutil.copytree(tmp_path / "step-00000020", tmp_path / "final")
+    (tmp_path / "step-00000005").write_text("a file")
+    assert [(found.step, found.state, dict(found.metrics)) for found in scan(tmp_path)] == [
+        (3, "complete", {}),
+        (20, "complete", {}),
+        (100, "complete", {}),
+    ]
+    assert scan(tmp_path / "nothing") == ()
+
+
+def test_the_time_of_a_checkpoint_of_no_manager_is_that_of_its_manifest(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    os.utime(path, (5, 5))
+    (found,) = scan(tmp_path)
+    assert found.time > 1.7e9
+
+
+def cut(file: Path, nbytes: int = 1) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - nbytes)
+
+
+def data_file(path: Path) -> Path:
+    return next(path.glob("*.distcp"))
+
+
+@pytest.mark.parametrize(
+    ("harm", "state", "words"),
+    [
+        (lambda path: cut(data_file(path)), "damaged", "bytes, but was written with"),
+        (lambda path: data_file(path).unlink(), "damaged", "lacks its file"),
+        (lambda path: (path / ".metadata").unlink(), "damaged", "lacks its file .metadata"),
+        (lambda path: cut(path / ".aiockpt.json", 30), "damaged", ".aiockpt.json is damaged"),
+        (lambda path: (path / ".aiockpt.json").write_bytes(b""), "damaged", ".aiockpt.json is damaged"),
+        (lambda path: (path / ".aiockpt.json").unlink(), "complete", ""),
+        (lambda path: [(path / n).unlink() for n in (".aiockpt.json", ".metadata")], "unfinished", "neither"),
+        (lambda path: [file.unlink() for file in path.iterdir()], "unfinished", "neither"),
+    ],
+)
+def test_states(tmp_path: Path, harm, state: str, words: str) -> None:
+    write(tmp_path, 1)
+    harm(write(tmp_path, 2, run={"metrics": {"loss": 1.0}}))
+    one, two = scan(tmp_path)
+    assert (one.state, two.state) == ("complete", state)
+    assert words in two.problem
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled:UserWarning", "ignore:Detected an existing:UserWarning"
+)
+def test_a_checkpoint_that_torch_has_replaced_in_place_is_complete(tmp_path: Path) -> None:
+    path = write(tmp_path, 2, run={"metrics": {"loss": 1.0}})
+    dcp.save({"other": torch.ones(5)}, checkpoint_id=str(path), no_dist=True)
+    (found,) = scan(tmp_path)
+    assert (found.state, dict(found.metrics)) == ("complete", {})
+
+
+def test_a_manifest_without_what_it_should_hold_is_damaged(tmp_path: Path) -> None:
+    from isal.isal_zlib import crc32
+
+    path = write(tmp_path, 2)
+    for wrong in ({"files": 3}, {"files": {"x": {}}}, {"metadata": [], "files": {}}):
+        head = {"writer": "w", "created": "2026-01-01T00:00:00+00:00", "metadata": {}, "files": {}} | wrong
+        body = json.dumps(head, indent=2).removesuffix("\n}")
+        (path / ".aiockpt.json").write_text(f'{body},\n  "manifest_crc32": "{crc32(body.encode()):08x}"\n}}\n')
+        assert scan(tmp_path)[0].state == "damaged"
+
+
+def test_an_unchanged_manifest_is_read_once_and_a_changed_one_again(tmp_path: Path) -> None:
+    path = write(tmp_path, 2, run={"metrics": {"loss": 1.0}})
+    scanner = StepScanner(str(tmp_path))
+    first = scanner.scan()
+    manifest = path / ".aiockpt.json"
+    manifest.chmod(0)
+    try:
+        if os.geteuid():
+            assert scanner.scan() == first
+    finally:
+        manifest.chmod(0o644)
+    shutil.rmtree(path)
+    assert scanner.scan() == ()
+    write(tmp_path, 2, run={"metrics": {"loss": 3.0}})
+    assert scanner.scan()[0].metrics == {"loss": 3.0}
+
+
+def test_a_scan_needs_no_torch(tmp_path: Path) -> None:
+    write(tmp_path, 4)
+    code = (
+        "import sys; from aiockpt.manager.scan import scan\n"
+        "from aiockpt.manager.policies import KeepLatest, to_delete\n"
+        "infos = scan(sys.argv[1]); to_delete(KeepLatest(1), infos, 0.0); print(infos[0].step, infos[0].state)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "4 complete\n", "")
