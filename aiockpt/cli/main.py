@@ -10,6 +10,9 @@ import typer
 from aiockpt._version import __version__
 from aiockpt.cli.app import Code, Commands
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Checkpoint = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.")]
+
 app = typer.Typer(
     name="aiockpt",
     cls=Commands,
@@ -44,6 +47,33 @@ def main(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(Code.USAGE)
+
+
+@app.command()
+def inspect(
+    path: Checkpoint,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY]...", help="Only these keys, containers, or patterns: 'model.*'."),
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Read the tensors: minimum, maximum, mean, nan.")] = False,
+    depth: Annotated[int | None, typer.Option("--depth", "-d", min=1, help="Show so many levels.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="Show all levels, and each of several layers that are alike.")
+    ] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Let a file of torch.save run the code in it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the keys of a checkpoint as a tree, with dtypes, shapes and bytes.
+
+    On a terminal, deep trees are shown to the level that fits, and layers that are alike are shown once.
+    """
+    import asyncio
+
+    from aiockpt.cli.inspect import View, inspect
+
+    view = View(keys=keys or (), stats=stats, depth=depth, everything=everything)
+    asyncio.run(inspect(path, view, as_json=as_json, trust=trust))
 
 
 @app.command()

@@ -97,17 +97,37 @@ def _padded(text: str, width: int, *, right: bool) -> str:
 # --- JSON -----------------------------------------------------------------------------------------------
 
 
-def print_json(value: Any) -> None:
-    """Print a value as a document of JSON; nan and infinities become texts, which JSON has no numbers for."""
-    json.dump(_finite(value), sys.stdout, indent=2)
-    sys.stdout.write("\n")
+def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print a document of JSON, with a line for each key or item, and for each item of a list under a key.
+
+    Nan and infinities become texts: JSON has no such numbers.
+    """
+    if isinstance(document, Mapping):
+        ends, items = "{}", [(f"{json.dumps(key)}: ", value) for key, value in document.items()]
+    else:
+        ends, items = "[]", [("", item) for item in document]
+    lines = ",\n".join(f"  {name}{_laid_out(value)}" for name, value in items)
+    sys.stdout.write(f"{ends[0]}\n{lines}\n{ends[1]}\n" if items else f"{ends}\n")
+
+
+def _laid_out(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return "[\n    " + ",\n    ".join(map(_encoded, value)) + "\n  ]"
+    return _encoded(value)
+
+
+def _encoded(value: Any) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value))
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(part) for key, part in value.items()}
+        return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return value

@@ -1,0 +1,270 @@
+"""``aiockpt inspect``: the keys of a checkpoint as a tree, or as JSON."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.cells import cell_len
+from rich.segment import Segment, Segments
+from rich.style import Style
+
+import aiockpt
+from aiockpt.cli import tree
+from aiockpt.cli.app import CommandError
+from aiockpt.cli.output import console, print_json, shown, size_text
+from aiockpt.cli.progress import bar
+from aiockpt.cli.statistics import Statistics, measure
+from aiockpt.core.gc_pause import gc_pause
+from aiockpt.format.keys import hint, matching
+from aiockpt.reading.info import ObjectInfo, TensorInfo
+from aiockpt.reading.reader import CheckpointReader
+
+_LINES = 100  # shown on a terminal before levels are left out
+_VALUES = 200  # objects whose values are shown
+_VALUE_BYTES = 4096
+_BATCH = 1000  # lines printed at once
+_LEAST_CELLS = 20  # for the names of keys
+_TITLES = ("min", "max", "mean", "nan")
+_PLAIN, _BOLD, _DIM, _BAD = Style(), Style(bold=True), Style(dim=True), Style(color="red", bold=True)
+_KIND = Style(color="magenta")
+
+_value = reprlib.Repr()
+_value.maxstring = _value.maxother = 40
+_value.maxdict = _value.maxlist = _value.maxtuple = 4
+
+
+@dataclass(slots=True)
+class Contents:
+    """What is shown of a checkpoint."""
+
+    path: str
+    format: str
+    metadata: Mapping[str, Any]
+    infos: dict[str, TensorInfo | ObjectInfo]
+    statistics: dict[str, Statistics | None] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        """The tensors."""
+        return [info for info in self.infos.values() if isinstance(info, TensorInfo)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What is to be shown of a checkpoint.
+
+    Attributes:
+        keys: names, names of containers and glob patterns; empty: all keys.
+        stats: read the tensors, for figures of them.
+        depth: the most levels of the tree; None: as many as a terminal has room for.
+        everything: all levels, and each of several that are alike.
+    """
+
+    keys: Sequence[str] = ()
+    stats: bool = False
+    depth: int | None = None
+    everything: bool = False
+
+
+async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool = False) -> None:
+    """Print the keys of a checkpoint. ``trust``: let a file of torch.save run its code."""
+    async with aiockpt.open(path, trust=trust) as reader:
+        contents = _chosen(reader, view.keys)
+        if view.stats:
+            tensors = contents.tensors
+            with bar("reading", sum(info.nbytes for info in tensors)) as shown_bar:
+                async for info, figures in measure(reader, tensors):
+                    contents.statistics[info.key] = figures
+                    shown_bar.advance(info.nbytes)
+        if as_json:
+            print_json(_document(contents))
+            return
+        out = console()
+        fold, depth = not (view.everything or view.stats), view.depth
+        with gc_pause():
+            root = tree.build(contents.infos.values())
+            if depth is None and not view.everything and out.is_terminal:
+                depth = tree.fitting_depth(root, _LINES, fold=fold)
+            lines = list(tree.lines(root, depth=depth, fold=fold))
+        contents.values = await _read_values(reader, lines)
+    _print_head(contents)
+    _print_tree(lines, contents)
+    if any(line.is_cut for line in lines):
+        out.print(f"\n{depth} of more levels are shown; --all shows everything.", style="dim")
+
+
+def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:
+    keys = list(reader)
+    if patterns:
+        found, unmatched = matching(reader.keys(), patterns)
+        if unmatched:
+            raise CommandError(f"{reader.path} has nothing that {unmatched[0]} means.{hint(unmatched, keys)}")
+        keys = [key for key in keys if key in found]
+    with gc_pause():
+        return Contents(reader.path, reader.format, reader.metadata, {key: reader[key] for key in keys})
+
+
+async def _read_values(reader: CheckpointReader, lines: Sequence[tree.Line]) -> dict[str, Any]:
+    """Return the values of the first small objects; those that may not be read are left out."""
+    leaves = [line.node.leaf for line in lines if not line.is_cut]
+    objects = [leaf for leaf in leaves if isinstance(leaf, ObjectInfo) and leaf.nbytes <= _VALUE_BYTES]
+    values = {}
+    for leaf in objects[:_VALUES]:
+        try:
+            values[leaf.key] = await reader.read(leaf.key)
+        except aiockpt.UnsafeCheckpointError:
+            continue
+    return values
+
+
+# --- JSON -----------------------------------------------------------------------------------------------
+
+
+def _document(contents: Contents) -> dict[str, Any]:
+    return {
+        "path": contents.path,
+        "format": contents.format,
+        "metadata": contents.metadata,
+        "tensors": len(contents.tensors),
+        "objects": len(contents.infos) - len(contents.tensors),
+        "bytes": sum(info.nbytes for info in contents.tensors),
+        "dtypes": _dtypes(contents.tensors),
+        "keys": [_record(info, contents) for info in contents.infos.values()],
+    }
+
+
+def _record(info: TensorInfo | ObjectInfo, contents: Contents) -> dict[str, Any]:
+    if isinstance(info, ObjectInfo):
+        return {"key": info.key, "kind": "object", "bytes": info.nbytes, "file": info.file, "offset": info.offset}
+    record: dict[str, Any] = {
+        "key": info.key,
+        "kind": "tensor",
+        "dtype": _dtype(info),
+        "shape": info.shape,
+        "bytes": info.nbytes,
+        "chunks": [
+            {"file": c.file, "offset": c.offset, "bytes": c.nbytes, "offsets": c.offsets, "sizes": c.sizes}
+            for c in info.chunks
+        ],
+    }
+    if info.key in contents.statistics:
+        figures = contents.statistics[info.key]
+        record["stats"] = None if figures is None else asdict(figures)
+    return record
+
+
+def _dtype(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")
+
+
+def _dtypes(tensors: Sequence[TensorInfo]) -> dict[str, int]:
+    """Return the bytes of each dtype, the largest first."""
+    counts: Counter[str] = Counter()
+    for info in tensors:
+        counts[_dtype(info)] += info.nbytes
+    return dict(counts.most_common())
+
+
+# --- text -----------------------------------------------------------------------------------------------
+
+
+def _print_head(contents: Contents) -> None:
+    out = console()
+    tensors = contents.tensors
+    objects = len(contents.infos) - len(tensors)
+    total = sum(info.nbytes for info in tensors)
+    out.print(shown(contents.path), style="bold", soft_wrap=True)
+    dtypes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in _dtypes(tensors).items())
+    kinds = f" ({dtypes})" if dtypes else ""
+    out.print(f"{contents.format}: {len(tensors)} tensors, {size_text(total)}{kinds}; {objects} objects")
+    if contents.metadata:
+        out.print(f"metadata: {shown(json.dumps(contents.metadata, ensure_ascii=False))}")
+    out.print()
+
+
+def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
+    """Print the lines, as many at a time as are worth a call of rich, which takes long for each."""
+    titles = ("", "", "", "", *(_TITLES if contents.statistics else ()))
+    rows = [_row(line, contents) for line in lines]
+    widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]
+    out = console()
+    if out.is_terminal:
+        rest = sum(width + 2 for width in widths[1:] if width)
+        widths[0] = min(widths[0], max(_LEAST_CELLS, out.width - rest))
+    if contents.statistics:
+        out.print(Segments(_segments(_DIM, titles, widths)), end="", soft_wrap=True)
+    for start in range(0, len(rows), _BATCH):
+        segments: list[Segment] = []
+        for line, row in zip(lines[start : start + _BATCH], rows[start : start + _BATCH], strict=True):
+            segments += _segments(_BOLD if line.node.children else _PLAIN, row, widths)
+        if out.is_terminal:
+            out.print(Segments(segments), end="", soft_wrap=True)
+        else:
+            sys.stdout.write("".join(segment.text for segment in segments))
+
+
+def _segments(style: Style, row: Sequence[str], widths: Sequence[int]) -> list[Segment]:
+    """Return a line: the name, the dtype, and the rest, of which a number of nan stands out."""
+    label, kind, shape, *numbers = row
+    figures = [_padded(cell, width, right=True) for cell, width in zip(numbers, widths[3:], strict=True) if width]
+    rest = "".join((f"  {_padded(shape, widths[2])}" if widths[2] else "", *(f"  {cell}" for cell in figures[:-1])))
+    last = f"  {figures[-1]}" if figures else ""
+    is_bad = len(numbers) > 1 and numbers[-1].isdecimal() and numbers[-1] != "0"
+    if not is_bad:
+        rest, last = (rest + last).rstrip(), ""
+    ahead = _padded(_fitted(label, widths[0]), widths[0])
+    between = f"  {_padded(kind, widths[1])}" if widths[1] else ""
+    found = [Segment(ahead, style), Segment(between, _KIND), Segment(rest), Segment(last, _BAD), Segment("\n")]
+    return [segment for segment in found if segment.text]
+
+
+def _padded(text: str, width: int, *, right: bool = False) -> str:
+    gap = " " * (width - cell_len(text))
+    return gap + text if right else text + gap
+
+
+def _fitted(label: str, width: int) -> str:
+    """Return a label with its middle left out if it is too long; its end tells most."""
+    if cell_len(label) <= width:
+        return label
+    indent = len(label) - len(label.lstrip())
+    keep = max(4, width - indent - 1)
+    head = keep // 3
+    return label[: indent + head] + "…" + label[head - keep :]
+
+
+def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
+    node, leaf = line.node, line.node.leaf
+    label = "  " * line.depth + shown(line.label)
+    empty = ("",) * 4 if contents.statistics else ()
+    if leaf is None or line.is_cut:
+        counted = f"{node.tensors * line.times} tensors" if line.is_cut else ""
+        return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
+    if isinstance(leaf, ObjectInfo):
+        if leaf.key not in contents.values:
+            return label, "object", "", size_text(leaf.nbytes) if leaf.file else "", *empty
+        value = contents.values[leaf.key]
+        return label, type(value).__name__, shown(_value.repr(value)), "", *empty
+    shape = "x".join(map(str, leaf.shape)) or "scalar"
+    figures = _figures(contents.statistics[leaf.key]) if leaf.key in contents.statistics else empty
+    return label, _dtype(leaf), shape, _size(leaf.nbytes, line.times), *figures
+
+
+def _size(nbytes: int, times: int) -> str:
+    if not nbytes:
+        return "" if times > 1 else "0 B"
+    return f"{times} x {size_text(nbytes)}" if times > 1 else size_text(nbytes)
+
+
+def _figures(figures: Statistics | None) -> tuple[str, ...]:
+    if figures is None:
+        return "?", "?", "?", "?"
+    numbers = ("" if value is None else f"{value:.4g}" for value in (figures.minimum, figures.maximum, figures.mean))
+    return (*numbers, str(figures.nan))

@@ -1,0 +1,123 @@
+"""Figures of stored tensors, read in parts, so that none has to fit into memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aiockpt.reading.info import TensorInfo
+from aiockpt.reading.reader import CheckpointReader
+
+PART_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Figures of a tensor.
+
+    Attributes:
+        minimum, maximum, mean: of the elements that are numbers; None if there are none. Of complex numbers, those of
+            their absolute values.
+        nan: the number of elements that are not numbers.
+    """
+
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    nan: int
+
+
+class _Sums:
+    """Figures that grow part by part."""
+
+    def __init__(self) -> None:
+        self._minimum, self._maximum = math.inf, -math.inf
+        self._total = 0.0
+        self._count = self._nan = 0
+
+    def add(self, part: torch.Tensor) -> None:
+        values = _numbers(part)
+        if values.is_floating_point():
+            is_nan = values.isnan()
+            nan = int(is_nan.sum())
+            if nan:
+                self._nan += nan
+                values = values[~is_nan]
+        if not values.numel():
+            return
+        low, high = (bound.item() for bound in torch.aminmax(values))
+        self._minimum, self._maximum = min(self._minimum, low), max(self._maximum, high)
+        self._total += values.sum(dtype=torch.float64).item()
+        self._count += values.numel()
+
+    def result(self) -> Statistics:
+        if not self._count:
+            return Statistics(None, None, None, self._nan)
+        return Statistics(self._minimum, self._maximum, self._total / self._count, self._nan)
+
+
+def _numbers(part: torch.Tensor) -> torch.Tensor:
+    """Return the elements in a dtype that torch can compare and add."""
+    if part.is_quantized:
+        part = part.dequantize()
+    if part.layout is not torch.strided:
+        part = part.to_dense()
+    if part.is_complex():
+        return part.to(torch.complex64 if part.dtype == torch.complex32 else part.dtype).abs()
+    if part.is_floating_point():
+        return part if part.dtype in (torch.float32, torch.float64) else part.to(torch.float32)
+    return part.to(torch.float64 if part.dtype == torch.uint64 else torch.int64)
+
+
+async def read_parts(reader: CheckpointReader, info: TensorInfo, most: int) -> AsyncIterator[torch.Tensor]:
+    """Yield a tensor in parts of so many bytes at most, or row by row if a row has more."""
+    if info.nbytes <= most or not info.shape:
+        yield await reader.read(info.key)
+        return
+    for index in part_indices(info.shape, max(1, most // info.dtype.itemsize)):
+        yield await reader.read(info.key, index)
+
+
+def part_indices(shape: Sequence[int], most: int) -> list[tuple[slice | int, ...]]:
+    """Return indices that take a tensor apart into pieces of at most so many elements."""
+    row = math.prod(shape[1:])
+    if row > most and len(shape) > 1:
+        return [(number, *rest) for number in range(shape[0]) for rest in part_indices(shape[1:], most)]
+    step = max(1, most // max(1, row))
+    return [(slice(start, min(start + step, shape[0])),) for start in range(0, shape[0], step)]
+
+
+async def measure(
+    reader: CheckpointReader, infos: Sequence[TensorInfo]
+) -> AsyncIterator[tuple[TensorInfo, Statistics | None]]:
+    """Yield each tensor with its figures; None where torch can't compute with its dtype.
+
+    Small tensors are read ahead, in memory that is bounded; large ones part by part.
+    """
+    small = {info.key: info for info in infos if info.nbytes <= PART_BYTES}
+    if small:
+        async for key, tensor in reader.stream(list(small), buffer_bytes=4 * PART_BYTES):
+            yield small[key], _measured([tensor])
+    for info in infos:
+        if info.key not in small:
+            sums: _Sums | None = _Sums()
+            async for part in read_parts(reader, info, PART_BYTES):
+                try:
+                    if sums is not None:
+                        sums.add(part)
+                except (RuntimeError, NotImplementedError):
+                    sums = None
+            yield info, None if sums is None else sums.result()
+
+
+def _measured(parts: Sequence[torch.Tensor]) -> Statistics | None:
+    sums = _Sums()
+    try:
+        for part in parts:
+            sums.add(part)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return sums.result()

@@ -1,0 +1,44 @@
+"""Checkpoints of every format that can be read, of the same tensors, for the tests of commands."""
+
+import warnings
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import aiockpt
+
+FORMATS = ("aiockpt", "dcp", "ranks", "torch", "safetensors", "sharded")
+
+
+def tensors():
+    """Return tensors that differ in everything."""
+    return {
+        "model.0.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4) - 2,
+        "model.0.bias": torch.tensor([1.5, float("nan"), -0.5], dtype=torch.bfloat16),
+        "head": torch.arange(5, dtype=torch.int64) * 3,
+    }
+
+
+def make(form, path):
+    """Write a checkpoint of `tensors`; return its path."""
+    state = tensors()
+    with aiockpt.SyncCheckpointer() as ckpt, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        match form:
+            case "aiockpt":
+                ckpt.save(state, path, metadata={"loss": 0.25, "note": "größe"})
+            case "dcp":
+                dcp.save(state, checkpoint_id=path)
+            case "ranks":  # as ranks save without each other: each has metadata of its own
+                dcp.save(state, checkpoint_id=path)
+                (path / ".metadata").rename(path / "__0.metadata")
+            case "torch":
+                path = path.with_suffix(".pt")
+                torch.save(state, path)
+            case "safetensors":
+                path = path.with_suffix(".safetensors")
+                save_file(state, path)
+            case "sharded":
+                ckpt.save(state, path, format="safetensors", shard_bytes=40)
+    return path

@@ -1,0 +1,190 @@
+import asyncio
+import json
+import random
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import aiockpt
+from aiockpt.cli import statistics
+from aiockpt.cli.main import app
+from aiockpt.cli.statistics import part_indices
+from tests.cli.checkpoints import FORMATS, make, tensors
+
+DTYPES = {"model.0.weight": "float32", "model.0.bias": "bfloat16", "head": "int64"}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+def document(*arguments):
+    result = invoke(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_is_shown(form, tmp_path):
+    path = make(form, tmp_path / "c")
+    result = invoke(path)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0] == [str(path)]
+    assert {tuple(line) for line in lines} >= {
+        ("weight", "float32", "3x4", "48", "B"),
+        ("bias", "bfloat16", "3", "6", "B"),
+        ("head", "int64", "5", "40", "B"),
+    }
+    assert ["model.0", "54", "B"] in lines
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_has_its_figures_as_json(form, tmp_path):
+    path = make(form, tmp_path / "c")
+    found = document(path, "--stats")
+    assert (found["path"], found["tensors"], found["objects"], found["bytes"]) == (str(path), 3, 0, 94)
+    assert found["dtypes"] == {"float32": 48, "int64": 40, "bfloat16": 6}
+    keys = {each["key"]: each for each in found["keys"]}
+    assert {key: (each["dtype"], each["shape"]) for key, each in keys.items()} == {
+        key: (DTYPES[key], list(value.shape)) for key, value in tensors().items()
+    }
+    assert {key: each["stats"] for key, each in keys.items()} == {
+        "model.0.weight": {"minimum": -2.0, "maximum": 9.0, "mean": 3.5, "nan": 0},
+        "model.0.bias": {"minimum": -0.5, "maximum": 1.5, "mean": 0.5, "nan": 1},
+        "head": {"minimum": 0, "maximum": 12, "mean": 6.0, "nan": 0},
+    }
+    assert all(chunk["file"] for each in keys.values() for chunk in each["chunks"])
+
+
+def test_figures_in_text(tmp_path):
+    result = invoke(make("aiockpt", tmp_path / "c"), "--stats")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert ["min", "max", "mean", "nan"] in lines
+    assert ["weight", "float32", "3x4", "48", "B", "-2", "9", "3.5", "0"] in lines
+    assert ["bias", "bfloat16", "3", "6", "B", "-0.5", "1.5", "0.5", "1"] in lines
+
+
+def test_metadata_and_objects_are_shown(tmp_path):
+    state = {"step": 7, "name": "größe\n模型", "odd": slice(1, 2), "long": list(range(50)), "w": torch.ones(2)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c", metadata={"loss": float("inf"), "note": "ü\x1b"})
+    result = invoke(tmp_path / "c")
+    assert "1 tensors, 8 B (float32 8 B); 4 objects" in result.stdout
+    assert 'metadata: {"loss": Infinity, "note": "ü\\u001b"}' in result.stdout
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "step int 7" in lines
+    assert "name str 'größe\\n模型'" in lines
+    assert "long list [0, 1, 2, 3, ...]" in lines
+    assert document(tmp_path / "c")["metadata"] == {"loss": "inf", "note": "ü\x1b"}
+
+
+def test_layers_that_are_alike_are_one_unless_all_are_asked_for(tmp_path):
+    state = {f"h.{n}.{name}": torch.ones(4, 4) for n in range(6) for name in ("q", "k")}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+    folded = invoke(tmp_path / "c").stdout
+    assert [line.split()[0] for line in folded.splitlines()[3:]] == ["h", "0..5", "q", "k"]
+    assert "6 x 128 B" in folded
+    assert len(invoke(tmp_path / "c", "--all").stdout.splitlines()) == 3 + 1 + 6 * 3
+    cut = invoke(tmp_path / "c", "--depth", "1").stdout
+    assert [line.split() for line in cut.splitlines()[3:4]] == [["h", "12", "tensors", "768", "B"]]
+
+
+def test_keys_choose(tmp_path):
+    path = make("aiockpt", tmp_path / "c")
+    assert [each["key"] for each in document(path, "model")["keys"]] == ["model.0.weight", "model.0.bias"]
+    assert [each["key"] for each in document(path, "*.bias", "head")["keys"]] == ["model.0.bias", "head"]
+    result = invoke(path, "model.0.wieght")
+    assert result.exit_code == 3
+    assert "has nothing that model.0.wieght means" in result.stderr
+    assert "model.0.weight" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["nothing", "file", "folder"])
+def test_what_is_no_checkpoint_is_code_3(name, tmp_path):
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "folder").mkdir()
+    result = invoke(tmp_path / name)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert result.stderr.startswith("aiockpt: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_names_of_hostile_checkpoints_do_not_reach_the_terminal(tmp_path):
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"a\x1b[31m\n": torch.ones(1)}, tmp_path / "c")
+    assert "a\\x1b[31m\\n" in invoke(tmp_path / "c").stdout
+
+
+# --- figures ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (5, 3), (2, 3, 4), (0,), (3, 0), (1, 1, 9)])
+@pytest.mark.parametrize("most", [1, 2, 4, 100])
+def test_parts_cover_a_tensor_once(shape, most):
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    parts = [whole[index] for index in part_indices(shape, most)]
+    assert all(part.numel() <= most for part in parts)
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts] or [whole.reshape(-1)]), whole.reshape(-1))
+
+
+VALUES = [
+    torch.tensor([1.0, float("inf"), float("nan"), -2.0]),
+    torch.full((3,), float("nan"), dtype=torch.float64),
+    torch.tensor([0.1] * 5, dtype=torch.float16),
+    torch.tensor([240.0, -1.5, 0.0]).to(torch.float8_e4m3fn),
+    torch.tensor([3 + 4j, 0j]),
+    torch.tensor([True, False, True, True]),
+    torch.tensor([-128, 127], dtype=torch.int8),
+    torch.tensor([2**62, -(2**62)]),
+    torch.tensor([2**63 + 2**40, 1], dtype=torch.uint64),
+    torch.tensor(2.5),
+    torch.zeros(0),
+]
+EXPECTED = [
+    (-2.0, float("inf"), float("inf"), 1),
+    (None, None, None, 3),
+    (torch.tensor(0.1, dtype=torch.float16).item(),) * 3 + (0,),
+    (-1.5, 240.0, 79.5, 0),
+    (0.0, 5.0, 2.5, 0),
+    (0, 1, 0.75, 0),
+    (-128, 127, -0.5, 0),
+    (-(2**62), 2**62, 0.0, 0),
+    (1.0, float(2**63 + 2**40), float(2**62 + 2**39), 0),
+    (2.5, 2.5, 2.5, 0),
+    (None, None, None, 0),
+]
+
+
+@pytest.mark.parametrize("part_bytes", [8, 32 << 20])
+def test_figures_of_each_dtype_whole_and_in_parts(part_bytes, tmp_path, monkeypatch):
+    monkeypatch.setattr(statistics, "PART_BYTES", part_bytes)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({f"t{number:02}": value for number, value in enumerate(VALUES)}, tmp_path / "c")
+
+    async def measured():
+        async with aiockpt.open(tmp_path / "c") as reader:
+            return {info.key: found async for info, found in statistics.measure(reader, list(reader.values()))}
+
+    found = asyncio.run(measured())
+    for number, (low, high, mean, nan) in enumerate(EXPECTED):
+        figures = found[f"t{number:02}"]
+        assert (figures.minimum, figures.maximum, figures.nan) == (low, high, nan)
+        assert figures.mean == (mean if mean is None else pytest.approx(mean))
+
+
+def test_figures_of_random_tensors_in_parts(tmp_path, monkeypatch):
+    chance = random.Random(5)
+    torch.manual_seed(5)
+    shapes = [[chance.randrange(1, 7) for _ in range(chance.randrange(1, 4))] for _ in range(30)]
+    state = {str(number): torch.randn(shape) for number, shape in enumerate(shapes)}
+    monkeypatch.setattr(statistics, "PART_BYTES", 40)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save(state, tmp_path / "c")
+    for each in document(tmp_path / "c", "--stats")["keys"]:
+        value = state[each["key"]]
+        assert each["stats"]["minimum"] == value.min().item()
+        assert each["stats"]["maximum"] == value.max().item()
+        assert each["stats"]["mean"] == pytest.approx(value.double().mean().item())
