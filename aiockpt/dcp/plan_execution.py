@@ -239,9 +239,7 @@ class PlanExecution:
 
     def _read_blob(self, request: _Request) -> bytes:
         place = self._source.exact_range(request.stored.range)
-        data = bytearray(place.length)
-        self._source.read(place.file, place.offset, memoryview(data))
-        return bytes(data)
+        return self._source.read_bytes(place.file, place.offset, place.length)
 
     def _decode(self, request: _Request, blob: bytes) -> Any:
         try:

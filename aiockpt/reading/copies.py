@@ -9,6 +9,7 @@ from aiockpt.format.dcp.joined import copies_of
 from aiockpt.format.item.objects import decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
+from aiockpt.reading.jobs import ItemWindow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -70,12 +71,7 @@ def _layout(item: TensorItem) -> tuple[object, ...]:
 
 
 def _parsed(source: Source, place: ItemRange) -> TensorItem:
-    def fetch(offset: int, size: int) -> bytes:
-        if size > _PIECE_BYTES:
-            raise FramingError("the framing is longer than that of a tensor")
-        return _read(source, place, offset, max(0, min(size, place.length - offset)))
-
-    return parse_tensor_item(place.length, fetch)
+    return parse_tensor_item(place.length, ItemWindow(source, place).fetch)
 
 
 def _compare_objects(source: Source, one: ItemRange, other: ItemRange) -> Verdict:
@@ -84,7 +80,7 @@ def _compare_objects(source: Source, one: ItemRange, other: ItemRange) -> Verdic
     if one.transforms or other.transforms or max(one.length, other.length) > _PIECE_BYTES:
         return "unknown"
     try:
-        values = [decode_object("", _read(source, place, 0, place.length)) for place in (one, other)]
+        values = [decode_object("", source.read_bytes(*place[:3])) for place in (one, other)]
     except LoadError:  # a load of it says why
         return "unknown"
     if not all(type(value) in _PLAIN for value in values):
@@ -96,13 +92,7 @@ def _is_same(source: Source, one: ItemRange, other: ItemRange) -> bool:
     """Compare byte by byte."""
     steps = range(0, one.length, _PIECE_BYTES)
     return one.length == other.length and all(
-        _read(source, one, at, min(_PIECE_BYTES, one.length - at))
-        == _read(source, other, at, min(_PIECE_BYTES, one.length - at))
+        source.read_bytes(one.file, one.offset + at, min(_PIECE_BYTES, one.length - at))
+        == source.read_bytes(other.file, other.offset + at, min(_PIECE_BYTES, one.length - at))
         for at in steps
     )
-
-
-def _read(source: Source, place: ItemRange, offset: int, size: int) -> bytes:
-    data = bytearray(size)
-    source.read(place.file, place.offset + offset, memoryview(data))
-    return bytes(data)

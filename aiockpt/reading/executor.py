@@ -282,7 +282,7 @@ class ReadExecutor:
         for read in run:
             read.place = self._source.exact_range(read.place)
         begin, end = run[0].place.offset, max(read.place.offset + read.place.length for read in run)
-        data = memoryview(self._framing.read_bytes(run[0].place, 0, end - begin))
+        data = memoryview(self._source.read_bytes(run[0].place.file, begin, end - begin))
         for read in run:
             start = read.place.offset - begin
             blob = data[start : start + read.place.length]

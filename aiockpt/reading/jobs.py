@@ -43,7 +43,8 @@ _PAGE_BYTES = 4096
 _MAX_GAP_BYTES = 64 << 10  # reading over a gap costs less than another system call
 _MAX_SPANS = 64  # of one batch
 _MAX_RUNS = 16_384  # of one part; bounds the list of runs in memory
-_MAX_FETCH_BYTES = 1 << 20  # a damaged size in the framing allocates no more
+_MAX_FETCH_BYTES = 1 << 20
+_BLOCK_BYTES = 1024
 
 
 class Buffer(Protocol):
@@ -71,6 +72,44 @@ class ReadJob(Protocol):
 # --- framing --------------------------------------------------------------------------------------------
 
 
+class ItemWindow:
+    """Reads ranges of an item; keeps its head and tail, where the framing is. Blocks."""
+
+    def __init__(self, source: Source, place: ItemRange, most_bytes: int = _MAX_FETCH_BYTES) -> None:
+        self._source = source
+        self._place = place
+        self._most_bytes = most_bytes  # of one range: a damaged size allocates no more
+        self._head = b""
+        self._tail = b""
+        self._tail_at = max(0, place.length - TAIL_BYTES)
+        self._block = b""
+        self._block_at = 0
+
+    def fetch(self, offset: int, size: int) -> bytes:
+        """Return bytes of the item; fewer where it ends."""
+        if not self._tail:
+            self._head = self._read(0, HEAD_BYTES)
+            self._tail = self._read(self._tail_at, TAIL_BYTES)
+        if offset + size <= len(self._head):
+            return self._head[offset : offset + size]
+        if offset >= self._tail_at:
+            return self._tail[offset - self._tail_at :][:size]
+        if size > _BLOCK_BYTES:
+            return self._read(offset, size)
+        if not self._block_at <= offset <= offset + size <= self._block_at + len(self._block):
+            # The header of a record directly follows the data descriptor of the previous one: one block has both.
+            self._block_at, self._block = offset, self._read(offset, _BLOCK_BYTES)
+        return self._block[offset - self._block_at :][:size]
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Return whether these bytes are in the head or tail, so that no further read is needed."""
+        return stop <= len(self._head) or start >= self._tail_at
+
+    def _read(self, offset: int, size: int) -> bytes:
+        place, size = self._place, min(size, self._place.length - offset, self._most_bytes)
+        return self._source.read_bytes(place.file, place.offset + offset, max(0, size))
+
+
 class FramingReader:
     """Reads and checks the framing of items: the zip structure with dtype, shape, payload offset and CRC."""
 
@@ -82,29 +121,12 @@ class FramingReader:
 
     def locate(self, read: TensorRead) -> TensorItem:
         """Read the head and tail of an item, without its payload. Blocks."""
-        place = read.chunk.place
-        head = self.read_bytes(place, 0, min(HEAD_BYTES, place.length))
-        tail_at = max(0, place.length - TAIL_BYTES)
-        tail = self.read_bytes(place, tail_at, place.length - tail_at)
-
-        def fetch(offset: int, size: int) -> bytes:
-            if offset + size <= len(head):
-                return head[offset : offset + size]
-            if offset >= tail_at:
-                return tail[offset - tail_at :][:size]
-            return self.read_bytes(place, offset, max(0, min(size, place.length - offset, _MAX_FETCH_BYTES)))
-
-        return parse_checked(self._path, read, parse_tensor_item, place.length, fetch)
+        window = ItemWindow(self.source, read.chunk.place)
+        return parse_checked(self._path, read, parse_tensor_item, read.chunk.place.length, window.fetch)
 
     def parse(self, read: TensorRead, view: memoryview) -> TensorItem:
         """Parse an item that is in memory."""
         return parse_checked(self._path, read, self._parser.parse, view)
-
-    def read_bytes(self, place: ItemRange, offset: int, size: int) -> bytes:
-        """Read bytes from ``offset`` of an item on. Blocks."""
-        data = bytearray(size)
-        self.source.read(place.file, place.offset + offset, memoryview(data))
-        return bytes(data)
 
     def wrong_crc(self, read: TensorRead, item: TensorItem) -> CorruptCheckpointError:
         """Return the error for a payload that does not match its CRC."""

@@ -256,6 +256,12 @@ class Source(ABC):
             LoadError: reading failed; the cause is chained.
         """
 
+    def read_bytes(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Return bytes of a file; blocks, and raises as `read` does."""
+        data = bytearray(nbytes)
+        self.read(name, offset, memoryview(data))
+        return bytes(data)
+
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
         """Fill ``view`` with many runs of bytes, one behind the other; blocks, and raises as `read` does.
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
+from aiockpt.format.index import ItemRange
 from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, read_framing
-from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.reading.executor import run_each
+from aiockpt.reading.jobs import ItemWindow
 from aiockpt.reading.verify.stored import (
     CheckedRange,
     Extent,
@@ -39,7 +40,6 @@ RANGE_BYTES = 32 << 20
 STEP_BYTES = 4 << 20
 """Size of a thread's read buffer."""
 _FETCH_BYTES = 16 << 20  # larger than any zip directory or data.pkl, so a damaged size allocates no more
-_BLOCK_BYTES = 1024
 _DECODED_AT_ONCE = 64
 _PAGE_BYTES = 4096
 
@@ -105,7 +105,7 @@ class ItemVerifier:
             self._accept(item, None)
             item.streams = [CheckedRange(item, "", 0, item.length, item.crc)]
             return
-        window = _Window(self._source, item)
+        window = ItemWindow(self._source, ItemRange(item.file, item.start, item.length), _FETCH_BYTES)
         try:
             framed = read_framing(item.length, window.fetch, is_tensor=item.kind == "tensor")
             self._accept(item, framed)
@@ -272,42 +272,3 @@ class _Sum:
 
     def add(self, view: memoryview) -> None:
         self.crc = crc32(view, self.crc)
-
-
-class _Window:
-    """Reads ranges of an item; keeps its head and tail, where the framing is."""
-
-    def __init__(self, source: Source, item: StoredItem) -> None:
-        self._source = source
-        self._item = item
-        self._head = b""
-        self._tail = b""
-        self._tail_at = max(0, item.length - TAIL_BYTES)
-        self._block = b""
-        self._block_at = 0
-
-    def fetch(self, offset: int, size: int) -> bytes:
-        """Return bytes of the item; fewer where it ends."""
-        if not self._tail:
-            self._head = self._read(0, min(HEAD_BYTES, self._item.length))
-            self._tail = self._read(self._tail_at, self._item.length - self._tail_at)
-        if offset + size <= len(self._head):
-            return self._head[offset : offset + size]
-        if offset >= self._tail_at:
-            return self._tail[offset - self._tail_at :][:size]
-        if size > _BLOCK_BYTES:
-            return self._read(offset, max(0, min(size, self._item.length - offset, _FETCH_BYTES)))
-        if not self._block_at <= offset <= offset + size <= self._block_at + len(self._block):
-            # The header of a record directly follows the data descriptor of the previous one: one block has both.
-            self._block_at = offset
-            self._block = self._read(offset, max(0, min(_BLOCK_BYTES, self._item.length - offset)))
-        return self._block[offset - self._block_at :][:size]
-
-    def holds(self, start: int, stop: int) -> bool:
-        """Return whether these bytes are in the head or tail, so that no further read is needed."""
-        return stop <= len(self._head) or start >= self._tail_at
-
-    def _read(self, offset: int, size: int) -> bytes:
-        data = bytearray(size)
-        self._source.read(self._item.file, self._item.start + offset, memoryview(data))
-        return bytes(data)

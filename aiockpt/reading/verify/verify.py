@@ -201,7 +201,8 @@ class _Reading:
             raise
         except LoadError as exc:
             damaged = isinstance(exc, CorruptCheckpointError)
-            is_archive = len(names) == 1 and self._read_head(names[0]) == ZIP_MAGIC
+            head = self.source.read_bytes(names[0], 0, min(4, self.source.files[names[0]])) if len(names) == 1 else b""
+            is_archive = head == ZIP_MAGIC
             if not damaged and not is_archive:
                 raise
             name = names[0] if len(names) == 1 else ""
@@ -214,11 +215,6 @@ class _Reading:
         self._check_structure(index)
         inventory.add(index, None)
         inventory.find_overlaps()
-
-    def _read_head(self, name: str) -> bytes:
-        data = bytearray(min(4, self.source.files[name]))
-        self.source.read(name, 0, memoryview(data))
-        return bytes(data)
 
     def _check_index(self, index: Index) -> None:
         """Add the error that loading would raise, unless an error was found already."""
