@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.choose import ProcessGroupLike
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.rules import CompressRule
+    from aiockpt.planning.filters import Filter
     from aiockpt.storage.base import Storage
     from aiockpt.storage.local.retries import Retries
 
@@ -275,6 +276,13 @@ class SaveOptions:
             stored under its first name, and the header's metadata maps each other name to that. A directory gets
             ``model.safetensors``, or a set of files with ``model.safetensors.index.json``, and `.aiockpt.json` with
             their CRCs. None: "safetensors" if the path ends in ``.safetensors``, else "dcp".
+        include: save these only: names, names of containers (with everything in them), and glob patterns such as
+            ``"model.*.weight"``, whose ``*`` matches dots too. Or a function of the dotted name and the value of each
+            tensor and object, which returns whether to save it. A pattern that matches nothing in the state is
+            refused; where only some of several ranks have a name, pass a function. Each live object still makes its
+            whole state dict.
+        exclude: leave these out, of all or of what ``include`` chooses; the same kinds of values. A checkpoint that
+            lacks a part of the state is loaded with ``strict=False``, or with ``keys``.
         shard_bytes: for a safetensors directory: the most bytes of tensors in one file, unless a single tensor is
             larger. None: 5 GB.
         fqn_to_index_mapping: for a safetensors directory, instead of ``shard_bytes``: the number of the file of each
@@ -307,6 +315,8 @@ class SaveOptions:
     overwrite: bool = False
     metadata: Mapping[str, Any] | None = None
     format: SaveFormat | None = None
+    include: Filter | None = None
+    exclude: Filter | None = None
     shard_bytes: int | None = None
     fqn_to_index_mapping: Mapping[str, int] | None = None
     separation_hint: str | Sequence[str] | None = None

@@ -166,6 +166,8 @@ class Submitter:
             ranks=ranks,
             once=together and self._options.planning == "decentralized" and format == "dcp",
             sampled=validate == "hash",
+            include=request.include,
+            exclude=request.exclude,
         )
         if form is not None:
             form.validate(capture)

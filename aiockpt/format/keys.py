@@ -95,8 +95,8 @@ _LETTERS = 500  # longer names are not compared
 _ALIKE = 0.7  # least ratio of `difflib` for similar names
 
 
-def check_patterns(keys: object) -> tuple[str, ...] | None:
-    """Return the keys passed by a caller as a tuple; raise TypeError for anything but None, text, or texts."""
+def check_patterns(keys: object, option: str = "keys") -> tuple[str, ...] | None:
+    """Return the patterns of an option as a tuple; raise TypeError for anything but None, text, or texts."""
     if keys is None:
         return None
     if isinstance(keys, str):
@@ -104,7 +104,7 @@ def check_patterns(keys: object) -> tuple[str, ...] | None:
     patterns = tuple(keys) if hasattr(keys, "__iter__") else (keys,)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(f"keys must be names and patterns such as 'model.*', not {type(pattern).__name__}")
+            raise TypeError(f"{option} must be names and patterns such as 'model.*', not {type(pattern).__name__}")
     return patterns
 
 

@@ -264,7 +264,7 @@ class _Planner:
                 f"{self._path} lacks {len(missing)} of the keys asked for: "
                 f"{', '.join(map(printable_key, missing[:10]))}{more}."
                 f"{hint(missing, self._index.entries, set(flat.names), fills=True)} Pass strict=False to leave missing "
-                "keys as they are.",
+                "keys as they are, or keys= to load a part: a save with include= or exclude= leaves keys out.",
                 tuple(missing),
             )
 

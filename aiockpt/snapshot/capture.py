@@ -30,6 +30,7 @@ from aiockpt.planning.dtensor import (
     replica_of,
     whole_shape,
 )
+from aiockpt.planning.filters import filter_leaves
 from aiockpt.planning.flatten import FlatState, StructureError, flatten
 from aiockpt.planning.planner import CHECKED_AHEAD
 from aiockpt.planning.snapshot import Shard, Snapshot, Structure
@@ -43,7 +44,9 @@ from aiockpt.staging.runtime import reading_behind, ready_event
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from aiockpt.planning.filters import Filter
     from aiockpt.planning.flatten import NameMemo
+    from aiockpt.snapshot.live import LiveObject
 
 # --- shards of distributed tensors, and encoded tensors -------------------------------------------
 
@@ -162,19 +165,23 @@ def capture_state(
     ranks: int | None = None,
     once: bool = False,
     sampled: bool = False,
+    include: Filter | None = None,
+    exclude: Filter | None = None,
 ) -> Snapshot:
     """Capture a state dict. Blocks for the walk over it, and for pickling objects that could change.
 
     ``ranks`` is how many save their parts of distributed tensors together (None: this process alone); with ``once``,
     parts whose copy on another rank is saved are left out. ``sampled``: keep samples of all tensors, see `Samples`.
+    ``include`` and ``exclude``: see `aiockpt.options.SaveOptions`.
     """
     resolved = resolve(state_dict, SaveError)
     try:
         flat = flatten(resolved.tree, memo=memo)
     except StructureError as exc:
         raise SaveError(str(exc)) from None
+    filter_leaves(flat, include, exclude, may_be_empty=ranks is not None)
     if ranks is not None:
-        check_optimizers(resolved.objects, SaveError, flat.leaves, ranks)
+        check_optimizers(_saved(resolved.objects, flat), SaveError, flat.leaves, ranks)
     shards: dict[int, Shard] = {}
     wholes: dict[int, torch.Tensor] = {}
     kinds = {type(leaf): leaf for leaf in flat.leaves}
@@ -188,6 +195,11 @@ def capture_state(
         (leaf, whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
     ]
     return snapshot
+
+
+def _saved(objects: Sequence[LiveObject], flat: FlatState) -> list[LiveObject]:
+    """Return the live objects of which filters have left something."""
+    return [each for each in objects if any(path[: len(each.path)] == each.path for path in flat.paths)]
 
 
 def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled: bool = False) -> Snapshot:
