@@ -105,6 +105,8 @@ def _reported(exc: Exception, *, debug: bool) -> int:
         return Code.USAGE
     known = isinstance(exc, CommandError | AiockptError | OSError)
     message = str(exc) if known else f"{type(exc).__name__}: {exc}"
+    if isinstance(exc, OSError) and not isinstance(exc, AiockptError) and exc.filename is not None:
+        message = f"{exc.filename}: {exc.strerror}"
     hint = "" if known or debug else f" ({_DEBUG} shows the trace)"
     report(f"{printable(message)}{hint}")
     return Code.FAILED

@@ -50,6 +50,20 @@ def main(
 
 
 @app.command()
+def ls(
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="A run's directory, or any other.")] = ".",
+    as_json: Json = False,
+) -> None:
+    """List the checkpoints in a directory: state, size, time, metrics, and which policy keeps them.
+
+    Reads no tensors: "complete" means that every file is there with its size. To check the bytes, use verify.
+    """
+    from aiockpt.cli.ls import ls
+
+    ls(directory, as_json=as_json)
+
+
+@app.command()
 def inspect(
     path: Checkpoint,
     keys: Annotated[

@@ -119,6 +119,11 @@ def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
     return _scan(os.path.abspath(os.path.expanduser(os.fspath(directory))), {})
 
 
+def look(path: str, step: int = -1) -> StepInfo | None:
+    """Return what the directory of a checkpoint shows, whatever its name; None if it is not there."""
+    return _look(step, path, {})
+
+
 def _scan(directory: str, cache: _Cache) -> tuple[StepInfo, ...]:
     try:
         with os.scandir(directory) as entries:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from aiockpt.cli.app import Code, CommandError, Commands
 from aiockpt.cli.main import app
 from aiockpt.errors import CorruptCheckpointError
+from tests.cli.checkpoints import FORMATS, make
 
 COMMAND = (sys.executable, "-m", "aiockpt")
 TIMEOUT_S = 120
@@ -48,7 +49,7 @@ def fails_with(error):
     [
         (CommandError("no\nsuch thing"), "aiockpt: no such thing\n"),
         (CorruptCheckpointError("a/b is \x1b[31mdamaged"), "aiockpt: a/b is \\x1b[31mdamaged\n"),
-        (FileNotFoundError(2, "No such file", "x"), "aiockpt: [Errno 2] No such file: 'x'\n"),
+        (FileNotFoundError(2, "No such file", "x"), "aiockpt: x: No such file\n"),
         (ValueError("a bug"), "aiockpt: ValueError: a bug (--debug shows the trace)\n"),
     ],
 )
@@ -213,13 +214,19 @@ def test_no_bar_without_a_terminal():
 # --- imports ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["docs"], ["docs", "saving"], ["nonsense"]])
-def test_what_looks_at_no_tensor_does_without_torch(arguments):
+FAST = [["--help"], ["--version"], ["docs"], ["docs", "saving"], ["nonsense"], ["ls", "."], ["ls", ".", "--json"]]
+
+
+@pytest.mark.parametrize("arguments", FAST, ids=" ".join)
+def test_what_looks_at_no_tensor_does_without_torch(arguments, tmp_path, monkeypatch):
+    for form in FORMATS:
+        make(form, tmp_path / form)
+    monkeypatch.chdir(tmp_path)
     code = (
         "import sys\nfrom aiockpt.cli.main import app\n"
         f"try: app(prog_name='aiockpt', args={arguments!r})\n"
         "except SystemExit: pass\n"
-        "print(sorted({'torch', 'numpy', 'asyncio'} & set(sys.modules)), file=sys.stderr)"
+        "print(sorted({'torch', 'numpy', 'anyio'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     assert done.stderr.splitlines()[-1] == "[]"

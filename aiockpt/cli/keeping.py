@@ -1,0 +1,78 @@
+"""Policies of retention from text: from the options of ``prune``, and from what a manager notes in its checkpoints."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import aiockpt
+from aiockpt.format.manifest.manifest import decode_head
+from aiockpt.format.names import MANIFEST_NAME
+from aiockpt.manager.policies import KeepAll, KeepAny, KeepPolicy
+from aiockpt.manager.scan import RUN_KEY, StepInfo
+
+_DOCUMENT_BYTES = 1 << 28
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_NOTED = ("KeepLatest", "KeepEvery", "KeepWithin", "KeepBest")
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of a text such as 90, 90s, 15m, 12h, 7d or 2w; raise ValueError for another."""
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS_S else (text, "s")
+    try:
+        seconds = float(number) * _UNITS_S[unit]
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{text!r} is no duration: use a number with s, m, h, d or w, such as 12h")
+    return seconds
+
+
+def parse_best(text: str) -> aiockpt.KeepBest:
+    """Return the policy of a text such as 2:loss or 1:accuracy:max; raise ValueError for another."""
+    number, _, rest = text.partition(":")
+    metric, _, mode = rest.rpartition(":") if rest.endswith((":min", ":max")) else (rest, "", "min")
+    if not number.isdecimal() or not metric:
+        raise ValueError(f"{text!r} is not N:METRIC or N:METRIC:max, such as 2:loss or 1:accuracy:max")
+    return aiockpt.KeepBest(int(number), metric, "max" if mode == "max" else "min")
+
+
+def noted_policy(infos: Sequence[StepInfo]) -> KeepPolicy | None:
+    """Return the policy by which the manager of a run keeps steps, as its newest step notes it; None if none does.
+
+    Functions (`aiockpt.KeepIf`) can't be noted, and are left out.
+    """
+    complete = [info for info in infos if info.state == "complete"]
+    if not complete:
+        return None
+    try:
+        with open(os.path.join(complete[-1].path, MANIFEST_NAME), "rb") as file:
+            head: Any = decode_head(file.read(_DOCUMENT_BYTES))
+        texts = head["metadata"][RUN_KEY]["keep"]
+        policies = [policy for text in texts if (policy := parse_policy(text)) is not None]
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    return KeepAny(tuple(policies)) if policies else None
+
+
+def parse_policy(text: str) -> KeepPolicy | None:
+    """Return the policy of which this is the repr; None if it contains another kind. Runs nothing."""
+    try:
+        return _policy(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _policy(node: ast.expr) -> KeepPolicy:
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _NOTED:
+            policy: KeepPolicy = getattr(aiockpt, name)(*map(ast.literal_eval, args))
+            return policy
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return KeepAny((_policy(left), _policy(right)))
+        case ast.BinOp(left=left, op=ast.BitAnd(), right=right):
+            return KeepAll((_policy(left), _policy(right)))
+        case _:
+            raise ValueError("it is no policy that can be noted")

@@ -1,0 +1,112 @@
+"""``aiockpt ls``: the checkpoints in a directory. Without torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.text import Text
+
+from aiockpt.cli.found import Found, find
+from aiockpt.cli.keeping import noted_policy
+from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text, time_text
+from aiockpt.format.names import HIDDEN
+from aiockpt.manager.policies import select
+from aiockpt.manager.scan import StepInfo
+
+_STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
+_COLUMNS = (
+    Column("name", overflow="fold"),
+    Column("state"),
+    Column("format"),
+    Column("size", right=True),
+    Column("saved"),
+    Column("metrics"),
+    Column("kept by"),
+)
+
+
+def ls(directory: str, *, as_json: bool = False) -> None:
+    """Print the checkpoints in a directory.
+
+    Raises:
+        OSError: the directory can't be read.
+    """
+    found = with_reasons(find(os.path.abspath(os.path.expanduser(directory))))
+    if as_json:
+        print_json([_record(each) for each in found])
+    elif found:
+        _print(found)
+    else:
+        console().print(f"There are no checkpoints in {shown(directory)}.", soft_wrap=True)
+
+
+def with_reasons(found: Sequence[Found]) -> list[Found]:
+    """Return the checkpoints with the policies that keep them, as far as the run's manager has noted them."""
+    infos = [
+        StepInfo(each.step, each.path, each.state, each.nbytes, each.time, each.metrics)
+        for each in found
+        if each.step is not None
+    ]
+    policy = noted_policy(infos)
+    if policy is None:
+        return list(found)
+    kept = select(policy, infos, time.time())
+    return [each if each.step is None else replace(each, kept_by=tuple(kept.get(each.step, ()))) for each in found]
+
+
+def _print(found: Sequence[Found]) -> None:
+    rows = [_row(each) for each in found]
+    chosen = [number for number in range(len(_COLUMNS)) if any(str(row[number]) for row in rows)]
+    if all(each.format in ("aiockpt", "") for each in found):
+        chosen.remove(2)
+    print_table([_COLUMNS[number] for number in chosen], [[row[number] for number in chosen] for row in rows])
+    out = console()
+    for each in found:
+        if each.problem:
+            out.print(f"{_short(each.name)}: {shown(each.problem)}", style=_STYLES[each.state], soft_wrap=True)
+    complete = [each for each in found if each.state == "complete"]
+    total = size_text(sum(each.nbytes for each in found))
+    others = f", {len(found) - len(complete)} not" if len(found) > len(complete) else ""
+    out.print(f"{len(complete)} complete{others}; {total}", style="dim")
+
+
+def _row(found: Found) -> list[str | Text]:
+    metrics = ", ".join(f"{shown(name)} {value:.5g}" for name, value in found.metrics.items())
+    name = _short(found.name)
+    if os.path.islink(found.path):
+        name += f" -> {shown(os.readlink(found.path))}"
+    return [
+        name,
+        Text(found.state, style=_STYLES[found.state]),
+        found.format,
+        size_text(found.nbytes),
+        time_text(found.time),
+        metrics,
+        ", ".join(found.kept_by),
+    ]
+
+
+def _short(name: str) -> str:
+    """Return a name as it fits into a table: that of a temporary directory without its middle."""
+    return f"{name[:12]}...{name[-8:]}" if name.startswith(HIDDEN) else shown(name)
+
+
+def _record(found: Found) -> dict[str, Any]:
+    return {
+        "name": found.name,
+        "path": found.path,
+        "state": found.state,
+        "format": found.format,
+        "bytes": found.nbytes,
+        "saved": datetime.fromtimestamp(found.time, UTC).isoformat(),
+        "step": found.step,
+        "metrics": dict(found.metrics),
+        "metadata": dict(found.metadata),
+        "kept_by": list(found.kept_by),
+        "problem": found.problem,
+    }

@@ -1,0 +1,233 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import aiockpt
+from aiockpt.cli.keeping import noted_policy, parse_best, parse_duration, parse_policy
+from aiockpt.cli.main import app
+from aiockpt.manager.policies import KeepAll, KeepAny
+from aiockpt.manager.scan import scan
+from aiockpt.storage.local.temp_dir import new_ticket
+from tests.cli.checkpoints import FORMATS, make
+
+NAMES = {"torch": ".pt", "safetensors": ".safetensors"}
+SHOWN_AS = {"ranks": "dcp", "sharded": "safetensors"}
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, ["ls", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def rows(*arguments):
+    return {each["name"]: each for each in json.loads(invoke(*arguments, "--json"))}
+
+
+def save_step(run, step, keep=(), **metrics):
+    """Save a step as a manager does."""
+    facts = {"step": step, "metrics": metrics, "time": 1.7e9 + step, "keep": list(keep)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"w": torch.full((4,), float(step))}, run / f"step-{step:08d}", metadata={"run": facts, "mine": step})
+
+
+def test_every_format_is_found(tmp_path):
+    paths = {form: make(form, tmp_path / form) for form in FORMATS}
+    (tmp_path / "notes.txt").write_text("{no checkpoint}" * 20)
+    (tmp_path / "folder").mkdir()
+    found = rows(tmp_path)
+    assert {name: (each["format"], each["state"], each["path"]) for name, each in found.items()} == {
+        path.name: (SHOWN_AS.get(form, form), "complete", str(path)) for form, path in paths.items()
+    }
+    for form, path in paths.items():
+        files = [path] if path.is_file() else path.iterdir()
+        assert found[path.name]["bytes"] == sum(file.stat().st_size for file in files)
+        assert rows(path) == {path.name: found[path.name]}, form
+    assert found["aiockpt"]["metadata"] == {"loss": 0.25, "note": "größe"}
+    text = invoke(tmp_path)
+    assert "notes" not in text
+    assert text.splitlines()[-1].startswith("6 complete; ")
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form not in ("dcp", "ranks")])  # those note no sizes
+def test_what_is_cut_short_is_damaged(form, tmp_path):
+    path = make(form, tmp_path / "c")
+    files = [path] if path.is_file() else sorted(path.glob("[!.]*.*"))
+    os.truncate(files[0], files[0].stat().st_size - 1)
+    if form == "sharded":
+        files[0].unlink()
+    (row,) = rows(tmp_path).values()
+    assert row["state"] == "damaged"
+    assert row["problem"]
+    assert f"{path.name}: {row['problem']}" in invoke(tmp_path)
+
+
+def test_a_shard_that_is_missing_in_a_directory_of_others_is_seen(tmp_path):
+    path = make("sharded", tmp_path / "c")
+    (path / ".aiockpt.json").unlink()
+    shard = min(path.glob("*.safetensors"))
+    assert rows(tmp_path)["c"]["state"] == "complete"
+    shard.unlink()
+    assert rows(tmp_path)["c"]["problem"] == f"it lacks its file {shard.name}"
+
+
+def test_a_save_of_others_that_was_not_finished(tmp_path):
+    path = make("dcp", tmp_path / "c")
+    (path / ".metadata").unlink()
+    row = rows(tmp_path)["c"]
+    assert (row["state"], row["format"]) == ("unfinished", "dcp")
+
+
+def test_directories_of_ranks_are_one_checkpoint(tmp_path):
+    path = make("dcp", tmp_path / "c" / "rank0")
+    shutil.copytree(path, tmp_path / "c" / "rank1")
+    assert list(rows(tmp_path)) == ["c"]
+    assert list(rows(tmp_path / "c")) == ["rank0", "rank1"]
+
+
+def test_numbers_are_in_their_order(tmp_path):
+    for name in ("step-9", "step-100", "step-20", "final"):
+        make("dcp", tmp_path / name)
+    assert list(rows(tmp_path)) == ["final", "step-9", "step-20", "step-100"]
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+
+def test_steps_have_metrics_and_the_policies_that_keep_them(tmp_path):
+    keep = ["KeepLatest(2)", "KeepBest(1, 'loss')", "KeepIf(f)"]
+    for step, loss in ((100, 0.5), (200, 0.125), (300, 0.75), (400, 0.25)):
+        save_step(tmp_path, step, keep, loss=loss)
+    found = rows(tmp_path)
+    assert {each["step"]: (each["metrics"], each["kept_by"]) for each in found.values()} == {
+        100: ({"loss": 0.5}, []),
+        200: ({"loss": 0.125}, ["KeepBest(1, 'loss')"]),
+        300: ({"loss": 0.75}, ["KeepLatest(2)"]),
+        400: ({"loss": 0.25}, ["KeepLatest(2)"]),
+    }
+    assert found["step-00000200"]["metadata"] == {"mine": 200}
+    assert found["step-00000200"]["saved"] == "2023-11-14T22:16:40+00:00"
+    lines = [line.split() for line in invoke(tmp_path).splitlines()]
+    assert lines[0] == ["name", "state", "size", "saved", "metrics", "kept", "by"]
+    assert lines[2][-4:] == ["loss", "0.125", "KeepBest(1,", "'loss')"]
+
+
+def test_a_damaged_newest_step_hides_no_policies(tmp_path):
+    save_step(tmp_path, 100, ["KeepLatest(1)"])
+    save_step(tmp_path, 200, ["KeepLatest(9)"])
+    (tmp_path / "step-00000200" / ".aiockpt.json").write_text("{}")
+    assert {each["step"]: each["kept_by"] for each in rows(tmp_path).values()} == {100: ["KeepLatest(1)"], 200: []}
+
+
+@pytest.fixture
+def leftovers(tmp_path):
+    """A directory for leftovers, which no test may leave behind."""
+    (tmp_path / "run").mkdir()
+    yield tmp_path / "run"
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_a_save_in_progress_names_its_process(leftovers):
+    (leftovers / new_ticket()).mkdir()
+    (row,) = rows(leftovers).values()
+    assert (row["state"], row["problem"]) == ("unfinished", f"process {os.getpid()} is saving")
+
+
+def test_what_a_dead_process_has_left(leftovers):
+    code = "from aiockpt.storage.local.temp_dir import new_ticket; print(new_ticket())"
+    name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    (leftovers / name).mkdir()
+    (leftovers / name / "__0_0.distcp").write_bytes(b"12345")
+    (row,) = rows(leftovers).values()
+    assert (row["state"], row["bytes"]) == ("unfinished", 5)
+    assert "is dead; aiockpt clean removes it" in row["problem"]
+    (leftovers / name).rename(leftovers / f"{name}-swept")
+    (row,) = rows(leftovers).values()
+    assert "which was removing it, is dead" in row["problem"]
+
+
+def test_what_another_machine_has_left(leftovers):
+    (leftovers / f".aiockpt-{'b' * 30}.7.8.0123456789abcdef").mkdir()
+    (leftovers / ".aiockpt-x.7.0123456789abcdef").mkdir()
+    assert all("--older-than" in row["problem"] for row in rows(leftovers).values())
+
+
+def test_an_empty_directory_has_none(tmp_path):
+    assert invoke(tmp_path) == f"There are no checkpoints in {tmp_path}.\n"
+    assert json.loads(invoke(tmp_path, "--json")) == []
+
+
+def test_links_are_followed_and_shown(tmp_path):
+    make("dcp", tmp_path / "step-7")
+    (tmp_path / "latest").symlink_to("step-7")
+    (tmp_path / "broken").symlink_to("step-8")
+    assert "latest -> step-7" in invoke(tmp_path)
+    assert list(rows(tmp_path)) == ["latest", "step-7"]
+
+
+# --- text of policies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        aiockpt.KeepLatest(3),
+        aiockpt.KeepEvery(1000),
+        aiockpt.KeepWithin(86400.0),
+        aiockpt.KeepBest(2, "it's: a \\ loss", "max"),
+        KeepAll((aiockpt.KeepWithin(60), KeepAny((aiockpt.KeepEvery(10), aiockpt.KeepLatest(1))))),
+    ],
+)
+def test_a_policy_is_read_from_its_text(policy):
+    assert repr(parse_policy(repr(policy))) == repr(policy)
+
+
+@pytest.mark.parametrize(
+    "text", ["KeepIf(f)", "KeepLatest(0)", "KeepLatest", "print('x')", "KeepLatest(print('x'))", "(" * 500, "", "1"]
+)
+def test_other_text_is_no_policy(text, capsys):
+    assert parse_policy(text) is None
+    assert capsys.readouterr().out == ""
+
+
+def test_no_policy_is_noted_by_others(tmp_path):
+    assert noted_policy(scan(tmp_path)) is None
+    make("aiockpt", tmp_path / "step-00000001")
+    assert noted_policy(scan(tmp_path)) is None
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("12h", 43200), ("2w", 1209600)])
+def test_durations(text, seconds):
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "1y", "-1h", "nan", "inf", "one"])
+def test_no_durations(text):
+    with pytest.raises(ValueError, match="is no duration"):
+        parse_duration(text)
+
+
+def test_best():
+    assert parse_best("2:loss") == aiockpt.KeepBest(2, "loss")
+    assert parse_best("1:val:acc:max") == aiockpt.KeepBest(1, "val:acc", "max")
+    for text in ("loss", "x:loss", "2:", ":loss", ""):
+        with pytest.raises(ValueError, match="is not N:METRIC"):
+            parse_best(text)
+
+
+def test_time_is_that_of_this_zone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")
+    time.tzset()
+    try:
+        save_step(tmp_path, 100)
+        assert "2023-11-15 04:00:00" in invoke(tmp_path)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
