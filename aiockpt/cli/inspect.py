@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
@@ -17,6 +18,8 @@ from rich.style import Style
 import aiockpt
 from aiockpt.cli import tree
 from aiockpt.cli.app import CommandError
+from aiockpt.cli.html.page import html_page
+from aiockpt.cli.html.survey import Survey, survey
 from aiockpt.cli.output import console, print_json, shown, size_text
 from aiockpt.cli.progress import bar
 from aiockpt.cli.statistics import Statistics, measure
@@ -98,6 +101,25 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
     _print_tree(lines, contents)
     if any(line.is_cut for line in lines):
         out.print(f"\n{depth} of more levels are shown; --all shows everything.", style="dim")
+
+
+async def write_page(path: str, view: View, file: Path, *, trust: bool = False) -> None:
+    """Write the keys of a checkpoint into a page for browsers."""
+    stats: dict[str, Survey] = {}
+    async with aiockpt.open(path, trust=trust) as reader:
+        contents = _chosen(reader, view.keys)
+        if view.stats:
+            tensors = contents.tensors
+            with bar("reading", sum(info.nbytes for info in tensors)) as shown_bar:
+                async for info, found in survey(reader, tensors):
+                    stats[info.key] = found
+                    shown_bar.advance(info.nbytes)
+        with gc_pause():
+            page = html_page(reader.path, reader.format, reader.metadata, contents.infos.values(), stats)
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(page, encoding="utf-8")
+    part.replace(file)
+    console().print(f"{shown(str(file))}: {size_text(len(page))}")
 
 
 def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:

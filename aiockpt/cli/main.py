@@ -11,6 +11,7 @@ from aiockpt._version import __version__
 from aiockpt.cli.app import Code, Commands
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Let a file of torch.save run the code in it.")]
 Checkpoint = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.")]
 
 app = typer.Typer(
@@ -75,8 +76,12 @@ def inspect(
     everything: Annotated[
         bool, typer.Option("--all", "-a", help="Show all levels, and each of several layers that are alike.")
     ] = False,
-    trust: Annotated[bool, typer.Option("--trust", help="Let a file of torch.save run the code in it.")] = False,
+    trust: Trust = False,
     as_json: Json = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="Write a page for browsers; with --stats, with histograms."),
+    ] = None,
 ) -> None:
     """Show the keys of a checkpoint as a tree, with dtypes, shapes and bytes.
 
@@ -84,10 +89,15 @@ def inspect(
     """
     import asyncio
 
-    from aiockpt.cli.inspect import View, inspect
+    from aiockpt.cli.inspect import View, inspect, write_page
 
     view = View(keys=keys or (), stats=stats, depth=depth, everything=everything)
-    asyncio.run(inspect(path, view, as_json=as_json, trust=trust))
+    if html is None:
+        asyncio.run(inspect(path, view, as_json=as_json, trust=trust))
+    elif as_json:
+        raise typer.BadParameter("--html and --json can't be given together")
+    else:
+        asyncio.run(write_page(path, view, html, trust=trust))
 
 
 @app.command()

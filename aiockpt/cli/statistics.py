@@ -30,8 +30,8 @@ class Statistics:
     nan: int
 
 
-class _Sums:
-    """Figures that grow part by part."""
+class Sums:
+    """Figures of a tensor that grow part by part."""
 
     def __init__(self) -> None:
         self._minimum, self._maximum = math.inf, -math.inf
@@ -39,7 +39,8 @@ class _Sums:
         self._count = self._nan = 0
 
     def add(self, part: torch.Tensor) -> None:
-        values = _numbers(part)
+        """Add a part; raise RuntimeError or NotImplementedError if torch can't compute with its dtype."""
+        values = numbers(part)
         if values.is_floating_point():
             is_nan = values.isnan()
             nan = int(is_nan.sum())
@@ -54,12 +55,13 @@ class _Sums:
         self._count += values.numel()
 
     def result(self) -> Statistics:
+        """Return the figures of all parts."""
         if not self._count:
             return Statistics(None, None, None, self._nan)
         return Statistics(self._minimum, self._maximum, self._total / self._count, self._nan)
 
 
-def _numbers(part: torch.Tensor) -> torch.Tensor:
+def numbers(part: torch.Tensor) -> torch.Tensor:
     """Return the elements in a dtype that torch can compare and add."""
     if part.is_quantized:
         part = part.dequantize()
@@ -100,10 +102,10 @@ async def measure(
     small = {info.key: info for info in infos if info.nbytes <= PART_BYTES}
     if small:
         async for key, tensor in reader.stream(list(small), buffer_bytes=4 * PART_BYTES):
-            yield small[key], _measured([tensor])
+            yield small[key], measured([tensor])
     for info in infos:
         if info.key not in small:
-            sums: _Sums | None = _Sums()
+            sums: Sums | None = Sums()
             async for part in read_parts(reader, info, PART_BYTES):
                 try:
                     if sums is not None:
@@ -113,8 +115,9 @@ async def measure(
             yield info, None if sums is None else sums.result()
 
 
-def _measured(parts: Sequence[torch.Tensor]) -> Statistics | None:
-    sums = _Sums()
+def measured(parts: Sequence[torch.Tensor]) -> Statistics | None:
+    """Return the figures of a tensor's parts; None where torch can't compute with its dtype."""
+    sums = Sums()
     try:
         for part in parts:
             sums.add(part)

@@ -1,0 +1,154 @@
+"""Writes a checkpoint's facts into one self-contained HTML page.
+
+The page has a policy that forbids it everything but its own script and style, which are named by their hashes. Facts
+are JSON in which every ``<`` is escaped, so that no key can end the element that holds it; the script puts them into
+the page as text only.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.reading.info import TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from aiockpt.cli.html.survey import Survey
+    from aiockpt.reading.info import ObjectInfo
+
+_FOLDER = files("aiockpt") / "cli" / "html"
+
+
+def html_page(
+    path: str,
+    kind: str,
+    metadata: Mapping[str, Any],
+    infos: Iterable[TensorInfo | ObjectInfo],
+    stats: Mapping[str, Survey] | None = None,
+) -> str:
+    """Return the page of a checkpoint.
+
+    Args:
+        path: the checkpoint.
+        kind: its format.
+        metadata: what was saved with it.
+        infos: its keys, in their order.
+        stats: of the values of some keys.
+    """
+    columns = _Columns()
+    for info in infos:
+        columns.add(info, None if stats is None else stats.get(info.key))
+    facts = {"path": path, "format": kind, "metadata": _metadata_text(metadata), **columns.as_json(path)}
+    style, script = (_asset(name) for name in ("page.css", "page.js"))
+    return Template(_asset("page.html")).substitute(
+        style=style, style_hash=_hash(style), script=script, script_hash=_hash(script), data=_json_in_html(facts)
+    )
+
+
+class _Columns:
+    """The keys in columns: what many keys have in common is written once."""
+
+    def __init__(self) -> None:
+        self._last = ""
+        self._keys: list[int | str] = []  # for each key: letters in common with the one before, and the others
+        self._dtypes: dict[str, int] = {}
+        self._shapes: dict[tuple[int, ...], int] = {}
+        self._forms: dict[tuple[int, int, int], int] = {}  # dtype or -1 for an object, shape, bytes
+        self._files: dict[str, int] = {}
+        self._file_bytes: list[int] = []
+        self._form: list[int] = []
+        # of the item of each key; -1 as its file: it is not in one piece
+        self._file: list[int] = []
+        self._offset: list[int] = []
+        self._length: list[int] = []
+        self._pieces: list[tuple[int, Sequence[Sequence[Any]]]] = []
+        self._stats: list[tuple[int, dict[str, Any]]] = []
+
+    def add(self, info: TensorInfo | ObjectInfo, stats: Survey | None) -> None:
+        row = len(self._form)
+        pairs = enumerate(zip(self._last, info.key, strict=False))
+        common = next((at for at, (a, b) in pairs if a != b), min(len(self._last), len(info.key)))
+        # The page counts in UTF-16: a prefix must not end within a pair of surrogates, nor count one letter as two.
+        same = len(info.key[:common].encode("utf-16-le", "surrogatepass")) // 2
+        self._keys += [same, info.key[common:]]
+        self._last = info.key
+        if isinstance(info, TensorInfo):
+            dtype = _number(self._dtypes, str(info.dtype).removeprefix("torch."))
+            form = (dtype, _number(self._shapes, info.shape), info.nbytes)
+            pieces: list[tuple[int, int, int, Sequence[int], Sequence[int]]] = [
+                (self._place(c.file, c.offset + c.nbytes), c.offset, c.nbytes, c.offsets, c.sizes) for c in info.chunks
+            ]
+        else:
+            form = (-1, 0, info.nbytes)
+            last = info.offset + info.nbytes
+            pieces = [(self._place(info.file, last), info.offset, info.nbytes, (), ())] if info.file else []
+        self._form.append(_number(self._forms, form))
+        file, offset, length = pieces[0][:3] if len(pieces) == 1 else (-1, 0, 0)
+        self._file.append(file)
+        self._offset.append(offset)
+        self._length.append(length)
+        if len(pieces) > 1:
+            self._pieces.append((row, pieces))
+        if stats is not None:
+            self._stats.append((row, stats.as_json()))
+
+    def _place(self, file: str, stop: int) -> int:
+        number = _number(self._files, file)
+        if number == len(self._file_bytes):
+            self._file_bytes.append(0)
+        self._file_bytes[number] = max(self._file_bytes[number], stop)
+        return number
+
+    def as_json(self, path: str) -> dict[str, Any]:
+        sizes = [_size_of(path, name, least) for name, least in zip(self._files, self._file_bytes, strict=True)]
+        return {
+            "keys": self._keys,
+            "dtypes": list(self._dtypes),
+            "shapes": list(self._shapes),
+            "forms": list(self._forms),
+            "files": list(zip(self._files, sizes, strict=True)),
+            "form": self._form,
+            "file": self._file,
+            "offset": self._offset,
+            "length": self._length,
+            "pieces": self._pieces,
+            "stats": self._stats,
+        }
+
+
+def _number(known: dict[Any, int], value: Any) -> int:
+    return known.setdefault(value, len(known))
+
+
+def _size_of(path: str, name: str, least: int) -> int:
+    """Return the length of a file; that of its last item, if the file can't be looked at here."""
+    for file in (os.path.join(path, name), path):
+        try:
+            if os.path.isfile(file):
+                return max(os.path.getsize(file), least)
+        except (OSError, ValueError):
+            continue
+    return least
+
+
+def _metadata_text(metadata: Mapping[str, Any]) -> str:
+    return json.dumps(dict(metadata), indent=2, ensure_ascii=False, default=repr) if metadata else ""
+
+
+def _json_in_html(value: object) -> str:
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
