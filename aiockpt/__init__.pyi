@@ -13,10 +13,12 @@ from aiockpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from aiockpt.errors import CommitError as CommitError
 from aiockpt.errors import CoordinationError as CoordinationError
 from aiockpt.errors import CorruptCheckpointError as CorruptCheckpointError
+from aiockpt.errors import DamagedCheckpointWarning as DamagedCheckpointWarning
 from aiockpt.errors import DeleteError as DeleteError
 from aiockpt.errors import LoadError as LoadError
 from aiockpt.errors import MissingKeysError as MissingKeysError
 from aiockpt.errors import MissingKeysWarning as MissingKeysWarning
+from aiockpt.errors import RunLockedError as RunLockedError
 from aiockpt.errors import SafeGlobalsWarning as SafeGlobalsWarning
 from aiockpt.errors import SaveCancelledError as SaveCancelledError
 from aiockpt.errors import SaveError as SaveError
@@ -29,6 +31,7 @@ from aiockpt.errors import UnsafeCheckpointError as UnsafeCheckpointError
 from aiockpt.errors import WriteError as WriteError
 from aiockpt.format.transforms.base import Transform as Transform
 from aiockpt.format.transforms.zstd import Zstd as Zstd
+from aiockpt.manager.manager import CheckpointManager as CheckpointManager
 from aiockpt.manager.policies import KeepAll as KeepAll
 from aiockpt.manager.policies import KeepAny as KeepAny
 from aiockpt.manager.policies import KeepBest as KeepBest
@@ -37,8 +40,11 @@ from aiockpt.manager.policies import KeepIf as KeepIf
 from aiockpt.manager.policies import KeepLatest as KeepLatest
 from aiockpt.manager.policies import KeepPolicy as KeepPolicy
 from aiockpt.manager.policies import KeepWithin as KeepWithin
+from aiockpt.manager.requests import Restored as Restored
+from aiockpt.manager.requests import SkippedStep as SkippedStep
 from aiockpt.manager.rng import RngState as RngState
 from aiockpt.manager.scan import StepInfo as StepInfo
+from aiockpt.manager.sync_manager import SyncCheckpointManager as SyncCheckpointManager
 from aiockpt.manager.when import EverySeconds as EverySeconds
 from aiockpt.manager.when import EverySteps as EverySteps
 from aiockpt.manager.when import SaveAny as SaveAny

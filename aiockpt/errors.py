@@ -21,9 +21,11 @@
     ├── DeleteError                    a checkpoint could not be deleted, or deleting it was refused
     ├── CheckpointerBusyError          earlier saves are in flight, and ``on_busy`` is "error"
     ├── CheckpointerClosedError        the checkpointer was used after it was closed
+    ├── RunLockedError                 another manager writes to the run's directory
     └── CoordinationError              ranks could not agree
 
     MissingKeysWarning                 (UserWarning) ``strict=False`` has let a load go on without some keys
+    DamagedCheckpointWarning           (UserWarning) a run went back to an older step, as newer ones are damaged
 
 A message says what happened, where (path, key, file, offset) and what to do about it; the underlying
 exception is chained as ``__cause__``.
@@ -165,6 +167,37 @@ class CheckpointerBusyError(AiockptError):
 
 class CheckpointerClosedError(AiockptError):
     """The checkpointer was closed; make a new one."""
+
+
+class RunLockedError(AiockptError):
+    """Another manager writes to the run's directory, or it can't be known that it no longer does.
+
+    Attributes:
+        host: the name of its host; empty if it is not known.
+        pid: the number of its process there; 0 if it is not known.
+        since: when it took the run, in seconds as in `time.time`; 0 if it is not known.
+    """
+
+    def __init__(self, message: str, host: str = "", pid: int = 0, since: float = 0.0) -> None:
+        super().__init__(message)
+        self.host = host
+        self.pid = pid
+        self.since = since
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A run was restored from an older step, as newer ones are damaged.
+
+    Attributes:
+        skipped: the damaged steps, newest first; see `SkippedStep`.
+    """
+
+    def __init__(self, message: str, skipped: tuple[object, ...] = ()) -> None:
+        super().__init__(message)
+        self.skipped = skipped
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class CoordinationError(AiockptError):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
-Lane = Literal["plan", "finish", "load"]
+Lane = Literal["plan", "finish", "load", "agree"]
 """Rounds of one lane run one after the other, in the same order on every rank. Rounds of different lanes don't wait
 for each other, so that the next save is planned while this one is written."""
 

@@ -216,6 +216,45 @@ class EngineAccess:
         """Return the storage of a path, the checkpointer's own if None, and the path in it."""
         return locate(path, storage, self._checkpointer._storage)
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks that save together; 1 for a process that saves alone."""
+        coordinator = self._checkpointer._engine.coordinator()
+        return 1 if coordinator is None else coordinator.world_size
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, or saves alone."""
+        coordinator = self._checkpointer._engine.coordinator()
+        return coordinator is None or coordinator.leads
+
+    def agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> Call[T]:
+        """Agree with the other ranks: each calls it with a value, and each gets what rank 0 decides from all values.
+
+        One round of messages. Every rank calls it the same number of times and in the same order, and starts the next
+        one when this one has completed. Saves and loads don't delay it.
+
+        Args:
+            what: what is agreed on, for messages, such as ``the step to restore``; the same on every rank.
+            value: this rank's value, which can be pickled. An exception fails the call on every rank.
+            decide: called on rank 0 alone, with the values of all ranks in their order; must not block.
+        """
+        engine = self._checkpointer._engine
+        coordinator = engine.coordinator()
+
+        async def decide_for_all(values: Sequence[Any]) -> Sequence[T]:
+            return [decide(values)] * len(values)
+
+        async def run(_: LoadTools) -> T:
+            if coordinator is not None:
+                reply: T = await coordinator.round("agree", what, value, decide_for_all)
+                return reply
+            if isinstance(value, BaseException):
+                raise value
+            return decide([value])
+
+        return engine.call(run, what)
+
     def call(self, function: Callable[[LoadTools], Coroutine[Any, Any, T]], what: str) -> Call[T]:
         """Run a coroutine on the engine's loop; ``what`` names it in messages."""
         return self._checkpointer._engine.call(function, what)

@@ -244,12 +244,12 @@ def ranked(infos: Iterable[StepInfo], metric: str, mode: Mode = "min") -> list[S
     return sorted(valued, key=lambda info: (sign * info.metrics[metric], -info.step))
 
 
-def metric_of(keep: KeepPolicy | None) -> tuple[str, Mode] | None:
-    """Return metric and mode of the first `KeepBest` in a policy; None if there is none."""
+def metric_of(keep: KeepPolicy | None, metric: str | None = None) -> tuple[str, Mode] | None:
+    """Return metric and mode of the first `KeepBest` in a policy, of this metric if named; None if there is none."""
     if isinstance(keep, KeepBest):
-        return keep.metric, keep.mode
+        return (keep.metric, keep.mode) if metric in (None, keep.metric) else None
     parts = keep.policies if isinstance(keep, KeepAny | KeepAll) else ()
-    return next((found for part in parts if (found := metric_of(part)) is not None), None)
+    return next((found for part in parts if (found := metric_of(part, metric)) is not None), None)
 
 
 def check_metric(metric: object, mode: object) -> None:

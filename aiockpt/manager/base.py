@@ -1,0 +1,382 @@
+"""The base of both managers: every decision, and everything that does not wait."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.core.parameters import parameters_of
+from aiockpt.engine.facade import CheckpointerBase, EngineAccess
+from aiockpt.errors import AiockptError, CheckpointerClosedError, CheckpointNotFoundError, SaveError
+from aiockpt.manager.ops import Agree, Clean, Ready, Run, Steps, of_rank_0
+from aiockpt.manager.owner import RunLock, take
+from aiockpt.manager.policies import as_policy, check_metric, kept_text, metric_of, ranked
+from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
+from aiockpt.manager.requests import ManagerOptions, check_metadata, check_metrics, check_step
+from aiockpt.manager.restoring import Restore
+from aiockpt.manager.retention import Retention
+from aiockpt.manager.scan import RUN_KEY, StepScanner, step_path
+from aiockpt.manager.when import SavePolicy, StepFacts, split
+from aiockpt.options import CheckpointerOptions, SaveOptions
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Mapping
+
+    from aiockpt.engine.requests import StateDict
+    from aiockpt.manager.policies import Mode
+    from aiockpt.manager.requests import Restored, StepChoice, StepRequest, Verification
+    from aiockpt.manager.scan import StepInfo
+    from aiockpt.saving.handle import SaveHandle
+
+logger = logging.getLogger("aiockpt")
+
+_SHOWN = 10
+
+
+class ManagerBase:
+    """A manager without methods that wait."""
+
+    _kind: type[CheckpointerBase] = CheckpointerBase
+
+    @parameters_of(ManagerOptions)
+    def __init__(self, options: ManagerOptions) -> None:
+        """Create a manager of the checkpoints in one directory. Nothing is read or locked before its first use."""
+        if options.mode not in ("write", "read"):
+            raise ValueError(f"mode must be 'write' or 'read', not {options.mode!r}")
+        if options.save is not None and not isinstance(options.save, SavePolicy):
+            raise TypeError(f"save must be a policy such as EverySteps(100), not {options.save!r}")
+        self._keep = as_policy(options.keep)
+        self._by_step, self._by_facts = split(options.save)
+        self._owns_checkpointer = options.checkpointer is None
+        self._checkpointer = _checkpointer_of(options, self._kind)
+        self._checkpointer_options = self._checkpointer._options
+        self._access = EngineAccess(self._checkpointer)
+        _, self.directory = self._access.locate(options.directory)
+        self.writes = options.mode == "write"
+        self._scanner = StepScanner(self.directory)
+        self._retention = Retention(self.directory, self._keep, fsync=self._checkpointer_options.fsync)
+        self._requests = LastSaveRequests()
+        self._lock: RunLock | None = None
+        self._is_open = False
+        self._is_closed = False
+        self._previous: int | None = None  # the step that was asked about, or restored
+        self._last_began = time.monotonic()  # the last save, or this manager
+        self._is_stopping = False
+        self._pace = Pace()
+        self._calls_left = 1  # until the next exchange with the other ranks
+
+    # --- the ranks ----------------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which decides, or there are no other ranks."""
+        return self._access.leads
+
+    def led(self, what: str, steps: Callable[[], Steps[Any]]) -> Steps[Any]:
+        """Do something on rank 0 alone; its result, or its error, is that of all ranks."""
+        value, error = None, None
+        if self.leads:
+            try:
+                value = yield from steps()
+            except BaseException as exc:  # raised below, once the other ranks have been notified
+                error = exc
+            if self._access.world_size == 1:
+                if error is not None:
+                    raise error
+                return value
+        told = error if isinstance(error, Exception | None) else AiockptError(f"{what} was interrupted: {error!r}")
+        try:
+            value = yield Agree(what, value if told is None else told, of_rank_0)
+        except AiockptError:
+            if error is not None:
+                raise error from None
+            raise
+        return value
+
+    # --- opening and closing ------------------------------------------------------------------------------
+
+    def _opened(self) -> Steps[None]:
+        """Take the run's lock at the first use, unless the manager only reads."""
+        if self._is_closed:
+            raise CheckpointerClosedError(f"this manager of {self.directory} is closed; make a new one")
+        if self._is_open:
+            return
+        if self.writes:
+            yield from self.led(f"the lock of {self.directory}", self._take_lock)
+        self._is_open = True
+
+    def _take_lock(self) -> Steps[None]:
+        try:
+            self._lock = yield Run(partial(take, self.directory))
+        except OSError as exc:
+            raise AiockptError(
+                f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
+            ) from exc
+        try:
+            yield Clean(self.directory)
+        except AiockptError as exc:  # orphans cost space, no more
+            logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
+
+    def _end(self) -> None:
+        """End the deletions, and let others write to the run. Blocks; idempotent."""
+        self._retention.end()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    # --- what is there --------------------------------------------------------------------------------------
+
+    def infos(self) -> tuple[StepInfo, ...]:
+        """Return all steps in the directory, in order, with their state; see `StepInfo`.
+
+        Reads the directory, no tensors; blocks for that. With many ranks, all call it, and get what rank 0 sees: to
+        look on one rank alone, use `aiockpt.manager.scan.scan`. The same holds for `steps`, `latest` and `best`.
+
+        Raises:
+            OSError: the directory can't be read.
+        """
+        if self._access.world_size == 1:
+            return self._scanner.scan()
+        value: object = None
+        if self.leads:
+            try:
+                value = self._scanner.scan()
+            except OSError as exc:
+                value = exc
+        found: tuple[StepInfo, ...] = self._access.agree(f"the steps of {self.directory}", value, of_rank_0).result()
+        return found
+
+    def steps(self) -> list[int]:
+        """Return the numbers of the complete steps, in order. Blocks to read the directory; see `infos`."""
+        return [info.step for info in self._complete()]
+
+    def latest(self) -> StepInfo | None:
+        """Return the complete step with the highest number; None if there is none. See `infos`."""
+        return next(reversed(self._complete()), None)
+
+    def best(self, metric: str | None = None, mode: Mode | None = None) -> StepInfo | None:
+        """Return the complete step with the best value of a metric; None if no step has one. See `infos`.
+
+        NaN is never the best. Of equal values, that of the later step is the better.
+
+        Args:
+            metric: the name of the metric; None: that of the `KeepBest` of this manager.
+            mode: whether the smallest ("min") or the largest ("max") value is the best; None: as the `KeepBest` of
+                this metric, else "min".
+
+        Raises:
+            ValueError: no metric is given, and there is no `KeepBest`.
+        """
+        return next(iter(ranked(self._complete(), *self._metric(metric, mode))), None)
+
+    def _complete(self) -> list[StepInfo]:
+        return [info for info in self.infos() if info.state == "complete"]
+
+    def _metric(self, metric: str | None, mode: Mode | None) -> tuple[str, Mode]:
+        known = metric_of(self._keep, metric)
+        if metric is None:
+            if known is None:
+                raise ValueError("name the metric, as in best('loss'): there is no KeepBest that names one")
+            metric = known[0]
+        mode = mode or (known[1] if known is not None else "min")
+        check_metric(metric, mode)
+        return metric, mode
+
+    def path_of(self, step: int) -> str:
+        """Return the path of a step's directory, whether it exists or not."""
+        return step_path(self.directory, check_step(step))
+
+    # --- restoring --------------------------------------------------------------------------------------------
+
+    def candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
+        """Return the steps that a restore tries, the preferred one first."""
+        try:
+            infos = self._scanner.scan()
+        except OSError as exc:
+            raise AiockptError(f"the run {self.directory} can't be read: {exc}") from exc
+        if choice == "latest":
+            return list(reversed(infos))
+        if choice == "best":
+            found = ranked(infos, metric or "", mode)
+            if infos and not found:
+                raise CheckpointNotFoundError(f"no complete step of {self.directory} has the metric {metric!r}")
+            return found
+        found = [info for info in infos if info.step == choice]
+        if not found:
+            raise CheckpointNotFoundError(f"there is no step {choice} in {self.directory}")
+        return found
+
+    def reading(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Keep a step from being deleted while it is read."""
+        return self._retention.reading(step)
+
+    def _restore(
+        self,
+        state: StateDict,
+        step: StepChoice,
+        metric: str | None,
+        mode: Mode | None,
+        verify: Verification,
+        options: Mapping[str, Any],
+    ) -> Steps[Restored | None]:
+        if verify not in ("auto", "before", "while"):
+            raise ValueError(f"verify must be 'auto', 'before' or 'while', not {verify!r}")
+        if step != "latest" and step != "best":
+            step = check_step(step)
+        chosen = self._metric(metric, mode) if step == "best" else ("", "min")
+        yield from self._opened()
+        restored = yield from Restore(self, state, step, *chosen, verify, options).steps()
+        if restored is not None:
+            self._previous = restored.step
+            self._retention.restored(restored.step)
+        return restored
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def _save(self, request: StepRequest, start: Callable[[Mapping[str, Any]], SaveHandle]) -> Steps[SaveHandle]:
+        step = check_step(request.step)
+        metrics = check_metrics(request.metrics)
+        metadata = check_metadata(request.metadata)
+        if request.storage is not None:
+            raise ValueError("a manager saves to the directory of its run: leave storage out")
+        if not self.writes:
+            raise SaveError(f"this manager only reads {self.directory}; make one with mode='write'")
+        yield from self._opened()
+        if self._is_stopping or self._checkpointer_options.on_busy == "wait":
+            yield Ready()
+        metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": time.time(), "keep": kept_text(self._keep)}
+        options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)}
+        handle = start({**options, "metadata": metadata, "path": self.path_of(step), "state_dict": request.state_dict})
+        self._last_began = time.monotonic()
+        self._retention.follow(handle, step, prunes=self.leads)
+        return handle
+
+    def pin(self, step: int) -> None:
+        """Keep a step whatever the policies say, until `unpin` or the end of this manager.
+
+        With many ranks, call it on rank 0, or on all.
+        """
+        self._retention.pin(check_step(step))
+
+    def unpin(self, step: int) -> None:
+        """End `pin`; the policies decide again after the next save."""
+        self._retention.unpin(check_step(step))
+
+    # --- when ---------------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Return whether to save at this step: by the policy, or since a last save was requested.
+
+        Call it once for each step, after the step. With many ranks, all call it, and get the same answer; it blocks
+        until all have. Where the steps are so short that a message to each rank would cost more than a hundredth of
+        their time, the ranks exchange messages only every few steps, at most 16; `EverySteps` needs none.
+
+        After a request for a last save, from `on_signal` or `request_last_save` on any rank, it returns True once, and
+        `stopping` is True from then on. If the save could not be written within the notice, it returns False instead.
+
+        Args:
+            step: the number of the step.
+
+        Raises:
+            CoordinationError: the ranks ask about different steps, or a rank does not come.
+        """
+        step = check_step(step)
+        if self._is_stopping:
+            return False
+        facts = StepFacts(step, self._previous, time.monotonic() - self._last_began, self._is_idle())
+        self._previous = step
+        is_due = self._by_step.is_due(facts)
+        self._calls_left -= 1
+        if self._calls_left > 0:
+            return is_due
+        answer = self._exchange(step, facts)
+        self._calls_left = answer.calls
+        if answer.is_stopping:
+            self._is_stopping = True
+            if answer.is_late and self.leads:
+                logger.warning(
+                    "the last save of %s, at step %d, is not begun: it would take about %.1f s, longer than the notice",
+                    self.directory,
+                    step,
+                    self._retention.expected_s(),
+                )
+            return answer.is_due
+        return is_due or answer.is_due
+
+    def _is_idle(self) -> bool:
+        return self._checkpointer.statistics().in_flight == 0
+
+    def _exchange(self, step: int, facts: StepFacts) -> Answer:
+        mine = Asked(step, self._requests.remaining_s())
+        is_alone = self._access.world_size == 1
+        began = time.monotonic()
+        calls = 1 if is_alone or not self.leads else self._pace.begin(began)
+        by_facts, expected_s = self._by_facts.is_due(facts), self._retention.expected_s()
+        answer = partial(decide, is_due=by_facts, expected_s=expected_s, calls=calls)
+        if is_alone:
+            return answer([mine])
+        agreed = self._access.agree(f"the next save of {self.directory}", mine, answer).result()
+        if self.leads:
+            self._pace.end(time.monotonic() - began)
+        return agreed
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the ranks have agreed, in `due`, that this step is the last one: leave the loop."""
+        return self._is_stopping
+
+    def on_signal(self, *signals: int, grace_s: float | None = None) -> None:
+        """Request a last save when a signal comes, such as SIGTERM, by which schedulers announce the end of a job.
+
+        The next `due` of all ranks acts on it, also if the signal reaches one rank alone. The handler only notes the
+        time. It then calls the handler that was there before, except that of SIGINT, which is called for a second
+        Ctrl-C only. Closing the manager restores the handlers.
+
+        ::
+
+            run.on_signal(signal.SIGTERM, grace_s=60)
+
+        Args:
+            signals: the numbers of the signals.
+            grace_s: the seconds from the signal to the end of the process. A last save that would take longer, by the
+                longest of the last saves, is not begun. They are counted from when Python handles the signal, which is
+                after the C function that the main thread is in. None: no limit.
+
+        Raises:
+            ValueError: this is not the main thread, or ``grace_s`` is not positive.
+        """
+        self._requests.listen(signals, grace_s)
+
+    def request_last_save(self, grace_s: float | None = None) -> None:
+        """Request a last save at the next `due`, as a signal does; see `on_signal`. From any thread, on any rank.
+
+        Args:
+            grace_s: the seconds that are left from now; None: no limit.
+        """
+        self._requests.request(grace_s)
+
+    # --- shown ----------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open" if self._is_open else "idle"
+        mode = "" if self.writes else ", reading only"
+        return f"<{type(self).__name__} {self.directory}: {state}{mode}>"
+
+
+def _checkpointer_of(options: ManagerOptions, kind: type[CheckpointerBase]) -> CheckpointerBase:
+    """Return the checkpointer that was given, or make one of the options."""
+    values = {each.name: getattr(options, each.name) for each in fields(CheckpointerOptions)}
+    if options.checkpointer is None:
+        made = kind(**values)
+        made._warns_as("manager")
+        return made
+    if not isinstance(options.checkpointer, kind):
+        raise TypeError(f"checkpointer must be a {kind.__name__}, not {options.checkpointer!r}")
+    given = [each.name for each in fields(CheckpointerOptions) if values[each.name] != each.default]
+    if given:
+        raise TypeError(f"{', '.join(given)}: these are options of the checkpointer, which was given: set them there")
+    return options.checkpointer

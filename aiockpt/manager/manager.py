@@ -1,0 +1,223 @@
+"""The manager of a run for asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+import anyio
+
+from aiockpt.checkpointer import AsyncCheckpointer
+from aiockpt.core.parameters import parameters_of
+from aiockpt.core.threads import check_asyncio
+from aiockpt.errors import AiockptError
+from aiockpt.manager.base import ManagerBase
+from aiockpt.manager.ops import Agree, Clean, Inspect, Load, Ready, Run, Verify
+from aiockpt.manager.requests import RestoreOptions, StepRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from types import TracebackType
+
+    from aiockpt.engine.requests import StateDict
+    from aiockpt.manager.ops import Op, Steps
+    from aiockpt.manager.policies import Mode
+    from aiockpt.manager.requests import Restored, StepChoice, Verification
+    from aiockpt.reading.reader import CheckpointReader
+    from aiockpt.saving.handle import SaveHandle
+
+T = TypeVar("T")
+
+_INSTEAD = "use a SyncCheckpointManager in a thread"
+
+
+class CheckpointManager(ManagerBase):
+    """Keeps the checkpoints of one training run in one directory, for asyncio programs.
+
+    It numbers them, finds the one to go on from, decides when to save and what to keep, and makes a last save when the
+    job is about to end::
+
+        keep = [aiockpt.KeepLatest(3), aiockpt.KeepBest(2, "loss")]
+        async with aiockpt.CheckpointManager("runs/a", keep=keep, save=aiockpt.EverySteps(100)) as run:
+            run.on_signal(signal.SIGTERM, grace_s=60)
+            start = await run.restore(state)                 # None if the run is new
+            for step in range(start.step + 1 if start else 0, steps):
+                train(step)
+                if run.due(step):
+                    save = await run.save(step, state, metrics={"loss": loss})
+                    await save.staged
+                if run.stopping:
+                    break
+
+    With many ranks, each makes a manager of the same directory and calls the same methods in the same order. Rank 0
+    decides, and all get the same answers.
+
+    Attributes:
+        directory: the run's directory, as an absolute path.
+    """
+
+    _kind = AsyncCheckpointer
+    _checkpointer: AsyncCheckpointer
+
+    @property
+    def checkpointer(self) -> AsyncCheckpointer:
+        """The checkpointer that saves and loads, such as for `AsyncCheckpointer.fence` and ``guard``."""
+        return self._checkpointer
+
+    async def __aenter__(self) -> Self:
+        check_asyncio("a CheckpointManager", _INSTEAD)
+        try:
+            await self._drive(self._opened())
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            with anyio.CancelScope(shield=True):
+                await self.aclose()
+        except AiockptError as exc:
+            if error is None:
+                raise
+            error.add_note(f"closing the manager also failed: {exc}")
+
+    async def restore(
+        self,
+        state_dict: StateDict,
+        step: StepChoice = "latest",
+        *,
+        metric: str | None = None,
+        mode: Mode | None = None,
+        verify: Verification = "auto",
+        **options: Unpack[RestoreOptions],
+    ) -> Restored | None:
+        """Load the newest valid step, the best one, or a certain one, into a state; see `AsyncCheckpointer.load`.
+
+        Steps that turn out damaged are passed over: the next older one (or, for "best", the next best) is taken, a
+        `DamagedCheckpointWarning` names them, and they are renamed to ``step-00000100.damaged``. Structure and sizes
+        are checked first, the CRC of everything that is read while it is read. A step is never taken for damaged
+        because it could not be read, or does not fit the state: that is raised, and nothing is renamed.
+
+        The target gets no byte of a damaged step: a step is loaded at once only if an older one would overwrite
+        all of it; else everything in it is verified first, which reads it twice. If the step that was loaded at once is
+        damaged, and then every older one as well, this raises, and the target may have bytes of the first.
+
+        Args:
+            state_dict: the state to load into; see `AsyncCheckpointer.load`.
+            step: "latest", "best", or the number of a step. A certain step that is damaged raises.
+            metric: for "best", the name of the metric; None: that of the `KeepBest` of this manager.
+            mode: for "best", "min" or "max"; None: as the `KeepBest` of this metric, else "min".
+            verify: "auto": as described. "before": verify every step before it is loaded, so that the target stays
+                untouched in all cases. "while": load at once.
+            options: ``map_location``, ``keys``, ``dtype``, ``strict``, ``missing``, ``safe_globals`` and ``trust``, as
+                in `AsyncCheckpointer.load`.
+
+        Returns:
+            The step; None if the run has none.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step, or no step has the metric.
+            CorruptCheckpointError: the step is damaged, or all are. Nothing was renamed.
+            MissingKeysError: the newest valid step lacks keys of the state.
+            ShapeMismatchError: a shape or dtype differs.
+            LoadError: a step can't be read, or a ``load_state_dict`` failed.
+            RunLockedError: another manager writes to the run.
+        """
+        check_asyncio("restore()", _INSTEAD)
+        return await self._drive(self._restore(state_dict, step, metric, mode, verify, options))
+
+    @parameters_of(StepRequest)
+    async def save(self, request: StepRequest) -> SaveHandle:
+        """Start to save a step; see `AsyncCheckpointer.save`. Waits only for its turn: until earlier saves are written.
+
+        Wrong arguments raise here. The step counts when it is written; then steps that are no longer kept are deleted,
+        behind. A save that fails or is skipped deletes nothing.
+
+        Returns:
+            A handle with the futures ``staged`` and ``written``.
+
+        Raises:
+            TypeError: the step is no integer, or a metric no number.
+            ValueError: the step is negative, or ``metadata`` has the key "run".
+            CheckpointExistsError: the step exists; pass ``overwrite=True`` to replace it.
+            SaveError: something can't be saved, or the manager only reads; see `AsyncCheckpointer.save`.
+            RunLockedError: another manager writes to the run.
+        """
+        check_asyncio("save()", _INSTEAD)
+        return await self._drive(self._save(request, lambda arguments: self._checkpointer.save(**arguments)))
+
+    @asynccontextmanager
+    async def open(self, step: int) -> AsyncIterator[CheckpointReader]:
+        """Inspect a step: ``async with run.open(100) as reader:``. It is not deleted meanwhile.
+
+        See `AsyncCheckpointer.open`. Involves this rank alone.
+
+        Raises:
+            CheckpointNotFoundError: there is no such step.
+        """
+        path = self.path_of(step)
+        with self.reading(step):
+            async with self._checkpointer.open(path) as reader:
+                yield reader
+
+    async def aclose(self) -> None:
+        """Finish the saves and deletions, let others write to the run, and restore the handlers of signals. Idempotent.
+
+        A checkpointer that was given stays open.
+
+        Raises:
+            AiockptError: the failure of a save that nobody awaited; see `AsyncCheckpointer.aclose`.
+        """
+        check_asyncio("aclose()", _INSTEAD)
+        self._is_closed = True
+        try:
+            if self._owns_checkpointer:
+                await self._checkpointer.aclose()
+        finally:
+            try:
+                if not self._retention.has_ended:
+                    timeout_s = self._checkpointer_options.drain_timeout
+                    await asyncio.wait([asyncio.wrap_future(self._retention.finished())], timeout=timeout_s)
+            finally:
+                self._requests.close()
+                await asyncio.to_thread(self._end)
+
+    async def _drive(self, steps: Steps[T]) -> T:
+        """Do what a generator yields, and send it the answers."""
+        answer: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                op = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration as stop:
+                value: T = stop.value
+                return value
+            answer, error = None, None
+            try:
+                answer = await self._do(op)
+            except BaseException as exc:  # raised by the generator, or handled there
+                error = exc
+
+    async def _do(self, op: Op) -> Any:
+        checkpointer = self._checkpointer
+        match op:
+            case Load(path, state, options):
+                return await checkpointer.load(path, state, **options)
+            case Verify(path):
+                return await checkpointer.verify(path)
+            case Inspect(path):
+                async with checkpointer.open(path) as reader:
+                    return dict(reader)
+            case Agree(what, value, decide):
+                return await self._access.agree(what, value, decide).wait()
+            case Ready():
+                return await checkpointer.ready()
+            case Clean(directory):
+                return await checkpointer.clean(directory)
+            case Run(function):
+                return await asyncio.to_thread(function)

@@ -1,0 +1,262 @@
+"""The lock of a run's directory: one manager writes, any number read. Without torch; blocks.
+
+The lock is a flock on the file `.aiockpt.lock` in the directory, which names its owner: host, process, time, and what
+distinguishes the process from all others, as in the names of temporary directories. The owner removes the file. If it
+is killed, the kernel releases the flock and the file stays.
+
+A flock does not reach other hosts on every file system, and some have none. So what the file says counts as well:
+
+======================================  ==============================================================================
+the file names                          and the flock is free, or there are none
+======================================  ==============================================================================
+a process of this kernel and namespace  taken if the process is dead
+one of an earlier boot of this machine  taken
+any other                               taken if the file system is known to share flocks with the hosts that mount it,
+                                        or is local; else refused, as it may live
+======================================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from aiockpt.errors import RunLockedError, printable_key
+from aiockpt.storage.local.temp_dir import Owner, is_running, lock, new_ticket, read_ticket, this_process
+
+LOCK_NAME = ".aiockpt.lock"
+
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_MODE = 0o664
+_ATTEMPTS = 100
+_FACT_BYTES = 1 << 16
+
+# Disks of this machine, and file systems that send flocks to their server by default.
+_LOCAL = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "zfs", "tmpfs", "ramfs", "overlay", "apfs", "hfs"})
+_SHARING = frozenset({"nfs", "nfs4", "ceph", "gfs2", "ocfs2"})
+_LOCKS_STAY_HERE = ("nolock", "local_lock=all", "local_lock=flock")  # mount options of NFS
+
+Liveness = Literal["dead", "alive", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class LockFacts:
+    """The contents of a lock file."""
+
+    host: str
+    pid: int
+    since: float
+    ticket: str  # a temporary name of the process, with a random number
+
+    @property
+    def owner(self) -> Owner | None:
+        """The process; None if its system does not identify processes."""
+        ticket = read_ticket(self.ticket)
+        return None if ticket is None else ticket.owner
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since).astimezone().isoformat(" ", "seconds")
+        return f"process {self.pid} on host {printable_key(self.host)}, since {since}"
+
+
+def liveness(owner: Owner | None, here: Owner | None) -> Liveness:
+    """Return whether a process lives, as far as that can be known from here."""
+    if owner is None or here is None:
+        return "unknown"
+    if owner.space == here.space:
+        return "alive" if is_running(owner) else "dead"
+    return "dead" if owner.machine == here.machine and owner.boot != here.boot else "unknown"
+
+
+class RunLock:
+    """The lock of a run's directory, held until `release` or the end of the process; forked children do not hold it."""
+
+    def __init__(self, fd: int, path: str, facts: LockFacts, *, is_locked: bool) -> None:
+        self._fd: int | None = fd
+        self._path = path
+        self._pid = os.getpid()
+        self._is_locked = is_locked
+        self.facts = facts
+        _held.add(self)
+
+    def release(self) -> None:
+        """Remove the file and the lock; idempotent. Blocks."""
+        fd, self._fd = self._fd, None
+        if fd is None or os.getpid() != self._pid:
+            return
+        try:
+            if self._is_own(fd):
+                with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
+                    os.unlink(self._path)
+        finally:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+    def _is_own(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False)) and (
+                self._is_locked or read_facts(fd) == self.facts
+            )
+        except OSError:
+            return False
+
+    def _leave_to_parent(self) -> None:
+        """Close the descriptor in a forked child, which would else hold the lock beyond its parent's end."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+_held: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for held in list(_held):
+        held._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def take(directory: str) -> RunLock:
+    """Lock a run's directory, which is created if it does not exist.
+
+    Raises:
+        RunLockedError: another manager has it, or may have it.
+        OSError: the lock file can't be made.
+    """
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, LOCK_NAME)
+    facts = LockFacts(socket.gethostname(), os.getpid(), time.time(), new_ticket())
+    for _ in range(_ATTEMPTS):
+        fd = os.open(path, _FLAGS | os.O_CREAT, _MODE)
+        try:
+            taken = _try(fd, path, directory, facts)
+        except BaseException:
+            os.close(fd)
+            raise
+        if taken is not None:
+            return taken
+        os.close(fd)
+    raise RunLockedError(f"{path} is made and removed again and again by others; look which programs use this run")
+
+
+def owner_of(directory: str) -> LockFacts | None:
+    """Return the owner of a run that is alive, or may be; None if the run is free. Takes no lock."""
+    try:
+        fd = os.open(os.path.join(directory, LOCK_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        facts = read_facts(fd)
+    finally:
+        os.close(fd)
+    return None if facts is None or liveness(facts.owner, this_process()) == "dead" else facts
+
+
+def read_facts(fd: int) -> LockFacts | None:
+    """Return the contents of a lock file; None if it is empty or can't be understood."""
+    try:
+        found: Any = json.loads(os.pread(fd, _FACT_BYTES, 0))
+        return LockFacts(str(found["host"]), int(found["pid"]), float(found["since"]), str(found["ticket"]))
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _try(fd: int, path: str, directory: str, facts: LockFacts) -> RunLock | None:
+    """Lock an open lock file; None if it was removed meanwhile. Raises RunLockedError if it has an owner."""
+    locked = lock(fd, fcntl.LOCK_EX)
+    before = read_facts(fd)
+    if locked == "refused":
+        raise _refusal(directory, path, before)
+    if not _is_at(fd, path):
+        return None
+    if before is not None:
+        state = liveness(before.owner, this_process())
+        is_proof = locked == "held" and shares_locks(path)  # the kernel has released the lock of the one before
+        if not is_proof and state != "dead":
+            raise _refusal(directory, path, before, unsure=state == "unknown")
+    if locked == "unsupported" and os.fstat(fd).st_size and before is None:
+        raise _refusal(directory, path, None, unsure=True)
+    _write(fd, facts)
+    if locked == "unsupported" and not (_is_at(fd, path) and read_facts(fd) == facts):
+        raise _refusal(directory, path, read_facts(fd))
+    return RunLock(fd, path, facts, is_locked=locked == "held")
+
+
+def _write(fd: int, facts: LockFacts) -> None:
+    data = json.dumps({"host": facts.host, "pid": facts.pid, "since": facts.since, "ticket": facts.ticket}).encode()
+    os.pwrite(fd, data, 0)
+    os.ftruncate(fd, len(data))
+    with contextlib.suppress(OSError):  # some file systems sync nothing; it is for other processes, not for later
+        os.fsync(fd)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+    except OSError as exc:
+        if exc.errno == errno.ESTALE:
+            return False
+        raise
+
+
+def _refusal(directory: str, path: str, owner: LockFacts | None, *, unsure: bool = False) -> RunLockedError:
+    who = "another process, which is just taking it" if owner is None else str(owner)
+    if unsure:
+        advice = (
+            "it can't be known from here whether that process lives, as locks of this file system may not reach other "
+            f"hosts: if it does not, remove {path}"
+        )
+    else:
+        advice = "end that program first, choose another directory, or only read with mode='read'"
+    error = f"the run {directory} is being written by {who}: {advice}"
+    return RunLockedError(error) if owner is None else RunLockedError(error, owner.host, owner.pid, owner.since)
+
+
+def shares_locks(path: str, mounts: str = "/proc/self/mountinfo") -> bool:
+    """Return whether a flock holds on every host that mounts the file system of a path, or it is local."""
+    if sys.platform != "linux":
+        return True
+    try:
+        with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:
+            found = [line.split() for line in lines]
+    except OSError:
+        return False
+    real = os.path.realpath(path)
+    above = [fields for fields in found if len(fields) > 6 and _is_below(real, _unescaped(fields[4]))]
+    if not above:
+        return False
+    fields = max(reversed(above), key=lambda fields: len(_unescaped(fields[4])))  # of equal ones, the last covers
+    after = fields.index("-")
+    kind, options = fields[after + 1], f"{fields[5]},{fields[after + 3]}".split(",")
+    if kind == "lustre":
+        return "flock" in options
+    return kind in _LOCAL or (kind in _SHARING and not any(option in _LOCKS_STAY_HERE for option in options))
+
+
+def _is_below(path: str, mount: str) -> bool:
+    return path == mount or path.startswith(os.path.join(mount, ""))
+
+
+def _unescaped(mount: str) -> str:
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        mount = mount.replace(code, character)
+    return mount

@@ -1,0 +1,164 @@
+"""The end of a run that is announced: by a signal or a call, on any rank; all ranks agree on the last step."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.errors import CoordinationError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+Handler = Callable[[int, "FrameType | None"], Any] | int | None
+
+_MOST_COST = 0.01  # of the time between two exchanges with the other ranks, at most this part is spent on one
+_MOST_CALLS = 16  # between two exchanges, so that a request is not noticed much later if the steps become longer
+
+
+# --- requests, on one rank ----------------------------------------------------------------------------
+
+
+class LastSaveRequests:
+    """Requests for a last save, by signals and calls. Signal handlers only note the time."""
+
+    def __init__(self) -> None:
+        self._deadline: float | None = None  # by the monotonic clock; None: nobody has asked
+        self._previous: dict[int, Handler] = {}
+        self._grace_s: dict[int, float] = {}
+        self._seen: set[int] = set()
+        self._closed = False
+
+    def request(self, grace_s: float | None = None) -> None:
+        """Request a last save, which is to be written within so many seconds from now; None: no limit."""
+        deadline = math.inf if grace_s is None else time.monotonic() + grace_s
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def remaining_s(self) -> float | None:
+        """Return the seconds until the deadline; infinity without one; None if nobody has asked."""
+        deadline = self._deadline
+        return None if deadline is None else deadline - time.monotonic()
+
+    def listen(self, signals: Sequence[int], grace_s: float | None) -> None:
+        """Note signals from now on; see `CheckpointManager.on_signal`."""
+        if not signals:
+            raise TypeError("on_signal() needs at least one signal, such as signal.SIGTERM")
+        if grace_s is not None and (isinstance(grace_s, bool) or not isinstance(grace_s, int | float) or grace_s <= 0):
+            raise ValueError(f"grace_s must be a positive number of seconds, or None, not {grace_s!r}")
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("on_signal() must be called in the main thread, where Python handles signals")
+        for number in map(signal.Signals, signals):
+            self._grace_s[number] = math.inf if grace_s is None else grace_s
+            if number not in self._previous:
+                self._previous[number] = signal.signal(number, self._handle)
+
+    def close(self) -> None:
+        """Restore the handlers that were there before, unless others have replaced them meanwhile. Idempotent.
+
+        In another thread than the main one it can't: the handlers then pass signals on to those before.
+        """
+        self._closed = True
+        for number, previous in list(self._previous.items()):
+            if signal.getsignal(number) == self._handle:
+                try:
+                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
+                except ValueError:  # not the main thread
+                    continue
+            del self._previous[number]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        again = number in self._seen
+        self._seen.add(number)
+        if self._closed:
+            _pass_on(previous, number, frame)
+            return
+        grace_s = self._grace_s.get(number, math.inf)
+        self.request(None if grace_s == math.inf else grace_s)
+        if number != signal.SIGINT:
+            if callable(previous):
+                previous(number, frame)
+        elif again:  # the handlers of Ctrl-C end the program, so only the second one gets there
+            _pass_on(previous, number, frame)
+
+
+def _pass_on(handler: Handler, number: int, frame: FrameType | None) -> None:
+    if callable(handler):
+        handler(number, frame)
+    elif handler != signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+# --- decisions, for all ranks --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one rank brings to an exchange."""
+
+    step: int
+    remaining_s: float | None  # of a last save; None if nobody has asked this rank
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What all ranks do.
+
+    Attributes:
+        is_due: a save is due at this step.
+        is_stopping: the run stops after this step.
+        is_late: the last save would not be written in time, and is not begun.
+        calls: the exchanges are so many calls apart from now on.
+    """
+
+    is_due: bool
+    is_stopping: bool = False
+    is_late: bool = False
+    calls: int = 1
+
+
+def decide(asked: Sequence[Asked], *, is_due: bool, expected_s: float, calls: int = 1) -> Answer:
+    """Decide for all ranks, from the requests of each, and from rank 0's policy and measurements."""
+    steps = {each.step for each in asked}
+    if len(steps) > 1:
+        raise CoordinationError(
+            f"the ranks ask whether a save is due at different steps ({', '.join(map(str, sorted(steps)))}): call "
+            "due() on every rank for each step"
+        )
+    deadlines = [each.remaining_s for each in asked if each.remaining_s is not None]
+    if not deadlines:
+        return Answer(is_due, calls=calls)
+    is_late = expected_s > min(deadlines)
+    return Answer(is_due=not is_late, is_stopping=True, is_late=is_late)
+
+
+class Pace:
+    """Chooses how many calls of `due` go by between two exchanges, so that these cost little. For rank 0.
+
+    An exchange costs a message to each rank. It is made at each call, unless the steps are so short that it would take
+    more than a hundredth of the time; then it is made every few steps.
+    """
+
+    def __init__(self) -> None:
+        self._cost_s = math.inf
+        self._last: float | None = None
+        self._calls = 1
+
+    def begin(self, now: float) -> int:
+        """Return the calls until the next exchange but one, as this one begins."""
+        if self._last is not None and self._cost_s < math.inf:
+            step_s = max((now - self._last) / self._calls, 1e-9)
+            self._calls = min(max(1, math.ceil(self._cost_s / _MOST_COST / step_s)), _MOST_CALLS)
+        self._last = now
+        return self._calls
+
+    def end(self, seconds: float) -> None:
+        """Note how long an exchange has taken. The shortest counts: in others, rank 0 waited for slow ranks."""
+        self._cost_s = min(self._cost_s, seconds)

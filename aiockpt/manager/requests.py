@@ -1,0 +1,167 @@
+"""Arguments of the managers' methods, their checks, and what `restore` returns."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from aiockpt.manager.scan import RUN_KEY
+from aiockpt.options import CheckpointerOptions, Path, SaveOptions
+
+if TYPE_CHECKING:
+    import torch
+
+    from aiockpt.engine.facade import CheckpointerBase
+    from aiockpt.engine.requests import StateDict
+    from aiockpt.manager.policies import KeepPolicy
+    from aiockpt.manager.when import SavePolicy
+    from aiockpt.options import MapLocation
+
+Verification = Literal["auto", "before", "while"]
+StepChoice = int | Literal["latest", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerOptions(CheckpointerOptions):
+    """Arguments of a manager; every option of a checkpointer is one too.
+
+    Attributes:
+        directory: the run's directory, in a local or mounted file system; created when the run is opened for writing.
+            ``~`` is the home directory. Names of steps in it, such as ``step-00000100``, belong to the manager.
+        keep: the steps to keep: a policy such as `KeepLatest`, or a list of policies, of which each keeps what it
+            chooses. None: all. Steps are deleted only after a later save of this run is written.
+        save: when `due` says that a save is due: `EverySteps`, `EverySeconds`, `WhenIdle`, combined with ``|``. None:
+            never, but for the last save.
+        mode: "write": the manager owns the run, and a second one is refused. "read": it only reads, takes no lock, and
+            renames and deletes nothing.
+        checkpointer: a checkpointer to save and load with, which is not closed with the manager. None: the manager
+            makes one with the options that are given, and closes it.
+    """
+
+    directory: Path
+    keep: KeepPolicy | Iterable[KeepPolicy] | None = field(default=None, kw_only=True)
+    save: SavePolicy | None = field(default=None, kw_only=True)
+    mode: Literal["write", "read"] = field(default="write", kw_only=True)
+    checkpointer: CheckpointerBase | None = field(default=None, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest(SaveOptions):
+    """Arguments of a manager's `save`; every option of a checkpointer's `save` but ``storage`` is one too.
+
+    Attributes:
+        step: the number of the step, 0 or more. Its directory must not exist, unless ``overwrite`` is given.
+        state_dict: the state; see `AsyncCheckpointer.save`.
+        metrics: numbers that belong to the step, by name, such as ``{"loss": loss}``: floats, or tensors and NumPy
+            scalars of no dimension, of which the call takes the value. For a tensor on an accelerator, that waits for
+            everything before it in its stream. NaN is kept, and is never the best. With many ranks, those of rank 0
+            count, and so does its ``metadata``.
+    """
+
+    step: int
+    state_dict: StateDict = field(repr=False)
+    metrics: Mapping[str, Any] | None = None
+
+
+class RestoreOptions(TypedDict, total=False):
+    """Options of a restore that are those of a load; see `AsyncCheckpointer.load`."""
+
+    map_location: MapLocation | None
+    keys: str | Sequence[str] | None
+    dtype: torch.dtype | None
+    strict: bool
+    missing: list[str] | None
+    safe_globals: Sequence[Any]
+    trust: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A step that was passed over by a restore.
+
+    Attributes:
+        step: its number.
+        path: where it is now: it was renamed, unless the manager only reads.
+        reason: what is wrong with it.
+    """
+
+    step: int
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The step from which a run goes on.
+
+    Attributes:
+        step: its number.
+        path: its directory.
+        metrics: the metrics that were saved with it.
+        metadata: the other metadata that was saved with it.
+        skipped: the damaged steps that were passed over, newest first.
+    """
+
+    step: int
+    path: str
+    metrics: Mapping[str, float]
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    skipped: tuple[SkippedStep, ...] = ()
+
+
+def check_step(step: object) -> int:
+    """Return the number of a step; raise TypeError or ValueError if it is none."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"step must be an integer, not {step!r}") from None
+    if not 0 <= number < 10**18:
+        raise ValueError(f"step must be at least 0 and below 10**18, not {number}")
+    return number
+
+
+def check_metrics(metrics: object) -> dict[str, float]:
+    """Return metrics as floats; raise TypeError or ValueError, naming the metric, for anything else.
+
+    Blocks until a tensor on an accelerator is computed.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a mapping of names to numbers, not {metrics!r}")
+    return {_checked_name(name): _number(name, value) for name, value in metrics.items()}
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a metric must be text, not {name!r}")
+    return name
+
+
+def _number(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) or getattr(value, "ndim", None) == 0
+    try:
+        if not is_number:
+            raise TypeError
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"the metric {name!r} is too large for a float") from None
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as exc:
+        raise TypeError(
+            f"the metric {name!r} is a {type(value).__name__}, not a number: pass a float, or a tensor of no dimension"
+        ) from exc
+
+
+def check_metadata(metadata: object) -> dict[str, Any]:
+    """Return a copy of the caller's metadata; raise ValueError if it has the manager's own key."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata must be a dict of JSON-able values, not {type(metadata).__name__}")
+    if RUN_KEY in metadata:
+        raise ValueError(f"metadata has the key {RUN_KEY!r}, which is the manager's: use another name")
+    return dict(metadata)

@@ -1,0 +1,198 @@
+"""Restores: the newest step that is valid. Damaged ones are passed over, and never leave their bytes in the target."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from aiockpt.core.parameters import outer_stacklevel
+from aiockpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DamagedCheckpointWarning,
+    LoadError,
+)
+from aiockpt.manager.ops import Agree, Inspect, Load, Run, Steps, Verify
+from aiockpt.manager.requests import Restored, SkippedStep
+from aiockpt.reading.info import TensorInfo
+
+if TYPE_CHECKING:
+    import contextlib
+    from collections.abc import Callable, Mapping, Sequence
+
+    from aiockpt.engine.requests import StateDict
+    from aiockpt.manager.policies import Mode
+    from aiockpt.manager.requests import StepChoice, Verification
+    from aiockpt.manager.scan import StepInfo
+    from aiockpt.reading.verify.report import VerifyReport
+
+logger = logging.getLogger("aiockpt")
+
+_MOST_NAMES = 1000
+
+
+class ManagedRun(Protocol):
+    """The manager, as far as a restore needs it."""
+
+    directory: str
+    writes: bool
+
+    def led(self, what: str, steps: Callable[[], Steps[Any]]) -> Steps[Any]:
+        """Do something on rank 0 alone; its result, or its error, is that of all ranks."""
+
+    def candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
+        """Return the steps to try, the preferred one first."""
+
+    def reading(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Keep a step while it is read."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """A restore whose arguments were checked.
+
+    A load fills tensors in place while it reads, and finds the damage of an item when it has read it. So a step is
+    loaded in place without further ado only if an older step could undo that: one that opens, and has every tensor
+    of it, of the same shape and dtype. Otherwise, and after a load that has placed something, all of a step is
+    verified before the load begins.
+    """
+
+    run: ManagedRun
+    state: StateDict
+    choice: StepChoice
+    metric: str | None
+    mode: Mode
+    verify: Verification
+    options: Mapping[str, Any]
+
+    def steps(self) -> Steps[Restored | None]:
+        """Restore; return the step, or None if the run has none."""
+        run = self.run
+        infos: list[StepInfo] = yield from run.led(f"the steps of {run.directory}", self._candidates)
+        skipped: list[tuple[StepInfo, LoadError]] = []
+        is_touched = False
+        for at, info in enumerate(infos):
+            with run.reading(info.step):
+                try:
+                    judge = partial(self._judge, infos[at:], is_touched)
+                    yield from run.led(f"the load of {info.path}", judge)
+                    yield Load(info.path, self.state, self.options)
+                except CorruptCheckpointError as exc:
+                    is_touched |= yield Agree("the end of a failed restore", bool(exc.placed or exc.partly_placed), any)
+                    if isinstance(self.choice, int):
+                        raise
+                    skipped.append((info, exc))
+                    continue
+                except CheckpointNotFoundError as exc:
+                    if isinstance(self.choice, int):
+                        raise
+                    if os.path.isdir(info.path):  # else it was deleted since it was listed
+                        skipped.append((info, exc))
+                    continue
+                except BaseException as exc:
+                    if is_touched:
+                        exc.add_note(f"tensors were filled by the load of {skipped[-1][0].path}, which is damaged")
+                    raise
+            moved: tuple[SkippedStep, ...] = yield from run.led("the damaged steps", partial(self._set_aside, skipped))
+            if moved and run.leads:
+                self._warn(info, moved)
+            return Restored(info.step, info.path, info.metrics, info.metadata, moved)
+        if skipped:
+            raise _nothing_left(run.directory, skipped, is_touched=is_touched)
+        return None
+
+    # --- on rank 0 --------------------------------------------------------------------------------------
+
+    def _candidates(self) -> Steps[list[StepInfo]]:
+        found: list[StepInfo] = yield Run(partial(self.run.candidates, self.choice, self.metric, self.mode))
+        return found
+
+    def _judge(self, infos: Sequence[StepInfo], is_touched: bool) -> Steps[None]:
+        """Check the first step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
+        first, *older = infos
+        if not is_touched and self.verify != "before":
+            found = yield Inspect(first.path)
+            if self.verify == "while" or (yield from self._can_be_undone(found, older)):
+                return
+        report: VerifyReport = yield Verify(first.path)
+        unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
+        if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged
+            raise LoadError(f"{first.path} can't be read: {unreadable[0]}; nothing was changed")
+        report.raise_if_bad()
+
+    def _can_be_undone(self, found: Mapping[str, Any], older: Sequence[StepInfo]) -> Steps[bool]:
+        """Return whether the next older step that opens would overwrite every tensor that this one fills."""
+        for info in older:
+            try:
+                below = yield Inspect(info.path)
+            except (CorruptCheckpointError, CheckpointNotFoundError):
+                continue
+            return _covers(below, found)
+        return False
+
+    def _set_aside(self, skipped: Sequence[tuple[StepInfo, LoadError]]) -> Steps[tuple[SkippedStep, ...]]:
+        """Rename the damaged steps, as an older one was restored in their place."""
+        found = []
+        for info, error in skipped:
+            path = info.path
+            if self.run.writes and isinstance(error, CorruptCheckpointError):
+                path = yield Run(partial(set_aside, path))
+            found.append(SkippedStep(info.step, path, str(error)))
+        return tuple(found)
+
+    def _warn(self, info: StepInfo, skipped: tuple[SkippedStep, ...]) -> None:
+        what = "; ".join(f"step {each.step}, which is now {each.path} ({each.reason})" for each in skipped)
+        warnings.warn(
+            DamagedCheckpointWarning(f"the run goes on from step {info.step} of {self.run.directory}: {what}", skipped),
+            stacklevel=outer_stacklevel(),
+        )
+
+
+def set_aside(path: str) -> str:
+    """Rename a damaged step to ``step-00000100.damaged``, or with a number if that exists; return its path.
+
+    If that fails, it is logged, and the step keeps its name.
+    """
+    for number in range(_MOST_NAMES):
+        aside = f"{path}.damaged" if not number else f"{path}.damaged-{number}"
+        if os.path.lexists(aside):
+            continue
+        try:
+            os.rename(path, aside)
+        except OSError as exc:
+            logger.warning("the damaged checkpoint %s can't be renamed: %s; saving that step again fails", path, exc)
+            return path
+        return aside
+    return path
+
+
+def _covers(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
+    for key, info in above.items():
+        if not isinstance(info, TensorInfo):
+            continue
+        other = below.get(key)
+        if not isinstance(other, TensorInfo) or (other.shape, other.dtype) != (info.shape, info.dtype):
+            return False
+    return True
+
+
+def _nothing_left(
+    directory: str, skipped: Sequence[tuple[StepInfo, LoadError]], *, is_touched: bool
+) -> CorruptCheckpointError:
+    newest, error = skipped[0]
+    touched = "; tensors of the target were filled by a load that failed" if is_touched else "; nothing was changed"
+    others = f", and so are {len(skipped) - 1} older ones" if len(skipped) > 1 else ""
+    made = CorruptCheckpointError(
+        f"no step of {directory} can be restored: step {newest.step} is damaged ({error}){others}{touched}. They keep "
+        "their names. Restore a copy, or move them away to begin anew"
+    )
+    made.__cause__ = error
+    return made

@@ -1,0 +1,154 @@
+"""Deletion of the steps that are no longer kept: behind, one at a time, after each save that is durable."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, deque
+from typing import TYPE_CHECKING
+
+from aiockpt.core.threads import DaemonThreads
+from aiockpt.errors import AiockptError, CheckpointNotFoundError
+from aiockpt.manager.policies import to_delete
+from aiockpt.manager.scan import StepScanner
+from aiockpt.sync_checkpointer import SyncCheckpointer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+
+    from aiockpt.manager.policies import KeepPolicy
+    from aiockpt.saving.handle import SaveHandle
+
+logger = logging.getLogger("aiockpt")
+
+_END_S = 5.0
+_REMEMBERED = 8  # saves whose durations foretell that of the next one
+
+
+class Retention:
+    """Follows the saves of a run in a thread, measures them, and deletes what is no longer kept.
+
+    A step is deleted only after a later save of this manager is durable and found in the directory. Never deleted are:
+    the newest complete step, the one this manager has written last, the one that the run was restored from until this
+    manager has written one, those that are pinned, and those that are read. A deletion that fails is logged, and tried
+    again after the next save.
+    """
+
+    def __init__(self, directory: str, keep: KeepPolicy | None, *, fsync: bool) -> None:
+        self._scanner = StepScanner(directory)
+        self._keep = keep
+        self.has_ended = False
+        self._thread = DaemonThreads(1, "aiockpt-retention")
+        self._deleter = SyncCheckpointer(process_group=None, fsync=fsync)  # of its own: deleting goes on while closing
+        self._lock = threading.Lock()
+        self._held: Counter[int] = Counter()  # steps that are read or pinned
+        self._pinned: set[int] = set()
+        self._last: int | None = None  # the step that was written last, or restored
+        self._written_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._began: dict[int, float] = {}  # of the saves in flight, by the id of the handle
+
+    # --- from the caller's thread -----------------------------------------------------------------------
+
+    def follow(self, handle: SaveHandle, step: int, *, prunes: bool) -> None:
+        """Delete what is no longer kept when a save is written, if this rank is to do that."""
+        with self._lock:
+            self._began[id(handle)] = time.monotonic()
+        try:
+            self._thread.submit(self._follow, handle, step, prunes)
+        except RuntimeError as exc:  # the save goes on all the same
+            logger.warning("no thread can be had to follow the save of %s: %s", handle.path, exc)
+
+    def restored(self, step: int) -> None:
+        """Protect the step that the run was restored from, until another one is written."""
+        self._last = step
+
+    def pin(self, step: int) -> None:
+        """Keep a step until `unpin`."""
+        with self._lock:
+            self._pinned.add(step)
+
+    def unpin(self, step: int) -> None:
+        """End `pin`."""
+        with self._lock:
+            self._pinned.discard(step)
+
+    @contextlib.contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """Keep a step while it is read."""
+        with self._lock:
+            self._held[step] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held[step] -= 1
+
+    @property
+    def pinned(self) -> frozenset[int]:
+        """The steps that are pinned."""
+        return frozenset(self._pinned)
+
+    def expected_s(self) -> float:
+        """Return how long a save would take that begins now, in seconds, by those before; 0 if none was written.
+
+        The longest of the last ones, and before it the rest of those in flight.
+        """
+        with self._lock:
+            longest = max(self._written_s, default=0.0)
+            now = time.monotonic()
+            return longest + sum(max(0.0, longest - (now - began)) for began in self._began.values())
+
+    def finished(self) -> Future[None]:
+        """Return a future that completes when every save that is followed has ended, and its deletions are done."""
+        return self._thread.submit(lambda: None)
+
+    def end(self) -> None:
+        """End the thread; if a deletion hangs, leave it behind. Blocks for seconds at most; idempotent."""
+        self.has_ended = True
+        if self._thread.end(_END_S):
+            self._deleter.close()
+        else:
+            logger.warning("a deletion, or a save of another's checkpointer, is left behind as it does not end")
+
+    # --- in the thread ------------------------------------------------------------------------------------
+
+    def _follow(self, handle: SaveHandle, step: int, prunes: bool) -> None:
+        try:
+            handle.written.ended(None)  # not its result: the failure is reported to whoever awaits the save
+            with self._lock:
+                self._began.pop(id(handle), None)
+            if handle.written._exception is not None:
+                return
+            result = handle.written._result
+            if result is None or result.fallback_error is not None:  # it is elsewhere
+                return
+            self._written_s.append(result.written_s)
+            self._last = step
+            if prunes:
+                self._prune(step)
+        except Exception:
+            logger.exception("what is no longer kept beside %s was not deleted; the next save tries again", handle.path)
+
+    def _prune(self, written: int) -> None:
+        if self._keep is None:
+            return
+        infos = self._scanner.scan()
+        if not any(info.step == written and info.state == "complete" for info in infos):
+            return  # it was moved away, or the file system does not show it yet
+        for info in to_delete(self._keep, infos, time.time(), self._protected()):
+            if info.step in self._protected():  # since
+                continue
+            try:
+                self._deleter.delete(info.path)
+            except CheckpointNotFoundError:
+                continue
+            except AiockptError as exc:
+                logger.warning("step %d is no longer kept, but stays until the next save: %s", info.step, exc)
+
+    def _protected(self) -> set[int]:
+        with self._lock:
+            held = {step for step, count in self._held.items() if count > 0}
+            return held | self._pinned | (set() if self._last is None else {self._last})

@@ -1,0 +1,73 @@
+"""States, and runs that are damaged in some way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aiockpt.manager.scan import step_path
+
+KEYS = ("a", "b", "layers.0", "layers.1")
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """Make a state of which every value tells its step and its key."""
+    tensors = [torch.arange(20_000.0) + 1000 * step + number for number in range(4)]
+    return {"a": tensors[0], "b": tensors[1], "layers": tensors[2:], "step": step}
+
+
+def empty() -> dict[str, Any]:
+    state = state_of(0)
+    for tensor in tensors_of(state):
+        tensor.fill_(-1)
+    state["step"] = -1
+    return state
+
+
+def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [state["a"], state["b"], *state["layers"]]
+
+
+def step_in(state: dict[str, Any]) -> int:
+    """Return the step whose values a state has; fail if it is a mix."""
+    found = {int((tensor[0].item() - number) // 1000) for number, tensor in enumerate(tensors_of(state))}
+    assert len(found) == 1, found
+    (step,) = found
+    if state["step"] != -1:
+        assert state["step"] == step
+        expected = state_of(step)
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(state), tensors_of(expected), strict=True))
+    return step
+
+
+def is_untouched(state: dict[str, Any]) -> bool:
+    return state["step"] == -1 and all(bool((tensor == -1).all()) for tensor in tensors_of(state))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return Path(step_path(str(folder), step))
+
+
+def flip(folder: Path, step: int, *, where: float = 0.9) -> None:
+    """Change one byte of a tensor: its CRC alone tells."""
+    file = max(path_of(folder, step).glob("*.distcp"), key=lambda each: each.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[int(len(data) * where)] ^= 0x10
+    file.write_bytes(data)
+
+
+def truncate(folder: Path, step: int) -> None:
+    file = max(path_of(folder, step).glob("*.distcp"), key=lambda each: each.stat().st_size)
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def unfinish(folder: Path, step: int) -> None:
+    for name in (".metadata", ".aiockpt.json"):
+        (path_of(folder, step) / name).unlink()

@@ -1,0 +1,230 @@
+"""Saving steps of a run and going on from them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import aiockpt
+from tests.manager.runs import empty, is_untouched, names, path_of, state_of, step_in
+
+
+@pytest.mark.asyncio
+async def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    async with aiockpt.CheckpointManager(folder, save=aiockpt.EverySteps(2)) as run:
+        state = empty()
+        assert await run.restore(state) is None
+        assert is_untouched(state)
+        assert run.latest() is None
+        for step in range(6):
+            if run.due(step):
+                save = await run.save(step, state_of(step), metrics={"loss": 1 / (step + 1)}, metadata={"note": step})
+                await save.staged
+    assert names(folder) == ["step-00000002", "step-00000004"]
+    async with aiockpt.CheckpointManager(folder) as run:
+        state = empty()
+        start = await run.restore(state)
+        assert start == aiockpt.Restored(4, str(folder / "step-00000004"), {"loss": 0.2}, {"note": 4}, ())
+        assert step_in(state) == 4
+        again = await run.restore(state, step=2)
+        assert again is not None
+        assert (again.step, step_in(state)) == (2, 2)
+        assert run.steps() == [2, 4]
+        latest = run.latest()
+        assert latest is not None
+        assert latest.step == 4
+
+
+def test_a_plain_loop(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path, keep=aiockpt.KeepLatest(2)) as run:
+        assert run.restore(empty()) is None
+        for step in (1, 2, 3):
+            result = run.save(step, state_of(step), {"loss": step})
+            assert result.path == str(path_of(tmp_path, step))
+        stage, write = run.submit(4, state_of(4))
+        stage.result()
+        write.result()
+        state = empty()
+        start = run.restore(state)
+        assert start is not None
+        assert (start.step, step_in(state)) == (4, 4)
+        with run.open(4) as reader:
+            assert reader.metadata["run"]["step"] == 4
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.asyncio
+async def test_the_facts_of_a_step_are_in_its_metadata(tmp_path: Path) -> None:
+    keep = [aiockpt.KeepLatest(3), aiockpt.KeepBest(1, "loss")]
+    async with aiockpt.CheckpointManager(tmp_path, keep=keep) as run:
+        await (await run.save(7, state_of(7), metrics={"loss": torch.tensor(0.5)}, metadata={"mine": [1]}))
+        async with run.open(7) as reader:
+            facts = dict(reader.metadata["run"])
+            assert facts.pop("time") == pytest.approx(run.infos()[0].time)
+            assert facts == {"step": 7, "metrics": {"loss": 0.5}, "keep": ["KeepLatest(3)", "KeepBest(1, 'loss')"]}
+            assert reader.metadata["mine"] == [1]
+
+
+@pytest.mark.asyncio
+async def test_the_best_step_is_found_and_restored(tmp_path: Path) -> None:
+    values = {1: 3.0, 2: math.nan, 3: 1.0, 4: 2.0, 5: None}
+    async with aiockpt.CheckpointManager(tmp_path, keep=aiockpt.KeepBest(9, "loss")) as run:
+        with pytest.raises(ValueError, match="metric"):
+            aiockpt.CheckpointManager(tmp_path, mode="read").best()
+        for step, value in values.items():
+            await (await run.save(step, state_of(step), {"acc": step} if value is None else {"loss": value}))
+        best, worst, other = run.best("loss"), run.best("loss", "max"), run.best("nothing")
+        assert best is not None
+        assert worst is not None
+        assert (best.step, worst.step, other) == (3, 1, None)
+        state = empty()
+        start = await run.restore(state, step="best")
+        assert start is not None
+        assert (start.step, step_in(state)) == (3, 3)
+        start = await run.restore(state, step="best", metric="acc", mode="max")
+        assert start is not None
+        assert start.step == 5
+        with pytest.raises(aiockpt.CheckpointNotFoundError, match="nothing"):
+            await run.restore(state, step="best", metric="nothing")
+
+
+@pytest.mark.asyncio
+async def test_numbers_of_all_kinds_are_metrics(tmp_path: Path) -> None:
+    metrics = {
+        "int": 3,
+        "float": 0.25,
+        "tensor": torch.tensor(1.5, dtype=torch.float64),
+        "numpy": np.float32(2.5),
+        "one": torch.tensor(7),
+        "nan": float("nan"),
+        "inf": float("-inf"),
+    }
+    async with aiockpt.CheckpointManager(tmp_path) as run:
+        await (await run.save(0, state_of(0), metrics))
+        found = dict(run.infos()[0].metrics)
+    assert math.isnan(found.pop("nan"))
+    assert found == {"int": 3.0, "float": 0.25, "tensor": 1.5, "numpy": 2.5, "one": 7.0, "inf": -math.inf}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"step": -1}, ValueError, "at least 0"),
+        ({"step": 1.0}, TypeError, "integer"),
+        ({"step": True}, TypeError, "integer"),
+        ({"step": "1"}, TypeError, "integer"),
+        ({"metrics": {"loss": "low"}}, TypeError, "'loss'"),
+        ({"metrics": {"loss": torch.ones(2)}}, TypeError, "'loss'"),
+        ({"metrics": {"loss": 1j}}, TypeError, "'loss'"),
+        ({"metrics": {"loss": 10**400}}, ValueError, "'loss'"),
+        ({"metrics": {3: 1.0}}, TypeError, "name of a metric"),
+        ({"metrics": [1.0]}, TypeError, "mapping"),
+        ({"metadata": {"run": 1}}, ValueError, "'run'"),
+        ({"metadata": {"x": object()}}, aiockpt.SaveError, "JSON"),
+        ({"storage": object()}, ValueError, "storage"),
+        ({"step": 5}, aiockpt.CheckpointExistsError, "step-00000005"),
+    ],
+)
+@pytest.mark.asyncio
+async def test_wrong_arguments_fail_at_the_call(tmp_path: Path, arguments: dict, kind: type, words: str) -> None:
+    async with aiockpt.CheckpointManager(tmp_path) as run:
+        await (await run.save(5, state_of(5)))
+        with pytest.raises(kind, match=words):
+            await run.save(**{"step": 6, "state_dict": state_of(6)} | arguments)
+        await (await run.save(7, state_of(7)))
+        await (await run.save(5, state_of(55), overwrite=True))
+    assert names(tmp_path) == ["step-00000005", "step-00000007"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"keep": 3}, TypeError),
+        ({"save": 100}, TypeError),
+        ({"mode": "append"}, ValueError),
+        ({"directory": "s3://bucket/run"}, aiockpt.AiockptError),
+        ({"checkpointer": aiockpt.SyncCheckpointer()}, TypeError),
+        ({"checkpointer": aiockpt.AsyncCheckpointer(), "io_threads": 2}, TypeError),
+        ({"io_threads": 0}, ValueError),
+        ({"nothing": 0}, TypeError),
+    ],
+)
+def test_wrong_options_fail_where_the_manager_is_made(tmp_path: Path, arguments: dict, kind: type) -> None:
+    with pytest.raises(kind):
+        aiockpt.CheckpointManager(**{"directory": tmp_path} | arguments)
+
+
+@pytest.mark.asyncio
+async def test_a_checkpointer_that_is_given_stays_open(tmp_path: Path) -> None:
+    async with aiockpt.AsyncCheckpointer(io_threads=2) as ckpt:
+        async with aiockpt.CheckpointManager(tmp_path, checkpointer=ckpt, keep=aiockpt.KeepLatest(1)) as run:
+            assert run.checkpointer is ckpt
+            for step in (1, 2, 3):
+                save = await run.save(step, state_of(step))
+        assert save.written.done()  # else another owner could come before
+        assert names(tmp_path) == ["step-00000003"]
+        await ckpt.save(state_of(4), tmp_path / "final")
+
+
+@pytest.mark.asyncio
+async def test_options_of_the_checkpointer_and_of_save_are_taken(tmp_path: Path) -> None:
+    async with aiockpt.CheckpointManager(tmp_path, io_threads=2, on_failure="warn", max_in_flight=2) as run:
+        assert run.checkpointer._options.io_threads == 2
+        await (await run.save(1, {"x": torch.ones(3)}, format="safetensors"))
+        state = {"x": torch.zeros(3)}
+        start = await run.restore(state)
+    assert start is not None
+    assert state["x"].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.asyncio
+async def test_without_with_it_opens_at_the_first_use(tmp_path: Path) -> None:
+    run = aiockpt.CheckpointManager(tmp_path / "new")
+    assert run.steps() == []
+    assert not (tmp_path / "new").exists()
+    assert await run.restore(empty()) is None
+    assert names(tmp_path / "new") == [".aiockpt.lock"]
+    await run.save(1, state_of(1))
+    await run.aclose()
+    await run.aclose()
+    assert names(tmp_path / "new") == ["step-00000001"]
+    assert run.steps() == [1]
+    with pytest.raises(aiockpt.CheckpointerClosedError):
+        await run.save(2, state_of(2))
+
+
+@pytest.mark.asyncio
+async def test_a_manager_that_only_reads(tmp_path: Path) -> None:
+    async with aiockpt.CheckpointManager(tmp_path) as owner:
+        await (await owner.save(1, state_of(1)))
+        async with aiockpt.CheckpointManager(tmp_path, mode="read") as run:
+            state = empty()
+            start = await run.restore(state)
+            assert start is not None
+            assert step_in(state) == 1
+            with pytest.raises(aiockpt.SaveError, match="mode='write'"):
+                await run.save(2, state_of(2))
+    assert names(tmp_path) == ["step-00000001"]
+
+
+@pytest.mark.asyncio
+async def test_a_failure_that_nobody_awaited_is_raised_by_closing(tmp_path: Path) -> None:
+    from aiockpt.errors import SaveError
+
+    def refuse(_: str) -> None:
+        raise RuntimeError("refused")
+
+    with pytest.raises(SaveError, match="refused"):
+        async with aiockpt.CheckpointManager(tmp_path) as run:
+            await run.save(1, state_of(1), pre_commit=refuse)
+    assert names(tmp_path) == []
+    with pytest.raises(KeyError) as caught:
+        async with aiockpt.CheckpointManager(tmp_path) as run:
+            await run.save(1, state_of(1), pre_commit=refuse)
+            raise KeyError("first")
+    assert "closing the manager also failed" in caught.value.__notes__[0]
