@@ -39,6 +39,17 @@ def parse_best(text: str) -> aiockpt.KeepBest:
     return aiockpt.KeepBest(int(number), metric, "max" if mode == "max" else "min")
 
 
+def policies_of(latest: int | None, every: Sequence[int], within: str | None, best: Sequence[str]) -> list[KeepPolicy]:
+    """Return the policies of the options of ``prune``; raise ValueError if there are none, or one is wrong."""
+    policies: list[KeepPolicy] = [] if latest is None else [aiockpt.KeepLatest(latest)]
+    policies += map(aiockpt.KeepEvery, every)
+    policies += [] if within is None else [aiockpt.KeepWithin(parse_duration(within))]
+    policies += map(parse_best, best)
+    if not policies:
+        raise ValueError("say what to keep: --keep-latest, --keep-every, --keep-within or --keep-best")
+    return policies
+
+
 def noted_policy(infos: Sequence[StepInfo]) -> KeepPolicy | None:
     """Return the policy by which the manager of a run keeps steps, as its newest step notes it; None if none does.
 

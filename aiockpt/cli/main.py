@@ -101,6 +101,56 @@ def inspect(
 
 
 @app.command()
+def verify(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints, or directories of them.")],
+    as_json: Json = False,
+) -> None:
+    """Check every byte of checkpoints: files, sizes, CRCs, framing, and whether they match the metadata.
+
+    Exit codes: 0 all are sound, 1 there are errors, 3 something can't be read at all.
+    """
+    import asyncio
+
+    from aiockpt.cli.verify import verify
+
+    raise typer.Exit(asyncio.run(verify(paths, as_json=as_json)))
+
+
+@app.command()
+def rm(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints: directories or files.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+) -> None:
+    """Delete checkpoints, each at once as a whole. Nothing else is deleted: a directory with other files stays."""
+    from aiockpt.cli.removing import rm
+
+    raise typer.Exit(rm(paths, yes=yes))
+
+
+@app.command()
+def clean(
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="The directory that holds checkpoints.")] = ".",
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            "--older-than", metavar="TIME", help="Also what unknown processes left, if unchanged for: 12h, 7d."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove what killed processes have left: unfinished, hidden directories. What still is in use stays."""
+    from aiockpt.cli.keeping import parse_duration
+
+    try:
+        older_than_s = None if older_than is None else parse_duration(older_than)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc), param_hint="--older-than") from None
+    from aiockpt.cli.removing import clean
+
+    clean(directory, older_than_s=older_than_s, as_json=as_json)
+
+
+@app.command()
 def demo(
     steps: Annotated[int, typer.Option(min=2, help="How many steps to train.")] = 32,
     every: Annotated[int, typer.Option(min=1, help="How many steps to train between two checkpoints.")] = 8,

@@ -1,0 +1,88 @@
+"""``aiockpt verify``: every byte of checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import aiockpt
+from aiockpt.cli.app import Code, report
+from aiockpt.cli.found import Found, find
+from aiockpt.cli.output import console, print_json, shown
+from aiockpt.cli.progress import bar
+from aiockpt.errors import LoadError
+
+
+async def verify(paths: Sequence[str], *, as_json: bool = False) -> Code:
+    """Check checkpoints, or all in a directory, print the problems, and return the exit code."""
+    code = Code.FINE
+    records: list[dict[str, Any]] = []
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        for path in paths:
+            async for at, outcome in _verified(ckpt, path):
+                if isinstance(outcome, LoadError):
+                    code = Code.FAILED
+                    report(str(outcome))
+                elif not outcome.ok:
+                    code = max(code, Code.PROBLEMS)
+                if as_json:
+                    records.append(_record(at, outcome))
+                elif not isinstance(outcome, LoadError):
+                    _print(outcome)
+    if as_json:
+        print_json(records)
+    return code
+
+
+async def _verified(
+    ckpt: aiockpt.AsyncCheckpointer, path: str
+) -> AsyncIterator[tuple[str, aiockpt.VerifyReport | LoadError]]:
+    """Yield the report of a checkpoint, or of each in a directory that is none itself."""
+    try:
+        yield path, await _verify(ckpt, path)
+    except aiockpt.CheckpointNotFoundError as exc:
+        below = _below(path)
+        if not below:
+            yield path, exc
+        for found in below:
+            try:
+                yield found.path, await _verify(ckpt, found.path)
+            except LoadError as inner:
+                yield found.path, inner
+    except LoadError as exc:
+        yield path, exc
+
+
+def _below(path: str) -> list[Found]:
+    return [found for found in find(path) if found.format] if os.path.isdir(path) else []
+
+
+async def _verify(ckpt: aiockpt.AsyncCheckpointer, path: str) -> aiockpt.VerifyReport:
+    with bar(f"checking {shown(os.path.basename(path) or path)}"):
+        return await ckpt.verify(path)
+
+
+def _print(outcome: aiockpt.VerifyReport) -> None:
+    out = console()
+    summary, *problems = str(outcome).splitlines()
+    out.print(summary, style="green" if outcome.ok else "bold red", soft_wrap=True)
+    for problem in problems:
+        out.print(problem, soft_wrap=True)
+
+
+def _record(path: str, outcome: aiockpt.VerifyReport | LoadError) -> dict[str, Any]:
+    if isinstance(outcome, LoadError):
+        return {"path": path, "ok": False, "error": str(outcome)}
+    return {
+        "path": outcome.path,
+        "ok": outcome.ok,
+        "format": outcome.format,
+        "files": outcome.files,
+        "items": outcome.items,
+        "bytes": outcome.checked_bytes,
+        "without_crc": outcome.unverifiable,
+        "seconds": outcome.elapsed_s,
+        "problems": [asdict(problem) for problem in outcome.problems],
+    }

@@ -1,0 +1,114 @@
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from aiockpt.cli.main import app
+from tests.cli.checkpoints import FORMATS, make
+
+TIMEOUT_S = 120
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+# --- rm ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_is_removed(form, tmp_path):
+    path, other = make(form, tmp_path / "c"), make(form, tmp_path / "d")
+    result = invoke("rm", path, "--yes")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, f"removed {path}\n", "")
+    assert os.listdir(tmp_path) == [other.name]
+
+
+def test_what_holds_other_things_stays_and_the_rest_goes(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").touch()
+    path = make("dcp", tmp_path / "c")
+    result = invoke("rm", "-y", tmp_path / "notes", tmp_path / "none", path)
+    assert result.exit_code == 3
+    assert result.stdout == f"removed {path}\n"
+    assert result.stderr.count("\n") == 2
+    assert os.listdir(tmp_path) == ["notes"]
+
+
+def test_without_a_terminal_nobody_can_be_asked(tmp_path):
+    path = make("dcp", tmp_path / "c")
+    result = invoke("rm", path)
+    assert result.exit_code == 2
+    assert "--yes" in result.stderr
+    assert path.exists()
+
+
+@pytest.mark.parametrize(("answer", "code", "is_there"), [(b"y\n", 0, False), (b"n\n", 0, True), (b"\x04", 130, True)])
+def test_in_a_terminal_one_is_asked(answer, code, is_there, tmp_path):
+    path = make("dcp", tmp_path / "c")
+    terminal, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "aiockpt", "rm", str(path)], stdin=end, stdout=end, stderr=subprocess.PIPE
+    )
+    os.close(end)
+    try:
+        asked = b""
+        while b"[y/N]" not in asked:
+            part = process.stderr.read1()
+            assert part, asked
+            asked += part
+        assert path.name.encode() in asked
+        assert path.exists()
+        os.write(terminal, answer)
+        process.communicate(timeout=TIMEOUT_S)
+        assert (process.returncode, path.exists()) == (code, is_there)
+    finally:
+        os.close(terminal)
+        process.kill()
+        process.wait()
+
+
+# --- clean ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def leftover(tmp_path):
+    """A directory that a dead process has left, in a run."""
+    code = "from aiockpt.storage.local.temp_dir import new_ticket; print(new_ticket())"
+    name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    path = tmp_path / "run" / name
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").touch()
+    return path
+
+
+def test_what_the_dead_have_left_is_removed(leftover):
+    make("dcp", leftover.parent / "c")
+    result = invoke("clean", leftover.parent)
+    assert (result.exit_code, result.stdout) == (0, f"removed {leftover}\n")
+    assert os.listdir(leftover.parent) == ["c"]
+    assert invoke("clean", leftover.parent).stdout == "There is nothing to remove.\n"
+
+
+def test_what_others_have_left_stays_until_it_is_old(leftover):
+    foreign = leftover.with_name(f".aiockpt-{'b' * 30}.7.8.0123456789abcdef")
+    leftover.rename(foreign)
+    found = json.loads(invoke("clean", foreign.parent, "--json").stdout)
+    assert found["removed"] == []
+    assert [each["path"] for each in found["left"]] == [str(foreign)]
+    result = invoke("clean", foreign.parent, "--older-than", "1h")
+    assert result.stdout.startswith(f"left {foreign}: process 7 of another machine")
+    for path in (foreign / "__0_0.distcp", foreign):
+        os.utime(path, (1, 1))
+    found = json.loads(invoke("clean", foreign.parent, "--older-than", "1h", "--json").stdout)
+    assert found == {"removed": [str(foreign)], "left": []}
+
+
+def test_wrong_use_of_clean(tmp_path):
+    assert invoke("clean", tmp_path, "--older-than", "soon").exit_code == 2
+    result = invoke("clean", tmp_path / "none")
+    assert (result.exit_code, result.stderr) == (3, f"aiockpt: {tmp_path / 'none'}: No such file or directory\n")

@@ -1,0 +1,62 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from aiockpt.cli.main import app
+from tests.cli.checkpoints import FORMATS, make
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
+
+
+VALUES = b"\0\0\0\xc0\0\0\x80\xbf"  # -2 and -1, with which the first tensor begins
+
+
+def damage(path):
+    """Change a byte of the first tensor."""
+    (file,) = [file for file in ([path] if path.is_file() else path.iterdir()) if VALUES in file.read_bytes()]
+    file.write_bytes(file.read_bytes().replace(VALUES, b"\1" + VALUES[1:]))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_is_checked(form, tmp_path):
+    path = make(form, tmp_path / "c")
+    result = invoke(path)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"{path}: sound")
+    if form == "safetensors":
+        return  # it has no CRCs
+    damage(path)
+    result = invoke(path)
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert result.stdout.startswith(f"{path}: ")
+    assert "error: " in result.stdout
+    (record,) = json.loads(invoke(path, "--json").stdout)
+    assert (record["path"], record["ok"]) == (str(path), False)
+    assert {problem["severity"] for problem in record["problems"]} == {"error"}
+
+
+def test_a_directory_of_checkpoints_is_checked_as_a_whole(tmp_path):
+    for name, form in (("step-9", "aiockpt"), ("step-10", "dcp"), ("old", "torch")):
+        make(form, tmp_path / name)
+    damage(tmp_path / "step-9")
+    result = invoke(tmp_path)
+    assert result.exit_code == 1
+    lines = [line for line in result.stdout.splitlines() if not line.startswith(" ")]
+    assert [line.partition(":")[0] for line in lines] == [str(tmp_path / n) for n in ("old.pt", "step-9", "step-10")]
+    assert [record["ok"] for record in json.loads(invoke(tmp_path, "--json").stdout)] == [True, False, True]
+
+
+def test_what_can_not_be_read_does_not_hide_the_others(tmp_path):
+    (tmp_path / "empty").mkdir()
+    good, bad = make("aiockpt", tmp_path / "good"), make("dcp", tmp_path / "bad")
+    damage(bad)
+    result = invoke(tmp_path / "none", bad, tmp_path / "empty", good)
+    assert result.exit_code == 3
+    assert result.stderr.count("\n") == 2
+    assert f"{good}: sound" in result.stdout
+    records = json.loads(invoke(tmp_path / "none", good, "--json").stdout)
+    assert [record["ok"] for record in records] == [False, True]
+    assert "error" in records[0]
