@@ -99,6 +99,7 @@ def restored_signals() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -114,6 +115,9 @@ def test_example(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         Path("runs").mkdir()
         with aiockpt.SyncCheckpointer() as ckpt:
             ckpt.save(names["state"], "runs/a/step-100")
+    if "loader" in example:
+        stateful = pytest.importorskip("torchdata.stateful_dataloader")
+        names["loader"] = stateful.StatefulDataLoader(torch.arange(12), batch_size=4)
     given = names["ckpt"]
     if "dcp.save(" in example:  # which takes tensors, not what has them
         names["state"] = {"model": names["model"].state_dict()}

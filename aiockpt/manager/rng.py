@@ -28,6 +28,8 @@ class RngState:
     generators as they are and warns. The states of ranks and of devices that no longer exist are ignored.
     """
 
+    _loaded: Mapping[str, Any] | None = None
+
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the states of this rank's generators, as ``{"rank0": {"python": ..., "numpy": ..., "cpu": ...}}``."""
         own: dict[str, Any] = {"python": random.getstate()}
@@ -51,6 +53,17 @@ class RngState:
                 "whose generators stay as they are: seed them, if they are to differ from those of other ranks",
                 stacklevel=2,
             )
+            return
+        self._loaded = own
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Set the generators once more to what was loaded last; if nothing was loaded, leave them as they are.
+
+        Call it after what draws numbers only because a program resumes, such as ``iter(loader)``, which draws a seed.
+        """
+        own = self._loaded
+        if own is None:
             return
         if "python" in own:
             random.setstate(own["python"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,36 @@ def test_an_epoch_goes_on_where_it_was(tmp_path: Path, workers: int, kind: str) 
     assert [batch.tolist() for batch in second] == rest
     assert len(rest) > 3
     assert seen[0] not in rest
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at", [4, 10, 13], ids=["within", "at the end", "in the second epoch"])
+def test_training_goes_on_with_the_same_batches_and_random_numbers(tmp_path: Path, workers: int, at: int) -> None:
+    """To the end of a third epoch, though beginning an iterator draws a seed, and so does each shuffling."""
+
+    def loader() -> torch.utils.data.DataLoader:
+        return dataloader.StatefulDataLoader(Numbers(), batch_size=4, num_workers=workers, shuffle=True)
+
+    def steps(data: torch.utils.data.DataLoader, batches: Iterator[torch.Tensor], count: int) -> Iterator[Step]:
+        while count:
+            for batch in batches:
+                count -= 1
+                yield batch.tolist(), torch.rand(1).item(), random.random()
+            batches = iter(data)
+
+    Step = tuple[list[int], float, float]
+    first, second = loader(), loader()
+    seen: list[Step] = []
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for step in steps(first, iter(first), 30):
+            seen.append(step)
+            if len(seen) == at:
+                ckpt.save({"rng": aiockpt.RngState(), "data": first}, tmp_path / "c")
+        rng = aiockpt.RngState()
+        torch.manual_seed(77)
+        ckpt.load(tmp_path / "c", {"rng": rng, "data": second})
+    batches = iter(second)
+    rng.rewind()
+    assert list(steps(second, batches, 30 - at)) == seen[at:]

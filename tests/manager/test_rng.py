@@ -81,6 +81,17 @@ def test_stock_dcp_saves_and_loads_it(tmp_path: Path, saves: str, loads: str) ->
     assert draw() == wanted
 
 
+def test_it_goes_back_to_what_was_loaded() -> None:
+    rng = RngState()
+    rng.rewind()  # nothing to go back to
+    saved = rng.state_dict()
+    wanted = draw()
+    rng.load_state_dict(saved)
+    draw()
+    rng.rewind()
+    assert draw() == wanted
+
+
 def test_a_refused_load_moves_nothing(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"rng": RngState()}, tmp_path / "c")
