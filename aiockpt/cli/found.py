@@ -14,8 +14,9 @@ from aiockpt.errors import printable_key
 from aiockpt.format.dcp.joined import rank_directories, rank_metadata
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME, SUFFIX
+from aiockpt.manager.owner import liveness
 from aiockpt.manager.scan import look, step_of
-from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, is_running, read_ticket, this_process
+from aiockpt.storage.local.temp_dir import REPLACED, SWEPT, Ticket, read_ticket, this_process
 
 Format = Literal["aiockpt", "dcp", "safetensors", "torch", ""]
 State = Literal["complete", "unfinished", "damaged"]
@@ -267,9 +268,10 @@ def _describe_leftover(ticket: Ticket) -> str:
         doing, done = "replacing it", "was replacing it"
     if owner is None:
         return "its process is not known here; remove it with aiockpt clean --older-than"
-    here = this_process()
-    if here is None or owner.space != here.space:
-        return f"process {owner.pid} of another machine or container; aiockpt clean --older-than removes it"
-    if is_running(owner):
-        return f"process {owner.pid} is {doing}"
-    return f"process {owner.pid}, which {done}, is dead; aiockpt clean removes it"
+    match liveness(owner, this_process()):
+        case "alive":
+            return f"process {owner.pid} is {doing}"
+        case "dead":
+            return f"process {owner.pid}, which {done}, is dead; aiockpt clean removes it"
+        case _:
+            return f"process {owner.pid} of another machine or container; aiockpt clean --older-than removes it"

@@ -15,6 +15,7 @@ from aiockpt.cli.found import Found, find
 from aiockpt.cli.keeping import noted_policy
 from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text, time_text
 from aiockpt.format.names import HIDDEN
+from aiockpt.manager.owner import owner_of
 from aiockpt.manager.policies import select
 from aiockpt.manager.scan import StepInfo
 
@@ -36,10 +37,16 @@ def ls(directory: str, *, as_json: bool = False) -> None:
     Raises:
         OSError: the directory can't be read.
     """
-    found = with_reasons(find(os.path.abspath(os.path.expanduser(directory))))
+    path = os.path.abspath(os.path.expanduser(directory))
+    found = with_reasons(find(path))
+    owner = owner_of(path) if os.path.isdir(path) else None
     if as_json:
-        print_json([_record(each) for each in found])
-    elif found:
+        facts = None if owner is None else {"host": owner.host, "pid": owner.pid, "since": _iso(owner.since)}
+        print_json({"directory": path, "owner": facts, "checkpoints": [_record(each) for each in found]})
+        return
+    if owner is not None:
+        console().print(f"A manager writes to this run: {shown(str(owner))}.", style="bold", soft_wrap=True)
+    if found:
         _print(found)
     else:
         console().print(f"There are no checkpoints in {shown(directory)}.", soft_wrap=True)
@@ -103,10 +110,14 @@ def _record(found: Found) -> dict[str, Any]:
         "state": found.state,
         "format": found.format,
         "bytes": found.nbytes,
-        "saved": datetime.fromtimestamp(found.time, UTC).isoformat(),
+        "saved": _iso(found.time),
         "step": found.step,
         "metrics": dict(found.metrics),
         "metadata": dict(found.metadata),
         "kept_by": list(found.kept_by),
         "problem": found.problem,
     }
+
+
+def _iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat()

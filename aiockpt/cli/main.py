@@ -117,6 +117,39 @@ def verify(
 
 
 @app.command()
+def prune(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of a manager's run.")],
+    latest: Annotated[int | None, typer.Option("--keep-latest", min=1, help="Keep so many of the newest.")] = None,
+    every: Annotated[
+        list[int] | None, typer.Option("--keep-every", min=1, help="Keep the multiples of this number.")
+    ] = None,
+    within: Annotated[
+        str | None, typer.Option("--keep-within", metavar="TIME", help="Keep what is younger: 90m, 12h, 7d, 2w.")
+    ] = None,
+    best: Annotated[
+        list[str] | None,
+        typer.Option("--keep-best", metavar="N:METRIC[:max]", help="Keep the best: 2:loss, 1:accuracy:max."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only show what would be removed.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Remove the steps of a run that none of these policies keeps.
+
+    The newest complete step always stays, and so do damaged ones and what is no step of a manager. While a manager
+    writes to the run, only --dry-run is possible.
+    """
+    from aiockpt.cli.keeping import policies_of
+
+    try:
+        policies = policies_of(latest, every or (), within, best or ())
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from None
+    from aiockpt.cli.prune import prune
+
+    raise typer.Exit(prune(directory, policies, dry_run=dry_run, as_json=as_json))
+
+
+@app.command()
 def rm(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints: directories or files.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,

@@ -28,7 +28,7 @@ def invoke(*arguments):
 
 
 def rows(*arguments):
-    return {each["name"]: each for each in json.loads(invoke(*arguments, "--json"))}
+    return {each["name"]: each for each in json.loads(invoke(*arguments, "--json"))["checkpoints"]}
 
 
 def save_step(run, step, keep=(), **metrics):
@@ -159,9 +159,20 @@ def test_what_another_machine_has_left(leftovers):
     assert all("--older-than" in row["problem"] for row in rows(leftovers).values())
 
 
+def test_the_owner_of_a_run_is_shown(tmp_path):
+    with aiockpt.SyncCheckpointManager(tmp_path / "run", keep=[aiockpt.KeepLatest(1)]) as run:
+        run.save(3, {"w": torch.ones(3)}, metrics={"loss": 0.5})
+        assert f": process {os.getpid()} on host " in invoke(tmp_path / "run").splitlines()[0]
+        document = json.loads(invoke(tmp_path / "run", "--json"))
+        assert document["owner"]["pid"] == os.getpid()
+        (row,) = document["checkpoints"]
+        assert (row["step"], row["metrics"], row["kept_by"]) == (3, {"loss": 0.5}, ["KeepLatest(1)"])
+    assert "process" not in invoke(tmp_path / "run")
+
+
 def test_an_empty_directory_has_none(tmp_path):
     assert invoke(tmp_path) == f"There are no checkpoints in {tmp_path}.\n"
-    assert json.loads(invoke(tmp_path, "--json")) == []
+    assert json.loads(invoke(tmp_path, "--json")) == {"directory": str(tmp_path), "owner": None, "checkpoints": []}
 
 
 def test_links_are_followed_and_shown(tmp_path):

@@ -1,0 +1,130 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from aiockpt.cli.main import app
+from aiockpt.manager.owner import take
+from tests.cli.test_ls import save_step
+
+LOSSES = {100: 0.5, 200: 0.125, 300: 0.75, 1000: 0.25, 1100: 0.625}
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step, loss in LOSSES.items():
+        save_step(tmp_path, step, loss=loss)
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "notes.txt").touch()
+    return tmp_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["prune", *map(str, arguments)])
+
+
+def steps(run):
+    return {int(name.removeprefix("step-")) for name in os.listdir(run) if name.startswith("step-0")}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (["--keep-latest", 2], {1000, 1100}),
+        (["--keep-every", 1000], {1000, 1100}),
+        (["--keep-every", 300, "--keep-every", 200], {200, 300, 1000, 1100}),
+        (["--keep-best", "1:loss"], {200, 1100}),
+        (["--keep-best", "1:loss:max"], {300, 1100}),
+        (["--keep-within", "1s"], {1100}),
+        (["--keep-within", "100000d"], set(LOSSES)),
+        (["--keep-latest", 1, "--keep-every", 500, "--keep-best", "1:loss"], {200, 1000, 1100}),
+    ],
+)
+def test_what_no_policy_keeps_is_removed(options, kept, run):
+    dry = invoke(run, *options, "--dry-run", "--json")
+    assert dry.exit_code == 0, dry.output
+    assert steps(run) == set(LOSSES)
+    assert {each["step"] for each in json.loads(dry.stdout) if not each["would_be_removed"]} == kept
+    result = invoke(run, *options)
+    assert result.exit_code == 0, result.output
+    assert steps(run) == kept
+    assert sorted(name for name in os.listdir(run) if not name.startswith("step-0")) == ["notes.txt", "step-5"]
+    assert f"{len(LOSSES) - len(kept)} of 5 steps removed" in result.stdout
+    assert {each["step"] for each in json.loads(dry.stdout) if each["because"]} == kept
+
+
+def test_reasons_are_shown(run):
+    lines = [line.split() for line in invoke(run, "--keep-best", "1:loss", "-n").stdout.splitlines()]
+    assert lines[1][-3:] == ["would", "be", "removed"]
+    assert lines[2][-3:] == ["stays", "KeepBest(1,", "'loss')"]
+    assert lines[5][-3:] == ["stays", "the", "newest"]
+
+
+def test_damaged_steps_stay_and_count_for_nothing(run):
+    newest = run / "step-00001100"
+    os.truncate(newest / "__0_0.distcp", 10)
+    assert invoke(run, "--keep-latest", 1).exit_code == 0
+    assert steps(run) == {1000, 1100}
+    assert "damaged: __0_0.distcp has 10 bytes" in invoke(run, "--keep-latest", 1).stdout
+
+
+def test_a_run_with_an_owner_is_refused_unless_dry(run):
+    lock = take(str(run))
+    try:
+        result = invoke(run, "--keep-latest", 1)
+        assert (result.exit_code, result.stdout) == (3, "")
+        assert f"process {os.getpid()}" in result.stderr
+        assert result.stderr.count("\n") == 1
+        assert steps(run) == set(LOSSES)
+        assert invoke(run, "--keep-latest", 1, "--dry-run").exit_code == 0
+    finally:
+        lock.release()
+    assert invoke(run, "--keep-latest", 1).exit_code == 0
+    assert steps(run) == {1100}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "say what to keep"),
+        (["--keep-best", "loss"], "is not N:METRIC"),
+        (["--keep-best", "0:loss"], "at least 1"),
+        (["--keep-within", "soon"], "is no duration"),
+        (["--keep-within", "0s"], "more than 0"),
+        (["--keep-latest", 0], "keep-latest"),
+    ],
+)
+def test_wrong_use(options, message, run):
+    result = invoke(run, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert steps(run) == set(LOSSES)
+
+
+def test_a_metric_that_no_step_has_removes_nothing(run):
+    result = invoke(run, "--keep-best", "1:los")
+    assert (result.exit_code, result.stderr) == (3, "aiockpt: no step has the metric los; there are: loss\n")
+    assert steps(run) == set(LOSSES)
+
+
+def test_a_directory_without_steps_is_refused(tmp_path):
+    (tmp_path / "step-5").mkdir()
+    result = invoke(tmp_path, "--keep-latest", 1)
+    assert result.exit_code == 3
+    assert "has no steps of a manager" in result.stderr
+    assert os.listdir(tmp_path) == ["step-5"]
+    assert invoke(tmp_path / "none", "--keep-latest", 1).exit_code == 3
+    assert not (tmp_path / "none").exists()
+
+
+def test_dry_needs_no_torch(run):
+    code = (
+        "import sys\nfrom aiockpt.cli.main import app\n"
+        f"try: app(prog_name='aiockpt', args=['prune', {str(run)!r}, '--keep-latest', '1', '-n'])\n"
+        "except SystemExit as exc: assert exc.code == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
