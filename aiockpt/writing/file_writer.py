@@ -174,7 +174,7 @@ class FileWriter(ChunkWriter):
         # The first io_workers files are written at once, in order: the first of them can always go on, whatever chunks
         # the others hold.
         turn = anyio.Semaphore(self._threads.io_workers.count)
-        for number, (image, sealer, name) in enumerate(zip(self._images, self._sealers, self._names, strict=True)):
+        for number, (image, sealer) in enumerate(zip(self._images, self._sealers, strict=True)):
             filled_in, filled_out = anyio.create_memory_object_stream[FilledChunk](math.inf)
             sealed_in, sealed_out = anyio.create_memory_object_stream[FilledChunk](1)
             self._inputs.append(filled_in)
@@ -182,7 +182,7 @@ class FileWriter(ChunkWriter):
                 tasks.start_soon(self._seal, image, sealer, filled_out, sealed_in)
             else:
                 tasks.start_soon(self._encode, image, sealer, self._encoders[number], filled_out, sealed_in)
-            tasks.start_soon(self._write, image, name, sealed_out, turn)
+            tasks.start_soon(self._write, number, sealed_out, turn)
 
     def begin(self, transaction: Transaction) -> None:
         """Take the transaction to write to; chunks may have come before."""
@@ -195,7 +195,8 @@ class FileWriter(ChunkWriter):
 
     def put_nowait(self, number: int, chunk: FilledChunk) -> None:
         """Take the next chunk of a file, without waiting."""
-        with contextlib.suppress(anyio.BrokenResourceError):  # its writer has failed, which ends the save
+        # If its writer has failed, that ends the save.
+        with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             self._inputs[number].send_nowait(chunk)
 
     def end(self, number: int) -> None:
@@ -278,12 +279,10 @@ class FileWriter(ChunkWriter):
                     await output.pass_on()
                     self.files[image.name] = FileFacts(encoder.nbytes, encoder.crc)
 
-    async def _write(
-        self, image: FileImage, name: str, receive: MemoryObjectReceiveStream[FilledChunk], turn: anyio.Semaphore
-    ) -> None:
+    async def _write(self, number: int, receive: MemoryObjectReceiveStream[FilledChunk], turn: anyio.Semaphore) -> None:
         """Write the chunks of one file as they come."""
-        is_encoded = self._encoders is not None
-        with receive:
+        image, name, is_encoded = self._images[number], self._names[number], self._encoders is not None
+        with receive, self._inputs[number]:
             async with turn:
                 if self._after is not None:
                     await self._after.wait()

@@ -245,6 +245,23 @@ def test_our_own_loads_join_the_parts(world4: World, tmp_path: Path, writer: str
     assert not os.listdir(tmp_path)
 
 
+def _save_at_odds(rank: int, world_size: int, path: Path) -> None:
+    state = sharded(world_size) | {"odd": 1 if rank == 0 else {"within": 2}}
+    _quietly(dcp.save, state, storage_writer=FileSystemWriter(path), use_collectives=False)
+
+
+def test_parts_that_make_up_no_state_dict_are_found(world2: World, tmp_path: Path) -> None:
+    world2.results(_save_at_odds, tmp_path / "c", timeout_s=100)
+    with aiockpt.SyncCheckpointer() as ckpt:
+        with pytest.raises(
+            aiockpt.CorruptCheckpointError, match="the structure of the state dict is damaged: 'within'"
+        ):
+            ckpt.load(tmp_path / "c")
+        (problem,) = ckpt.verify(tmp_path / "c").problems
+    assert (problem.kind, problem.severity, problem.file) == ("structure", "error", ".metadata")
+    assert "'within'" in problem.message
+
+
 def _metadata_of(path: Path, rank: int) -> Metadata:
     metadata = pickle.loads((path / f"__{rank}.metadata").read_bytes())
     assert isinstance(metadata, Metadata)

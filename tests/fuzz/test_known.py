@@ -355,6 +355,8 @@ def test_causes_can_be_printed() -> None:
     error = aiockpt.LoadError("a\x1b[2J")
     error.__cause__ = ValueError("b\x1b[2J", 5)
     error.__cause__.__cause__ = KeyError(5)
+    error.__cause__.__cause__.__cause__ = RuntimeError()
+    error.__cause__.__cause__.__cause__.__cause__ = error  # a program may chain them in a circle
     sanitize_error(error)
     assert (error.args, error.__cause__.args) == (("a\\x1b[2J",), ("b\\x1b[2J", 5))
 

@@ -207,3 +207,22 @@ def test_folders_that_can_not_be_looked_into_do_no_harm(tmp_path: Path) -> None:
     source = open_source(str(tmp_path), direct_io=True)
     assert source.files == {"f": 1, "sub/g": 2}
     source.close()
+
+
+def test_only_regular_files_are_files_of_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    os.symlink("a", tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe")
+    os.symlink("loop", tmp_path / "loop")
+    os.symlink("nowhere", tmp_path / "gone")
+    source = open_source(str(tmp_path), direct_io=False)
+    try:
+        assert dict(source.files) == {"a": 3, "link": 3}
+    finally:
+        source.close()
+
+
+def test_a_file_that_can_not_be_looked_at_is_an_error(tmp_path: Path) -> None:
+    os.symlink("n" * 300, tmp_path / "odd")
+    with pytest.raises(aiockpt.LoadError, match=r"can't look into .* File name too long"):
+        open_source(str(tmp_path), direct_io=False)

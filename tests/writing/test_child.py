@@ -1,13 +1,22 @@
-"""Writer process: noticing that the trainer has died."""
+"""Writer process: noticing that the trainer has died, and the order of its saves."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import pickle
+from pathlib import Path
 
+import anyio
 import pytest
 
-from aiockpt.writing.process.child import watch_parent
+from aiockpt.core.threads import Workers
+from aiockpt.format.item.ziparchive import Framing
+from aiockpt.planning.layout import lay_out
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.writing.file_writer import WriterThreads
+from aiockpt.writing.process import messages
+from aiockpt.writing.process.child import ChildSave, SharedState, watch_parent
 
 
 @pytest.mark.asyncio
@@ -29,3 +38,53 @@ async def test_a_death_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         await dead.wait()
         assert not asyncio.get_running_loop().remove_reader(opened[0])  # there is none any more
     await child.wait()
+
+
+@pytest.mark.asyncio
+async def test_a_save_that_has_failed_ends_after_those_before_it(tmp_path: Path) -> None:
+    """The next save waits for it alone, and must not be published before the earlier ones."""
+    image = lay_out("f", 0, [(0, Framing(b"", b"", (), 100))], aligned=False)
+    threads = WriterThreads(Workers(1, "seal"), Workers(1, "io"))
+    failed, ended = anyio.Event(), []
+
+    def post(message: messages.Message) -> None:
+        if isinstance(message, messages.Failed) and message.save == 2:
+            failed.set()
+
+    shared = SharedState(4096, memoryview(bytearray(4096)), threads, post, 1.0)
+
+    def save(number: int, previous: ChildSave | None) -> ChildSave:
+        begin = messages.Begin(
+            save=number,
+            path=str(tmp_path / f"c{number}"),
+            storage=pickle.dumps(LocalStorage(fsync=False)),
+            overwrite=False,
+            names=["f"],
+            layout=1,
+            images=None,
+            heads=[b""],
+            ticket=None,
+            joins=False,
+            started=0.0,
+            codings=None,
+        )
+        return ChildSave(begin, [image], shared, previous)
+
+    async def run(each: ChildSave) -> None:
+        await each.run()
+        ended.append(each.number)
+
+    first = save(1, None)
+    second = save(2, first)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run, first)
+        tasks.start_soon(run, second)
+        second.handle(messages.Cancel(2))
+        await failed.wait()
+        await anyio.wait_all_tasks_blocked()
+        assert ended == []
+        first.handle(messages.Cancel(1))
+    assert ended == [1, 2]
+    assert not os.listdir(tmp_path)
+    threads.seal_workers.close()
+    threads.io_workers.close()

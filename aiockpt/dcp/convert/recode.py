@@ -90,23 +90,19 @@ class Recoding:
         async with anyio.create_task_group() as tasks:
             writer.start(tasks)
             writer.begin(transaction)
-            try:
-                for number, image in enumerate(images):
-                    for start in range(0, max(image.nbytes, 1), _CHUNK_BYTES):
-                        await room.acquire()
-                        chunk = free.pop()
+            for number, image in enumerate(images):
+                for start in range(0, max(image.nbytes, 1), _CHUNK_BYTES):
+                    await room.acquire()
+                    chunk = free.pop()
 
-                        def release(chunk: MappedMemory = chunk) -> None:
-                            free.append(chunk)
-                            room.release()
+                    def release(chunk: MappedMemory = chunk) -> None:
+                        free.append(chunk)
+                        room.release()
 
-                        stop = min(start + _CHUNK_BYTES, image.nbytes)
-                        await filler.fill(image, start, stop, chunk.tensor)
-                        await writer.put(number, FilledChunk(chunk.view, start, stop, release))
-                    writer.end(number)
-            finally:
-                for number in range(len(images)):
-                    writer.end(number)
+                    stop = min(start + _CHUNK_BYTES, image.nbytes)
+                    await filler.fill(image, start, stop, chunk.tensor)
+                    await writer.put(number, FilledChunk(chunk.view, start, stop, release))
+                writer.end(number)
         documents = None if plan.is_single_file else await tools.workers.run(_documents, plan, self.metadata)
         await writer.hand_over(CommitInputs(documents, {}, started))
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
