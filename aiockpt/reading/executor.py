@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +26,7 @@ from aiockpt.staging.scatter import place
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
@@ -53,6 +54,7 @@ _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _PAGE_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
+_TURN_S = 0.02  # of a thread with the jobs of one load
 _CPU = torch.device("cpu")
 
 
@@ -175,7 +177,8 @@ class ReadExecutor:
         by_device: dict[torch.device, list[TensorRead]] = defaultdict(list)
         for read in reads:
             by_device[_CPU if read.target is None else read.target.device].append(read)
-        jobs: list[tuple[torch.device, ReadJob]] = []
+        jobs: list[ReadJob] = []
+        device_jobs: list[tuple[torch.device, ReadJob]] = []
         for device, group in by_device.items():
             most = BUFFER_BYTES
             if device != _CPU:
@@ -185,10 +188,13 @@ class ReadExecutor:
             for read in group:
                 is_small = not _is_large(read) and read.chunk.place.length <= most // 2
                 (small if is_small else large).append(read)
-            jobs += [(device, job) for job in coalesce(small, most, self._framing)]
+            found: list[tuple[torch.device, ReadJob]] = [(device, job) for job in coalesce(small, most, self._framing)]
             for read in large:
-                jobs += await self._chunk_jobs(read, device, most)
-        await self._each(self._run, jobs)
+                found += await self._chunk_jobs(read, device, most)
+            jobs += [job for where, job in found if where == _CPU]
+            device_jobs += [each for each in found if each[0] != _CPU]
+        await self._run_in_turns(jobs)
+        await self._each(self._read_to_device, device_jobs)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
 
     async def _chunk_jobs(
@@ -246,13 +252,30 @@ class ReadExecutor:
             reason = str(exc) if isinstance(exc, AiockptError) else f"{type(exc).__name__}: {exc}"
             raise LoadError(printable(f"loading {self._path} failed: {reason}")) from exc
 
-    async def _run(self, job_on: tuple[torch.device, ReadJob]) -> None:
-        device, job = job_on
-        if device == _CPU:
-            await self._tools.workers.run(self._read_and_place, job)
-        else:
-            await self._read_to_device(device, job)
-        job.finish()
+    async def _run_in_turns(self, jobs: Sequence[ReadJob]) -> None:
+        """Run jobs for host memory; each thread takes one after the other, and regularly lets other loads have it."""
+        pending, lock = iter(jobs), threading.Lock()
+        workers = self._tools.workers
+
+        async def work(_: int) -> None:
+            while await workers.run(self._take_turn, pending, lock):
+                await anyio.lowlevel.checkpoint_if_cancelled()
+
+        await self._each(work, range(min(workers.count, len(jobs))))
+
+    def _take_turn(self, pending: Iterator[ReadJob], lock: threading.Lock) -> bool:
+        """Run jobs for a while; return whether some may be left."""
+        until = time.monotonic() + _TURN_S
+        while True:
+            with lock:
+                job = next(pending, None)
+            if job is None:
+                return False
+            self._read_and_place(job)
+            with lock:
+                job.finish()
+            if time.monotonic() > until:
+                return True
 
     def _read_and_place(self, job: ReadJob) -> None:
         """Run a job in one thread, with the thread's own buffer."""
@@ -262,8 +285,9 @@ class ReadExecutor:
         for placement in job.read(buffer):
             place(placement)
 
-    async def _read_to_device(self, device: torch.device, job: ReadJob) -> None:
+    async def _read_to_device(self, job_on: tuple[torch.device, ReadJob]) -> None:
         """Run a job through a chunk of staging memory, from which the device copies."""
+        device, job = job_on
         placer = self._tools.placer_for(device)
         lease = await self._tools.pool.acquire()
         try:
@@ -274,6 +298,7 @@ class ReadExecutor:
                 await copies.wait()
         finally:
             lease.release()
+        job.finish()
 
     # --- in threads -------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ import torch
 from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.core import pages
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import is_dense
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
@@ -214,6 +215,7 @@ class CoalescedRead:
         self._spans = spans
         self._framing = framing
 
+    @gc_pause()
     def read(self, buffer: Buffer) -> list[Placement]:
         """Read all items, check them, and copy those that need no conversion; see `ReadJob`."""
         framing, view, address = self._framing, buffer.view, buffer.address
@@ -248,6 +250,7 @@ class CoalescedRead:
                 read.pending = 0
 
 
+@gc_pause()
 def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReader) -> list[CoalescedRead]:
     """Group items: neighbours in a file become one span, and a few spans one job.
 

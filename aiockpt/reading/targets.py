@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from aiockpt.core.extent import is_freed, reach_bytes
+from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import ShapeMismatchError
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES, torch_dtype, view_array
@@ -213,8 +216,11 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     return len(np.unique(offsets)) < len(offsets)
 
 
+@gc_pause()
 def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
     """Return pairs of tied targets that are stored as different items, whose values must then be equal."""
+    if not _may_overlap([each.tensor for each in regions]):
+        return []
     distinct: dict[object, Region] = {}
     for each in regions:
         tensor = each.tensor
@@ -237,6 +243,18 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
             found.append((other, region))
         near.append((region.tensor.untyped_storage().data_ptr() + reach_bytes(region.tensor), region))
     return found
+
+
+def _may_overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether two tensors may have bytes in common; it never is False if they have."""
+    spans: dict[torch.device, list[tuple[int, int]]] = defaultdict(list)
+    for tensor in tensors:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+            begin = tensor.data_ptr()
+            is_dense = tensor.is_contiguous()
+            end = begin + tensor.nbytes if is_dense else tensor.untyped_storage().data_ptr() + reach_bytes(tensor)
+            spans[tensor.device].append((begin, end))
+    return any(begin < end for each in spans.values() for (_, end), (begin, _) in pairwise(sorted(each)))
 
 
 def _view_key(tensor: torch.Tensor) -> tuple[object, ...]:

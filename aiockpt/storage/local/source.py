@@ -4,9 +4,10 @@ The directory is opened once and its files are opened through it, at once where 
 checkpoint, even when another one takes its place meanwhile.
 
 Bytes in the page cache are copied straight to their target. Others are read with O_DIRECT, in large aligned pieces:
-into place where address and kernel allow it, else through a bounce buffer. cachestat(2) tells which is which. (A read
-with RWF_NOWAIT would tell too, but a refused one makes the kernel read ahead the whole range, so that the disk reads
-it twice: as the fallback it asks for one page.)
+into place where address and kernel allow it, else through a bounce buffer. cachestat(2) tells which is which. If the
+first page is in the cache, the rest is hoped to be: it is read with RWF_NOWAIT, which stops where a page is missing.
+(Such a read makes the kernel read ahead what is left of the step. To find out whether the first page is there, it
+would make the disk read a step twice; where there is no cachestat, it asks for one page.)
 """
 
 from __future__ import annotations
@@ -100,11 +101,13 @@ class LocalFile:
         self.users = 0  # how many reads are running
         self.tells_cached = True  # the kernel has cachestat
         self._shared = False
+        self._tries_nowait = False
         self._direct_fd = -1
         self._fd = _open_regular(name, path, directory)
         self.nbytes = os.fstat(self._fd).st_size
         if direct_io and _O_DIRECT:
             self._direct_fd = _open_again(self._fd, name, directory)
+        self._tries_nowait = self._direct_fd >= 0 and bool(_NOWAIT)
         if self._direct_fd >= 0 and hasattr(os, "posix_fadvise"):  # only small parts come through the cache
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
@@ -118,14 +121,20 @@ class LocalFile:
 
     def read(self, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None) -> None:
         """Fill ``view`` with the bytes from an offset on."""
-        cached_bytes = 0  # how much of what comes next the page cache has
+        known = 0  # how many of the next bytes the page cache has
+        exactly = not self._tries_nowait or len(view) < _DIRECT_MIN_BYTES
         try:
             while view:
-                if not cached_bytes:
-                    cached_bytes, wanted = self._look(offset, len(view))
-                if cached_bytes:
-                    count = os.preadv(self._fd, [view[: min(cached_bytes, _STEP_BYTES)]], offset)
-                    cached_bytes -= count
+                if not known:
+                    known, wanted = self._look(offset, len(view), exactly=exactly)
+                if known:
+                    piece = view[: min(known, _STEP_BYTES)]
+                    count = self._read_cached(offset, piece, exactly=exactly)
+                    known -= count
+                    if count < len(piece) and not exactly:  # a hole
+                        known, exactly = 0, True
+                        if not count:
+                            continue
                 else:
                     count = self._read_from_disk(offset, view[:wanted])
                 if count == 0:
@@ -164,6 +173,7 @@ class LocalFile:
     def share(self) -> None:
         """Read through the page cache, since other processes read the same now: the disk reads it once."""
         self._shared = True
+        self._tries_nowait = False
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -190,11 +200,16 @@ class LocalFile:
         except OSError:
             return True  # unknown: use the page cache for everything
 
-    def _look(self, offset: int, nbytes: int) -> tuple[int, int]:
-        """Return how many of the next bytes the page cache has; if none, how many to read past it."""
+    def _look(self, offset: int, nbytes: int, *, exactly: bool) -> tuple[int, int]:
+        """Return how many of the next bytes the page cache has; if none, how many to read past it.
+
+        Unless ``exactly``, only the first page is looked at: the kernel takes 0.1 ms to look at 16 MiB.
+        """
         if self._direct_fd < 0 or self._shared:
             return nbytes, 0
         window = min(nbytes, _DIRECT_BYTES)
+        if not exactly and self._is_cached(offset, 1):
+            return window, 0
         if nbytes < _DIRECT_MIN_BYTES or (cached := self._is_cached(offset, window)):
             return window, 0
         if cached is None:  # a part: look at it step by step
@@ -203,6 +218,20 @@ class LocalFile:
                 at += _STEP_BYTES
             return (min(_STEP_BYTES, window), 0) if at == 0 else (0, min(at, window))
         return 0, window
+
+    def _read_cached(self, offset: int, view: memoryview, *, exactly: bool) -> int:
+        """Read some bytes through the page cache; unless ``exactly``, only those that it has."""
+        if exactly:
+            return os.preadv(self._fd, [view], offset)
+        try:
+            return os.preadv(self._fd, [view], offset, _NOWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as exc:
+            if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            self._tries_nowait = False  # this file system can't
+            return 0
 
     def _read_from_disk(self, offset: int, view: memoryview) -> int:
         """Read some bytes that are not in the page cache: at least one, unless the file has ended."""
