@@ -101,6 +101,34 @@ def inspect(
 
 
 @app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, the older one.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="A checkpoint.")],
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY]...", help="Only these keys, containers, or patterns: 'model.*'."),
+    ] = None,
+    rtol: Annotated[float, typer.Option(min=0, help="Tolerate this ratio to the larger absolute value.")] = 0.0,
+    atol: Annotated[float, typer.Option(min=0, help="Tolerate this difference.")] = 0.0,
+    trust: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Compare two checkpoints of any formats: their keys, dtypes, shapes and values.
+
+    Without tolerances values are the same if all bits are. Large tensors are read part by part.
+
+    Exit codes: 0 no differences, 1 differences, 2 wrong usage, 3 it could not be done.
+    """
+    import asyncio
+
+    from aiockpt.cli.compare import Tolerance
+    from aiockpt.cli.diff import diff
+
+    tolerance = Tolerance(rtol, atol)
+    raise typer.Exit(asyncio.run(diff(a, b, keys or (), tolerance=tolerance, as_json=as_json, trust=trust)))
+
+
+@app.command()
 def verify(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints, or directories of them.")],
     as_json: Json = False,

@@ -1,0 +1,325 @@
+"""``aiockpt diff``: the keys and values in which two checkpoints differ."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import reprlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rich.text import Text
+
+import aiockpt
+from aiockpt.cli.app import Code, CommandError
+from aiockpt.cli.compare import TensorDifference, Tolerance, same_objects
+from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
+from aiockpt.cli.progress import Bar, bar
+from aiockpt.cli.statistics import part_indices
+from aiockpt.format.keys import hint, matching
+from aiockpt.reading.info import ObjectInfo, TensorInfo
+from aiockpt.reading.reader import CheckpointReader
+
+_PART_BYTES = 16 << 20  # read at once of each checkpoint
+_GROUP = 1000  # most keys read at once
+_RAW_BYTES = 8 << 20
+
+Info = TensorInfo | ObjectInfo
+Pair = TypeVar("Pair", bound=tuple[Info, Info])
+
+_value = reprlib.Repr()
+_value.maxstring = _value.maxother = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A key that both checkpoints have, with other contents.
+
+    Attributes:
+        what: what differs: "kind", "dtype", "shape", "values", or "bytes" for objects that may not be unpickled.
+        values: the difference of the values, for tensors of one shape.
+        texts: both objects in short.
+    """
+
+    key: str
+    a: Info
+    b: Info
+    what: str
+    values: TensorDifference | None = None
+    texts: tuple[str, str] | None = None
+
+
+@dataclass(slots=True)
+class Differences:
+    """What two checkpoints do not have in common, in the order of the keys."""
+
+    added: list[Info] = field(default_factory=list)
+    removed: list[Info] = field(default_factory=list)
+    changed: list[Changed] = field(default_factory=list)
+    unchanged: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed)
+
+
+async def diff(a: str, b: str, patterns: Sequence[str], *, tolerance: Tolerance, as_json: bool, trust: bool) -> Code:
+    """Print the differences of two checkpoints, and return the exit code.
+
+    Args:
+        a: a checkpoint, the older one.
+        b: a checkpoint.
+        patterns: names, names of containers and glob patterns; empty: all keys.
+        tolerance: differences of numbers that count as none.
+        as_json: print JSON.
+        trust: let files of torch.save run their code.
+    """
+    async with AsyncExitStack() as stack:
+        old, new = [await stack.enter_async_context(aiockpt.open(path, trust=trust)) for path in (a, b)]
+        found = await differences(old, new, patterns, tolerance)
+        if as_json:
+            print_json(_document(old, new, found))
+        else:
+            _print(old, new, found)
+    return Code.PROBLEMS if found else Code.FINE
+
+
+async def differences(
+    a: CheckpointReader, b: CheckpointReader, patterns: Sequence[str] = (), tolerance: Tolerance | None = None
+) -> Differences:
+    """Compare two open checkpoints, reading both in parts of bounded size."""
+    tolerance = tolerance or Tolerance()
+    old, new = _chosen(a, b, patterns)
+    found = Differences(
+        added=[info for key, info in new.items() if key not in old],
+        removed=[info for key, info in old.items() if key not in new],
+    )
+    common = [(info, new[key]) for key, info in old.items() if key in new]
+    changed: dict[str, Changed] = {}
+    tensors: list[tuple[TensorInfo, TensorInfo]] = []
+    objects: list[tuple[ObjectInfo, ObjectInfo]] = []
+    for one, other in common:
+        if isinstance(one, ObjectInfo) and isinstance(other, ObjectInfo):
+            objects.append((one, other))
+        elif isinstance(one, ObjectInfo) or isinstance(other, ObjectInfo):
+            changed[one.key] = Changed(one.key, one, other, "kind")
+        elif one.shape == other.shape:
+            tensors.append((one, other))
+        else:
+            changed[one.key] = Changed(one.key, one, other, "shape")
+    for pairs in _groups(objects):
+        changed |= {each.key: each async for each in _changed_objects(a, b, pairs, tolerance)}
+    with bar("comparing", sum(one.nbytes + other.nbytes for one, other in tensors)) as shown_bar:
+        async for one, other, values in _compared(a, b, tensors, tolerance, shown_bar):
+            if one.dtype is not other.dtype or values.differing:
+                what = "values" if one.dtype is other.dtype else "dtype"
+                changed[one.key] = Changed(one.key, one, other, what, values)
+    found.changed = [changed[one.key] for one, _ in common if one.key in changed]
+    found.unchanged = len(common) - len(changed)
+    return found
+
+
+def _chosen(
+    a: CheckpointReader, b: CheckpointReader, patterns: Sequence[str]
+) -> tuple[dict[str, Info], dict[str, Info]]:
+    if not patterns:
+        return dict(a), dict(b)
+    both = {**dict.fromkeys(a), **dict.fromkeys(b)}
+    names, unmatched = matching(both.keys(), patterns)
+    if unmatched:
+        raise CommandError(
+            f"neither {a.path} nor {b.path} has anything that {unmatched[0]} means.{hint(unmatched, both)}"
+        )
+    return {key: a[key] for key in a if key in names}, {key: b[key] for key in b if key in names}
+
+
+# --- tensors --------------------------------------------------------------------------------------------
+
+
+async def _compared(
+    a: CheckpointReader,
+    b: CheckpointReader,
+    pairs: Sequence[tuple[TensorInfo, TensorInfo]],
+    tolerance: Tolerance,
+    shown_bar: Bar,
+) -> AsyncIterator[tuple[TensorInfo, TensorInfo, TensorDifference]]:
+    """Yield each pair with the difference of its values: small ones read together, large ones part by part."""
+    for group in _groups(pairs):
+        found = [TensorDifference(tolerance) for _ in group]
+        if len(group) == 1:
+            one, other = group[0]
+            parts: list[Any] = [None]
+            if max(one.nbytes, other.nbytes) > _PART_BYTES and one.shape:
+                parts = part_indices(one.shape, _PART_BYTES // max(one.dtype.itemsize, other.dtype.itemsize))
+            for part in parts:
+                values = await _both(a.read(one.key, part), b.read(one.key, part))
+                await asyncio.to_thread(found[0].add, *values)
+                shown_bar.advance(sum(value.nbytes for value in values))
+        else:
+            keys = [one.key for one, _ in group]
+            whole = dict.fromkeys(keys)  # a mapping, for in a list a key that looks like a pattern is one
+            old, new = await _both(a.read_many(whole), b.read_many(whole))
+            for key, difference in zip(keys, found, strict=True):
+                difference.add(old.pop(key), new.pop(key))
+            shown_bar.advance(sum(one.nbytes + other.nbytes for one, other in group))
+        for pair, difference in zip(group, found, strict=True):
+            yield *pair, difference
+
+
+async def _both(a: Any, b: Any) -> tuple[Any, Any]:
+    """Await two reads at once; if one fails, wait for the other before raising."""
+    values = await asyncio.gather(a, b, return_exceptions=True)
+    for value in values:
+        if isinstance(value, BaseException):
+            raise value
+    return values
+
+
+def _groups(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
+    """Group pairs so that each group has a bounded size, but for single ones that are larger."""
+    group: list[Pair] = []
+    total = 0
+    for pair in pairs:
+        nbytes = max(info.nbytes for info in pair)
+        if group and (total + nbytes > _PART_BYTES or len(group) == _GROUP):
+            yield group
+            group, total = [], 0
+        group.append(pair)
+        total += nbytes
+    if group:
+        yield group
+
+
+# --- objects --------------------------------------------------------------------------------------------
+
+
+async def _changed_objects(
+    a: CheckpointReader, b: CheckpointReader, pairs: Sequence[tuple[ObjectInfo, ObjectInfo]], tolerance: Tolerance
+) -> AsyncIterator[Changed]:
+    """Yield the objects that differ; if unpickling them would run code, their bytes are compared."""
+    keys = dict.fromkeys(one.key for one, _ in pairs)
+    try:
+        old, new = await _both(a.read_many(keys), b.read_many(keys))
+    except aiockpt.UnsafeCheckpointError:
+        if len(pairs) > 1:
+            for pair in pairs:
+                async for each in _changed_objects(a, b, [pair], tolerance):
+                    yield each
+        elif not await asyncio.to_thread(_same_bytes, *zip((a.path, b.path), pairs[0], strict=True)):
+            yield Changed(pairs[0][0].key, *pairs[0], "bytes")
+        return
+    for one, other in pairs:
+        values = old[one.key], new[one.key]
+        if not same_objects(*values, tolerance):
+            before, after = map(_value.repr, values)
+            yield Changed(one.key, one, other, "values", texts=(before, after))
+
+
+def _same_bytes(*places: tuple[str, ObjectInfo]) -> bool:
+    """Return whether two objects are stored as the same bytes; a place that can't be looked at has other bytes."""
+    lengths = {info.nbytes for _, info in places}
+    if len(lengths) > 1 or not all(info.file for _, info in places):
+        return False
+    try:
+        files = [open(os.path.join(path, info.file), "rb") for path, info in places]  # noqa: SIM115
+    except OSError:
+        return False
+    try:
+        for file, (_, info) in zip(files, places, strict=True):
+            file.seek(info.offset)
+        left = lengths.pop()
+        while left:
+            parts = [file.read(min(left, _RAW_BYTES)) for file in files]
+            if parts[0] != parts[1] or not parts[0]:
+                return False
+            left -= len(parts[0])
+        return True
+    finally:
+        for file in files:
+            file.close()
+
+
+# --- output ---------------------------------------------------------------------------------------------
+
+
+def _document(a: CheckpointReader, b: CheckpointReader, found: Differences) -> dict[str, Any]:
+    return {
+        "a": a.path,
+        "b": b.path,
+        "same": not found,
+        "unchanged": found.unchanged,
+        "added": [{"key": info.key, **_facts(info)} for info in found.added],
+        "removed": [{"key": info.key, **_facts(info)} for info in found.removed],
+        "changed": [
+            {
+                "key": each.key,
+                "what": each.what,
+                "a": _facts(each.a),
+                "b": _facts(each.b),
+                **({} if each.values is None else _figures(each.values)),
+                **({} if each.texts is None else {"before": each.texts[0], "after": each.texts[1]}),
+            }
+            for each in found.changed
+        ],
+    }
+
+
+def _facts(info: Info) -> Mapping[str, Any]:
+    if isinstance(info, ObjectInfo):
+        return {"kind": "object", "bytes": info.nbytes}
+    return {"kind": "tensor", "dtype": _dtype(info), "shape": info.shape, "bytes": info.nbytes}
+
+
+def _figures(values: TensorDifference) -> Mapping[str, Any]:
+    return {name: getattr(values, name) for name in ("elements", "differing", "max_abs", "max_rel", "nan")}
+
+
+def _print(a: CheckpointReader, b: CheckpointReader, found: Differences) -> None:
+    out = console()
+    for sign, reader, style in (("-", a, "red"), ("+", b, "green")):
+        out.print(Text.assemble((f"{sign} ", style), (shown(reader.path), "bold"), f"  {reader.format}"))
+    if not found:
+        keys = "key is" if found.unchanged == 1 else "keys are"
+        out.print(f"\nno differences: {found.unchanged} {keys} the same")
+        return
+    rows = [_row("-", "red", info, _described(info)) for info in found.removed]
+    rows += [_row("+", "green", info, _described(info)) for info in found.added]
+    rows += [_row("~", "yellow", each.a, *_cells(each)) for each in found.changed]
+    out.print()
+    columns = [Column("", overflow="ellipsis"), Column("key"), Column("what")]
+    columns += [Column(title, right=True) for title in ("differing", "max abs", "max rel")]
+    filled = [number for number, _ in enumerate(columns) if number < 3 or any(str(row[number]) for row in rows)]
+    print_table([columns[number] for number in filled], [[row[number] for number in filled] for row in rows])
+    out.print(
+        f"\n{len(found.removed)} removed, {len(found.added)} added, {len(found.changed)} changed, "
+        f"{found.unchanged} the same"
+    )
+
+
+def _row(sign: str, style: str, info: Info, *cells: str) -> list[str | Text]:
+    return [Text(sign, style), shown(info.key), *cells, *[""] * (4 - len(cells))]
+
+
+def _cells(each: Changed) -> tuple[str, ...]:
+    if each.what in ("kind", "dtype", "shape"):
+        what = f"{_described(each.a)} -> {_described(each.b)}"
+    elif each.what == "bytes":
+        what = "object: other bytes, not unpickled"
+    else:
+        what = _described(each.a) if each.texts is None else " -> ".join(map(shown, each.texts))
+    if each.values is None:
+        return (what,)
+    values = each.values
+    share = f"{values.differing} of {values.elements}" + (f" ({values.nan} nan)" if values.nan else "")
+    return what, share, *("" if n is None else f"{n:.4g}" for n in (values.max_abs, values.max_rel))
+
+
+def _described(info: Info) -> str:
+    if isinstance(info, ObjectInfo):
+        return f"object of {size_text(info.nbytes)}" if info.file else "object"
+    return f"{_dtype(info)} {'x'.join(map(str, info.shape)) or 'scalar'}"
+
+
+def _dtype(info: TensorInfo) -> str:
+    return str(info.dtype).removeprefix("torch.")
