@@ -9,12 +9,13 @@ import torch
 
 from aiockpt.manager.scan import step_path
 
-KEYS = ("a", "b", "layers.0", "layers.1")
+SIZE = 300_000
+"""Elements of each tensor: loads place so large ones before they know their CRC."""
 
 
 def state_of(step: int) -> dict[str, Any]:
     """Make a state of which every value tells its step and its key."""
-    tensors = [torch.arange(20_000.0) + 1000 * step + number for number in range(4)]
+    tensors = [torch.arange(float(SIZE)) + 1000 * step + number for number in range(4)]
     return {"a": tensors[0], "b": tensors[1], "layers": tensors[2:], "step": step}
 
 

@@ -1,0 +1,241 @@
+"""One run, one owner: with real processes, living, dead, and on other hosts."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiockpt
+from aiockpt.manager import owner
+from aiockpt.manager.owner import LOCK_NAME, LockFacts, liveness, owner_of, shares_locks, take
+from aiockpt.storage.local import temp_dir
+from tests.manager.runs import empty, names, path_of, state_of
+
+HOLD = """
+import sys, aiockpt
+with aiockpt.SyncCheckpointManager(sys.argv[1]) as run:
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Any:
+    """A process that owns the run."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.communicate()
+
+
+def test_a_second_owner_is_refused_with_the_facts_of_the_first(tmp_path: Path, held: Any) -> None:
+    before = time.time()
+    with pytest.raises(aiockpt.RunLockedError) as caught, aiockpt.SyncCheckpointManager(tmp_path):
+        pass
+    assert (caught.value.host, caught.value.pid) == (socket.gethostname(), held.pid)
+    assert before - 60 < caught.value.since < time.time()
+    assert f"process {held.pid} on host {socket.gethostname()}" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    run = aiockpt.SyncCheckpointManager(tmp_path)
+    for use in (lambda: run.restore(empty()), lambda: run.save(1, state_of(1))):
+        with pytest.raises(aiockpt.RunLockedError):
+            use()
+    run.close()
+    with aiockpt.SyncCheckpointManager(tmp_path, mode="read") as reader:  # readers are welcome
+        assert reader.restore(empty()) is None
+        assert reader.infos() == ()
+    assert names(tmp_path) == [LOCK_NAME]
+    facts = owner_of(str(tmp_path))
+    assert facts is not None
+    assert facts.pid == held.pid
+    held.communicate()
+    assert names(tmp_path) == []
+    assert owner_of(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["flock", "no flock"])
+def test_the_lock_of_a_killed_owner_is_taken(
+    tmp_path: Path, held: Any, locks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held.send_signal(signal.SIGKILL)
+    held.wait()
+    assert names(tmp_path) == [LOCK_NAME]
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", _unsupported)
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, state_of(1))
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+    assert names(tmp_path) == [path_of(tmp_path, 1).name]
+
+
+def _unsupported(fd: int, kind: int) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def test_without_flock_a_living_owner_is_known_by_its_facts(
+    tmp_path: Path, held: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", _unsupported)
+    with pytest.raises(aiockpt.RunLockedError) as caught:
+        take(str(tmp_path))
+    assert caught.value.pid == held.pid
+
+
+def test_two_managers_of_one_process(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as first:
+        with pytest.raises(aiockpt.RunLockedError), aiockpt.SyncCheckpointManager(tmp_path):
+            pass
+        first.save(1, state_of(1))
+    with aiockpt.SyncCheckpointManager(tmp_path) as second:
+        assert second.steps() == [1]
+
+
+def test_a_forked_child_does_not_hold_the_lock_beyond_its_parents_end(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom aiockpt.manager.owner import take\nheld = take(sys.argv[1])\n"
+        "if os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE) as process:
+        assert os.waitpid(process.pid, 0)[1] == signal.SIGKILL  # the child still lives
+        process.returncode = -9
+        taken = take(str(tmp_path))
+        taken.release()
+
+
+FACTS = LockFacts("elsewhere", 77, 1000.0, ".aiockpt-" + "b" * 10 + "c" * 10 + "d" * 10 + ".77.5." + "0" * 16)
+
+
+def write(folder: Path, facts: LockFacts | str) -> None:
+    text = facts if isinstance(facts, str) else json.dumps({name: getattr(facts, name) for name in facts.__slots__})
+    (folder / LOCK_NAME).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("locks", "shared", "is_taken"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_an_owner_on_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, shared: bool, is_taken: bool
+) -> None:
+    """A free lock proves its end only if the file system shares locks."""
+    write(tmp_path, FACTS)
+    monkeypatch.setattr(owner, "shares_locks", lambda path: shared)
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", _unsupported)
+    if is_taken:
+        take(str(tmp_path)).release()
+        return
+    with pytest.raises(aiockpt.RunLockedError, match="if it does not, remove") as caught:
+        take(str(tmp_path))
+    assert (caught.value.host, caught.value.pid, caught.value.since) == ("elsewhere", 77, 1000.0)
+    os.unlink(tmp_path / LOCK_NAME)
+    taken = take(str(tmp_path))
+    taken.release()
+    assert names(tmp_path) == []
+
+
+def test_an_owner_of_an_earlier_boot_is_dead() -> None:
+    here = temp_dir.this_process()
+    assert here is not None
+    assert liveness(here, here) == "alive"
+    assert liveness(replace(here, boot="b" * 10, space="b" * 10), here) == "dead"
+    assert liveness(replace(here, machine="b" * 10, boot="b" * 10, space="b" * 10), here) == "unknown"
+    assert liveness(replace(here, start=here.start - 1), here) == "dead"
+    assert liveness(None, here) == "unknown"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 3}'])
+def test_a_lock_file_that_says_nothing(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, text)
+    assert owner_of(str(tmp_path)) is None
+    take(str(tmp_path)).release()
+    write(tmp_path, text)
+    monkeypatch.setattr(fcntl, "flock", _unsupported)
+    if text:
+        with pytest.raises(aiockpt.RunLockedError, match="just taking it"):
+            take(str(tmp_path))
+    else:
+        take(str(tmp_path)).release()
+
+
+def test_a_lock_file_that_is_replaced_while_it_is_locked_is_locked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "")
+    real = owner.lock
+    replaced = []
+
+    def lock(fd: int, kind: int) -> Any:
+        if not replaced:
+            replaced.append(os.unlink(tmp_path / LOCK_NAME))
+        return real(fd, kind)
+
+    monkeypatch.setattr(owner, "lock", lock)
+    taken = take(str(tmp_path))
+    assert json.loads((tmp_path / LOCK_NAME).read_text())["pid"] == os.getpid()
+    taken.release()
+    taken.release()
+    assert names(tmp_path) == []
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_NAME).symlink_to(tmp_path / "other")
+    with pytest.raises(aiockpt.AiockptError, match="can't be locked"), aiockpt.SyncCheckpointManager(tmp_path / "run"):
+        pass
+    assert (tmp_path / "other").read_text() == "precious"
+
+
+MOUNTS = """\
+22 27 0:21 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+23 22 0:22 / /nfs rw,relatime - nfs4 server:/a rw,vers=4.2
+24 22 0:23 / /nfs/far rw - nfs server:/b rw,local_lock=all
+25 22 0:24 / /old rw - nfs server:/c rw,nolock,vers=3
+26 22 0:25 / /lustre rw,flock - lustre a@tcp:/b rw,flock
+27 22 0:26 / /lustre2 rw - lustre a@tcp:/b rw,localflock
+28 22 0:27 / /with\\040space rw - fuse.sshfs far rw
+29 22 0:28 / /covered rw - nfs4 server:/d rw
+30 22 0:29 / /covered rw - fuse.x y rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "shared"),
+    [
+        ("/home/me/run", True),
+        ("/nfs/run", True),
+        ("/nfsx", True),
+        ("/nfs/far/run", False),
+        ("/old/run", False),
+        ("/lustre/run", True),
+        ("/lustre2/run", False),
+        ("/with space/run", False),
+        ("/covered/run", False),
+    ],
+)
+def test_which_file_systems_share_locks(tmp_path: Path, path: str, shared: bool) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS)
+    assert shares_locks(path, str(mounts)) is shared
+
+
+def test_without_a_table_of_mounts_nothing_is_shared(tmp_path: Path) -> None:
+    assert not shares_locks("/x", str(tmp_path / "none"))
+    (tmp_path / "empty").write_text("")
+    assert not shares_locks("/x", str(tmp_path / "empty"))

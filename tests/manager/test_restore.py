@@ -1,0 +1,283 @@
+"""Restores go back to the newest step that is valid, and never leave bytes of a damaged one in the target."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local.source import LocalFile
+from tests.manager.runs import (
+    SIZE,
+    empty,
+    flip,
+    is_untouched,
+    names,
+    path_of,
+    state_of,
+    step_in,
+    tensors_of,
+    truncate,
+    unfinish,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with three steps."""
+    with aiockpt.SyncCheckpointManager(tmp_path / "run") as run:
+        for step in (100, 200, 300):
+            run.save(step, state_of(step), {"loss": 1 / step})
+    return tmp_path / "run"
+
+
+def restored(folder: Path, state: Any, **options: Any) -> aiockpt.Restored | None:
+    with aiockpt.SyncCheckpointManager(folder) as run:
+        return run.restore(state, **options)
+
+
+DAMAGE = {"flipped": flip, "truncated": truncate, "unfinished": unfinish}
+
+
+@pytest.mark.parametrize("verify", ["auto", "before", "while"])
+@pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_step_is_passed_over_and_renamed(folder: Path, harm: Any, verify: Any) -> None:
+    harm(folder, 300)
+    state = empty()
+    with pytest.warns(aiockpt.DamagedCheckpointWarning, match="step 300") as caught:
+        start = restored(folder, state, verify=verify)
+    assert start is not None
+    assert (start.step, step_in(state)) == (200, 200)
+    (skipped,) = start.skipped
+    assert (skipped.step, skipped.path) == (300, str(folder / "step-00000300.damaged"))
+    assert skipped.reason
+    assert caught[0].message.skipped == start.skipped  # type: ignore[union-attr]
+    assert caught[0].filename == __file__
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300.damaged"]
+
+
+@pytest.mark.parametrize("where", [0.3, 0.6, 0.98])
+def test_wherever_the_byte_is(folder: Path, where: float) -> None:
+    flip(folder, 300, where=where)
+    flip(folder, 200, where=where)
+    state = empty()
+    with pytest.warns(aiockpt.DamagedCheckpointWarning):
+        start = restored(folder, state)
+    assert start is not None
+    assert (start.step, step_in(state), [each.step for each in start.skipped]) == (100, 100, [300, 200])
+
+
+def test_the_next_save_of_a_step_that_was_set_aside_works_and_the_names_do_not_clash(folder: Path) -> None:
+    for expected in (".damaged", ".damaged-1", ".damaged-2"):
+        flip(folder, 300)
+        with pytest.warns(aiockpt.DamagedCheckpointWarning):
+            start = restored(folder, empty())
+        assert start is not None
+        assert start.skipped[0].path.endswith(f"step-00000300{expected}")
+        with aiockpt.SyncCheckpointManager(folder) as run:
+            run.save(300, state_of(300))
+            assert run.steps() == [100, 200, 300]
+
+
+@pytest.mark.parametrize("verify", ["auto", "before"])
+def test_if_the_only_step_is_damaged_it_raises_and_the_target_is_untouched(folder: Path, verify: Any) -> None:
+    shutil.rmtree(path_of(folder, 100))
+    shutil.rmtree(path_of(folder, 200))
+    flip(folder, 300)
+    state = empty()
+    for _ in range(2):  # also the next time: it does not begin anew in silence
+        with pytest.raises(aiockpt.CorruptCheckpointError, match=r"no step of .* can be restored: step 300"):
+            restored(folder, state, verify=verify)
+    assert is_untouched(state)
+    assert names(folder) == ["step-00000300"]
+
+
+def test_if_all_are_damaged_it_raises_and_nothing_is_renamed(folder: Path) -> None:
+    for step in (100, 200, 300):
+        flip(folder, step)
+    state = empty()
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="2 older ones"):
+        restored(folder, state, verify="before")
+    assert is_untouched(state)
+    with pytest.raises(aiockpt.CorruptCheckpointError, match="were filled by a load that failed"):
+        restored(folder, state)
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+def test_an_older_step_that_could_not_undo_a_load_does_not_permit_it(tmp_path: Path) -> None:
+    """The older one lacks a tensor: were the damaged one loaded at once, its bytes would stay there."""
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, {"a": torch.ones(SIZE)})
+        run.save(2, {"a": torch.full((SIZE,), 2.0), "b": torch.full((SIZE,), 2.0)})
+        flip(tmp_path, 2)
+        state = {"a": torch.zeros(SIZE), "b": torch.zeros(SIZE)}
+        with pytest.warns(aiockpt.MissingKeysWarning), pytest.warns(aiockpt.DamagedCheckpointWarning):
+            start = run.restore(state, strict=False)
+    assert start is not None
+    assert (start.step, state["a"].unique().tolist(), state["b"].unique().tolist()) == (1, [1.0], [0.0])
+
+
+def test_an_older_step_of_other_shapes_does_not_permit_a_load_at_once(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, {"a": torch.ones(10)})
+        run.save(2, {"a": torch.full((SIZE,), 2.0)})
+        flip(tmp_path, 2)
+        state = {"a": torch.zeros(SIZE)}
+        with pytest.raises(aiockpt.ShapeMismatchError):
+            run.restore(state)
+    assert state["a"].unique().tolist() == [0.0]
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("verify", ["auto", "before"])
+def test_a_certain_step_that_is_damaged_raises(folder: Path, verify: Any) -> None:
+    flip(folder, 200)
+    state = empty()
+    with pytest.raises(aiockpt.CorruptCheckpointError):
+        restored(folder, state, step=200, verify=verify)
+    assert is_untouched(state)
+    with pytest.raises(aiockpt.CheckpointNotFoundError, match="no step 250"):
+        restored(folder, state, step=250)
+    start = restored(folder, state, step=100)
+    assert start is not None
+    assert step_in(state) == 100
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+def test_the_next_best_is_taken_if_the_best_is_damaged(folder: Path) -> None:
+    flip(folder, 300)
+    state = empty()
+    with pytest.warns(aiockpt.DamagedCheckpointWarning):
+        start = restored(folder, state, step="best", metric="loss")
+    assert start is not None
+    assert step_in(state) == 200
+
+
+def test_a_reader_renames_nothing(folder: Path) -> None:
+    flip(folder, 300)
+    state = empty()
+    with aiockpt.SyncCheckpointManager(folder, mode="read") as run, pytest.warns(aiockpt.DamagedCheckpointWarning):
+        start = run.restore(state)
+    assert start is not None
+    assert start.skipped[0].path == str(path_of(folder, 300))
+    assert step_in(state) == 200
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+@pytest.mark.parametrize("verify", ["auto", "before", "while"])
+def test_a_disk_that_fails_condemns_no_step(folder: Path, monkeypatch: pytest.MonkeyPatch, verify: Any) -> None:
+    def fail(self: LocalFile, offset: int, view: memoryview, *args: Any) -> None:
+        raise aiockpt.errors.LoadError(f"can't read at {offset}: {os.strerror(errno.EIO)}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", _failing(os.preadv))
+        with pytest.raises(aiockpt.AiockptError) as caught:
+            restored(folder, empty(), verify=verify)
+    assert not isinstance(caught.value, aiockpt.CorruptCheckpointError)
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
+    start = restored(folder, empty())
+    assert start is not None
+    assert start.step == 300
+
+
+def _failing(real: Any) -> Any:
+    def preadv(fd: int, buffers: Any, offset: int, *flags: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".distcp"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset, *flags)
+
+    return preadv
+
+
+def test_a_state_that_does_not_fit_condemns_no_step(folder: Path) -> None:
+    state = empty()
+    state["more"] = torch.zeros(3)
+    with pytest.raises(aiockpt.MissingKeysError):
+        restored(folder, state)
+    state = empty()
+    state["a"] = torch.zeros(3)
+    with pytest.raises(aiockpt.ShapeMismatchError):
+        restored(folder, state)
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+def test_options_of_load_are_passed_on(folder: Path) -> None:
+    state = empty()
+    state["more"] = torch.zeros(3)
+    missing: list[str] = []
+    with pytest.warns(aiockpt.MissingKeysWarning):
+        start = restored(folder, state, strict=False, missing=missing)
+    assert start is not None
+    assert missing == ["more"]
+    half = {"a": torch.zeros(SIZE), "b": torch.zeros(SIZE)}
+    start = restored(folder, half, keys=["a"])
+    assert start is not None
+    assert half["a"][0] == 300_000.0
+    assert half["b"].unique().tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"step": -1},
+        {"step": "newest"},
+        {"step": 1.5},
+        {"verify": "no"},
+        {"step": "best"},
+        {"step": "best", "metric": 3},
+    ],
+)
+def test_wrong_arguments_are_refused(folder: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        restored(folder, empty(), **arguments)
+
+
+def test_live_objects_get_the_state_of_the_valid_step_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(100, 200)
+    optim = torch.optim.AdamW(model.parameters())
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        for step in (1, 2):
+            model(torch.ones(4, 100)).sum().backward()
+            optim.step()
+            run.save(step, {"model": model, "optim": optim})
+            if step == 1:
+                kept = {key: value.clone() for key, value in model.state_dict().items()}
+        flip(tmp_path, 2)
+        with pytest.warns(aiockpt.DamagedCheckpointWarning):
+            start = run.restore({"model": model, "optim": optim})
+    assert start is not None
+    assert start.step == 1
+    assert all(torch.equal(value, kept[key]) for key, value in model.state_dict().items())
+    assert {float(each["step"]) for each in optim.state_dict()["state"].values()} == {1.0}
+
+
+def test_a_step_that_is_deleted_while_it_is_looked_for_is_passed_over_in_silence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = empty()
+    with aiockpt.SyncCheckpointManager(folder) as run:
+        found = run._scanner.scan()
+        shutil.rmtree(path_of(folder, 300))
+        monkeypatch.setattr(run._scanner, "scan", lambda: found)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            start = run.restore(state)
+    assert start is not None
+    assert (start.step, start.skipped, step_in(state)) == (200, (), 200)
+
+
+def test_checkpoints_of_other_names_are_none_of_the_run(folder: Path) -> None:
+    (folder / "step-00000300").rename(folder / "step-300")
+    shutil.copytree(folder / "step-00000200", folder / "final")
+    state = empty()
+    start = restored(folder, state)
+    assert start is not None
+    assert start.step == 200
+    assert len(tensors_of(state)) == 4

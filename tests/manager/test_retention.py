@@ -1,0 +1,199 @@
+"""What is deleted, when, and what never is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.storage.local import commit
+from aiockpt.storage.local import delete as deletion
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.testing import GatedStorage
+from tests.manager.runs import empty, names, path_of, truncate
+
+STATE = {"x": torch.arange(10.0)}
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(name.removeprefix("step-")) for name in names(folder) if name.startswith("step-")]
+
+
+def refuse(_: str) -> None:
+    raise RuntimeError("refused")
+
+
+def run_of(folder: Path, *keep: aiockpt.KeepPolicy, **options: Any) -> aiockpt.SyncCheckpointManager:
+    return aiockpt.SyncCheckpointManager(folder, keep=list(keep), **options)
+
+
+def test_what_no_policy_keeps_is_deleted(tmp_path: Path) -> None:
+    with run_of(tmp_path, aiockpt.KeepLatest(2), aiockpt.KeepEvery(4), aiockpt.KeepBest(1, "loss")) as run:
+        for step in range(1, 11):
+            run.save(step, STATE, {"loss": abs(step - 3)})
+    assert steps(tmp_path) == [3, 4, 8, 9, 10]
+
+
+def test_nothing_is_deleted_before_a_later_one_is_written(tmp_path: Path) -> None:
+    """Opening, restoring, and saves that fail or are skipped, delete nothing."""
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.save(step, STATE)
+    with run_of(tmp_path, aiockpt.KeepLatest(1), on_busy="skip") as run:
+        run.restore(dict(STATE))
+        with pytest.raises(aiockpt.SaveError):
+            run.save(4, STATE, pre_commit=refuse)
+        storage = GatedStorage(LocalStorage(), ["commit"])
+        first = run.checkpointer.submit(STATE, tmp_path / "other", storage=storage)
+        skipped = run.submit(5, STATE)
+        assert skipped.skipped
+        storage.open("commit")
+        first.written.result()
+        run._retention.finished().result()
+        assert steps(tmp_path) == [1, 2, 3]
+        run.save(7, STATE)
+    assert names(tmp_path) == ["other", "step-00000007"]
+
+
+def test_the_newest_stays_whatever_the_policy_says(tmp_path: Path) -> None:
+    with run_of(tmp_path, aiockpt.KeepIf(lambda info: False)) as run:
+        for step in (1, 2, 3):
+            run.save(step, STATE)
+    assert steps(tmp_path) == [3]
+
+
+def test_a_run_that_went_back_keeps_what_it_writes(tmp_path: Path) -> None:
+    """Step 300 is later, but of a run that was given up: the last one of this run must stay too."""
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        for step in (100, 300):
+            run.save(step, STATE)
+    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+        run.restore(dict(STATE), step=100)
+        with pytest.raises(aiockpt.SaveError):
+            run.save(150, STATE, pre_commit=refuse)
+        run._retention.finished().result()
+        assert steps(tmp_path) == [100, 300]
+        run.save(160, STATE)
+        run._retention.finished().result()
+        assert steps(tmp_path) == [160, 300]
+        run.save(170, STATE)
+    assert steps(tmp_path) == [170, 300]
+
+
+def test_pinned_steps_and_those_that_are_read_stay(tmp_path: Path) -> None:
+    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+        run.save(1, STATE)
+        run.pin(1)
+        run.save(2, STATE)
+        with run.open(2):
+            run.save(3, STATE)
+            run._retention.finished().result()
+            assert steps(tmp_path) == [1, 2, 3]
+        run.save(4, STATE)
+        run._retention.finished().result()
+        assert steps(tmp_path) == [1, 4]
+        run.unpin(1)
+        run.save(5, STATE)
+    assert steps(tmp_path) == [5]
+
+
+def test_damaged_and_unfinished_steps_and_other_names_are_left_alone(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.save(step, STATE)
+        (path_of(tmp_path, 1) / ".metadata").unlink()
+        (path_of(tmp_path, 2) / "mine.txt").write_text("notes")
+        path_of(tmp_path, 3).rename(tmp_path / "final")
+    (tmp_path / "step-00000009").mkdir()
+    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+        run.save(4, STATE)
+        run.save(5, STATE)
+    assert names(tmp_path) == ["final", "step-00000001", "step-00000002", "step-00000005", "step-00000009"]
+
+
+def test_a_deletion_that_fails_is_logged_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+        run.save(1, STATE)
+        with monkeypatch.context() as patch:
+            patch.setattr(deletion, "rename_noreplace", _denied)
+            run.save(2, STATE)
+            run._retention.finished().result()
+        assert steps(tmp_path) == [1, 2]
+        assert "step 1 is no longer kept, but stays until the next save" in caplog.text
+        run.save(3, STATE)
+    assert steps(tmp_path) == [3]
+
+
+def _denied(*_: object) -> None:
+    raise PermissionError(13, "denied")
+
+
+def test_a_predicate_that_fails_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with run_of(tmp_path, aiockpt.KeepIf(lambda info: info.metrics["loss"] < 1)) as run, caplog.at_level(logging.ERROR):
+        for step in (1, 2, 3):
+            run.save(step, STATE)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert "KeyError: 'loss'" in caplog.text
+
+
+def test_what_was_written_must_be_seen_before_anything_is_deleted(tmp_path: Path) -> None:
+    """A save whose directory was moved away, as to an archive, does not make the older ones superfluous."""
+    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+        run.save(1, STATE)
+        run._retention.finished().result()
+        run.save(2, STATE, post_commit=lambda path: os.rename(path, tmp_path / "archived"))
+    assert names(tmp_path) == ["archived", "step-00000001"]
+
+
+def test_a_save_that_went_to_the_fallback_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    real = commit.rename_noreplace
+
+    def fail_there(source: str, target: str) -> None:
+        if os.path.dirname(target) == str(folder):
+            raise PermissionError(13, "denied")
+        real(source, target)
+
+    with run_of(folder, aiockpt.KeepLatest(1), fallback_path=tmp_path / "spare", retries=0) as run:
+        run.save(1, STATE)
+        monkeypatch.setattr(commit, "rename_noreplace", fail_there)
+        result = run.save(2, STATE)
+        assert result.path == str(tmp_path / "spare" / "step-00000002")
+    assert steps(folder) == [1]
+
+
+def test_a_step_that_a_restore_has_set_aside_is_not_deleted(tmp_path: Path) -> None:
+    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+        run.save(1, STATE)
+        run.pin(1)
+        run.save(2, STATE)
+        truncate(tmp_path, 2)
+        with pytest.warns(aiockpt.DamagedCheckpointWarning):
+            run.restore(dict(STATE))
+        run.unpin(1)
+        run.save(3, STATE)
+    assert names(tmp_path) == ["step-00000002.damaged", "step-00000003"]
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_saves_and_then_for_deletions(tmp_path: Path) -> None:
+    async with aiockpt.CheckpointManager(tmp_path, keep=[aiockpt.KeepLatest(1)], max_in_flight=4) as run:
+        assert await run.restore(empty()) is None
+        for step in range(1, 5):
+            await run.save(step, STATE)
+    assert steps(tmp_path) == [4]
+
+
+def test_an_error_in_the_program_still_finishes_saves_and_deletions(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+        run.save(1, STATE)
+        run.submit(2, STATE)
+        raise KeyError("the program's")
+    assert names(tmp_path) == ["step-00000002"]
