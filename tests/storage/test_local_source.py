@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -25,14 +26,25 @@ def data() -> bytes:
     return random_tensor(torch.uint8, (SIZE,), 3).numpy().tobytes()
 
 
-@pytest.fixture(params=["cached", "cold", "half cached", "no direct I/O", "no way to know", "probed", "an old kernel"])
+def _refuse_flags(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+    if flags:
+        raise OSError(errno.EOPNOTSUPP, "no flags")
+    return _preadv(fd, buffers, offset)
+
+
+_preadv = os.preadv
+
+
+@pytest.fixture(
+    params=["cached", "cold", "half cached", "no direct I/O", "no way to know", "probed", "an old kernel", "no NOWAIT"]
+)
 def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "f"
     path.write_bytes(data)
     fd = os.open(path, os.O_RDWR)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    if request.param == "cached":
+    if request.param in ("cached", "no NOWAIT"):
         path.read_bytes()
     elif request.param == "half cached":
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -46,6 +58,8 @@ def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
             file.tells_cached = False
         if request.param == "no way to know":
             file._is_cached = lambda offset, nbytes: True
+    if request.param == "no NOWAIT":
+        monkeypatch.setattr(os, "preadv", _refuse_flags)
     monkeypatch.setattr(local_file, "_IN_PLACE", request.param != "an old kernel")
     yield opened
     opened.close()

@@ -1,0 +1,46 @@
+"""Targets that share memory."""
+
+from __future__ import annotations
+
+import torch
+
+from aiockpt.reading.targets import _may_overlap
+
+
+def test_what_may_overlap_agrees_with_a_comparison_of_all_elements() -> None:
+    whole, alone = torch.zeros(6, 8), torch.zeros(5)
+    views = [
+        whole[:2],
+        whole[2:4],
+        whole[1],
+        whole[3:],
+        whole[:, :4],
+        whole.t()[5:],
+        whole[5, 5:],
+        whole[6:],
+        torch.zeros(3),
+        torch.zeros(0),
+        torch.nn.Parameter(torch.zeros(4)),
+    ]
+    found = set()
+    for one in views:
+        for other in views:
+            if one is other:
+                continue
+
+            share = bool(_addresses(one) & _addresses(other))
+            assert _may_overlap([one, other]) >= share
+            assert _may_overlap([other, alone, one]) == _may_overlap([one, other])
+            found.add((share, _may_overlap([one, other])))
+    assert found == {(True, True), (False, False), (False, True)}
+    assert not _may_overlap(views[8:])
+
+
+def _addresses(tensor: torch.Tensor) -> set[int]:
+    strided = tensor.detach()
+    addresses = torch.full(strided.shape, strided.data_ptr(), dtype=torch.int64)
+    for dim, (size, step) in enumerate(zip(strided.shape, strided.stride(), strict=True)):
+        shape = [1] * strided.dim()
+        shape[dim] = size
+        addresses += (torch.arange(size) * step * strided.itemsize).view(shape)
+    return set(addresses.flatten().tolist())
