@@ -155,7 +155,7 @@ class FileFormat(ABC):
 
 
 # Up to this many tensors are compared with a cached layout when planning; more only when they are staged.
-CHECKED_AHEAD = 20_000
+CHECKED_AHEAD = 10_000
 
 
 class Planner:
