@@ -53,7 +53,7 @@ class LastSaveRequests:
             raise ValueError(f"grace_s must be a positive number of seconds, or None, not {grace_s!r}")
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("on_signal() must be called in the main thread, where Python handles signals")
-        for number in map(signal.Signals, signals):
+        for number in map(int, signals):
             self._grace_s[number] = math.inf if grace_s is None else grace_s
             if number not in self._previous:
                 self._previous[number] = signal.signal(number, self._handle)

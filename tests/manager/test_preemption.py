@@ -1,0 +1,264 @@
+"""The last save before an announced end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import aiockpt
+from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
+from tests.manager.runs import names
+
+STATE = {"x": torch.arange(10.0)}
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    yield
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_a_signal_leads_to_one_last_save(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(100)) as run:
+        run.on_signal(signal.SIGTERM, grace_s=60)
+        saved = []
+        for step in range(50):
+            if step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert not run.stopping  # agreed on in due()
+            if run.due(step):
+                run.save(step, STATE)
+                saved.append(step)
+            if run.stopping:
+                break
+        assert saved == [7]
+        assert not run.due(8)
+        assert run.stopping
+    assert names(tmp_path) == ["step-00000007"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.both_loops
+async def test_a_signal_in_a_loop_that_waits(tmp_path: Path) -> None:
+    async with aiockpt.CheckpointManager(tmp_path) as run:
+        run.on_signal(signal.SIGTERM)
+        assert not run.due(1)
+        asyncio.get_running_loop().call_later(0, os.kill, os.getpid(), signal.SIGTERM)
+        while not run.due(2):  # noqa: ASYNC110 - how a program asks
+            await asyncio.sleep(0)
+        await (await run.save(2, STATE))
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_request_from_another_thread(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        assert not run.due(1)
+        thread = threading.Thread(target=run.request_last_save)
+        thread.start()
+        thread.join()
+        assert run.due(2)
+        assert run.stopping
+
+
+def test_a_save_that_would_take_longer_than_the_notice_is_not_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(1)) as run:
+        assert run.due(1)
+        run.save(1, STATE)
+        run._retention.finished().result()
+        run.request_last_save(grace_s=1e-9)
+        assert not run.due(2)
+        assert run.stopping
+        assert "is not begun" in caplog.text
+
+
+def test_the_first_save_is_begun_for_nothing_is_known_of_its_duration(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.request_last_save(grace_s=30)
+        assert run.due(1)
+
+
+def test_the_handlers_before_are_called_and_restored(tmp_path: Path) -> None:
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        run = aiockpt.SyncCheckpointManager(tmp_path)
+        run.on_signal(signal.SIGTERM, signal.SIGUSR1, grace_s=5)
+        run.on_signal(signal.SIGTERM, grace_s=6)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert calls == [signal.SIGTERM] * 2
+        run.close()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_was_set_later_is_left_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    later = lambda number, frame: None  # noqa: E731
+    run = aiockpt.SyncCheckpointManager(tmp_path)
+    run.on_signal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, later)
+    run.close()
+    assert signal.getsignal(signal.SIGTERM) is later
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_second_interrupt_ends_the_program(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.on_signal(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert run.due(1)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_handler_of_asyncio_is_called_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        called = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, called.set)
+        async with aiockpt.CheckpointManager(tmp_path) as run:
+            run.on_signal(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(called.wait(), 60)
+            assert run.due(1)
+        loop.remove_signal_handler(signal.SIGTERM)
+
+    asyncio.run(main())
+
+
+def test_closing_in_another_thread_leaves_a_handler_that_passes_signals_on() -> None:
+    calls = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
+    try:
+        requests = LastSaveRequests()
+        requests.listen([signal.SIGTERM], None)
+        thread = threading.Thread(target=requests.close)
+        thread.start()
+        thread.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert calls == [signal.SIGTERM]
+        assert requests.remaining_s() is None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+    run = aiockpt.SyncCheckpointManager(tmp_path)
+    with pytest.raises(TypeError):
+        run.on_signal()
+    for grace_s in (0, -1, "5"):
+        with pytest.raises(ValueError, match="grace_s"):
+            run.on_signal(signal.SIGTERM, grace_s=grace_s)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="signal"):
+        run.on_signal(12345)
+    caught: list[Any] = []
+
+    def elsewhere() -> None:
+        with pytest.raises(ValueError, match="main thread"):
+            run.on_signal(signal.SIGTERM)
+        caught.append(True)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert caught == [True]
+
+
+# --- when, in a manager -----------------------------------------------------------------------------------
+
+
+def test_steps_that_are_due(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(3)) as run:
+        assert [step for step in range(10) if run.due(step)] == [3, 6, 9]
+        run.save(6, STATE)
+    with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(3)) as run:
+        run.restore(dict(STATE))
+        assert [step for step in (8, 10, 11, 14) if run.due(step)] == [10, 14]
+    run = aiockpt.SyncCheckpointManager(tmp_path)
+    assert not run.due(1)
+    for wrong in (-1, 1.5, None):
+        with pytest.raises((TypeError, ValueError)):
+            run.due(wrong)  # type: ignore[arg-type]
+
+
+def test_seconds_count_from_the_last_save(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySeconds(3600)) as run:
+        assert not run.due(1)
+        run._last_began -= 3601
+        assert run.due(2)
+        assert run.due(3)  # until it is saved
+        run.save(3, STATE)
+        assert not run.due(4)
+
+
+@pytest.mark.asyncio
+async def test_when_idle(tmp_path: Path) -> None:
+    held: Future[None] = Future()
+
+    async def hold(_: str) -> None:
+        await asyncio.wrap_future(held)
+
+    async with aiockpt.CheckpointManager(tmp_path, save=aiockpt.WhenIdle()) as run:
+        assert run.due(1)
+        save = await run.save(1, STATE, pre_commit=hold)
+        assert not run.due(2)
+        held.set_result(None)
+        await save
+        await run.checkpointer.ready()
+        assert run.due(3)
+
+
+# --- decisions --------------------------------------------------------------------------------------------
+
+REMAINING = st.one_of(st.none(), st.just(math.inf), st.floats(-10, 100))
+
+
+@given(st.lists(REMAINING, min_size=1, max_size=8), st.booleans(), st.floats(0, 120), st.integers(1, 9))
+def test_all_ranks_stop_if_one_was_asked(
+    remaining: list[float | None], is_due: bool, expected_s: float, calls: int
+) -> None:
+    answer = decide([Asked(5, each) for each in remaining], is_due=is_due, expected_s=expected_s, calls=calls)
+    asked = [each for each in remaining if each is not None]
+    if not asked:
+        assert answer == Answer(is_due, calls=calls)
+    else:
+        fits = all(expected_s <= each for each in asked)
+        assert (answer.is_due, answer.is_stopping, answer.is_late) == (fits, True, not fits)
+
+
+def test_ranks_at_different_steps_are_told_so() -> None:
+    with pytest.raises(aiockpt.CoordinationError, match=r"different steps \(5, 6\)"):
+        decide([Asked(5, None), Asked(6, None)], is_due=False, expected_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "step_s", "calls"),
+    [(0.001, 10.0, 1), (0.001, 0.2, 1), (0.001, 0.06, 2), (0.001, 0.001, 16), (1.0, 0.5, 16)],
+)
+def test_exchanges_cost_a_hundredth_of_the_time(cost_s: float, step_s: float, calls: int) -> None:
+    pace = Pace()
+    now, apart = 0.0, pace.begin(0.0)
+    assert apart == 1
+    for seconds in (cost_s * 5, cost_s, cost_s * 3):
+        pace.end(seconds)
+        now += apart * step_s
+        apart = pace.begin(now)
+    assert apart == calls

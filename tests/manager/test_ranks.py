@@ -1,0 +1,272 @@
+"""Several ranks manage one run: rank 0 decides, and all get the same answers."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.engine.facade import EngineAccess
+from tests.manager.runs import SIZE, names
+from tests.ranks.world import World
+
+LIMITS: dict[str, Any] = {"coordination_timeout": 60, "drain_timeout": 60}
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    """Make what each rank has of its own, and what all have."""
+    return {
+        f"own{rank}": torch.full((SIZE,), 10.0 * step + rank),
+        "both": torch.full((1000,), float(step)),
+        "step": step,
+    }
+
+
+def step_in(state: dict[str, Any], rank: int) -> int:
+    found = {*((state[f"own{rank}"] - rank) / 10).unique().tolist(), *state["both"].unique().tolist(), state["step"]}
+    assert len(found) == 1, found
+    return int(found.pop())
+
+
+# --- the primitive ------------------------------------------------------------------------------------------
+
+
+async def agrees(rank: int, size: int) -> list[Any]:
+    found: list[Any] = []
+    async with aiockpt.AsyncCheckpointer(**LIMITS) as ckpt:
+        access = EngineAccess(ckpt)
+        found.append((access.world_size, access.leads))
+        found.append(await access.agree("the sum", rank + 1, sum).wait())
+        found.append(access.agree("all", {"rank": rank}, list).result())
+        for culprit in range(size):
+            value = aiockpt.CorruptCheckpointError("broken") if rank == culprit else 3
+            with pytest.raises(aiockpt.CorruptCheckpointError, match=f"rank {culprit}: broken"):
+                await access.agree("the load of it", value, sum).wait()
+        with pytest.raises(aiockpt.SaveError, match="rank 0: ZeroDivisionError"):
+            await access.agree("a quotient", 0, lambda values: 1 // values[0]).wait()
+        found.append(await access.agree("the last", rank, max).wait())
+    return found
+
+
+def test_ranks_agree_on_what_rank_0_decides(world2: World, world4: World) -> None:
+    for world in (world2, world4):
+        size = world.size
+        everybody = [{"rank": rank} for rank in range(size)]
+        expected = [[(size, rank == 0), size * (size + 1) // 2, everybody, size - 1] for rank in range(size)]
+        assert world.results(agrees) == expected
+
+
+@pytest.mark.asyncio
+async def test_a_process_alone_agrees_with_itself() -> None:
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        access = EngineAccess(ckpt)
+        assert (access.world_size, access.leads) == (1, True)
+        assert await access.agree("the sum", 3, sum).wait() == 3
+        with pytest.raises(KeyError):
+            access.agree("the sum", KeyError("x"), sum).result()
+
+
+# --- runs -----------------------------------------------------------------------------------------------------
+
+
+async def trains(rank: int, size: int, folder: Path, last: int) -> Any:
+    """Train to a step, from where the run is."""
+    policies: dict[str, Any] = {"keep": [aiockpt.KeepLatest(2)], "save": aiockpt.EverySteps(2)}
+    async with aiockpt.CheckpointManager(folder, **policies, **LIMITS) as run:
+        state = state_of(rank, 0)
+        start = await run.restore(state)
+        if start is not None:
+            assert step_in(state, rank) == start.step
+        for step in range(start.step + 1 if start else 0, last + 1):
+            if run.due(step):
+                save = await run.save(step, state_of(rank, step), metrics={"loss": step + 100 * rank})
+                await save.staged
+        await save.written
+        facts = [(info.step, info.metrics["loss"]) for info in run.infos()]
+        latest, best = run.latest(), run.best("loss", "max")
+        assert latest is not None
+        assert best is not None
+        return None if start is None else start.step, latest.step, best.step, facts[-1]
+
+
+def test_a_run_of_two_ranks(world2: World, tmp_path: Path) -> None:
+    assert world2.results(trains, tmp_path, 7) == [(None, 6, 6, (6, 6.0))] * 2
+    assert world2.results(trains, tmp_path, 11) == [(6, 10, 10, (10, 10.0))] * 2
+    assert names(tmp_path) == ["step-00000008", "step-00000010"]
+
+
+def goes_back(rank: int, size: int, folder: Path, verify: str) -> Any:
+    heard = []
+    with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = state_of(rank, 0)
+        start = run.restore(state, verify=verify)  # type: ignore[arg-type]
+        heard = [each for each in caught if each.category is aiockpt.DamagedCheckpointWarning]
+        assert start is not None
+        return start.step, step_in(state, rank), [each.path for each in start.skipped], len(heard)
+
+
+@pytest.mark.parametrize("verify", ["auto", "before", "while"])
+def test_all_ranks_go_back_to_the_same_step(world2: World, tmp_path: Path, verify: str) -> None:
+    world2.results(trains, tmp_path, 8)
+    file = max((tmp_path / "step-00000008").glob("__1_*"), key=lambda each: each.stat().st_size)  # of rank 1
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    aside = [str(tmp_path / "step-00000008.damaged")]
+    assert world2.results(goes_back, tmp_path, verify) == [(6, 6, aside, 1), (6, 6, aside, 0)]
+    assert names(tmp_path) == ["step-00000006", "step-00000008.damaged"]
+
+
+def is_refused(rank: int, size: int, folder: Path) -> list[str]:
+    kinds = []
+    with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run:
+        more = {**state_of(rank, 0), "more": torch.ones(1)}
+        for state, step in ((state_of(rank, 0), 77), (more, 6), (state_of(rank, 0), 8), (state_of(rank, 0), "latest")):
+            with pytest.raises(aiockpt.LoadError) as caught:
+                run.restore(state, step)  # type: ignore[arg-type]
+            kinds.append(type(caught.value).__name__)
+    return kinds
+
+
+def test_refusals_are_the_same_on_all_ranks(world2: World, tmp_path: Path) -> None:
+    world2.results(trains, tmp_path, 8)
+    for step in (6, 8):
+        for file in (tmp_path / f"step-{step:08d}").glob("__1_*"):
+            file.write_bytes(b"")
+    kinds = ["CheckpointNotFoundError", *["CorruptCheckpointError"] * 3]
+    assert world2.results(is_refused, tmp_path) == [kinds, kinds]
+    assert names(tmp_path) == ["step-00000006", "step-00000008"]
+
+
+def does_not_fit(rank: int, size: int, folder: Path) -> None:
+    with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run:
+        state = {**state_of(rank, 0), **({"more": torch.ones(1)} if rank == 1 else {})}
+        with pytest.raises(aiockpt.MissingKeysError):
+            run.restore(state)
+
+
+def test_a_state_that_does_not_fit_on_one_rank_condemns_no_step(world2: World, tmp_path: Path) -> None:
+    world2.results(trains, tmp_path, 8)
+    world2.results(does_not_fit, tmp_path)
+    assert names(tmp_path) == ["step-00000006", "step-00000008"]
+
+
+def is_locked_out(rank: int, size: int, folder: Path) -> str:
+    with pytest.raises(aiockpt.RunLockedError) as caught, aiockpt.SyncCheckpointManager(folder, **LIMITS):
+        pass
+    return str(caught.value)
+
+
+def test_all_ranks_are_refused_if_the_run_has_an_owner(world2: World, tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path):
+        outcomes = world2.results(is_locked_out, tmp_path)
+    assert all(f"process {os.getpid()} on host" in text for text in outcomes)
+    world2.results(trains, tmp_path, 2)  # they can try again
+
+
+# --- due --------------------------------------------------------------------------------------------------------
+
+
+def is_preempted(rank: int, size: int, folder: Path, asked: int, grace_s: float | None) -> Any:
+    saved = []
+    with aiockpt.SyncCheckpointManager(folder, save=aiockpt.EverySteps(10), **LIMITS) as run:
+        run.on_signal(signal.SIGTERM, grace_s=grace_s)
+        for step in range(40):
+            if step == 13 and rank == asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if run.due(step):
+                run.save(step, state_of(rank, step))
+                saved.append(step)
+            if run.stopping:
+                break
+    return saved, step
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_on_one_rank_leads_to_one_last_step_on_all(world2: World, tmp_path: Path, asked: int) -> None:
+    (saved, last), other = world2.results(is_preempted, tmp_path, asked, None)
+    assert other == (saved, last)
+    assert saved[0] == 10
+    assert saved[-1] == last
+    assert 13 <= last < 13 + 16
+    assert names(tmp_path)[-1] == f"step-{last:08d}"
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_what_does_not_fit_into_the_notice_is_not_begun_on_any_rank(world2: World, tmp_path: Path, asked: int) -> None:
+    (saved, last), other = world2.results(is_preempted, tmp_path, asked, 1e-9)
+    assert other == (saved, last)
+    assert all(step % 10 == 0 for step in saved)
+    assert last < 40
+
+
+def asks_by_time(rank: int, size: int, folder: Path) -> Any:
+    answers = []
+    policy = aiockpt.EverySeconds(1000 if rank == 0 else 0.001)  # the clock of rank 0 counts
+    with aiockpt.SyncCheckpointManager(folder, save=policy, **LIMITS) as run:
+        answers += [run.due(step) for step in range(5)]
+        run._last_began -= 2000 if rank == 0 else 0
+        while not run.due(len(answers)):
+            answers.append(False)
+        answers.append(True)
+    return answers
+
+
+def test_the_clock_of_rank_0_counts(world2: World, tmp_path: Path) -> None:
+    mine, theirs = world2.results(asks_by_time, tmp_path)
+    assert mine == theirs
+    assert mine.count(True) == 1
+    assert mine[-1] is True
+
+
+def is_idle(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder, save=aiockpt.WhenIdle(), **LIMITS) as run:
+        return run.due(1)
+
+
+def test_idleness_is_that_of_rank_0(world2: World, tmp_path: Path) -> None:
+    assert world2.results(is_idle, tmp_path) == [True, True]
+
+
+def is_out_of_step(rank: int, size: int, folder: Path) -> str:
+    with aiockpt.SyncCheckpointManager(folder, **LIMITS) as run:
+        with pytest.raises(aiockpt.CoordinationError) as caught:
+            run.due(5 + rank)
+        return str(caught.value)
+
+
+def test_ranks_that_ask_about_different_steps_are_told(world2: World, tmp_path: Path) -> None:
+    outcomes = world2.results(is_out_of_step, tmp_path)
+    assert all("different steps (5, 6)" in text for text in outcomes)
+
+
+def counts_exchanges(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder, save=aiockpt.EverySteps(7), **LIMITS) as run:
+        real, exchanges = run._exchange, []
+        run._exchange = lambda *args: exchanges.append(args) or real(*args)  # type: ignore[method-assign,func-returns-value]
+        due = [step for step in range(200) if run.due(step)]
+        return due, len(exchanges) <= 100, math.isfinite(run._pace._cost_s) == (rank == 0)
+
+
+def test_short_steps_are_not_slowed_by_messages(world2: World, tmp_path: Path) -> None:
+    assert world2.results(counts_exchanges, tmp_path) == [(list(range(7, 200, 7)), True, True)] * 2
+
+
+def saves_alone(rank: int, size: int, folder: Path) -> Any:
+    with aiockpt.SyncCheckpointManager(folder / str(rank), process_group=None, save=aiockpt.EverySteps(1)) as run:
+        for step in range(1, 4 + rank):
+            if run.due(step):
+                run.save(step, {"x": torch.full((3,), float(rank))})
+        return run.steps()
+
+
+def test_ranks_with_runs_of_their_own_need_no_other(world2: World, tmp_path: Path) -> None:
+    assert world2.results(saves_alone, tmp_path) == [[1, 2, 3], [1, 2, 3, 4]]
