@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.dcp import shared_commit
 from aiockpt.dcp.adapter import borrowed
-from aiockpt.dcp.streams import multistorage, write_stream
 from aiockpt.dcp.writer import FileSystemWriter, files_of, locations_of, resolved, results_of, write_items
 from aiockpt.errors import AiockptError, CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
@@ -64,7 +63,9 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
 
     WriteBucket = tuple[str, str, tuple[list[tuple[WriteItem, bytes]], list[tuple[WriteItem, Any]]]]
-    """One file: its path, its name, and its items with their values, objects and tensors apart."""
+
+    "One file: its path, its name, and its items with their values, objects and tensors apart."
+
 
 _logger = logging.getLogger("aiockpt")
 _OPEN = open  # of the builtins
@@ -163,7 +164,10 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def _msc(self) -> Any:
-        return multistorage()
+        try:
+            return importlib.import_module("multistorageclient")
+        except ImportError as exc:
+            raise ImportError("use_msc needs multistorageclient: pip install multi-storage-client") from exc
 
     @property
     def checkpoint_id(self) -> str:
@@ -628,6 +632,49 @@ def _read_results(path: str, count: int) -> list[ItemRange]:
             f"the writing process left no results at {path} ({exc}): did its process die? See its log"
         ) from exc
     raise WriteError(f"Worker failure: {results.get('error', 'some items have no place')}")
+
+
+# --- data files that are written as streams ---------------------------------------------------------
+
+
+class _Counting:
+    """A stream for writing that counts its bytes: not every stream tells its position."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.written = 0
+
+    def write(self, data: Any) -> int:
+        self._stream.write(data)
+        self.written += memoryview(data).nbytes
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Do nothing: the stream is flushed once, at its end."""
+
+
+def write_stream(
+    open_file: Callable[[str, str], Any], path: str, values: Iterable[torch.Tensor | bytes], *, fsync: bool
+) -> list[tuple[int, int]]:
+    """Write values to a file, tensors as ``torch.save`` does; return the offset and the length of each. Blocks."""
+    places: list[tuple[int, int]] = []
+    with open_file(path, "wb") as stream:
+        counting: Any = _Counting(stream)
+        for value in values:
+            offset = counting.written
+            if isinstance(value, torch.Tensor):
+                # Of a view, torch.save would write the whole storage.
+                whole = value.untyped_storage().nbytes() == value.nbytes
+                torch.save(value if whole else value.clone(), counting)
+            else:
+                counting.write(value)
+            places.append((offset, counting.written - offset))
+        if fsync and hasattr(stream, "fsync"):  # multistorageclient's
+            stream.fsync()
+        elif fsync:
+            stream.flush()
+            os.fsync(stream.fileno())
+    return places
 
 
 # --- in the place of the packages' own class ------------------------------------------------------

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import SaveError
+from aiockpt.planning.collective.cache import SharedPlanCache, plan_cache_of
 from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary, Written
-from aiockpt.planning.collective.shared_plan import SharedPlanCache, plan_cache_of
 from aiockpt.storage.base import shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
