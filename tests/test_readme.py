@@ -19,6 +19,7 @@ import torch
 
 import aiockpt
 from aiockpt.engine.requests import LoadRequest
+from aiockpt.manager.requests import ManagerOptions
 from aiockpt.options import CheckpointerOptions, LoadOptions, SaveOptions
 from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same
@@ -148,10 +149,10 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 250
 
 
-@pytest.mark.parametrize("options", [CheckpointerOptions, SaveOptions, LoadOptions, LoadRequest])
+@pytest.mark.parametrize("options", [CheckpointerOptions, SaveOptions, LoadOptions, LoadRequest, ManagerOptions])
 def test_each_option_has_its_row(options: type) -> None:
     rows = {name for row in _rows_of("options") for name in re.findall(r"`(\w+)`", row)}
-    assert {field.name for field in fields(options)} - {"path"} <= rows
+    assert {field.name for field in fields(options)} - {"path", "directory"} <= rows
 
 
 @pytest.mark.parametrize("kind", [aiockpt.ProcessWriter, aiockpt.Retries, aiockpt.StagingWindow])
@@ -196,6 +197,20 @@ def test_training_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         runner.run(resumed["ckpt"].aclose())
     for name in ("model", "optim", "sched"):
         assert_same(names[name].state_dict(), resumed[name].state_dict())
+
+
+def test_a_whole_run_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with asyncio.Runner() as runner, restored_signals():
+        first, resumed = (training(seed) | {"runner": runner} for seed in (1, 2))
+        run(block("A whole run"), first)
+        assert first["start"] is None
+        assert first["run"].steps() == [100]
+        run(block("A whole run"), resumed)
+        assert resumed["start"].step == 100
+        assert set(resumed["start"].metrics) == {"loss"}
+    for name in ("model", "optim", "sched"):
+        assert_same(first[name].state_dict(), resumed[name].state_dict())
 
 
 def test_plain_loops_and_notebooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

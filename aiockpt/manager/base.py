@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, CheckpointNotFoundError, SaveError
+from aiockpt.manager.display import html_table
 from aiockpt.manager.ops import Agree, Clean, Ready, Run, Steps, of_rank_0
 from aiockpt.manager.owner import RunLock, take
-from aiockpt.manager.policies import as_policy, check_metric, kept_text, metric_of, ranked
+from aiockpt.manager.policies import as_policy, check_metric, kept_text, metric_of, ranked, select
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
 from aiockpt.manager.requests import ManagerOptions, check_metadata, check_metrics, check_step
 from aiockpt.manager.restoring import Restore
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
 
 logger = logging.getLogger("aiockpt")
-
-_SHOWN = 10
 
 
 class ManagerBase:
@@ -365,6 +364,11 @@ class ManagerBase:
         state = "closed" if self._is_closed else "open" if self._is_open else "idle"
         mode = "" if self.writes else ", reading only"
         return f"<{type(self).__name__} {self.directory}: {state}{mode}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the steps for notebooks, as this rank sees the directory. Blocks to read it."""
+        infos = self._scanner.scan()
+        return html_table(repr(self)[1:-1], infos, select(self._keep, infos, time.time()), self._retention.pinned)
 
 
 def _checkpointer_of(options: ManagerOptions, kind: type[CheckpointerBase]) -> CheckpointerBase:

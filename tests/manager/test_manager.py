@@ -228,3 +228,31 @@ async def test_a_failure_that_nobody_awaited_is_raised_by_closing(tmp_path: Path
             await run.save(1, state_of(1), pre_commit=refuse)
             raise KeyError("first")
     assert "closing the manager also failed" in caught.value.__notes__[0]
+
+
+@pytest.mark.asyncio
+async def test_a_run_shows_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "a<b"
+    keep = [aiockpt.KeepLatest(2), aiockpt.KeepBest(1, "lo<ss")]
+    run = aiockpt.CheckpointManager(folder, keep=keep)
+    assert repr(run) == f"<CheckpointManager {folder}: idle>"
+    assert "<table>" in run._repr_html_()
+    async with run:
+        for step in range(1, 4):
+            await (await run.save(step, {"x": torch.ones(3)}, metrics={"lo<ss": step / 3}))
+        run.pin(2)
+        (path_of(folder, 2) / ".metadata").unlink()
+        shown = run._repr_html_()
+        assert repr(run) == f"<CheckpointManager {folder}: open>"
+    assert repr(run) == f"<CheckpointManager {folder}: closed>"
+    assert repr(aiockpt.SyncCheckpointManager(folder, mode="read")).endswith("idle, reading only>")
+    for words in (
+        "a&lt;b: open",
+        "<th>lo&lt;ss</th>",
+        "<td>0.333333</td>",
+        "KeepBest(1, &#x27;lo&lt;ss&#x27;)",
+        "a pin",
+    ):
+        assert words in shown, shown
+    assert "damaged: it lacks its file .metadata" in shown
+    assert "a<b" not in shown
