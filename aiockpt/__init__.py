@@ -44,7 +44,7 @@ _HOMES = {
     "saving.fence": ("StepGuard",),
     "core.futures": ("Completion",),
     "manager.rng": ("RngState",),
-    "saving.handle": ("ProgressEvent", "SaveHandle", "SaveResult"),
+    "saving.handle": ("SaveHandle",),
     "engine.queue": ("Statistics",),
     "manager.policies": (
         "KeepAll",
@@ -65,9 +65,13 @@ _HOMES = {
     "reading.reader": ("CheckpointReader", "SyncCheckpointReader"),
     "storage.local.retries": ("Retries",),
     "sync_checkpointer": ("SyncCheckpointer",),
+    "telemetry.loads": ("LoadResult", "ReadProgress"),
+    "telemetry.observer": ("CallEvent", "Observer", "SaveEvent"),
+    "telemetry.saves": ("ProgressEvent", "SaveResult"),
+    "telemetry.timeline": ("TimelineEvent",),
     "format.transforms.base": ("Transform",),
     "format.transforms.zstd": ("Zstd",),
-    "reading.verify.report": ("Problem", "VerifyReport"),
+    "telemetry.verification": ("Problem", "VerifyReport"),
 }
 _HOME_OF = {name: f"aiockpt.{home}" for home, names in _HOMES.items() for name in names}
 

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from aiockpt.options import Path
     from aiockpt.reading.apply_live import Loading
     from aiockpt.reading.reader import CheckpointReader
-    from aiockpt.reading.verify.report import VerifyReport
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
+    from aiockpt.telemetry.loads import OnReadProgress
+    from aiockpt.telemetry.verification import VerifyReport
 
 _INSTEAD = "use a SyncCheckpointer in a thread"
 
@@ -126,7 +127,9 @@ class AsyncCheckpointer(CheckpointerBase):
         """
         return self._loader.open(request, self)
 
-    async def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
+    async def verify(
+        self, path: Path, *, storage: Storage | None = None, progress: OnReadProgress | None = None
+    ) -> VerifyReport:
         """Check all of a checkpoint: files, sizes, framing, CRCs, and whether they match the metadata.
 
         Reads every byte once, in bounded memory, and reports all problems, not only the first. If the waiting task is
@@ -135,6 +138,7 @@ class AsyncCheckpointer(CheckpointerBase):
         Args:
             path: see `load`.
             storage: see `load`.
+            progress: see `load`.
 
         Returns:
             A report of all problems, with keys and files; ``report.ok`` is True if there are none.
@@ -144,7 +148,7 @@ class AsyncCheckpointer(CheckpointerBase):
             LoadError: the checkpoint can't be read at all.
         """
         check_asyncio("verify()", _INSTEAD)
-        return await self._loader.verify(path, storage).wait()
+        return await self._loader.verify(path, storage, progress).wait()
 
     async def delete(self, path: Path, *, storage: Storage | None = None) -> None:
         """Delete a checkpoint. Atomic: it is renamed and the rename is made durable before its files are removed.

@@ -13,6 +13,7 @@ import torch
 from aiockpt.coordination.choose import check_group
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.storage.local.retries import DEFAULT_RETRIES
+from aiockpt.telemetry.observer import Observer
 
 if TYPE_CHECKING:
     from aiockpt.coordination.choose import ProcessGroupLike
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.filters import Filter
     from aiockpt.storage.base import Storage
     from aiockpt.storage.local.retries import Retries
+    from aiockpt.telemetry.loads import OnReadProgress
 
 Path = str | os.PathLike[str]
 MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str]
@@ -176,6 +178,8 @@ class CheckpointerOptions:
         transforms: encodings of every item in checkpoints of DCP's format, such as encryption. They are applied in
             this order when saving, after compression, and undone when loading; see `Transform`.
         validate: how changes of tensors before `staged` are detected, unless `save` says otherwise; see there.
+        observers: are told of every save, load and deletion, in a thread of their own; see `Observer`, and
+            `aiockpt.observers` for those that log, and those that export metrics and traces.
     """
 
     process_group: ProcessGroupLike = "default"
@@ -197,6 +201,7 @@ class CheckpointerOptions:
     writer: Literal["thread", "process"] | ProcessWriter = "thread"
     transforms: Sequence[Transform] = ()
     validate: Validation = "versions"
+    observers: Sequence[Observer] = ()
 
     def __post_init__(self) -> None:
         least_of = {"staging_bytes": BLOCK_BYTES, "chunk_bytes": BLOCK_BYTES, "io_threads": 1, "max_in_flight": 1}
@@ -214,6 +219,9 @@ class CheckpointerOptions:
         for name, known in known_of.items():
             check_choice(name, getattr(self, name), known)
         check_group(self.process_group)
+        for observer in self.observers:
+            if not isinstance(observer, Observer):
+                raise TypeError(f"observers must be a list of aiockpt.Observer, not of {observer!r}")
         if self.fallback_path is not None and not callable(self.fallback_path):
             os.fspath(self.fallback_path)
         if self.writer not in ("thread", "process") and not isinstance(self.writer, ProcessWriter):
@@ -367,6 +375,10 @@ class LoadOptions(OpenOptions):
             Writing to a tensor changes a private copy of the page, never the file. The files must not be written to
             while the tensors live; replacing or deleting the checkpoint is safe. Not with a ``state_dict``,
             ``dtype`` or ``map_location``.
+        progress: a function that is called with `ReadProgress` values while the load runs, such as
+            ``aiockpt.progress.bar()``. It is called in a thread of its own, and the load does not wait for it: it may
+            miss events, but gets the last one, which says how the load has ended. An exception in it is logged, and
+            it is not called again.
         default_map_location: another name of ``map_location``, as in torch_checkpointing.
     """
 
@@ -376,6 +388,7 @@ class LoadOptions(OpenOptions):
     strict: bool = True
     missing: list[str] | None = None
     mmap: bool = False
+    progress: OnReadProgress | None = None
     default_map_location: InitVar[MapLocation | None] = None
 
     def __post_init__(self, default_map_location: MapLocation | None) -> None:
@@ -390,6 +403,7 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
     """Raise TypeError or ValueError if options are of the wrong type or contradict each other, or a target (into)."""
     if options.missing is not None and not isinstance(options.missing, list):
         raise TypeError(f"missing must be a list, to which the missing keys are appended, not {options.missing!r}")
+    check_progress(options.progress)
     dtype, where = options.dtype, options.map_location
     if isinstance(options.safe_globals, str) or not isinstance(options.safe_globals, Iterable):
         raise TypeError(f"safe_globals must be a list of classes and functions, not {options.safe_globals!r}")
@@ -409,6 +423,12 @@ def check_options(options: LoadOptions, *, into: bool) -> None:
             "mmap=True returns tensors that are backed by the files: not for a state_dict, nor with dtype= or "
             "map_location="
         )
+
+
+def check_progress(progress: object) -> None:
+    """Raise TypeError unless it is a function, or None."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function, such as aiockpt.progress.bar(), not {progress!r}")
 
 
 def target_device(where: MapLocation | None) -> torch.device:

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
     from aiockpt.options import Path
     from aiockpt.reading.reader import SyncCheckpointReader
-    from aiockpt.reading.verify.report import VerifyReport
-    from aiockpt.saving.handle import SaveHandle, SaveResult
+    from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Storage
+    from aiockpt.telemetry.loads import OnReadProgress
+    from aiockpt.telemetry.saves import SaveResult
+    from aiockpt.telemetry.verification import VerifyReport
 
 
 class SyncCheckpointer(CheckpointerBase):
@@ -56,7 +58,7 @@ class SyncCheckpointer(CheckpointerBase):
         except SaveError as exc:
             if not self._options.warn_only:
                 raise
-            from aiockpt.saving.handle import SaveResult
+            from aiockpt.telemetry.saves import SaveResult
 
             return SaveResult.of_failure(handle.path, exc, handle._elapsed())
 
@@ -82,9 +84,11 @@ class SyncCheckpointer(CheckpointerBase):
         """Inspect a checkpoint: ``with ckpt.open(path) as reader:``; see `AsyncCheckpointer.open`."""
         return self._loader.open_sync(request, self)
 
-    def verify(self, path: Path, *, storage: Storage | None = None) -> VerifyReport:
+    def verify(
+        self, path: Path, *, storage: Storage | None = None, progress: OnReadProgress | None = None
+    ) -> VerifyReport:
         """Check all of a checkpoint, blocking; see `AsyncCheckpointer.verify`."""
-        return self._loader.verify(path, storage).result()
+        return self._loader.verify(path, storage, progress).result()
 
     def delete(self, path: Path, *, storage: Storage | None = None) -> None:
         """Delete a checkpoint, blocking; see `AsyncCheckpointer.delete`."""

@@ -29,7 +29,7 @@ FLOORS = [
     {"staging", "writing"},
     {"options"},
     {"planning", "storage"},
-    {"format", "coordination"},
+    {"format", "coordination", "telemetry"},
     {"core"},
     {"errors", "_version"},
 ]

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aiockpt.errors import printable_key
-from aiockpt.reading.info import size_text
+from aiockpt.telemetry.card import size_text
 
 __all__ = [
     "Column",

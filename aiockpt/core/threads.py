@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import anyio
 
+from aiockpt.core import spans
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ class DaemonThreads(Executor):
         self._work: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may come here in the midst of it
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -228,6 +229,11 @@ class DaemonThreads(Executor):
                     raise
             self._work.put(task)
         return task.future
+
+    @property
+    def unfinished(self) -> int:
+        """How many functions wait or run."""
+        return self._unfinished
 
     def spare(self, count: int) -> None:
         """Allow so many more threads, as some hang; or so many fewer, when they have returned."""
@@ -281,21 +287,30 @@ class DaemonThreads(Executor):
 class _Task(Generic[T]):
     """A function to run in a thread, and its future."""
 
-    __slots__ = ("_function", "future")
+    __slots__ = ("_function", "_span", "future")
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
+        self._span = spans.current.get()
         self.future: Future[T] = Future()
 
     def run(self) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
+        if self._span is not None:
+            self._span.begin_in_thread()
         try:
             result = self._function()
         except BaseException as exc:  # delivered to the waiter
+            self._end_span()
             self.future.set_exception(exc)
         else:
+            self._end_span()
             self.future.set_result(result)
+
+    def _end_span(self) -> None:
+        if self._span is not None:  # before the waiter goes on, and closes it
+            self._span.end_in_thread()
 
 
 class Workers(DaemonThreads):

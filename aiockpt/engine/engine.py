@@ -20,11 +20,13 @@ from aiockpt.core.importing import importing
 from aiockpt.core.threads import Origin
 from aiockpt.engine.loop import EngineLoop, logger
 from aiockpt.engine.queue import SaveQueue
+from aiockpt.engine.reports import Reports
 from aiockpt.engine.resources import EngineResources, shared_memory
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveTimeoutError
 from aiockpt.saving.turn import Turn
 from aiockpt.staging.runtime import current_streams
 from aiockpt.staging.throttle import Throttle
+from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -64,6 +66,8 @@ class Engine:
         self._was_distributed = is_distributed()
         self.origin = Origin()
         self.queue = SaveQueue(options.on_busy, options.max_in_flight, options.on_failure, self.origin, failures)
+        self.reports = Reports(options.observers, self.origin)
+        self.queue.on_over = self.reports.over
         self.loop = EngineLoop(self.origin, self._fail)
         self._lock = self.queue.lock
         self._throttle = Throttle(options.staging_window, self.loop.post)
@@ -144,6 +148,7 @@ class Engine:
             finally:
                 if self._world is not None:
                     self._world.coordinator.close()
+                self.reports.end()
 
     def _fail(self, cause: BaseException) -> None:
         """Fail everything that is pending after a defect of the engine, and end its loop. Idempotent."""
@@ -201,6 +206,8 @@ class Engine:
             if self.leads:
                 self.queue.supersede(job.path)
             job.throttle = self._throttle.for_next_save()
+            job.on_staged = self.reports.staged
+            self.reports.started(job)
             self._enqueue(job)
 
     def refuse(self, job: SaveJob) -> None:
@@ -260,7 +267,9 @@ class Engine:
 
         self.origin.check(what, saves=False)
         streams = current_streams()  # the caller's, to which new tensors belong
-        call = Call(lambda: function(replace(self.tools.loads, streams=streams)), what, self.origin)
+        call = Call(
+            lambda: function(replace(self.tools.loads, streams=streams, report=ReadReport())), what, self.origin
+        )
         with self._lock:
             self._start()
             call.post = self.loop.post  # no closure over the call: such a cycle would keep its result, gigabytes, alive
@@ -321,6 +330,7 @@ class Engine:
         except BaseException as exc:  # delivered to whoever closes
             error = exc
         try:
+            self.reports.end()  # before the loop: they may still load
             if self.loop.thread is not None:
                 self.loop.post(lambda: self._stop.set())
                 if not self._is_stuck:  # if it has died, its saves are settled, but a thread of them may hang

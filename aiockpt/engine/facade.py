@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from aiockpt.saving.fence import StepGuard
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Storage
+    from aiockpt.telemetry.loads import LoadResult
 
 T = TypeVar("T")
 
@@ -118,7 +120,20 @@ class CheckpointerBase:
         storage, where = locate(path, storage, self._storage)
         if self._engine.queue.is_path_busy(where, overwrite=False):
             raise DeleteError(f"a save to {where} is in flight or hangs; wait for it, or cancel it, then delete it")
-        return self._engine.call(lambda tools: storage.delete(where, workers=tools.workers), f"delete {where}")
+
+        reports = self._engine.reports
+
+        async def delete(tools: LoadTools) -> None:
+            begin, error = time.perf_counter(), None
+            try:
+                await storage.delete(where, workers=tools.workers)
+            except BaseException as exc:
+                error = exc
+                raise
+            finally:
+                reports.deleted(where, time.perf_counter() - begin, error)
+
+        return self._engine.call(delete, f"delete {where}")
 
     def _clean(self, directory: Path, older_than_s: float | None, storage: Storage | None) -> Call[list[str]]:
         storage, where = locate(directory, storage, self._storage)
@@ -188,6 +203,11 @@ class CheckpointerBase:
             from aiockpt.saving.fence import StepGuard
 
         return StepGuard(optimizer, self._engine.queue.staging, timeout)
+
+    @property
+    def last_load(self) -> LoadResult | None:
+        """The figures and the timeline of the load that has ended last; None if none has succeeded."""
+        return self._engine.reports.last_load
 
     def statistics(self) -> Statistics:
         """Return counts of the saves so far, what was skipped, what failed, and the staging memory."""

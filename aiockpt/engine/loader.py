@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,12 +13,13 @@ from aiockpt.core.importing import importing
 from aiockpt.engine.requests import locate, printable_path
 from aiockpt.errors import LoadError
 from aiockpt.format.keys import check_patterns
-from aiockpt.options import LoadOptions, check_options
+from aiockpt.options import LoadOptions, check_options, check_progress
 from aiockpt.reading.apply_live import Loading
 from aiockpt.reading.collective import Gathering, conclude, load_together
 from aiockpt.reading.load import CheckpointLoad
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.live import check_optimizers, resolve
+from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from aiockpt.options import Path
     from aiockpt.reading.apply_live import Filled
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
-    from aiockpt.reading.verify.report import VerifyReport
     from aiockpt.storage.base import Storage
+    from aiockpt.telemetry.loads import OnReadProgress
+    from aiockpt.telemetry.verification import VerifyReport
 
 
 class Loader:
@@ -76,7 +78,16 @@ class Loader:
             if gathering is not None:
                 self._refuse(gathering, exc)
             raise
-        return lambda: self._start_load(request, storage, where)
+
+        def start() -> Loading:
+            report = self._engine.reports.of_read(ReadReport("load", where), request.progress)
+            try:
+                return self._start_load(request, storage, report)
+            except BaseException as exc:
+                report.end(exc)
+                raise
+
+        return start
 
     @property
     def _is_handing_over(self) -> bool:
@@ -97,26 +108,26 @@ class Loader:
 
         self._engine.call(lambda _: load_together(gathering, self._turn, refused), gathering.what)
 
-    def _start_load(self, request: LoadRequest, storage: Storage, where: str) -> Loading:
+    def _start_load(self, request: LoadRequest, storage: Storage, report: ReadReport) -> Loading:
         gathering = self._gathering(request)
         if gathering is None:
-            alone = self._checked(request, storage, where, together=False)
+            alone = self._checked(request, storage, report, together=False)
             call = self._engine.call(alone.run, f"load {os.fspath(request.path)}")
-            return Loading(call, request.missing, lambda _: None, self._handing_over)
+            return Loading(call, request.missing, lambda _: None, self._handing_over, report)
         if self._is_handing_over:
             raise LoadError(
                 f"{request.path} can't be loaded within a load_state_dict() that this checkpointer calls: with several "
                 "ranks it does one load after the other. Load it before or after, or with another checkpointer"
             )
         try:
-            load = self._checked(request, storage, where, together=True)
+            load = self._checked(request, storage, report, together=True)
         except BaseException as exc:
             self._refuse(gathering, exc)
             raise
         call = self._engine.call(
             lambda tools: load_together(gathering, self._turn, partial(load.run, tools)), gathering.what
         )
-        return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over)
+        return Loading(call, request.missing, partial(self._conclude, gathering), self._handing_over, report)
 
     def _conclude(self, gathering: Gathering, error: BaseException | None) -> Call[None] | None:
         """Report to the other ranks how the ``load_state_dict`` calls went, if there were any."""
@@ -124,21 +135,44 @@ class Loader:
             return None
         return self._engine.call(lambda _: conclude(gathering, self._turn, error), gathering.what)
 
-    def _checked(self, request: LoadRequest, storage: Storage, where: str, *, together: bool) -> CheckpointLoad:
+    def _checked(self, request: LoadRequest, storage: Storage, report: ReadReport, *, together: bool) -> CheckpointLoad:
         """Check what can be checked of the target."""
         state_dict = request.state_dict
         target = None if state_dict is None else resolve(state_dict, LoadError)
         if target is not None and together:
             check_optimizers(target.objects, LoadError)
         ready = {} if target is None else ready_events(target.tree)
-        return CheckpointLoad(storage, where, request, state_dict, target, ready)
+        return CheckpointLoad(storage, report.path, request, state_dict, target, ready, report)
 
-    def verify(self, path: Path, storage: Storage | None) -> Call[VerifyReport]:
+    def verify(self, path: Path, storage: Storage | None, progress: OnReadProgress | None) -> Verifying:
         """Check all of a checkpoint; see `AsyncCheckpointer.verify`."""
         with importing():
             from aiockpt.reading.verify.verify import verify_checkpoint
 
         storage, where = locate(path, storage, self._storage)
-        return self._engine.call(
-            lambda tools: verify_checkpoint(storage, where, tools.workers, self._transforms), f"verify {where}"
+        check_progress(progress)
+        report = ReadReport("verify", where)
+        call = self._engine.call(
+            lambda tools: verify_checkpoint(storage, where, tools.workers, self._transforms, report), f"verify {where}"
         )
+        return Verifying(call, self._engine.reports.of_read(report, progress))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verifying:
+    """One verification."""
+
+    _call: Call[VerifyReport]
+    _report: ReadReport
+
+    async def wait(self) -> VerifyReport:
+        """Wait for its end."""
+        with self._report:
+            self._report.result = result = await self._call.wait()
+            return result
+
+    def result(self) -> VerifyReport:
+        """Block for its end."""
+        with self._report:
+            self._report.result = result = self._call.result()
+            return result

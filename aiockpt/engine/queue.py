@@ -14,11 +14,12 @@ from aiockpt.core.futures import Completion
 from aiockpt.errors import CheckpointerBusyError, SaveCancelledError, SaveSkippedError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from aiockpt.core.threads import Origin
     from aiockpt.options import OnBusy, OnFailure
     from aiockpt.saving.job import SaveJob
+    from aiockpt.telemetry.saves import SaveResult
 
 KEPT = 100  # paths and errors for `Statistics`
 
@@ -92,6 +93,8 @@ class SaveQueue:
         self._ready_waiters: list[Completion[None]] = []
         self._counts: Counter[Outcome] = Counter()
         self._skipped: deque[str] = deque(maxlen=KEPT)
+        # Told how each save has ended.
+        self.on_over: Callable[[SaveJob, Outcome, SaveResult | None, BaseException | None], object] = lambda *_: None
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -179,7 +182,7 @@ class SaveQueue:
         with self.lock:
             self._unreported = [other for other in self._unreported if other is not job]
 
-    def record(self, job: SaveJob, error: BaseException | None) -> None:
+    def record(self, job: SaveJob, result: SaveResult | None, error: BaseException | None) -> None:
         """Count the outcome of a save, right before its waiters wake up."""
         with self.lock:
             if job.ended:
@@ -187,6 +190,7 @@ class SaveQueue:
             job.ended = True
             if job.spec.refusal is None or job not in self._jobs:
                 self._count(job, error)
+                self.on_over(job, outcome_of(error), result, error)
 
     def abandon(self, job: SaveJob) -> None:
         """Take out a save whose thread hangs; its paths stay taken."""

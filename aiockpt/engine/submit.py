@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 import warnings
 from typing import TYPE_CHECKING
 
 from aiockpt.core.parameters import outer_stacklevel
+from aiockpt.core.spans import Span
 from aiockpt.engine.requests import locate, printable_path
 from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError, SaveSkippedError, WriteError
 from aiockpt.format.item.objects import needed_for
@@ -62,6 +64,9 @@ class Submitter:
         self._engine.origin.check(f"a save to {path}")
         try:
             job = self._job(request, started, ranks=None if coordinator is None else coordinator.world_size)
+            captured = time.perf_counter()
+            job.captured_s = captured - started
+            job.spans.append(Span("capture", threading.current_thread().name, started, captured))
             self._engine.submit(job)
         except BaseException as exc:
             if coordinator is not None:  # the other ranks have called too: they must fail, not wait
@@ -105,7 +110,7 @@ class Submitter:
         """Return the handle of a save that ends with the call."""
         warn_only = self._options.warn_only
         job = SaveJob.of_failure(path, self._storage, error, started, self._engine.origin, warn_only=warn_only)
-        self._engine.queue.record(job, error)
+        self._engine.queue.record(job, None, error)
         return job.handle
 
     def _fallback_for(self, where: str, storage: Storage, *, together: bool) -> str | None:

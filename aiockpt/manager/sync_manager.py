@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.requests import Restored, StepChoice, Verification
     from aiockpt.reading.reader import SyncCheckpointReader
-    from aiockpt.saving.handle import SaveHandle, SaveResult
+    from aiockpt.saving.handle import SaveHandle
+    from aiockpt.telemetry.saves import SaveResult
 
 T = TypeVar("T")
 
@@ -93,7 +94,7 @@ class SyncCheckpointManager(ManagerBase):
         except SaveError as exc:
             if not self._checkpointer_options.warn_only:
                 raise
-            from aiockpt.saving.handle import SaveResult
+            from aiockpt.telemetry.saves import SaveResult
 
             return SaveResult.of_failure(handle.path, exc, handle._elapsed())
 

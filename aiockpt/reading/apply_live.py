@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import outer_stacklevel
+from aiockpt.core.spans import Span
 from aiockpt.errors import LoadError, MissingKeysWarning
 from aiockpt.snapshot.live import refuse_awaitable
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.futures import Call
     from aiockpt.snapshot.live import LiveObject
+    from aiockpt.telemetry.loads import ReadReport
 
 
 @dataclass(eq=False, slots=True)
@@ -77,27 +80,30 @@ class Loading:
     _missing: list[str] | None  # the caller's list for missing keys
     _conclude: Callable[[BaseException | None], Call[None] | None]  # reports to the other ranks; None if there are none
     _threads: set[int]  # that are calling `load_state_dict`
+    _report: ReadReport
 
     async def wait(self) -> Any:
         """Wait for the engine's part, then call `load_state_dict` in this task."""
-        filled = await self._call.wait(self._drop)
-        error = self._hand_over(filled)
-        over = self._conclude(error)
-        if over is not None:
-            await over.wait()
-        return self._finish(filled, error)
+        with self._report:
+            filled = await self._call.wait(self._drop)
+            error = self._hand_over(filled)
+            over = self._conclude(error)
+            if over is not None:
+                await over.wait()
+            return self._finish(filled, error)
 
     def result(self) -> Any:
         """Block for the engine's part, then call `load_state_dict` in this thread."""
-        filled = self._call.result(self._drop)
-        error = self._hand_over(filled)
-        over = self._conclude(error)
-        if over is not None:
-            over.result()
-        return self._finish(filled, error)
+        with self._report:
+            filled = self._call.result(self._drop)
+            error = self._hand_over(filled)
+            over = self._conclude(error)
+            if over is not None:
+                over.result()
+            return self._finish(filled, error)
 
     def _hand_over(self, filled: Filled) -> BaseException | None:
-        thread = threading.get_ident()
+        thread, begin = threading.get_ident(), time.perf_counter()
         self._threads.add(thread)
         try:
             filled.hand_over()
@@ -105,6 +111,9 @@ class Loading:
             return exc
         finally:
             self._threads.discard(thread)
+            if filled.gifts:
+                name = threading.current_thread().name
+                self._report.spans.append(Span("load_state_dict", name, begin, time.perf_counter()))
         return None
 
     def _finish(self, filled: Filled, error: BaseException | None) -> Any:

@@ -14,6 +14,7 @@ import anyio.lowlevel
 import torch
 
 from aiockpt.core import pages
+from aiockpt.core.spans import span
 from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
@@ -23,6 +24,7 @@ from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
 from aiockpt.snapshot.optimizer_hooks import count_change
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.staging.scatter import place
+from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
     import mmap
@@ -68,6 +70,7 @@ class LoadTools:
     placer_for: Callable[[torch.device], AcceleratorPlacer]
     transforms: Sequence[Transform] = ()  # of the checkpointer; undone while reading
     streams: Mapping[torch.device, Any] = field(default_factory=dict)  # the caller's current stream at the call
+    report: ReadReport = field(default_factory=ReadReport)  # of the load
 
     async def new(
         self, device: torch.device, forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
@@ -150,7 +153,12 @@ class ReadExecutor:
 
     async def read_objects(self, objects: Sequence[ObjectRead]) -> None:
         """Read and unpickle objects."""
-        await self._in_threads(self._decode_run, _runs(objects))
+        report, nbytes = self._tools.report, sum(read.place.length for read in objects)
+        report.objects += len(objects)
+        report.expect(nbytes)
+        with span("objects", nbytes):
+            await self._in_threads(self._decode_run, _runs(objects))
+        report.add(nbytes)
 
     async def prepare(self, reads: Sequence[TensorRead]) -> None:
         """Read the framing of items that are not read whole, so that damage there shows before a target changes."""
@@ -193,6 +201,8 @@ class ReadExecutor:
                 found += await self._chunk_jobs(read, device, most)
             jobs += [job for where, job in found if where == _CPU]
             device_jobs += [each for each in found if each[0] != _CPU]
+        self._tools.report.tensors += len(reads)
+        self._tools.report.expect(sum(job.nbytes for job in [*jobs, *(job for _, job in device_jobs)]))
         await self._run_in_turns(jobs)
         await self._each(self._read_to_device, device_jobs)
         self._known |= {read.chunk.place: read.item for read in reads if read.item and not read.chunk.item}
@@ -271,9 +281,11 @@ class ReadExecutor:
                 job = next(pending, None)
             if job is None:
                 return False
+            begin = time.perf_counter()
             self._read_and_place(job)
             with lock:
                 job.finish()
+                self._tools.report.did_read(begin, job.nbytes, job.file)
             if time.monotonic() > until:
                 return True
 
@@ -289,6 +301,7 @@ class ReadExecutor:
         """Run a job through a chunk of staging memory, from which the device copies."""
         device, job = job_on
         placer = self._tools.placer_for(device)
+        begin = time.perf_counter()
         lease = await self._tools.pool.acquire()
         try:
             chunk: Chunk = lease.chunk
@@ -299,6 +312,7 @@ class ReadExecutor:
         finally:
             lease.release()
         job.finish()
+        self._tools.report.did_read(begin, job.nbytes, job.file)
 
     # --- in threads -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import printable_key
 from aiockpt.format.index import ObjectEntry, TensorEntry
+from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,15 +95,6 @@ def describe(key: str, entry: Entry) -> TensorInfo | ObjectInfo:
     if isinstance(entry, ObjectEntry):
         return ObjectInfo(key, entry.place.file, entry.place.offset, entry.place.length)
     return ObjectInfo(key, "", 0, 0)
-
-
-def size_text(nbytes: float) -> str:
-    """Return a number of bytes in the largest fitting unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def _rows(infos: Mapping[str, TensorInfo | ObjectInfo]) -> list[tuple[str, str, str, str, str]]:

@@ -63,6 +63,14 @@ class Buffer(Protocol):
 class ReadJob(Protocol):
     """The work of one thread."""
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it reads."""
+
+    @property
+    def file(self) -> str:
+        """The file, or the first one, that it reads."""
+
     def read(self, buffer: Buffer) -> list[Placement]:
         """Read and check bytes; return the copies out of the buffer that are left to do. Blocks."""
 
@@ -214,6 +222,8 @@ class CoalescedRead:
     def __init__(self, spans: list[_Span], framing: FramingReader) -> None:
         self._spans = spans
         self._framing = framing
+        self.nbytes = sum(span.end - span.begin for span in spans)
+        self.file = spans[0].file
 
     @gc_pause()
     def read(self, buffer: Buffer) -> list[Placement]:
@@ -361,7 +371,7 @@ class ChunkRead:
         self.read = read
         self.item = item
         self._framing = framing
-        self._file = read.chunk.place.file
+        self.file = read.chunk.place.file
         self._base = read.chunk.place.offset + item.payload_offset
         if memory is not None:
             self._size = 1
@@ -369,14 +379,14 @@ class ChunkRead:
         else:
             self._size = item.dtype.itemsize
             self._stream = _stream_of(read, item)
-        self._nbytes = self._stream.count * self._size
+        self.nbytes = self._stream.count * self._size
         self._memory = memory if memory is not None else self._target_memory()
         self._is_fresh = is_fresh
-        self._part_bytes = min(part_bytes, max(_PAGE_BYTES, self._stream.run * self._size * _MAX_RUNS))
-        self._part_bytes -= self._part_bytes % _PAGE_BYTES
+        self.part_bytes = min(part_bytes, max(_PAGE_BYTES, self._stream.run * self._size * _MAX_RUNS))
+        self.part_bytes -= self.part_bytes % _PAGE_BYTES
         # The CRC covers the whole payload in stored order: it can be checked only if all of it comes as one run.
-        self._is_verified = framing.verify and item.crc is not None and self._is_one_run and self._nbytes == item.nbytes
-        self._crcs = [0] * -(-self._nbytes // self._part_bytes)
+        self._is_verified = framing.verify and item.crc is not None and self._is_one_run and self.nbytes == item.nbytes
+        self._crcs = [0] * -(-self.nbytes // self.part_bytes)
 
     @property
     def is_direct(self) -> bool:
@@ -394,8 +404,8 @@ class ChunkRead:
 
     def read_part(self, number: int, buffer: Buffer) -> list[Placement]:
         """Read a part; see `ReadJob.read`."""
-        start = number * self._part_bytes
-        stop = min(start + self._part_bytes, self._nbytes)
+        start = number * self.part_bytes
+        stop = min(start + self.part_bytes, self.nbytes)
         if self._memory is not None:
             self._begin()
             part = self._memory[start:stop]
@@ -421,8 +431,8 @@ class ChunkRead:
             return
         crc = 0
         for number, part in enumerate(self._crcs):
-            start = number * self._part_bytes
-            crc = crc32_combine(crc, part, min(self._part_bytes, self._nbytes - start))
+            start = number * self.part_bytes
+            crc = crc32_combine(crc, part, min(self.part_bytes, self.nbytes - start))
         if crc != self.item.crc:
             raise self._framing.wrong_crc(self.read, self.item)
 
@@ -439,9 +449,9 @@ class ChunkRead:
         if not self._is_one_run:
             size = self._size
             runs = self._stream.runs(start // size, stop // size)
-            source.read_runs(self._file, [(self._base + at * size, count * size) for at, count in runs], view)
+            source.read_runs(self.file, [(self._base + at * size, count * size) for at, count in runs], view)
         elif not self._is_verified:
-            source.read(self._file, self._at(start), view)
+            source.read(self.file, self._at(start), view)
         else:
             crc = 0
 
@@ -449,7 +459,7 @@ class ChunkRead:
                 nonlocal crc
                 crc = crc32(part, crc)
 
-            source.read(self._file, self._at(start), view, seen)
+            source.read(self.file, self._at(start), view, seen)
             self._crcs[number] = crc
 
     def _placements(self, start: int, data: torch.Tensor) -> list[Placement]:
@@ -495,6 +505,16 @@ class ChunkPart:
 
     chunk: ChunkRead
     number: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the part."""
+        return min(self.chunk.part_bytes, self.chunk.nbytes - self.number * self.chunk.part_bytes)
+
+    @property
+    def file(self) -> str:
+        """The file of the chunk."""
+        return self.chunk.file
 
     def read(self, buffer: Buffer) -> list[Placement]:
         """Read the part; see `ReadJob`."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import torch
 
+from aiockpt.core.spans import record_to, span
 from aiockpt.errors import MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import hint, matching
@@ -19,6 +20,7 @@ from aiockpt.reading.open import open_checkpoint
 from aiockpt.reading.read_plan import plan_reads
 from aiockpt.reading.target_plan import plan_target
 from aiockpt.reading.targets import find_twins
+from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,13 +47,17 @@ class CheckpointLoad:
     state_dict: Any = None  # to load into, as the caller passed it; None: load into a new one
     target: ResolvedState | None = None  # the same with state dicts in place of live objects
     ready: Mapping[torch.device, torch.Event] = field(default_factory=dict)  # after which targets may be filled
+    report: ReadReport = field(default_factory=ReadReport)
 
     async def run(self, tools: LoadTools, gathering: Gathering | None = None) -> Filled:
         """Run the engine's part of the load; ``gathering``: with the other ranks."""
-        opened = await open_checkpoint(self.storage, self.path, self.options, tools)
+        record_to(self.report.spans)
+        self.report.changed()
+        with span("open"):
+            opened = await open_checkpoint(self.storage, self.path, self.options, tools)
         try:
             await tools.begin(self.ready)
-            loader = _Loader(opened, self.options, tools)
+            loader = _Loader(opened, self.options, replace(tools, report=self.report))
             if self.target is None:
                 return await loader.load_new()
             return await loader.load_into(self.target, self.state_dict, gathering)
@@ -90,14 +96,16 @@ class _Loader:
         index = self._opened.index
         entries, unmatched = chosen_entries(self._path, index, self._options)
         values = await self._read_with_arrays(entries)
-        state = await self._tools.workers.run(build_state, self._path, index, values)
+        with span("assemble"):
+            state = await self._tools.workers.run(build_state, self._path, index, values)
         return Filled(self._path, state, missing=unmatched, strict=False)
 
     async def load_into(self, target: ResolvedState, state_dict: Any, gathering: Gathering | None) -> Filled:
         """Load into the tensors of a state dict, and read what live objects are given."""
         run, options = self._tools.workers.run, self._options
         # All checks come before the first byte reaches a target: a load that is refused changes nothing.
-        plan = await run(plan_target, self._path, self._opened.index, options, target, state_dict)
+        with span("plan"):
+            plan = await run(plan_target, self._path, self._opened.index, options, target, state_dict)
         await self._compare(await run(find_twins, plan.regions))
         fresh = await self._read_with_arrays(plan.fresh, plan.enums)
         new_values = await run(build_target_values, self._path, plan, target, fresh)
@@ -118,9 +126,11 @@ class _Loader:
     ) -> dict[str, Any]:
         """Read whole entries, and parts of tensors; return the values by key."""
         run, options = self._tools.workers.run, self._options
-        plan = await run(plan_reads, self._path, whole, parts, options, enums or {})
+        with span("plan"):
+            plan = await run(plan_reads, self._path, whole, parts, options, enums or {})
         await self._executor.execute(plan)
-        error = await run(build_values, plan, options.map_location)
+        with span("assemble"):
+            error = await run(build_values, plan, options.map_location)
         if error is not None:
             raise error
         return plan.values

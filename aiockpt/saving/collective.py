@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from aiockpt.planning.collective.local import LocalProposal
     from aiockpt.planning.collective.messages import RankInventory
     from aiockpt.planning.planner import FileFormat, SavePlan
-    from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import SharedTransaction
+    from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.file_writer import ChunkWriter
 
 logger = logging.getLogger("aiockpt")

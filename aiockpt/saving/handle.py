@@ -5,86 +5,19 @@ Everything here may be used from any thread and any asyncio loop. Waiting never 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterator
+from typing import Any, Literal, Protocol, TypeVar
 
 from aiockpt.core.futures import Completion
 from aiockpt.core.threads import Origin, check_asyncio
-from aiockpt.errors import SaveSkippedError
-
-logger = logging.getLogger("aiockpt")
+from aiockpt.errors import SaveCancelledError, SaveSkippedError
+from aiockpt.telemetry.saves import Phase, ProgressEvent, SaveResult
 
 T = TypeVar("T")
 
-Phase = Literal["planned", "staging", "staged", "writing", "written", "committed"]
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressEvent:
-    """How far a save is.
-
-    Attributes:
-        phase: what has just happened, or what is going on.
-        staged_bytes: bytes of the files that are copied into staging memory so far.
-        written_bytes: bytes of the files that are written so far.
-        total_bytes: bytes of all files.
-        elapsed_s: seconds since `save()` was called.
-    """
-
-    phase: Phase
-    staged_bytes: int
-    written_bytes: int
-    total_bytes: int
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SaveResult:
-    """A written checkpoint: its size, and how long saving took.
-
-    Attributes:
-        path: where the checkpoint is.
-        nbytes: the bytes of its files with items.
-        tensor_bytes: the bytes of the tensors in them.
-        tensors: how many tensors were stored.
-        objects: how many objects were stored.
-        files: the size in bytes of each file; of several ranks, rank 0 has all and each other one its own.
-        captured_s: how long `save()` held its caller, in seconds.
-        planned_s: how long planning took.
-        staged_s: from the call until staged.
-        written_s: from the call until durable under the final name.
-        post_commit_error: the exception of the post_commit hook, if it failed.
-        fallback_error: why it is at the ``fallback_path``; None if it is where it was to go.
-        error: why nothing was written, in the results of `SyncCheckpointer.save` with ``on_failure="warn"``.
-    """
-
-    path: str
-    nbytes: int
-    tensor_bytes: int
-    tensors: int
-    objects: int
-    files: Mapping[str, int] = field(repr=False)
-    captured_s: float
-    planned_s: float
-    staged_s: float
-    written_s: float
-    post_commit_error: BaseException | None = None
-    fallback_error: BaseException | None = None
-    error: BaseException | None = None
-
-    @classmethod
-    def of_failure(cls, path: str, error: BaseException, elapsed_s: float) -> Self:
-        """Make the result of a save that has failed, and wrote nothing."""
-        return cls(path, 0, 0, 0, 0, {}, 0.0, 0.0, 0.0, elapsed_s, error=error)
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes of the files per second, from the call until durable."""
-        return self.nbytes / self.written_s if self.written_s else 0.0
+SaveState = Literal["waiting", Phase, "skipped", "cancelled", "failed"]
 
 
 class Control(Protocol):
@@ -124,14 +57,10 @@ class SaveHandle(Awaitable[SaveResult]):
 
     def __repr__(self) -> str:
         last = self._last
-        if self.written.done():
-            state = "skipped" if self.skipped else "failed" if self.written._exception is not None else "written"
-        else:
-            state = last.phase if last else "waiting"
         if last is None:
-            return f"<SaveHandle {self.path} {state}>"
+            return f"<SaveHandle {self.path} {self.state}>"
         return (
-            f"<SaveHandle {self.path} {state}: {last.staged_bytes} staged and {last.written_bytes} written "
+            f"<SaveHandle {self.path} {self.state}: {last.staged_bytes} staged and {last.written_bytes} written "
             f"of {last.total_bytes} bytes>"
         )
 
@@ -140,6 +69,18 @@ class SaveHandle(Awaitable[SaveResult]):
 
     def __iter__(self) -> Iterator[Completion[Any]]:
         return iter((self.staged, self.written))
+
+    @property
+    def state(self) -> SaveState:
+        """How far the save is, or how it has ended. Does not count as receiving its failure."""
+        if not self.written.done():
+            return self._last.phase if self._last else "waiting"
+        error = self.written._exception
+        if error is None:
+            return "committed"
+        if isinstance(error, SaveSkippedError):
+            return "skipped"
+        return "cancelled" if isinstance(error, SaveCancelledError) else "failed"
 
     @property
     def skipped(self) -> bool:
@@ -191,23 +132,19 @@ class SaveHandle(Awaitable[SaveResult]):
         """
         self._control.fence(timeout)
 
-    async def progress(self) -> AsyncIterator[ProgressEvent]:
-        """Iterate over the events of this save, from the first, until it is over. Never raises its error."""
-        seen = 0
-        check_asyncio(f"the progress of {self.path}")
+    def progress(self) -> SaveProgress:
+        """Return an iterator over the events of this save, from the first, until it is over. Never raises its error.
+
+        For ``async for``, and in a thread, which it blocks, for ``for``. See `aiockpt.progress` for ready displays.
+        """
+        return SaveProgress(self)
+
+    def _after(self, seen: int) -> tuple[list[ProgressEvent], Completion[None]]:
+        """Return the events after the first ``seen``, and what completes when there may be more."""
         if self._origin is not None:
             self._origin.check_process()
-        while True:
-            with self._lock:
-                news = self._news
-                fresh = self._events[seen:]
-            for event in fresh:
-                yield event
-            seen += len(fresh)
-            if not fresh:
-                if self.written.done():
-                    return
-                await news
+        with self._lock:
+            return self._events[seen:], self._news
 
     def _report(self, event: ProgressEvent) -> None:
         with self._lock:
@@ -227,3 +164,37 @@ class SaveHandle(Awaitable[SaveResult]):
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started
+
+
+class SaveProgress(AsyncIterator[ProgressEvent], Iterator[ProgressEvent]):
+    """The events of a save, for ``async for`` in asyncio and for ``for`` in a thread."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        self._handle = handle
+        self._fresh: list[ProgressEvent] = []  # the next one last
+        self._seen = 0
+
+    async def __anext__(self) -> ProgressEvent:
+        check_asyncio(f"the progress of {self._handle.path}")
+        while (news := self._look()) is not None:
+            await news
+        if self._fresh:
+            return self._fresh.pop()
+        raise StopAsyncIteration
+
+    def __next__(self) -> ProgressEvent:
+        while (news := self._look()) is not None:
+            news.result()
+        if self._fresh:
+            return self._fresh.pop()
+        raise StopIteration
+
+    def _look(self) -> Completion[None] | None:
+        """Take the next events, if all before are given out; return what to wait for if there are none yet."""
+        if self._fresh:
+            return None
+        is_over = self._handle.written.done()  # asked first: the last event comes before it
+        fresh, news = self._handle._after(self._seen)
+        self._seen += len(fresh)
+        self._fresh = fresh[::-1]
+        return None if fresh or is_over else news

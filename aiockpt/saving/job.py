@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     import anyio
 
+    from aiockpt.core.spans import Span
     from aiockpt.core.threads import Origin
     from aiockpt.errors import SaveTimeoutError
     from aiockpt.format.index import ItemRange
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from aiockpt.options import Hook
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.planning.planner import FileFormat
-    from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.turn import Turn
     from aiockpt.storage.base import Storage
+    from aiockpt.telemetry.saves import SaveResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +80,16 @@ class SaveJob:
         self.handle = handle = SaveHandle(self.path, self, spec.started, origin)
         self.cancelled: Completion[bool] = Completion(f"the end of cancelling {self.path}", origin)
         self.captured_s = 0.0
+        self.number = 0  # for observers; 0: there are none
+        self.spans: list[Span] = []  # of the work in this process
         self.item_ranges: dict[int, ItemRange] = {}  # of a save that adds files: where each leaf was written
         self.cancel_asked = False
         self.committed = False
         self.ended = False  # the queue has counted its outcome
         self.post: Callable[[Callable[[], object]], object] = lambda _: None  # calls it on the engine's loop
-        self.on_end: Callable[[SaveJob, BaseException | None], object] = lambda *_: None  # before the callers know
+        # Before the callers know; with the result, or the error.
+        self.on_end: Callable[[SaveJob, SaveResult | None, BaseException | None], object] = lambda *_: None
+        self.on_staged: Callable[[SaveJob], object] = lambda _: None
         self.quarantine: Callable[[], None] = lambda: None  # sets the memory apart that its threads hold
         # A caller that awaits `written` may go on with other things meanwhile; one that blocks can't.
         handle.staged._on_await = handle.staged._on_block = handle.written._on_block = self.unthrottle
@@ -197,7 +202,7 @@ class SaveJob:
     def settle(self, result: SaveResult | None, error: BaseException | None) -> None:
         """Settle the futures, unless they are settled."""
         try:
-            self.on_end(self, error)  # which logs, by handlers of the caller's
+            self.on_end(self, result, error)  # which logs, by handlers of the caller's
             if error is not None:
                 self._settle_staged(error)
             self.snapshot.release()

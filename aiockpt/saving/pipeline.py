@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.lowlevel
 
+from aiockpt.core.spans import record_to, span
 from aiockpt.core.threads import Duty
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
-from aiockpt.saving.handle import Phase, ProgressEvent
 from aiockpt.saving.staging_session import LeaseScope, StagerRouter, StagingChunk
 from aiockpt.saving.strategy import AppendSave, LocalSave
 from aiockpt.staging.base import Done, LayoutMismatchError
+from aiockpt.telemetry.saves import ProgressEvent
+from aiockpt.telemetry.timeline import Recording
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process.error_transport import as_save_error, unwrapped
 
@@ -34,11 +36,12 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.collective_leader import CollectiveResources
-    from aiockpt.saving.handle import SaveHandle, SaveResult
+    from aiockpt.saving.handle import SaveHandle
     from aiockpt.saving.job import SaveJob
     from aiockpt.saving.strategy import SaveStrategy
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
+    from aiockpt.telemetry.saves import Phase, SaveResult
     from aiockpt.writing.process.client import RemoteWriter
     from aiockpt.writing.process.supervisor import WriterHost
 
@@ -67,6 +70,7 @@ async def run_save(job: SaveJob, tools: SaveTools) -> None:
     """Run one save to its end, whatever that is; never raises."""
     error: BaseException | None = None
     result: SaveResult | None = None
+    record_to(job.spans)
     try:
         with job.scope:
             if job.cancel_asked:
@@ -181,7 +185,8 @@ class _Save:
         await self._leases.give_back()
         self._kept.clear()
         begin = time.perf_counter()
-        self._plan = plan = await self._strategy.plan()
+        with span("plan"):
+            self._plan = plan = await self._strategy.plan()
         self._job.turn.pass_phase("planned")
         self._planned_s = time.perf_counter() - begin
         self._progress.planned(plan.layout.nbytes)
@@ -204,7 +209,8 @@ class _Save:
                 await self._run_hook(job.spec.pre_commit, "pre_commit")
                 await anyio.lowlevel.checkpoint_if_cancelled()
             with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
-                result = await strategy.commit(plan, writer, self._times_s())
+                with span("commit"):
+                    result = await strategy.commit(plan, writer, self._times_s())
                 await writer.close()
         except BaseException as exc:
             with anyio.CancelScope(shield=True):
@@ -216,6 +222,7 @@ class _Save:
             raise error from error.__cause__
         self._progress.report("committed")
         job.committed = True
+        result = replace(result, recording=Recording((*job.spans, *writer.spans), job.spec.started))
         return result if job.spec.post_commit is None else await self._after(result, job.spec.post_commit)
 
     # --- writing ------------------------------------------------------------------------------------
@@ -281,6 +288,7 @@ class _Save:
             job.snapshot.release()
             job.turn.pass_phase("staged")
             self._progress.report("staged")
+            job.on_staged(job)
             job.handle.staged._settle(None)
 
     # --- staging ------------------------------------------------------------------------------------
@@ -338,7 +346,9 @@ class _Save:
                 before = None
             await throttle.acquire(stop - start)
             lease = await leases.acquire()
-            filled = StagingChunk(lease, start, stop, await router.issue(image.pieces(start, stop), lease.chunk))
+            with span("stage", stop - start, image.name):
+                pending = await router.issue(image.pieces(start, stop), lease.chunk)
+            filled = StagingChunk(lease, start, stop, pending)
             leases.pending[lease] = filled.pending
             if stop == image.nbytes:
                 self._images_left -= 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from aiockpt.format.manifest.manifest import Manifest
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import draft_of
-from aiockpt.saving.handle import SaveResult
+from aiockpt.telemetry.saves import SaveResult
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
 
 if TYPE_CHECKING:

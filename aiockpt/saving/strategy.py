@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.planning.dcp_plan import DcpFormat
     from aiockpt.planning.planner import Planner, SavePlan
-    from aiockpt.saving.handle import SaveResult
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
+    from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.commit import CommitDocuments
     from aiockpt.writing.file_writer import ChunkWriter
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 
 from aiockpt.core.machine import BLOCK_BYTES
+from aiockpt.core.spans import span
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import MANIFEST_NAME
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+    from aiockpt.core.spans import Span
     from aiockpt.core.threads import Workers
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.planning.encoding import ImageCoding
@@ -85,6 +87,7 @@ class ChunkWriter(ABC):
 
     files: dict[str, FileFacts]  # size and CRC of each file whose bytes are all sealed
     encoded: Sequence[Sequence[EncodedItem]] | None = None  # of each image, once written; None: they are as planned
+    spans: Sequence[Span] = ()  # of another process, once it has committed
     outlives_trainer = False  # it goes on when this process dies, and can `agree` with those of other ranks
 
     @property
@@ -217,17 +220,18 @@ class FileWriter(ChunkWriter):
         self._sizes = {name: facts.nbytes for name, facts in self.files.items()}
         if inputs.documents is not None:
             times_s = {**inputs.times_s, "data_written": time.perf_counter() - inputs.started}
-            documents = await self._threads.io_workers.run(
-                inputs.documents.encode, self.files, self.crcs, times_s, self.encoded
-            )
-            await write_documents(transaction, documents)
+            encode = inputs.documents.encode
+            with span("documents"):
+                documents = await self._threads.io_workers.run(encode, self.files, self.crcs, times_s, self.encoded)
+                await write_documents(transaction, documents)
             self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
 
     async def commit(self) -> dict[str, int]:
         """Commit the transaction."""
         if self._transaction is None:
             raise RuntimeError("a save can't be committed before it has begun")
-        await self._transaction.commit()
+        with span("publish"):
+            await self._transaction.commit()
         return self._sizes
 
     def revoke(self) -> None:
@@ -245,7 +249,8 @@ class FileWriter(ChunkWriter):
         """Complete the chunks of one file with what stands around payloads, one ahead of the writing."""
         with receive, send:
             async for chunk in receive:
-                await self._threads.seal_workers.run(sealer.seal, chunk.view, chunk.start, chunk.stop)
+                with span("seal", chunk.stop - chunk.start, image.name):
+                    await self._threads.seal_workers.run(sealer.seal, chunk.view, chunk.start, chunk.stop)
                 if chunk.stop == image.nbytes:
                     nbytes = image.file_bytes if isinstance(image, PartImage) else image.nbytes
                     self.files[image.name] = FileFacts(nbytes, sealer.file_crc)
@@ -269,15 +274,22 @@ class FileWriter(ChunkWriter):
         run, output = self._threads.seal_workers.run, EncodedOutput(encoder, pass_on)
         with receive, send:
             async for chunk in receive:
-                await run(sealer.seal, chunk.view, chunk.start, chunk.stop)
+                with span("seal", chunk.stop - chunk.start, image.name):
+                    await run(sealer.seal, chunk.view, chunk.start, chunk.stop)
                 encoder.take(chunk.view, chunk.start, chunk.stop)
-                while await run(output.fill, await output.buffer()):
+                while await self._encoded(output, image.name):
                     await output.pass_on()
                 chunk.release()
                 self._count(chunk.stop - chunk.start)
                 if chunk.stop == image.nbytes:
                     await output.pass_on()
                     self.files[image.name] = FileFacts(encoder.nbytes, encoder.crc)
+
+    async def _encoded(self, output: EncodedOutput, file: str) -> bool:
+        """Fill a buffer with encoded bytes; return whether it is full."""
+        buffer = await output.buffer()
+        with span("encode", 0, file):
+            return await self._threads.seal_workers.run(output.fill, buffer)
 
     async def _write(self, number: int, receive: MemoryObjectReceiveStream[FilledChunk], turn: anyio.Semaphore) -> None:
         """Write the chunks of one file as they come."""
@@ -292,17 +304,20 @@ class FileWriter(ChunkWriter):
                 if isinstance(image, PartImage):
                     await self._write_part(image, name, receive)
                     return
-                sink = await self._transaction.create(name, None if is_encoded else image.nbytes)
+                with span("create", 0, image.name):
+                    sink = await self._transaction.create(name, None if is_encoded else image.nbytes)
                 async for chunk in receive:
                     length = chunk.stop - chunk.start
                     if not is_encoded:
                         length = align_up(length, BLOCK_BYTES)
                     if length:
-                        await sink.write(chunk.view[:length])
+                        with span("write", chunk.stop - chunk.start, image.name):
+                            await sink.write(chunk.view[:length])
                     chunk.release()
                     if not is_encoded:  # encoded items are counted by what they were made from
                         self._count(chunk.stop - chunk.start)
-                await sink.finish()
+                with span("sync", 0, image.name):
+                    await sink.finish()
                 self._finished += 1
 
     async def _write_part(self, image: PartImage, name: str, receive: MemoryObjectReceiveStream[FilledChunk]) -> None:
@@ -313,10 +328,12 @@ class FileWriter(ChunkWriter):
         async for chunk in receive:
             runs = image.runs(chunk.start, chunk.stop)
             while some := await self._threads.io_workers.run(list, islice(runs, RUNS_AT_ONCE)):
-                await sink.write(chunk.view, some)
+                with span("write", sum(run.nbytes for run in some), image.name):
+                    await sink.write(chunk.view, some)
             chunk.release()
             self._count(chunk.stop - chunk.start)
-        await sink.finish()
+        with span("sync", 0, image.name):
+            await sink.finish()
         self._finished += 1
 
     def _count(self, nbytes: int) -> None:

@@ -23,11 +23,11 @@ from aiockpt.core.threads import Workers
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.reading.verify.items import STEP_BYTES
-from aiockpt.reading.verify.report import Problem, VerifyReport
 from aiockpt.reading.verify.verify import verify_checkpoint
 from aiockpt.storage.base import Source, Storage
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
+from aiockpt.telemetry.verification import Problem, VerifyReport
 from tests.states import assert_same, large_state, random_tensor, training_state
 from tests.stock import ALONE, PAYLOAD_OFFSET
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from aiockpt.format.index import Entry, Index
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.reading.verify.report import Findings
+    from aiockpt.telemetry.verification import Findings
 
 
 class Inventory:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32, crc32_combine
 
+from aiockpt.core.spans import span as recorded
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import ItemRange
 from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, read_framing
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.reading.decoded import DecodedSource
-    from aiockpt.reading.verify.report import Findings, ProblemKind, Severity
     from aiockpt.storage.base import Source
+    from aiockpt.telemetry.loads import ReadReport
+    from aiockpt.telemetry.verification import Findings, ProblemKind, Severity
 
 RANGE_BYTES = 32 << 20
 """Upper bound of one job, so that several threads share a large file."""
@@ -50,11 +52,12 @@ _Segment = Segment[StoredItem | CheckedRange]
 class ItemVerifier:
     """Reads files with all worker threads and adds a problem for every mismatch."""
 
-    def __init__(self, source: Source, workers: Workers, findings: Findings) -> None:
+    def __init__(self, source: Source, workers: Workers, findings: Findings, report: ReadReport) -> None:
         self._source = source
         self._workers = workers
         self._findings = findings
         self._checker = ItemChecker()
+        self._progress = report
         self._buffers: list[memoryview] = []
         self._counts: list[int] = []
         self.without_crc: list[str] = []
@@ -95,7 +98,12 @@ class ItemVerifier:
 
     async def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run blocking jobs with all threads."""
-        await run_each(self._workers.run, jobs, self._workers.count)
+        await run_each(self._run_one, jobs, self._workers.count)
+
+    async def _run_one(self, job: Callable[[], None]) -> None:
+        with recorded("check"):
+            await self._workers.run(job)
+        self._progress.add(self.read_bytes - self._progress.read_bytes)
 
     # --- framing of large items -------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,6 +10,7 @@ import anyio
 from isal.isal_zlib import crc32
 
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.spans import record_to, span
 from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, LoadError
 from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.joined import in_directory, join_ranks
@@ -35,7 +35,8 @@ from aiockpt.reading.open import (
 )
 from aiockpt.reading.verify.expected import Inventory
 from aiockpt.reading.verify.items import ItemVerifier
-from aiockpt.reading.verify.report import Findings, VerifyReport
+from aiockpt.telemetry.loads import ReadReport
+from aiockpt.telemetry.verification import Findings, VerifyReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +45,8 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Entry
     from aiockpt.format.manifest.manifest import FileFacts, Manifest
     from aiockpt.format.transforms.base import Transform
-    from aiockpt.reading.verify.report import ProblemKind, Severity
     from aiockpt.storage.base import Storage
+    from aiockpt.telemetry.verification import ProblemKind, Severity
 
 T = TypeVar("T")
 
@@ -53,21 +54,33 @@ _SHOWN_KEYS = 100
 
 
 async def verify_checkpoint(
-    storage: Storage, path: str, workers: Workers, transforms: Sequence[Transform] = ()
+    storage: Storage,
+    path: str,
+    workers: Workers,
+    transforms: Sequence[Transform] = (),
+    report: ReadReport | None = None,
 ) -> VerifyReport:
     """Check everything about a checkpoint; see `aiockpt.AsyncCheckpointer.verify`.
 
     Every file is read once, by all threads, with a few MiB in memory per thread; a transformed item is decoded whole.
     Cancelling returns when the threads are done.
     """
-    started = time.perf_counter()
-    source = DecodedSource(await storage.open(path, workers=workers), path, transforms)
+    report = report or ReadReport("verify", path)
+    record_to(report.spans)
+    report.changed()
+    with span("open"):
+        source = DecodedSource(await storage.open(path, workers=workers), path, transforms)
     try:
         findings = Findings()
         reading = _Reading(source, path, findings)
-        inventory = await workers.run(reading.take_inventory)
-        verifier = ItemVerifier(source, workers, findings)
+        with span("plan"):
+            inventory = await workers.run(reading.take_inventory)
+        verifier = ItemVerifier(source, workers, findings, report)
         files = [file for name, file in inventory.files.items() if name not in source.items]
+        report.expect(
+            sum(source.items[n].place.length for n in source.items if n in inventory.files)
+            + sum(file.nbytes for file in files)
+        )
         await verifier.verify_decoded([inventory.files[n] for n in source.items if n in inventory.files], source)
         await verifier.verify(files)
         return VerifyReport(
@@ -79,7 +92,8 @@ async def verify_checkpoint(
             checked_bytes=verifier.read_bytes + reading.described_bytes,
             unverifiable=len(verifier.without_crc),
             unverifiable_keys=tuple(sorted(verifier.without_crc)[:_SHOWN_KEYS]),
-            elapsed_s=time.perf_counter() - started,
+            elapsed_s=report.elapsed_s,
+            recording=report.recording,
         )
     finally:
         with anyio.CancelScope(shield=True):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.core.spans import Span, record_to
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
@@ -79,6 +80,7 @@ class ChildSave:
         self._early_chunks: list[tuple[int, FilledChunk]] = []  # they came before there was a writer
         self._writer: FileWriter | None = None
         self._orphan = False
+        self._spans: list[Span] = []
 
     # --- messages from the trainer -----------------------------------------------------------------
 
@@ -126,6 +128,7 @@ class ChildSave:
     async def run(self) -> None:
         """Write and commit; report the outcome to the trainer. Never raises."""
         error: BaseException | None = None
+        record_to(self._spans)
         try:
             with self._scope:
                 await self._write_and_commit()
@@ -190,7 +193,7 @@ class ChildSave:
             await writer.write_documents()
             sizes = await writer.commit()
             self._transaction = None
-            self._shared.post(messages.Published(self.number, sizes))
+            self._shared.post(messages.Published(self.number, sizes, self._recorded()))
 
     async def _finish_part(self, writer: FileWriter, staged: messages.Staged) -> None:
         """Make this rank's files durable; rank 0 publishes, or the writers of all ranks do if a trainer has died."""
@@ -198,7 +201,7 @@ class ChildSave:
         if transaction is None:
             raise RuntimeError("a rank's files were written without a transaction")
         await transaction.commit()
-        self._shared.post(messages.FilesWritten(self.number, writer.files, writer.crcs))
+        self._shared.post(messages.FilesWritten(self.number, writer.files, writer.crcs, self._recorded()))
         try:
             await self._may_finish.wait()
             if self._orphan:
@@ -209,6 +212,10 @@ class ChildSave:
         finally:
             with anyio.CancelScope(shield=True):
                 await transaction.release()
+
+    def _recorded(self) -> list[Span]:
+        pid = os.getpid()
+        return [span._replace(pid=pid) for span in self._spans]
 
     async def _commit_as_orphan(self, writer: FileWriter, staged: messages.Staged) -> None:
         """Commit together with the writers of the other ranks, without the trainers."""

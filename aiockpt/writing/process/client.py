@@ -90,8 +90,10 @@ class RemoteWriter(ChunkWriter):
             case messages.FilesWritten():
                 self._written = message
                 self.files = message.files
+                self.spans = message.spans
             case messages.Published():
                 self._sizes = message.sizes
+                self.spans = message.spans or self.spans
                 self._end()
             case messages.Failed():
                 self._error = load_error(message.error)

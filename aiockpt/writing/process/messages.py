@@ -12,6 +12,7 @@ from aiockpt.planning.parts import PartImage
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from aiockpt.core.spans import Span
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.ranges import StoredStream
@@ -171,6 +172,7 @@ class FilesWritten:
     save: int
     files: dict[str, FileFacts]
     crcs: Sequence[Sequence[int]] = field(repr=False)  # of each slot's payload; empty if this process commits
+    spans: Sequence[Span] = field(repr=False, default=())  # of this process, if it does not commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ class Published:
 
     save: int
     sizes: dict[str, int] = field(repr=False)  # in bytes, of each file except the manifest
+    spans: Sequence[Span] = field(repr=False, default=())  # of this process
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from aiockpt.errors import CorruptCheckpointError, printable, printable_key
+from aiockpt.telemetry.timeline import Timed
 
 ProblemKind = Literal[
     "missing file",
@@ -75,7 +76,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Timed):
     """The result of `AsyncCheckpointer.verify`.
 
     Attributes:
@@ -89,6 +90,8 @@ class VerifyReport:
             checked, their bytes can't be.
         unverifiable_keys: the keys of the first of these.
         elapsed_s: the duration in seconds.
+
+    `timeline` returns what each thread did, `chrome_trace` writes it to a file, and a notebook shows it.
     """
 
     path: str
@@ -132,6 +135,20 @@ class VerifyReport:
 
     def __repr__(self) -> str:
         return self._text(_SHOWN)
+
+    def _repr_html_(self) -> str:
+        from aiockpt.telemetry.card import card, size_text, time_text
+
+        speed = self.checked_bytes / self.elapsed_s if self.elapsed_s else 0.0
+        facts = {
+            "format": self.format,
+            "checked": f"{_count(self.files, 'file')}, {_count(self.items, 'item')}, {size_text(self.checked_bytes)}",
+            "without CRC": _count(self.unverifiable, "item"),
+            "took": f"{time_text(self.elapsed_s)} ({size_text(speed)}/s)",
+        }
+        title = "sound" if self.ok else _count(len(self.errors), "error")
+        notes = self._text(_SHOWN).partition("\n")[2]
+        return card(f"verified: {title}", self.path, facts, self.timeline(), notes)
 
     def _text(self, most: int) -> str:
         lines = [self._summary(), *(f"  {problem}" for problem in self.problems[:most])]

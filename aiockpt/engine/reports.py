@@ -1,0 +1,185 @@
+"""Calls of observers and of progress callables: in threads of their own, so that neither saves nor loads wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.core.threads import DaemonThreads, Duty
+from aiockpt.telemetry.loads import LoadResult, ReadProgress, ReadReport
+from aiockpt.telemetry.observer import CallEvent, SaveEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from aiockpt.core.threads import Origin
+    from aiockpt.engine.queue import Outcome
+    from aiockpt.saving.job import SaveJob
+    from aiockpt.telemetry.loads import OnReadProgress, ReadPhase
+    from aiockpt.telemetry.observer import Observer
+    from aiockpt.telemetry.saves import SaveResult
+
+MOST_CALLS = 10_000
+"""Calls of observers that may wait; further ones are dropped."""
+END_S = 10.0
+"""How long closing waits for calls that are still to be made."""
+
+logger = logging.getLogger("aiockpt")
+_numbers = itertools.count(1)
+
+
+class Reports:
+    """The observers of a checkpointer, and the progress callables of its loads. From any thread; never raises."""
+
+    def __init__(self, observers: Sequence[Observer], origin: Origin) -> None:
+        self._observers = tuple(observers)
+        self._calls = DaemonThreads(1, "aiockpt-observers", duty=Duty(origin, "saves", "an observer"))
+        self._displays = DaemonThreads(1, "aiockpt-progress", duty=Duty(origin, "saves", "a progress callable"))
+        self._drops = 0
+        self._is_over = False
+        self.last_load: LoadResult | None = None
+
+    # --- saves --------------------------------------------------------------------------------------
+
+    def started(self, job: SaveJob) -> None:
+        """Report a save that was queued. In the thread of the caller, whose context it is called in."""
+        if self._observers and job.spec.refusal is None:
+            job.number = next(_numbers)
+            context = contextvars.copy_context()
+            self._tell(lambda observer, event: context.copy().run(observer.save_started, event), _event_of(job))
+
+    def staged(self, job: SaveJob) -> None:
+        """Report that a save is staged."""
+        if job.number:
+            self._tell(lambda observer, event: observer.staged(event), _event_of(job))
+
+    def over(self, job: SaveJob, outcome: Outcome, result: SaveResult | None, error: BaseException | None) -> None:
+        """Report how a save has ended."""
+        if not self._observers:
+            return
+        job.number = job.number or next(_numbers)  # skipped at the call
+        event = _event_of(job)
+        if result is not None:
+            self._tell(lambda observer, event: observer.written(event, result), event)
+        elif error is not None:
+            method = {"skipped": "skipped", "cancelled": "cancelled"}.get(outcome, "failed")
+            self._tell(lambda observer, event: getattr(observer, method)(event, error), event)
+
+    # --- loads and deletions --------------------------------------------------------------------------
+
+    def of_read(self, report: ReadReport, progress: OnReadProgress | None) -> ReadReport:
+        """Have a load or a verification reported."""
+        follower = None if progress is None else _Follower(self._displays, report, progress)
+
+        def ended(report: ReadReport, error: BaseException | None) -> None:
+            if follower is not None:
+                follower.end(error)
+            if report.what != "load":
+                return
+            result = report.result if isinstance(report.result, LoadResult) else None
+            self.last_load = result or self.last_load
+            event = CallEvent(report.path, time.time(), report.elapsed_s, error)
+            self._tell(lambda observer, event: observer.loaded(event, result), event)
+
+        report.ended = ended
+        if follower is not None:
+            report.changed = follower.changed
+            follower.changed()
+        return report
+
+    def deleted(self, path: str, elapsed_s: float, error: BaseException | None) -> None:
+        """Report the end of a deletion."""
+        self._tell(lambda observer, event: observer.deleted(event), CallEvent(path, time.time(), elapsed_s, error))
+
+    # --- calling --------------------------------------------------------------------------------------
+
+    def _tell(self, call: Callable[[Observer, Any], object], event: SaveEvent | CallEvent) -> None:
+        if not self._observers:
+            return
+        if self._calls.unfinished >= MOST_CALLS:
+            if not self._drops:
+                logger.error("%d calls of observers wait for one that blocks; further ones are dropped", MOST_CALLS)
+            self._drops += 1
+            return
+        _submit(self._calls, lambda: self._call(call, event))
+
+    def _call(self, call: Callable[[Observer, Any], object], event: SaveEvent | CallEvent) -> None:
+        for observer in self._observers:
+            try:
+                call(observer, event)
+            except Exception:
+                logger.exception("the observer %r has failed with %r", observer, event)
+
+    def end(self) -> None:
+        """Wait for the calls that are still to be made, and end the threads. Blocks; idempotent."""
+        if self._is_over:
+            return
+        self._is_over = True
+        deadline = time.monotonic() + END_S
+        for threads in (self._displays, self._calls):
+            if not threads.end(max(0.0, deadline - time.monotonic())):
+                logger.error("an observer or a progress callable still runs after %g s; it is left behind", END_S)
+
+
+class _Follower:
+    """Calls a progress callable with the newest figures: one call at a time, however many changes there are."""
+
+    def __init__(self, threads: DaemonThreads, report: ReadReport, function: OnReadProgress) -> None:
+        self._threads = threads
+        self._report = report
+        self._function: OnReadProgress | None = function
+        self._is_queued = False
+        self._is_over = False
+
+    def changed(self) -> None:
+        """Have it called soon."""
+        if not self._is_queued:
+            self._is_queued = True
+            _submit(self._threads, self._call)
+
+    def end(self, error: BaseException | None) -> None:
+        """Have it called for the last time."""
+        self._report.changed = lambda: None
+        self._is_over = True
+        is_cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        phase: ReadPhase = "done" if error is None else "cancelled" if is_cancelled else "failed"
+        event = self._event(phase)
+        _submit(self._threads, lambda: self._tell(event))
+
+    def _call(self) -> None:
+        self._is_queued = False
+        event = self._event("reading")
+        if not self._is_over:  # else the last event is older, and waits already
+            self._tell(event)
+
+    def _event(self, phase: ReadPhase) -> ReadProgress:
+        report = self._report
+        result = report.result if phase == "done" else None
+        figures = (report.read_bytes, report.total_bytes, report.elapsed_s)
+        return ReadProgress(report.what, report.path, phase, *figures, result)
+
+    def _tell(self, event: ReadProgress) -> None:
+        function = self._function
+        if function is None:
+            return
+        try:
+            function(event)
+        except Exception:
+            logger.exception("the progress callable %r has failed; it is not called again", function)
+            self._function = None
+
+
+def _submit(threads: DaemonThreads, function: Callable[[], object]) -> None:
+    try:
+        threads.submit(function)
+    except RuntimeError as exc:  # no thread can be had, or it is too late
+        logger.debug("an observer or a progress callable is not called: %s", exc)
+
+
+def _event_of(job: SaveJob) -> SaveEvent:
+    last = job.handle._last
+    return SaveEvent(job.number, job.spec.path, time.time(), job.handle._elapsed(), last.total_bytes if last else 0)

@@ -1,0 +1,99 @@
+"""The progress of a save, and its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Self
+
+from aiockpt.telemetry.timeline import Timed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Phase = Literal["planned", "staging", "staged", "writing", "written", "committed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """How far a save is.
+
+    Attributes:
+        phase: what has just happened, or what is going on.
+        staged_bytes: bytes of the files that are copied into staging memory so far.
+        written_bytes: bytes of the files that are written so far.
+        total_bytes: bytes of all files.
+        elapsed_s: seconds since `save()` was called.
+    """
+
+    phase: Phase
+    staged_bytes: int
+    written_bytes: int
+    total_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True)
+class SaveResult(Timed):
+    """A written checkpoint: its size, and how long saving took.
+
+    Attributes:
+        path: where the checkpoint is.
+        nbytes: the bytes of its files with items.
+        tensor_bytes: the bytes of the tensors in them.
+        tensors: how many tensors were stored.
+        objects: how many objects were stored.
+        files: the size in bytes of each file; of several ranks, rank 0 has all and each other one its own.
+        captured_s: how long `save()` held its caller, in seconds.
+        planned_s: how long planning took.
+        staged_s: from the call until staged.
+        written_s: from the call until durable under the final name.
+        post_commit_error: the exception of the post_commit hook, if it failed.
+        fallback_error: why it is at the ``fallback_path``; None if it is where it was to go.
+        error: why nothing was written, in the results of `SyncCheckpointer.save` with ``on_failure="warn"``.
+
+    `timeline` returns what each thread did, `chrome_trace` writes it to a file, and a notebook shows it. With several
+    ranks, each has the timeline of its own threads.
+    """
+
+    path: str
+    nbytes: int
+    tensor_bytes: int
+    tensors: int
+    objects: int
+    files: Mapping[str, int] = field(repr=False)
+    captured_s: float
+    planned_s: float
+    staged_s: float
+    written_s: float
+    post_commit_error: BaseException | None = None
+    fallback_error: BaseException | None = None
+    error: BaseException | None = None
+
+    @classmethod
+    def of_failure(cls, path: str, error: BaseException, elapsed_s: float) -> Self:
+        """Make the result of a save that has failed, and wrote nothing."""
+        return cls(path, 0, 0, 0, 0, {}, 0.0, 0.0, 0.0, elapsed_s, error=error)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of the files per second, from the call until durable."""
+        return self.nbytes / self.written_s if self.written_s else 0.0
+
+    def _repr_html_(self) -> str:
+        from aiockpt.telemetry.card import card, size_text, time_text
+
+        facts = {
+            "tensors": f"{self.tensors} ({size_text(self.tensor_bytes)}), and {self.objects} objects",
+            "files": f"{len(self.files)} ({size_text(self.nbytes)})",
+            "held the caller": time_text(self.captured_s),
+            "staged after": time_text(self.staged_s),
+            "written after": f"{time_text(self.written_s)} ({size_text(self.bytes_per_s)}/s)",
+        }
+        errors = {
+            "not written": self.error,
+            "at the fallback path, because": self.fallback_error,
+            "the post_commit hook failed": self.post_commit_error,
+        }
+        notes = "\n".join(f"{what}: {error}" for what, error in errors.items() if error is not None)
+        title = "not saved" if self.error is not None else "saved"
+        return card(title, self.path, {} if self.error is not None else facts, self.timeline(), notes)
