@@ -143,11 +143,11 @@ def _checked_name(name: object) -> str:
 
 
 def _number(name: str, value: Any) -> float:
-    is_number = isinstance(value, int | float) or getattr(value, "ndim", None) == 0
+    is_scalar = getattr(value, "ndim", None) == 0  # of torch or NumPy
     try:
-        if not is_number:
+        if not is_scalar and not isinstance(value, int | float):
             raise TypeError
-        return float(value)
+        return float(value.item() if is_scalar else value)  # item: float() of a loss with a gradient warns
     except OverflowError:
         raise ValueError(f"the metric {name!r} is too large for a float") from None
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as exc:

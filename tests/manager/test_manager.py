@@ -101,6 +101,8 @@ async def test_numbers_of_all_kinds_are_metrics(tmp_path: Path) -> None:
         "tensor": torch.tensor(1.5, dtype=torch.float64),
         "numpy": np.float32(2.5),
         "one": torch.tensor(7),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "loss": torch.ones(3, requires_grad=True).sum(),
         "nan": float("nan"),
         "inf": float("-inf"),
     }
@@ -108,7 +110,16 @@ async def test_numbers_of_all_kinds_are_metrics(tmp_path: Path) -> None:
         await (await run.save(0, state_of(0), metrics))
         found = dict(run.infos()[0].metrics)
     assert math.isnan(found.pop("nan"))
-    assert found == {"int": 3.0, "float": 0.25, "tensor": 1.5, "numpy": 2.5, "one": 7.0, "inf": -math.inf}
+    assert found == {
+        "int": 3.0,
+        "float": 0.25,
+        "tensor": 1.5,
+        "numpy": 2.5,
+        "one": 7.0,
+        "half": 0.5,
+        "loss": 3.0,
+        "inf": -math.inf,
+    }
 
 
 @pytest.mark.parametrize(
