@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import printable_key
-from aiockpt.reading.info import size_text
+from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
