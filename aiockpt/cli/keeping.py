@@ -8,26 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import aiockpt
+from aiockpt.cli.amounts import parse_duration
 from aiockpt.format.manifest.manifest import decode_head
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.manager.policies import KeepAll, KeepAny, KeepPolicy
 from aiockpt.manager.scan import RUN_KEY, StepInfo
 
 _DOCUMENT_BYTES = 1 << 28
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _NOTED = ("KeepLatest", "KeepEvery", "KeepWithin", "KeepBest")
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of a text such as 90, 90s, 15m, 12h, 7d or 2w; raise ValueError for another."""
-    number, unit = (text[:-1], text[-1:]) if text[-1:] in _UNITS_S else (text, "s")
-    try:
-        seconds = float(number) * _UNITS_S[unit]
-    except ValueError:
-        seconds = -1
-    if not 0 <= seconds < float("inf"):
-        raise ValueError(f"{text!r} is no duration: use a number with s, m, h, d or w, such as 12h")
-    return seconds
 
 
 def parse_best(text: str) -> aiockpt.KeepBest:

@@ -200,7 +200,7 @@ def clean(
     as_json: Json = False,
 ) -> None:
     """Remove what killed processes have left: unfinished, hidden directories. What still is in use stays."""
-    from aiockpt.cli.keeping import parse_duration
+    from aiockpt.cli.amounts import parse_duration
 
     try:
         older_than_s = None if older_than is None else parse_duration(older_than)
@@ -209,6 +209,29 @@ def clean(
     from aiockpt.cli.removing import clean
 
     clean(directory, older_than_s=older_than_s, as_json=as_json)
+
+
+@app.command()
+def bench(
+    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="A directory on the disk to measure.")] = ".",
+    size: Annotated[str, typer.Option("--size", metavar="BYTES", help="Write at most so much at a time.")] = "1GiB",
+    seconds: Annotated[float, typer.Option("--seconds", min=0.05, help="Measure each at most so long.")] = 2.0,
+    as_json: Json = False,
+) -> None:
+    """Measure what a disk can do, and print the settings for it. Nothing is left there.
+
+    Writes and reads past the page cache and through it, with several threads and chunk sizes; then saves and loads a
+    state. Takes up to a minute.
+    """
+    from aiockpt.cli.amounts import parse_size
+
+    try:
+        size_bytes = parse_size(size)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc), param_hint="--size") from None
+    from aiockpt.cli.bench.run import bench
+
+    bench(directory, size_bytes=size_bytes, seconds=seconds, as_json=as_json)
 
 
 @app.command()

@@ -6,11 +6,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from aiockpt.cli.output import console
+from aiockpt.cli.output import console, rate_text, size_text
 
 _AFTER_S = 1.0
+
+
+class _Amount(ProgressColumn):
+    """The bytes that are done, those in all, and the speed."""
+
+    def render(self, task: Task) -> Text:
+        of = "" if task.total is None else f" of {size_text(task.total)}"
+        speed = task.finished_speed or task.speed
+        return Text(f"{size_text(task.completed)}{of}" + ("" if not speed else f", {rate_text(speed)}"))
 
 
 class Bar:
@@ -42,8 +52,7 @@ def bar(title: str, total: int | None = None) -> Iterator[Bar]:
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        _Amount(),
         TimeRemainingColumn(),
         console=err,
         transient=True,

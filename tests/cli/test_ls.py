@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.keeping import noted_policy, parse_best, parse_duration, parse_policy
+from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy
 from aiockpt.cli.main import app
 from aiockpt.manager.policies import KeepAll, KeepAny
 from aiockpt.manager.scan import scan
@@ -212,17 +212,6 @@ def test_no_policy_is_noted_by_others(tmp_path):
     assert noted_policy(scan(tmp_path)) is None
     make("aiockpt", tmp_path / "step-00000001")
     assert noted_policy(scan(tmp_path)) is None
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("12h", 43200), ("2w", 1209600)])
-def test_durations(text, seconds):
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "h", "1y", "-1h", "nan", "inf", "one"])
-def test_no_durations(text):
-    with pytest.raises(ValueError, match="is no duration"):
-        parse_duration(text)
 
 
 def test_best():

@@ -1,0 +1,1 @@
+"""``aiockpt bench``: what a disk can do, and the settings to use on it."""

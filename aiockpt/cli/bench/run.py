@@ -1,0 +1,223 @@
+"""The steps of ``aiockpt bench``: raw writes and reads, syncs, and then a save and a load as a program makes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import aiockpt
+from aiockpt.cli.app import CommandError
+from aiockpt.cli.bench.advice import DEFAULT_CHUNK_BYTES, Advice, best_chunk, best_direct_io, best_threads
+from aiockpt.cli.bench.disk import Disk, Measured, Setting, drop
+from aiockpt.cli.interrupts import uninterrupted
+from aiockpt.cli.output import Column, console, duration_text, print_json, print_table, rate_text, shown, size_text
+from aiockpt.cli.progress import bar
+from aiockpt.core.machine import available_memory_bytes
+from aiockpt.storage.local.temp_dir import make_hidden, new_ticket
+
+MIB = 1 << 20
+_THREADS = (1, 2, 4, 8)
+_CHUNKS = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+_LEAST_BYTES = 16 * MIB
+_TENSOR_BYTES = 32 * MIB
+_SPARE = 4  # parts of the free space, and of the free memory, of which one is used
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A save and a load of the engine."""
+
+    nbytes: int
+    staged_s: float
+    written_s: float
+    loaded_s: float
+
+
+def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = False) -> None:
+    """Measure a directory's disk, and print the settings to use; nothing is left there.
+
+    Args:
+        directory: an existing directory.
+        size_bytes: the most bytes to write in one measurement; less if there is not enough space or memory.
+        seconds: the longest time of one measurement.
+        as_json: print JSON.
+
+    Raises:
+        CommandError: there is not enough space or memory.
+        OSError: the directory can't be written.
+    """
+    directory = os.path.abspath(os.path.expanduser(directory))
+    nbytes = _affordable(directory, size_bytes)
+    with _workspace(directory) as (folder, checkpoint):
+        disk = Disk(folder)
+        try:
+            measured = _measure_threads(disk, nbytes, seconds)
+            writes = [each for each in measured if each.setting.kind == "write"]
+            direct = best_direct_io(writes)
+            threads = best_threads([each for each in writes if each.setting.direct == direct])
+            chunks = _measure_chunks(disk, nbytes, seconds, direct=direct, threads=threads)
+            disk.remove_files()
+            syncs = disk.sync_s()
+            disk.remove_files()
+        finally:
+            disk.close()
+        advice = Advice(threads, best_chunk(chunks), direct)
+        saved = _save_and_load(checkpoint, nbytes, advice)
+    measured += [each for each in chunks if each.setting.chunk_bytes != DEFAULT_CHUNK_BYTES]
+    if as_json:
+        print_json(_document(directory, measured, syncs, saved, advice))
+    else:
+        _print(directory, measured, syncs, saved, advice)
+
+
+def _affordable(directory: str, nbytes: int) -> int:
+    free = shutil.disk_usage(directory).free
+    memory = available_memory_bytes()
+    most = min(nbytes, free // _SPARE, memory // _SPARE)
+    if most < _LEAST_BYTES:
+        raise CommandError(
+            f"{directory} has {size_text(free)} left, and memory {size_text(memory)}: too little to measure"
+        )
+    return most
+
+
+@contextlib.contextmanager
+def _workspace(directory: str) -> Iterator[tuple[str, str]]:
+    """Make a temporary directory, and yield it and a path for a checkpoint beside it; both are removed at the end.
+
+    Their names are those of what saves leave: if this process is killed, ``aiockpt clean`` removes them.
+    """
+    folder, checkpoint = (os.path.join(directory, new_ticket()) for _ in range(2))
+    with uninterrupted():
+        held = make_hidden(folder)
+    try:
+        yield folder, checkpoint
+    finally:
+        with uninterrupted():
+            held.release()
+            shutil.rmtree(folder)
+            shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+# --- measuring ------------------------------------------------------------------------------------------
+
+
+def _measure_threads(disk: Disk, nbytes: int, seconds: float) -> list[Measured]:
+    measured: list[Measured] = []
+    for direct in (True, False):
+        for threads in _THREADS:
+            written = _measure(disk, Setting("write", direct, threads, DEFAULT_CHUNK_BYTES), nbytes, seconds)
+            if written is None:
+                break
+            read = _measure(disk, Setting("read", direct, threads, DEFAULT_CHUNK_BYTES), written.nbytes, seconds)
+            measured += [written] if read is None else [written, read]
+    return measured
+
+
+def _measure_chunks(disk: Disk, nbytes: int, seconds: float, *, direct: bool, threads: int) -> list[Measured]:
+    settings = [Setting("write", direct, threads, chunk) for chunk in _CHUNKS if chunk * threads <= nbytes]
+    found = [_measure(disk, setting, nbytes, seconds) for setting in settings]
+    return [each for each in found if each is not None]
+
+
+def _measure(disk: Disk, setting: Setting, nbytes: int, seconds: float) -> Measured | None:
+    with bar(f"{setting}, {size_text(setting.chunk_bytes)}", nbytes) as shown_bar:
+        return disk.measure(setting, nbytes, seconds, shown_bar.advance)
+
+
+def _save_and_load(path: str, nbytes: int, advice: Advice) -> Saved:
+    """Save and load a state as a training program does, when its memory is there already."""
+    count = max(1, nbytes // _TENSOR_BYTES)
+    state = {f"layers.{n}.weight": torch.rand(nbytes // count // 4) for n in range(count)}
+    with aiockpt.SyncCheckpointer(
+        io_threads=advice.io_threads, chunk_bytes=advice.chunk_bytes, direct_io=advice.direct_io
+    ) as ckpt:
+        with bar("saving", nbytes) as shown_bar:
+            for _ in range(2):  # the first one also allocates the staging memory
+                begin = time.perf_counter()
+                handle = ckpt.submit(state, path, overwrite=True)
+                handle.staged.result()
+                staged_s = time.perf_counter() - begin
+                handle.written.result()
+                written_s = time.perf_counter() - begin
+                shown_bar.advance(nbytes // 2)
+        for entry in os.scandir(path):
+            fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+            drop(fd)
+            os.close(fd)
+        with bar("loading", nbytes):
+            begin = time.perf_counter()
+            ckpt.load(path, state)
+            loaded_s = time.perf_counter() - begin
+    return Saved(sum(each.nbytes for each in state.values()), staged_s, written_s, loaded_s)
+
+
+# --- output ---------------------------------------------------------------------------------------------
+
+
+def _print(directory: str, measured: list[Measured], syncs: list[float], saved: Saved, advice: Advice) -> None:
+    out = console()
+    out.print(f"{shown(directory)}", style="bold", soft_wrap=True)
+    rows = [
+        (
+            f"{'direct' if each.setting.direct else 'buffered'} {each.setting.kind}",
+            str(each.setting.threads),
+            size_text(each.setting.chunk_bytes),
+            rate_text(each.bytes_per_s),
+        )
+        for each in measured
+    ]
+    print_table(
+        [Column(""), Column("threads", right=True), Column("chunk", right=True), Column("speed", right=True)], rows
+    )
+    if not any(each.setting.direct for each in measured):
+        out.print("This file system has no direct I/O.")
+    out.print(f"\nsync of 4 KiB: {_ms(statistics.median(syncs))} in the middle, {_ms(max(syncs))} at worst")
+    size = size_text(saved.nbytes)
+    out.print(
+        f"save of {size}: staged after {duration_text(saved.staged_s)}, durable after "
+        f"{duration_text(saved.written_s)}, {rate_text(saved.nbytes / saved.written_s)}"
+    )
+    out.print(f"load of {size}: {duration_text(saved.loaded_s)}, {rate_text(saved.nbytes / saved.loaded_s)}")
+    out.print("\nThe defaults suit this disk:" if advice == Advice() else "\nSettings for this disk:")
+    out.print(f"  aiockpt.AsyncCheckpointer({advice})", style="bold", soft_wrap=True)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def _document(
+    directory: str, measured: list[Measured], syncs: list[float], saved: Saved, advice: Advice
+) -> dict[str, Any]:
+    return {
+        "directory": directory,
+        "raw": [
+            {
+                "kind": each.setting.kind,
+                "direct": each.setting.direct,
+                "threads": each.setting.threads,
+                "chunk_bytes": each.setting.chunk_bytes,
+                "bytes": each.nbytes,
+                "seconds": each.seconds,
+                "bytes_per_s": each.bytes_per_s,
+            }
+            for each in measured
+        ],
+        "sync_s": {"median": statistics.median(syncs), "worst": max(syncs), "times": len(syncs)},
+        "save": {"bytes": saved.nbytes, "staged_s": saved.staged_s, "written_s": saved.written_s},
+        "load": {"bytes": saved.nbytes, "seconds": saved.loaded_s},
+        "settings": {
+            "io_threads": advice.io_threads,
+            "chunk_bytes": advice.chunk_bytes,
+            "direct_io": advice.direct_io,
+        },
+    }

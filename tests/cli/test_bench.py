@@ -1,0 +1,154 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from aiockpt.cli.bench.advice import Advice, best_chunk, best_direct_io, best_threads
+from aiockpt.cli.bench.disk import Disk, Measured, Setting
+from aiockpt.cli.main import app
+from aiockpt.options import CheckpointerOptions
+
+MIB = 1 << 20
+SMALL = ("--size", "16M", "--seconds", "0.05")
+TIMEOUT_S = 300
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_everything_is_measured_and_nothing_left(tmp_path):
+    (tmp_path / "mine").touch()
+    result = invoke(tmp_path, *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert os.listdir(tmp_path) == ["mine"]
+    raw = {(each["kind"], each["direct"], each["threads"]) for each in found["raw"]}
+    assert {(kind, False, threads) for kind in ("write", "read") for threads in (1, 2, 4, 8)} <= raw
+    assert all(each["bytes"] > 0 and each["bytes_per_s"] > 0 for each in found["raw"])
+    assert found["sync_s"]["worst"] >= found["sync_s"]["median"] > 0
+    assert found["save"]["bytes"] == found["load"]["bytes"] == 16 * MIB
+    assert found["settings"].keys() == {"io_threads", "chunk_bytes", "direct_io"}
+
+
+def test_the_settings_are_printed_as_code(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)  # as on macOS
+    result = invoke(tmp_path, *SMALL)
+    assert result.exit_code == 0, result.output
+    assert "This file system has no direct I/O." in result.stdout
+    assert "direct write" not in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("  aiockpt.AsyncCheckpointer(io_threads=")
+    assert result.stdout.rstrip().endswith("direct_io=False)")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("arguments", [["--size", "many"], ["--seconds", "0"], ["--seconds", "x"]])
+def test_wrong_use(arguments, tmp_path):
+    assert invoke(tmp_path, *arguments).exit_code == 2
+
+
+def test_no_directory_is_code_3(tmp_path):
+    result = invoke(tmp_path / "none", *SMALL)
+    assert (result.exit_code, result.stderr) == (3, f"aiockpt: {tmp_path / 'none'}: No such file or directory\n")
+
+
+def test_too_little_space_is_code_3(tmp_path):
+    result = invoke(tmp_path, "--size", "1M")
+    assert result.exit_code == 3
+    assert "too little to measure" in result.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupt_leaves_nothing(number, tmp_path):
+    command = [sys.executable, "-m", "aiockpt", "bench", str(tmp_path), "--seconds", "60", "--size", "1T"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        until = time.monotonic() + TIMEOUT_S
+        while not any(tmp_path.glob(".aiockpt-*/__0_0.distcp")):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until
+        process.send_signal(number)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (out, err) == (b"", b"")
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+        assert CliRunner().invoke(app, ["clean", str(tmp_path)]).exit_code == 0
+    else:
+        assert process.returncode == 128 + number
+    assert os.listdir(tmp_path) == []
+
+
+# --- raw I/O ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("direct", [True, False])
+def test_files_have_the_bytes_that_are_counted(direct, threads, tmp_path):
+    disk = Disk(str(tmp_path))
+    noted = []
+    try:
+        written = disk.measure(Setting("write", direct, threads, MIB), 9 * MIB, 60, noted.append)
+        if written is None:
+            pytest.skip("this file system has no direct I/O")
+        assert written.nbytes == sum(noted) == 9 * MIB
+        assert [file.stat().st_size for file in tmp_path.iterdir()] == [9 * MIB // threads] * threads
+        read = disk.measure(Setting("read", direct, threads, 2 * MIB), 9 * MIB, 60)
+        assert read.nbytes >= 6 * MIB
+        times = disk.sync_s()
+        assert 1 <= len(times) <= 100
+        disk.remove_files()
+        assert os.listdir(tmp_path) == []
+    finally:
+        disk.close()
+
+
+def test_an_error_of_the_disk_is_raised(tmp_path):
+    disk = Disk(str(tmp_path / "none"))
+    try:
+        with pytest.raises(FileNotFoundError):
+            disk.measure(Setting("write", False, 2, MIB), 4 * MIB, 60)
+    finally:
+        disk.close()
+
+
+# --- advice -----------------------------------------------------------------------------------------------
+
+
+def at(speed, direct=True, threads=4, chunk_bytes=16 * MIB):
+    return Measured(Setting("write", direct, threads, chunk_bytes), speed, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("direct", "buffered", "expected"), [(100, 100, True), (100, 124, True), (100, 126, False), (200, 100, True)]
+)
+def test_the_page_cache_has_to_bring_something(direct, buffered, expected):
+    assert best_direct_io([at(direct), at(buffered, direct=False)]) is expected
+
+
+def test_without_direct_io_there_is_only_the_page_cache():
+    assert not best_direct_io([at(100, direct=False)])
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [((100, 100, 100, 100), 4), ((100, 50, 91, 60), 4), ((100, 95, 50, 60), 1), ((10, 95, 50, 100), 2)],
+)
+def test_the_default_is_left_where_something_is_gained(speeds, expected):
+    assert best_threads([at(speed, threads=n) for n, speed in zip((1, 2, 4, 8), speeds, strict=True)]) == expected
+    chunks = {1: MIB, 2: 4 * MIB, 4: 16 * MIB, 8: 64 * MIB}
+    measured = [at(speed, chunk_bytes=c) for c, speed in zip(chunks.values(), speeds, strict=True)]
+    assert best_chunk(measured) == chunks[expected]
+
+
+def test_the_defaults_are_those_of_a_checkpointer():
+    options = CheckpointerOptions()
+    assert Advice() == Advice(options.writing_threads, options.chunk, options.direct_io)
