@@ -161,7 +161,11 @@ def _new_tensors(
     for name, entry in tensors.items():
         loaded_dtype = cast(entry.dtype, dtype)
         as_stored = len(entry.chunks) == 1 and device.type == "cpu" and loaded_dtype is entry.dtype
-        key = name if device.type == "meta" else _bytes_key(name, entry, as_stored=as_stored)
+        key: object = name
+        if entry.nbytes and device.type != "meta":
+            # As stored, all views of a storage share its memory.
+            is_view = as_stored and entry.chunks[0].item is not None
+            key = entry.chunks[0].place if is_view else value_key(name, entry)
         new = found.get(key)
         if new is None:
             new = found[key] = NewTensor({}, entry.shape, loaded_dtype)
@@ -175,15 +179,13 @@ def _new_tensors(
     return list(found.values())
 
 
-def _bytes_key(name: str, entry: TensorEntry, *, as_stored: bool) -> object:
-    """Return a key that is equal for entries that are to share memory."""
+def value_key(name: str, entry: TensorEntry) -> object:
+    """Return a key that is equal for entries of the same values in the same bytes: for tied tensors."""
     if not entry.nbytes:
         return name
-    item = entry.chunks[0].item
-    if as_stored and item is not None:
-        return entry.chunks[0].place
-    layout = None if item is None else (item.stride, item.storage_offset)
-    return tuple(chunk.place for chunk in entry.chunks), entry.dtype, entry.shape, layout
+    item = entry.chunks[0].item  # several views of one storage have the same range of bytes
+    view = None if item is None else (item.stride, item.storage_offset, item.conj, item.neg)
+    return tuple(chunk.place for chunk in entry.chunks), entry.dtype, entry.shape, view
 
 
 def _plan_part(plan: ReadPlan, path: str, part: ReadRequest, entry: TensorEntry, dtype: torch.dtype | None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import format_utils as theirs
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -61,6 +62,26 @@ def test_a_checkpoint_of_ours_becomes_what_was_saved(tmp_path: Path) -> None:
     assert_same(state, loaded)
     assert loaded["tied"].data_ptr() == loaded["model"]["0.weight"].data_ptr()
     assert_sound(tmp_path / "m.pt")
+
+
+BASE = torch.arange(1.0, 17.0).view(4, 4)
+COMPLEX = torch.complex(BASE, -BASE)
+VIEWS = {
+    "halves": {"a": BASE[:2], "b": BASE[2:]},
+    "turned": {"a": BASE, "b": BASE.t()},
+    "negated": {"a": BASE, "b": torch._neg_view(BASE)},
+    "conjugated": {"a": COMPLEX, "b": COMPLEX.conj()},
+}
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_views_of_the_same_bytes_are_different_tensors(kind: str, tmp_path: Path) -> None:
+    expected = {name: tensor.clone().resolve_conj().resolve_neg() for name, tensor in VIEWS[kind].items()}
+    torch.save(VIEWS[kind], tmp_path / "m.pt")
+    ours.dcp_to_torch_save(tmp_path / "m.pt", tmp_path / "ours.pt")
+    assert_same(expected, torch.load(tmp_path / "ours.pt", weights_only=True))
+    ours.dcp_to_safetensors(tmp_path / "m.pt", tmp_path / "m.safetensors")
+    assert_same(expected, load_file(tmp_path / "m.safetensors"))
 
 
 @pytest.mark.parametrize("writer", ["torch", "aiockpt"])

@@ -64,6 +64,7 @@ def test_tensors_of_one_storage_share_it_again(ckpt, tmp_path: Path) -> None:
         "row": small.view(3, 4)[1],
         "wide": small[:1].expand(1000),
         "z": torch.complex(small, -small),
+        "negated": torch._neg_view(small.view(3, 4)),
     }
     state["conj"] = state["z"].conj()
     torch.save(state, tmp_path / "s.pt")
@@ -74,6 +75,8 @@ def test_tensors_of_one_storage_share_it_again(ckpt, tmp_path: Path) -> None:
     assert (loaded["tail"][0], loaded["even"][250_000], loaded["small"][1, 0]) == (-1, -1, 77)
     assert loaded["wide"].stride() == (0,)
     assert loaded["conj"].data_ptr() == loaded["z"].data_ptr()
+    cast = ckpt.load(tmp_path / "s.pt", keys=["small", "negated"], dtype=torch.float64)
+    assert_same({"small": small.view(3, 4).double(), "negated": -small.view(3, 4).double()}, cast)
     cast = ckpt.load(tmp_path / "s.pt", keys=["even", "small"], dtype=torch.float64)
     assert_same({"even": base[::2].double(), "small": small.view(3, 4).double()}, cast)
     with pytest.raises(aiockpt.LoadError, match="its elements share memory"):

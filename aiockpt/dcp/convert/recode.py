@@ -22,7 +22,7 @@ from aiockpt.planning.specs import TensorSpec
 from aiockpt.reading.executor import ReadExecutor, run_each
 from aiockpt.reading.load import chosen_entries
 from aiockpt.reading.open import open_checkpoint
-from aiockpt.reading.read_plan import TensorRead, reads_of
+from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
 from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
@@ -216,9 +216,9 @@ def _plan(index: Index, entries: Mapping[str, TensorEntry], form: FileFormat, dt
         specs.append(
             TensorSpec(torch.Size(entry.shape), cast(entry.dtype, dtype), strides, strides, is_raw=True, device=_CPU)
         )
-        key = (tuple(chunk.place for chunk in entry.chunks), entry.dtype, entry.shape) if entry.nbytes else name
-        if first.setdefault(key, leaf) != leaf:
-            tied[leaf] = first[key]
+        earlier = first.setdefault(value_key(name, entry), leaf)
+        if earlier != leaf:
+            tied[leaf] = earlier
     structure = Structure(list(entries), [index.paths[name] for name in entries], frozenset())
     form.check(structure.names, specs)
     summary = StateSummary(structure, specs, frozenset(), tied, len(first))

@@ -29,7 +29,7 @@ from aiockpt.reading.assemble import build_state
 from aiockpt.reading.executor import ReadExecutor, run_each
 from aiockpt.reading.jobs import memory_of
 from aiockpt.reading.open import open_checkpoint
-from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of
+from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage.local.belonging import why_not_a_checkpoint
 from aiockpt.storage.local.commit import make_directories, sync_directory
@@ -121,7 +121,7 @@ class _Conversion:
         stand_ins: dict[object, tuple[str, TensorEntry, torch.Tensor]] = {}
         for name, entry in self._index.entries.items():
             if isinstance(entry, TensorEntry):
-                known = stand_ins.setdefault(_bytes_key(name, entry), (name, entry, _stand_in(entry)))
+                known = stand_ins.setdefault(value_key(name, entry), (name, entry, _stand_in(entry)))
                 values[name] = known[2]
             elif isinstance(entry, InlineEntry):
                 values[name] = entry.value
@@ -249,14 +249,6 @@ def _windows(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
         nbytes += each.space.nbytes + _ALIGNMENT
     if window:
         yield window
-
-
-def _bytes_key(name: str, entry: TensorEntry) -> object:
-    """Return a value that two keys share if and only if they are the same stored tensor."""
-    if len(entry.chunks) != 1 or not entry.nbytes:
-        return name
-    item = entry.chunks[0].item
-    return entry.chunks[0].place, entry.dtype, entry.shape, item and (item.stride, item.storage_offset)
 
 
 def _stand_in(entry: TensorEntry) -> torch.Tensor:
