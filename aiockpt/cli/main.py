@@ -9,10 +9,20 @@ import typer
 
 from aiockpt._version import __version__
 from aiockpt.cli.app import Code, Commands
+from aiockpt.cli.completion import checkpoints, topics
+from aiockpt.cli.completion import keys as complete_keys
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Let a file of torch.save run the code in it.")]
-Checkpoint = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.")]
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.", autocompletion=checkpoints)
+]
+Keys = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY]...", help="Only these keys, containers, or patterns: 'model.*'.", autocompletion=complete_keys
+    ),
+]
 
 app = typer.Typer(
     name="aiockpt",
@@ -67,10 +77,7 @@ def ls(
 @app.command()
 def inspect(
     path: Checkpoint,
-    keys: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY]...", help="Only these keys, containers, or patterns: 'model.*'."),
-    ] = None,
+    keys: Keys = None,
     stats: Annotated[bool, typer.Option("--stats", help="Read the tensors: minimum, maximum, mean, nan.")] = False,
     depth: Annotated[int | None, typer.Option("--depth", "-d", min=1, help="Show so many levels.")] = None,
     everything: Annotated[
@@ -102,12 +109,9 @@ def inspect(
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, the older one.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="A checkpoint.")],
-    keys: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY]...", help="Only these keys, containers, or patterns: 'model.*'."),
-    ] = None,
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, the older one.", autocompletion=checkpoints)],
+    b: Annotated[str, typer.Argument(metavar="B", help="A checkpoint.", autocompletion=checkpoints)],
+    keys: Keys = None,
     rtol: Annotated[float, typer.Option(min=0, help="Tolerate this ratio to the larger absolute value.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0, help="Tolerate this difference.")] = 0.0,
     trust: Trust = False,
@@ -130,7 +134,10 @@ def diff(
 
 @app.command()
 def verify(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints, or directories of them.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH...", help="Checkpoints, or directories of them.", autocompletion=checkpoints),
+    ],
     as_json: Json = False,
 ) -> None:
     """Check every byte of checkpoints: files, sizes, CRCs, framing, and whether they match the metadata.
@@ -179,7 +186,10 @@ def prune(
 
 @app.command()
 def rm(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints: directories or files.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="PATH...", help="Checkpoints: directories or files.", autocompletion=checkpoints),
+    ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
     """Delete checkpoints, each at once as a whole. Nothing else is deleted: a directory with other files stays."""
@@ -290,7 +300,9 @@ def demo(
 
 @app.command()
 def docs(
-    topic: Annotated[str | None, typer.Argument(help="The page to show. By default, the list of pages.")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(help="The page to show. By default, the list of pages.", autocompletion=topics)
+    ] = None,
 ) -> None:
     """Show the documentation: a list of topics, or one page."""
     from aiockpt.cli.docs import show_topic, show_topics

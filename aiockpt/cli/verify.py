@@ -60,8 +60,8 @@ def _below(path: str) -> list[Found]:
 
 
 async def _verify(ckpt: aiockpt.AsyncCheckpointer, path: str) -> aiockpt.VerifyReport:
-    with bar(f"checking {shown(os.path.basename(path) or path)}"):
-        return await ckpt.verify(path)
+    with bar(f"checking {shown(os.path.basename(path) or path)}") as shown_bar:
+        return await ckpt.verify(path, progress=lambda event: shown_bar.update(event.read_bytes, event.total_bytes))
 
 
 def _print(outcome: aiockpt.VerifyReport) -> None:

@@ -153,9 +153,9 @@ def _save_and_load(path: str, nbytes: int, advice: Advice) -> Saved:
             fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
             drop(fd)
             os.close(fd)
-        with bar("loading", nbytes):
+        with bar("loading", nbytes) as shown_bar:
             begin = time.perf_counter()
-            ckpt.load(path, state)
+            ckpt.load(path, state, progress=lambda event: shown_bar.update(event.read_bytes, event.total_bytes))
             loaded_s = time.perf_counter() - begin
     return Saved(sum(each.nbytes for each in state.values()), staged_s, written_s, loaded_s)
 
