@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import torch
 
 DTYPES = [
@@ -69,6 +70,8 @@ def assert_same(one: Any, other: Any, where: str = "state") -> None:
             assert_same(a, b, f"{where}.{i}")
     elif isinstance(one, torch.Tensor):
         assert torch.equal(one.to_dense() if one.is_sparse else one, other.to_dense() if other.is_sparse else other)
+    elif isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes()), where
     else:
         assert one == other or (one != one and other != other), f"{where}: {one!r} became {other!r}"
 

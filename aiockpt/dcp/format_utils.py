@@ -11,12 +11,13 @@ import inspect
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
+from aiockpt.dcp.convert.parts import ConversionProgress
 from aiockpt.dcp.convert.recode import Recoding
 from aiockpt.dcp.convert.to_dcp import write_checkpoint
 from aiockpt.dcp.convert.to_torch import write_torch_file
@@ -36,13 +37,18 @@ if TYPE_CHECKING:
 
     from aiockpt.core.futures import Call
     from aiockpt.dcp.adapter import AnyCheckpointer, Path
+    from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.planning.planner import FileFormat
     from aiockpt.reading.executor import LoadTools
 
 __all__ = [
     "BroadcastingTorchSaveReader",
+    "ConversionProgress",
     "DynamicMetaLoadPlanner",
     "EmptyStateDictLoadPlanner",
     "_EmptyStateDictLoadPlanner",
+    "convert_checkpoint",
+    "convert_checkpoint_async",
     "dcp_to_safetensors",
     "dcp_to_safetensors_async",
     "dcp_to_torch_save",
@@ -237,7 +243,7 @@ def dcp_to_safetensors(
     is_file = os.fspath(safetensors_path).endswith(SUFFIX)
     form = SafetensorsFormat(facts, single_file=is_file, shard_bytes=shard_bytes, file_of=fqn_to_index_mapping)
     options = _options(keys=keys, dtype=dtype, verify=verify)
-    recoding = Recoding(dcp_checkpoint_dir, safetensors_path, form, options, facts, overwrite)
+    recoding = Recoding(dcp_checkpoint_dir, safetensors_path, lambda _: form, options, facts, overwrite)
     return _Conversion(dcp_checkpoint_dir, recoding.run)
 
 
@@ -275,11 +281,86 @@ def safetensors_to_dcp(
         WriteError, CommitError: the files can't be written.
     """
     options = _options(keys=keys, dtype=dtype, verify=verify)
-    recoding = Recoding(safetensors_path, dcp_checkpoint_dir, DcpFormat(_FILES), options, {}, overwrite)
+    recoding = Recoding(safetensors_path, dcp_checkpoint_dir, _dcp_format, options, {}, overwrite)
     return _Conversion(safetensors_path, recoding.run)
 
 
 safetensors_to_dcp_async = _async_form(safetensors_to_dcp)
+
+
+@_blocking
+def convert_checkpoint(
+    path: Path,
+    target: Path,
+    *,
+    to: Literal["dcp", "torch", "safetensors"],
+    keys: str | Sequence[str] | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    safe_globals: Sequence[Any] = (),
+    trust: bool = False,
+    progress: ConversionProgress | None = None,
+) -> _Conversion:
+    """Convert a checkpoint of any format that we load to any format that we save, in bounded memory. Blocks.
+
+    The result appears atomically, complete and durable; if the conversion fails, whatever was there before stays. At
+    most some 100 MB of tensors are in memory; objects are read as a whole. Objects of DCP checkpoints are copied to
+    other DCP checkpoints without being unpickled. Metadata of the user's is kept, but for files of torch.save, which
+    have no place for it. Tensors are stored row by row::
+
+        convert_checkpoint("runs/a/step-100", "model.pt", to="torch", keys="model", dtype=torch.bfloat16)
+
+    Args:
+        path: the checkpoint.
+        target: a directory; for "torch" a file; for "safetensors" a directory, or a file whose name ends in
+            ``.safetensors``.
+        to: the format. "dcp" is that of `aiockpt.AsyncCheckpointer.save` and of ``torch.distributed.checkpoint``.
+        keys: convert only these: names, names of containers, and glob patterns; see `aiockpt.AsyncCheckpointer.load`.
+        dtype: cast floating-point tensors to this dtype.
+        overwrite: replace an existing checkpoint.
+        verify: check the CRC of everything that is read, if it has one; large tensors are read once more for that.
+        safe_globals: classes and functions that pickled objects may use, in addition to those that torch allows.
+        trust: unpickle objects without restriction, which runs whatever code they ask for.
+        progress: is updated while the conversion runs.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: it is unfinished, truncated or changed.
+        MissingKeysError: it has none of some keys.
+        UnsafeCheckpointError: an object needs something that was not allowed.
+        SaveError: safetensors can't hold a key: it is no tensor, or of a dtype without a name.
+        CheckpointExistsError: something is there that may not be replaced.
+        WriteError, CommitError: the files can't be written.
+        ValueError: there is no such format.
+    """
+    options = _options(keys=keys, dtype=dtype, verify=verify, safe_globals=safe_globals, trust=trust)
+    progress = progress or ConversionProgress()
+    match to:
+        case "torch":
+            return _Conversion(
+                path,
+                lambda checkpointer, tools: write_torch_file(
+                    checkpointer, path, target, options, tools, overwrite=overwrite, progress=progress
+                ),
+            )
+        case "dcp":
+            make_form: Callable[[dict[str, JsonValue]], FileFormat] = _dcp_format
+        case "safetensors":
+            is_file = os.fspath(target).endswith(SUFFIX)
+
+            def make_form(metadata: dict[str, JsonValue]) -> FileFormat:
+                return SafetensorsFormat(metadata, single_file=is_file, shard_bytes=None)
+        case _:
+            raise ValueError(f"to must be 'dcp', 'torch' or 'safetensors', not {to!r}")
+    return _Conversion(path, Recoding(path, target, make_form, options, None, overwrite, progress).run)
+
+
+convert_checkpoint_async = _async_form(convert_checkpoint)
+
+
+def _dcp_format(_: dict[str, JsonValue]) -> FileFormat:
+    return DcpFormat(_FILES)
 
 
 def _options(

@@ -87,7 +87,7 @@ def test_views_of_the_same_bytes_are_different_tensors(kind: str, tmp_path: Path
 @pytest.mark.parametrize("writer", ["torch", "aiockpt"])
 def test_large_tensors_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str) -> None:
     monkeypatch.setattr(to_torch, "_WINDOW_BYTES", 100_000)
-    monkeypatch.setattr(to_torch, "_PART_BYTES", 64 * 1024)
+    monkeypatch.setattr(to_torch, "PART_BYTES", 64 * 1024)
     state = {
         "large": random_tensor(torch.float32, (777, 913), 1),
         "strided": random_tensor(torch.bfloat16, (300, 1001), 2).t(),

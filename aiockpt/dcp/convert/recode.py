@@ -1,28 +1,31 @@
-"""Converts a checkpoint of tensors to another format, in bounded memory: file by file, a chunk at a time."""
+"""Converts a checkpoint to files of DCP or safetensors, in bounded memory: file by file, a chunk at a time."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import torch
-from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import row_strides
+from aiockpt.dcp.convert.parts import ConversionProgress, PartReader, reads_of_part
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError
-from aiockpt.format.index import ChunkEntry, TensorEntry
-from aiockpt.format.manifest.manifest import Manifest
+from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
+from aiockpt.format.item.arrays import ARRAY_RECORD
+from aiockpt.format.item.objects import encode_object
+from aiockpt.format.item.ziparchive import FramingError, read_archive
+from aiockpt.format.keys import containers_within
+from aiockpt.format.manifest.manifest import Manifest, check_user_metadata
+from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.planner import StateSummary
-from aiockpt.planning.ranges import Selection, boxes
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import TensorSpec
-from aiockpt.reading.executor import ReadExecutor, run_each
 from aiockpt.reading.load import chosen_entries
 from aiockpt.reading.open import open_checkpoint
-from aiockpt.reading.read_plan import TensorRead, reads_of, value_key
+from aiockpt.reading.read_plan import value_key
 from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
@@ -30,21 +33,21 @@ from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, W
 from aiockpt.writing.process.error_transport import unwrapped
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from aiockpt.dcp.adapter import AnyCheckpointer, Path
-    from aiockpt.format.index import Index
+    from aiockpt.format.index import Entry, Index
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.options import LoadOptions
-    from aiockpt.planning.layout import FileImage, Piece
+    from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import FileFormat, SavePlan
-    from aiockpt.reading.decoded import DecodedSource
     from aiockpt.reading.executor import LoadTools
+    from aiockpt.reading.open import OpenCheckpoint
+    from aiockpt.reading.read_plan import TensorRead
     from aiockpt.storage.base import Transaction
 
 _CHUNK_BYTES = 16 << 20
 _CHUNKS = 4
-_PART_BYTES = 8 << 20
 _CPU = torch.device("cpu")
 
 
@@ -54,10 +57,11 @@ class Recoding:
 
     path: Path
     target: Path
-    form: FileFormat
-    options: LoadOptions  # which tensors, as which dtype
-    metadata: dict[str, JsonValue]
+    make_form: Callable[[dict[str, JsonValue]], FileFormat]  # of the metadata
+    options: LoadOptions  # which keys, as which dtype
+    metadata: dict[str, JsonValue] | None  # None: that of the checkpoint
     overwrite: bool
+    progress: ConversionProgress = field(default_factory=ConversionProgress)
 
     async def run(self, checkpointer: AnyCheckpointer, tools: LoadTools) -> None:
         """Convert, on the checkpointer's loop; if that fails or is cancelled, leave what was there before."""
@@ -66,12 +70,23 @@ class Recoding:
         _, target = engine.locate(self.target)
         opened = await open_checkpoint(storage, path, self.options, tools)
         try:
-            entries = _tensors_of(path, opened.index, self.options)
-            plan = await run(_plan, opened.index, entries, self.form, self.options.dtype)
-            filler = _Filler(opened.source, path, entries, plan, self.options, tools)
+            index = opened.index
+            metadata = _metadata_of(index) if self.metadata is None else self.metadata
+            form = self.make_form(metadata)
+            entries, _ = chosen_entries(path, index, self.options)
+            if not isinstance(form, DcpFormat):
+                _check_tensors(path, entries)
+            blobs = await run(_object_bytes, opened, entries)
+            containers = _containers_of(index, entries, self.options.dtype)
+            plan = await run(_plan, index, entries, blobs, form, self.options.dtype)
+            self.progress.total_bytes = plan.layout.nbytes
+            filler = _Filler(PartReader(opened, self.options, tools), entries, plan, verify=self.options.verify)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
-                await self._write(plan, filler, transaction, tools)
+                documents = None
+                if not plan.is_single_file:
+                    documents = await run(_documents, plan, metadata, containers)
+                await self._write(plan, filler, documents, transaction, tools)
             except BaseException as exc:
                 with anyio.CancelScope(shield=True):
                     await _abort(transaction, unwrapped(exc))
@@ -80,7 +95,14 @@ class Recoding:
             with anyio.CancelScope(shield=True):
                 await run(opened.source.close)
 
-    async def _write(self, plan: SavePlan, filler: _Filler, transaction: Transaction, tools: LoadTools) -> None:
+    async def _write(
+        self,
+        plan: SavePlan,
+        filler: _Filler,
+        documents: CommitDocuments | None,
+        transaction: Transaction,
+        tools: LoadTools,
+    ) -> None:
         started = time.perf_counter()
         images = plan.layout.images
         names = [""] if plan.is_single_file else [image.name for image in images]
@@ -102,8 +124,8 @@ class Recoding:
                     stop = min(start + _CHUNK_BYTES, image.nbytes)
                     await filler.fill(image, start, stop, chunk.tensor)
                     await writer.put(number, FilledChunk(chunk.view, start, stop, release))
+                    self.progress.done_bytes += stop - start
                 writer.end(number)
-        documents = None if plan.is_single_file else await tools.workers.run(_documents, plan, self.metadata)
         await writer.hand_over(CommitInputs(documents, {}, started))
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
             await writer.write_documents()
@@ -121,97 +143,91 @@ async def _abort(transaction: Transaction, error: BaseException) -> None:
 class _Filler:
     """Reads what belongs into the chunks of the new files."""
 
-    def __init__(
-        self,
-        source: DecodedSource,
-        path: str,
-        entries: Mapping[str, TensorEntry],
-        plan: SavePlan,
-        options: LoadOptions,
-        tools: LoadTools,
-    ) -> None:
-        self._source = source
-        self._path = path
+    def __init__(self, reader: PartReader, entries: Mapping[str, Entry], plan: SavePlan, *, verify: bool) -> None:
+        self._reader = reader
         self._entries = entries
         self._plan = plan
-        self._verify = options.verify
-        self._run = tools.workers.run
-        self._reader = ReadExecutor(source, path, options, tools)
+        self._verify = verify
 
     async def fill(self, image: FileImage, start: int, stop: int, memory: torch.Tensor) -> None:
         """Read the bytes ``start`` to ``stop`` of a new file into ``memory``, as far as they are of tensors."""
         reads: list[TensorRead] = []
         for piece in image.pieces(start, stop):
             name, spec = self._plan.layout.structure.names[piece.leaf], self._plan.layout.specs[piece.leaf]
-            if spec is None:
-                raise TypeError(f"{name} is no tensor")
             entry = self._entries[name]
-            reads += _reads_of_piece(name, entry, piece, spec.dtype, memory)
-            is_cut = piece.stop - piece.start < entry.nbytes // entry.dtype.itemsize * spec.dtype.itemsize
+            if spec is None or not isinstance(entry, TensorEntry):
+                raise TypeError(f"{name} is no tensor")
+            nbytes = piece.stop - piece.start
+            values = memory[piece.at : piece.at + nbytes].view(spec.dtype)
+            reads += reads_of_part(name, entry, piece.start // spec.dtype.itemsize, values)
+            is_cut = nbytes < entry.nbytes // entry.dtype.itemsize * spec.dtype.itemsize
             if self._verify and is_cut and piece.start == 0:  # reads of parts can't check the CRC of the whole
-                await self._check(name, entry)
-        await self._reader.read(reads)
-
-    async def _check(self, name: str, entry: TensorEntry) -> None:
-        """Check the CRCs of a tensor that is too large to be read at once."""
-
-        async def check(chunk: ChunkEntry) -> None:
-            read = TensorRead(name, entry.dtype, chunk, None)
-            await self._reader.prepare([read])
-            item = await self._reader.locate(read)
-            crc, view = 0, memoryview(bytearray(_PART_BYTES))
-            for at in range(0, item.nbytes if item.crc is not None else 0, _PART_BYTES):
-                part = view[: item.nbytes - at]
-                await self._run(
-                    self._source.read, chunk.place.file, chunk.place.offset + item.payload_offset + at, part
-                )
-                crc = await self._run(crc32, part, crc)
-            if item.crc is not None and crc != item.crc:
-                raise CorruptCheckpointError(
-                    f"{self._path}/{chunk.place.file}: the bytes of {name} do not match their CRC: they changed since "
-                    "they were written. Use an older checkpoint."
-                )
-
-        await run_each(check, [chunk for chunk in entry.chunks if 0 not in chunk.sizes], _CHUNKS)
+                await self._reader.check(name, entry)
+        await self._reader.executor.read(reads)
 
 
-def _reads_of_piece(
-    name: str, entry: TensorEntry, piece: Piece, dtype: torch.dtype, memory: torch.Tensor
-) -> list[TensorRead]:
-    """Return the reads of a part of a tensor, which is to be stored row by row, into ``memory``."""
-    size = dtype.itemsize
-    values = memory[piece.at : piece.at + piece.stop - piece.start].view(dtype)
-    reads: list[TensorRead] = []
-    at = 0
-    for box in boxes(entry.shape, piece.start // size, piece.stop // size):
-        index = [*box.index, *(slice(0, n) for n in entry.shape[len(box.index) :])]
-        wanted = [Selection(i.start, i.stop - i.start) if isinstance(i, slice) else Selection(i, 1) for i in index]
-        target = values[at : at + box.count].view([selection.count for selection in wanted])
-        is_whole = box.count * entry.dtype.itemsize == entry.nbytes
-        reads += reads_of(name, entry, target, None if is_whole else wanted)
-        at += box.count
-    return reads
-
-
-def _tensors_of(path: str, index: Index, options: LoadOptions) -> dict[str, TensorEntry]:
-    """Return the tensors to convert; raise SaveError for anything else."""
-    entries, _ = chosen_entries(path, index, options)
-    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorEntry)}
-    other = next((name for name in entries if name not in tensors), None)
+def _check_tensors(path: str, entries: Mapping[str, Entry]) -> None:
+    """Raise SaveError for what is no tensor."""
+    other = next((name for name, entry in entries.items() if not isinstance(entry, TensorEntry)), None)
     if other is not None:
         raise SaveError(
             f"{other} of {path} is not a plain tensor, and a safetensors file holds nothing else: choose the tensors "
             "with keys="
         )
-    return tensors
 
 
-def _plan(index: Index, entries: Mapping[str, TensorEntry], form: FileFormat, dtype: torch.dtype | None) -> SavePlan:
+def _metadata_of(index: Index) -> dict[str, JsonValue]:
+    """Return the metadata of a checkpoint, without what the header of a safetensors file says of its framework."""
+    return check_user_metadata({name: value for name, value in index.metadata.items() if name != "format"})
+
+
+def _object_bytes(opened: OpenCheckpoint, entries: Mapping[str, Entry]) -> dict[str, bytes]:
+    """Return the bytes of each object as a file of torch.save; stored ones are copied, not unpickled. Blocks."""
+    blobs: dict[str, bytes] = {}
+    for name, entry in entries.items():
+        if isinstance(entry, InlineEntry):
+            blobs[name] = encode_object(name, entry.value)
+        elif isinstance(entry, ObjectEntry):
+            place = opened.source.exact_range(entry.place)
+            blobs[name] = opened.source.read_bytes(place.file, place.offset, place.length)
+            try:
+                read_archive(blobs[name])  # checks its CRCs
+            except FramingError as exc:
+                raise CorruptCheckpointError(
+                    f"{opened.path}/{place.file}: the object {name} is damaged: {exc}. Use an older checkpoint."
+                ) from exc
+    return blobs
+
+
+def _containers_of(index: Index, entries: Mapping[str, Entry], dtype: torch.dtype | None) -> list[dict[str, JsonValue]]:
+    """Return the records of the containers of what is converted; a cast array comes back as a tensor."""
+    containers: Any = index.containers
+    if len(entries) < len(index.paths):
+        names, paths = list(index.paths), list(index.paths.values())
+        containers = containers_within(containers, names, paths, entries.keys())
+    changed = {
+        tuple(index.paths[name])
+        for name, entry in entries.items()
+        if isinstance(entry, TensorEntry) and cast(entry.dtype, dtype) is not entry.dtype
+    }
+    return [dict(each) for each in containers if each["type"] != ARRAY_RECORD or tuple(each["path"]) not in changed]
+
+
+def _plan(
+    index: Index,
+    entries: Mapping[str, Entry],
+    blobs: Mapping[str, bytes],
+    form: FileFormat,
+    dtype: torch.dtype | None,
+) -> SavePlan:
     """Lay out the new files, with every tensor row by row."""
     first: dict[object, int] = {}
     tied: dict[int, int] = {}
     specs: list[TensorSpec | None] = []
     for leaf, (name, entry) in enumerate(entries.items()):
+        if not isinstance(entry, TensorEntry):
+            specs.append(None)
+            continue
         strides = row_strides(entry.shape)
         specs.append(
             TensorSpec(torch.Size(entry.shape), cast(entry.dtype, dtype), strides, strides, is_raw=True, device=_CPU)
@@ -219,20 +235,24 @@ def _plan(index: Index, entries: Mapping[str, TensorEntry], form: FileFormat, dt
         earlier = first.setdefault(value_key(name, entry), leaf)
         if earlier != leaf:
             tied[leaf] = earlier
-    structure = Structure(list(entries), [index.paths[name] for name in entries], frozenset())
+    names = list(entries)
+    objects = {leaf: blobs[name] for leaf, name in enumerate(names) if specs[leaf] is None}
+    structure = Structure(names, [index.paths[name] for name in names], frozenset(objects))
     form.check(structure.names, specs)
     summary = StateSummary(structure, specs, frozenset(), tied, len(first))
-    return form.lay_out(summary, Snapshot(structure, [], [], []))
+    return form.lay_out(summary, Snapshot(structure, [], [], [], blobs=objects))
 
 
-def _documents(plan: SavePlan, metadata: dict[str, JsonValue]) -> CommitDocuments:
+def _documents(
+    plan: SavePlan, metadata: dict[str, JsonValue], containers: list[dict[str, JsonValue]]
+) -> CommitDocuments:
     """Encode the metadata and the manifest."""
     layout = plan.layout
     totals = {
-        "tensors": len(layout.specs),
-        "objects": 0,
+        "tensors": len(layout.specs) - len(layout.structure.objects),
+        "objects": len(layout.structure.objects),
         "tensor_bytes": layout.tensor_bytes,
         "file_bytes": layout.nbytes,
     }
-    manifest = Manifest(writer=writer_name(), created=now(), metadata=metadata, totals=totals)
+    manifest = Manifest(writer=writer_name(), created=now(), metadata=metadata, totals=totals, containers=containers)
     return CommitDocuments([image.name for image in layout.images], plan.documents(), manifest, plan.index())

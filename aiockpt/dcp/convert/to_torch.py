@@ -18,6 +18,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import is_dense, row_strides
+from aiockpt.dcp.convert.parts import PART_BYTES, ConversionProgress, PartReader, reads_of_part
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CommitError, CorruptCheckpointError, WriteError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
@@ -26,10 +27,12 @@ from aiockpt.format.item.item_framing import unbacked_tensor
 from aiockpt.format.item.ziparchive import CRC, FramingError, data_offset, read_directory
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.assemble import build_state
-from aiockpt.reading.executor import ReadExecutor, run_each
+from aiockpt.reading.executor import run_each
 from aiockpt.reading.jobs import memory_of
+from aiockpt.reading.load import chosen_entries
 from aiockpt.reading.open import open_checkpoint
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
+from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage.local.belonging import why_not_a_checkpoint
 from aiockpt.storage.local.commit import make_directories, sync_directory
@@ -50,7 +53,6 @@ if TYPE_CHECKING:
 
 _WINDOW_BYTES = 32 << 20
 """Tensors are read together up to this size; larger ones are streamed."""
-_PART_BYTES = 8 << 20
 _STREAMS = 4
 _ALIGNMENT = 64
 
@@ -63,12 +65,14 @@ async def write_torch_file(
     tools: LoadTools,
     *,
     overwrite: bool,
+    progress: ConversionProgress | None = None,
 ) -> None:
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.dcp_to_torch_save`."""
     storage, path = EngineAccess(checkpointer).locate(path)
     opened = await open_checkpoint(storage, path, options, tools)
     try:
-        await _Conversion(opened, options, tools).run(absolute(target), overwrite=overwrite)
+        conversion = _Conversion(opened, options, tools, progress or ConversionProgress())
+        await conversion.run(absolute(target), overwrite=overwrite)
     finally:
         with anyio.CancelScope(shield=True):
             await tools.workers.run(opened.source.close)
@@ -89,25 +93,32 @@ class _Pending:
 
 
 class _Conversion:
-    def __init__(self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools) -> None:
+    def __init__(
+        self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools, progress: ConversionProgress
+    ) -> None:
         self._source = opened.source
         self._path = opened.path
         self._index = opened.index
+        self._entries, _ = chosen_entries(opened.path, opened.index, options)
         self._options = options
         self._run = tools.workers.run
-        self._reader = ReadExecutor(opened.source, opened.path, options, tools)
+        self._parts = PartReader(opened, options, tools)
+        self._reader = self._parts.executor
+        self._progress = progress
         self._window: MappedMemory | None = None
 
     async def run(self, target: str, *, overwrite: bool) -> None:
         """Write the file; remove it if that fails or is cancelled."""
-        entries = self._index.entries
+        entries = self._entries
         objects = [ObjectRead(name, entry.place) for name, entry in entries.items() if isinstance(entry, ObjectEntry)]
         file = await self._run(TorchFileWriter(target, overwrite=overwrite).open)
         try:
             await self._reader.read_objects(objects)
             pending, held = await self._run(self._frame, file, {read.name: read.value for read in objects})
+            self._progress.total_bytes = sum(space.nbytes for space in (*held, *(each.space for each in pending)))
             for space in held:
                 await self._run(_write_held, file, space)
+                self._progress.done_bytes += space.nbytes
             for window in _windows([each for each in pending if not each.is_large]):
                 await self._copy_window(file, window)
             await self._stream_all(file, [each for each in pending if each.is_large])
@@ -119,9 +130,10 @@ class _Conversion:
     def _frame(self, file: TorchFileWriter, values: dict[str, Any]) -> tuple[list[_Pending], list[ReservedSpace]]:
         """Write the framing; return the tensors to be written, and the spaces of storages that are in memory."""
         stand_ins: dict[object, tuple[str, TensorEntry, torch.Tensor]] = {}
-        for name, entry in self._index.entries.items():
+        for name, entry in self._entries.items():
             if isinstance(entry, TensorEntry):
-                known = stand_ins.setdefault(value_key(name, entry), (name, entry, _stand_in(entry)))
+                dtype = cast(entry.dtype, self._options.dtype)
+                known = stand_ins.setdefault(value_key(name, entry), (name, entry, _stand_in(entry, dtype)))
                 values[name] = known[2]
             elif isinstance(entry, InlineEntry):
                 values[name] = entry.value
@@ -151,6 +163,7 @@ class _Conversion:
                 data = memory_of(part)
                 file.write(data, each.space.offset)
                 file.seal(each.space, crc32(data))
+                self._progress.done_bytes += len(data)
 
         await self._run(write)
 
@@ -169,7 +182,23 @@ class _Conversion:
             if all(_is_stream_of(each, chunk, item) for chunk, item in chunks):
                 await self._stream(file, each, chunks)
             else:
-                await self._copy_window(file, [each])
+                await self._copy_parts(file, each)
+
+    async def _copy_parts(self, file: TorchFileWriter, each: _Pending) -> None:
+        """Read a tensor part by part, in its new dtype and row by row, and write it."""
+        if self._options.verify:
+            await self._parts.check(each.name, each.entry)
+        size = each.tensor.dtype.itemsize
+        memory = self._window_memory(PART_BYTES)
+        crc = 0
+        for start in range(0, each.space.nbytes, PART_BYTES):
+            part = memory[: min(PART_BYTES, each.space.nbytes - start)]
+            reads = reads_of_part(each.name, each.entry, start // size, part.view(each.tensor.dtype))
+            await self._reader.read(reads)
+            await self._run(file.write, memory_of(part), each.space.offset + start)
+            crc = await self._run(crc32, memory_of(part), crc)
+            self._progress.done_bytes += len(part)
+        await self._run(file.seal, each.space, crc)
 
     async def _item(self, each: _Pending, chunk: ChunkEntry) -> TensorItem:
         read = TensorRead(each.name, each.entry.dtype, chunk, None)
@@ -184,10 +213,12 @@ class _Conversion:
 
         async def copy(part: tuple[ChunkEntry, TensorItem]) -> None:
             chunk, item = part
-            buffer = bytearray(min(_PART_BYTES, item.nbytes))
+            buffer = bytearray(min(PART_BYTES, item.nbytes))
             crc, at = 0, 0
             while at < item.nbytes:
+                before = at
                 crc, at = await self._run(self._copy_part, file, each, chunk, item, crc, at, buffer)
+                self._progress.done_bytes += at - before
             if self._options.verify and item.crc is not None and crc != item.crc:
                 raise CorruptCheckpointError(
                     f"{self._path}/{chunk.place.file}: the bytes of {each.name} do not match their CRC: they "
@@ -216,7 +247,7 @@ class _Conversion:
     ) -> tuple[int, int]:
         """Copy the next bytes of a chunk; return the CRC so far, and the next offset. Blocks."""
         place, size = chunk.place, item.dtype.itemsize
-        view = memoryview(buffer)[: min(_PART_BYTES, item.nbytes - at)]
+        view = memoryview(buffer)[: min(PART_BYTES, item.nbytes - at)]
         self._source.read(place.file, place.offset + item.payload_offset + at, view)
         if len(each.entry.chunks) == 1:
             file.write(view, each.space.offset + at)
@@ -251,12 +282,11 @@ def _windows(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
         yield window
 
 
-def _stand_in(entry: TensorEntry) -> torch.Tensor:
-    """Return a tensor without memory, with the strides that it is stored with if they are known and dense."""
+def _stand_in(entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory, with the strides of its bytes if these can be copied as they are."""
     item = entry.chunks[0].item if len(entry.chunks) == 1 else None
-    if item is not None and _is_dense_item(item):
-        return unbacked_tensor(entry.dtype, entry.shape, item.stride)
-    return unbacked_tensor(entry.dtype, entry.shape, row_strides(entry.shape))
+    is_copied = item is not None and item.dtype is dtype and _is_dense_item(item)
+    return unbacked_tensor(dtype, entry.shape, item.stride if item and is_copied else row_strides(entry.shape))
 
 
 def _is_dense_item(item: TensorItem) -> bool:
@@ -268,7 +298,7 @@ def _is_dense_item(item: TensorItem) -> bool:
 
 def _is_stream_of(each: _Pending, chunk: ChunkEntry, item: TensorItem) -> bool:
     """Return whether the bytes of a chunk can be copied unchanged."""
-    if item.dtype is not each.entry.dtype or not _is_dense_item(item):
+    if item.dtype is not each.tensor.dtype or each.entry.dtype is not item.dtype or not _is_dense_item(item):
         return False
     wanted = each.tensor.stride() if len(each.entry.chunks) == 1 else row_strides(chunk.sizes)
     return all(n == 1 or a == b for n, a, b in zip(item.shape, item.stride, wanted, strict=True))
@@ -396,7 +426,7 @@ class TorchFileWriter:
 
     def crc_of(self, space: ReservedSpace, crc: int, start: int) -> tuple[int, int]:
         """Continue the CRC-32 of a storage from ``start``, reading back a part; return it, and the next start."""
-        stop = min(space.nbytes, start + _PART_BYTES)
+        stop = min(space.nbytes, start + PART_BYTES)
         data = os.pread(self._fd, stop - start, space.offset + start)
         if len(data) != stop - start:
             raise WriteError(f"{self._path} was cut short while it was written")
