@@ -118,10 +118,11 @@ class Restore:
     def _judge(self, infos: Sequence[StepInfo], is_touched: bool) -> Steps[None]:
         """Check the first step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
         first, *older = infos
-        if not is_touched and self.verify != "before":
-            found = yield Inspect(first.path)
-            if self.verify == "while" or (yield from self._can_be_undone(found, older)):
-                return
+        found = yield Inspect(first.path)
+        if self.verify == "while":
+            return
+        if self.verify == "auto" and not is_touched and (yield from self._can_be_undone(found, older)):
+            return
         report: VerifyReport = yield Verify(first.path)
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
         if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,9 @@ class Retention:
     """Follows the saves of a run in a thread, measures them, and deletes what is no longer kept.
 
     A step is deleted only after a later save of this manager is durable and found in the directory. Never deleted are:
-    the newest complete step, the one this manager has written last, the one that the run was restored from until this
-    manager has written one, those that are pinned, and those that are read. A deletion that fails is logged, and tried
-    again after the next save.
+    the newest complete step, those that this manager is writing, the one that it has written last, the one that the run
+    was restored from until this manager has written one, those that are pinned, and those that are read. A deletion
+    that fails is logged, and tried again after the next save.
     """
 
     def __init__(self, directory: str, keep: KeepPolicy | None, *, fsync: bool) -> None:
@@ -42,20 +43,22 @@ class Retention:
         self._keep = keep
         self.has_ended = False
         self._thread = DaemonThreads(1, "aiockpt-retention")
+        self._unclosed = weakref.finalize(self, self._thread.end, 0.0)
+        self._unclosed.atexit = False
         self._deleter = SyncCheckpointer(process_group=None, fsync=fsync)  # of its own: deleting goes on while closing
         self._lock = threading.Lock()
         self._held: Counter[int] = Counter()  # steps that are read or pinned
         self._pinned: set[int] = set()
         self._last: int | None = None  # the step that was written last, or restored
         self._written_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._began: dict[int, float] = {}  # of the saves in flight, by the id of the handle
+        self._in_flight: dict[int, tuple[int, float]] = {}  # step and beginning of saves, by the id of the handle
 
     # --- from the caller's thread -----------------------------------------------------------------------
 
     def follow(self, handle: SaveHandle, step: int, *, prunes: bool) -> None:
         """Delete what is no longer kept when a save is written, if this rank is to do that."""
         with self._lock:
-            self._began[id(handle)] = time.monotonic()
+            self._in_flight[id(handle)] = (step, time.monotonic())
         try:
             self._thread.submit(self._follow, handle, step, prunes)
         except RuntimeError as exc:  # the save goes on all the same
@@ -63,7 +66,8 @@ class Retention:
 
     def restored(self, step: int) -> None:
         """Protect the step that the run was restored from, until another one is written."""
-        self._last = step
+        with self._lock:
+            self._last = step
 
     def pin(self, step: int) -> None:
         """Keep a step until `unpin`."""
@@ -99,7 +103,7 @@ class Retention:
         with self._lock:
             longest = max(self._written_s, default=0.0)
             now = time.monotonic()
-            return longest + sum(max(0.0, longest - (now - began)) for began in self._began.values())
+            return longest + sum(max(0.0, longest - (now - began)) for _, began in self._in_flight.values())
 
     def finished(self) -> Future[None]:
         """Return a future that completes when every save that is followed has ended, and its deletions are done."""
@@ -118,16 +122,14 @@ class Retention:
     def _follow(self, handle: SaveHandle, step: int, prunes: bool) -> None:
         try:
             handle.written.ended(None)  # not its result: the failure is reported to whoever awaits the save
+            result = None if handle.written._exception is not None else handle.written._result
+            is_here = result is not None and result.fallback_error is None
             with self._lock:
-                self._began.pop(id(handle), None)
-            if handle.written._exception is not None:
-                return
-            result = handle.written._result
-            if result is None or result.fallback_error is not None:  # it is elsewhere
-                return
-            self._written_s.append(result.written_s)
-            self._last = step
-            if prunes:
+                self._in_flight.pop(id(handle), None)
+                if result is not None and is_here:
+                    self._written_s.append(result.written_s)
+                    self._last = step
+            if is_here and prunes:
                 self._prune(step)
         except Exception:
             logger.exception("what is no longer kept beside %s was not deleted; the next save tries again", handle.path)
@@ -151,4 +153,5 @@ class Retention:
     def _protected(self) -> set[int]:
         with self._lock:
             held = {step for step, count in self._held.items() if count > 0}
-            return held | self._pinned | (set() if self._last is None else {self._last})
+            written = {step for step, _ in self._in_flight.values()}  # they replace what is there
+            return held | written | self._pinned | (set() if self._last is None else {self._last})

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from isal.isal_zlib import crc32
 
 import aiockpt
+from aiockpt.format.manifest.manifest import SEAL
 from aiockpt.storage.local.source import LocalFile
 from tests.manager.runs import (
     SIZE,
@@ -205,6 +207,17 @@ def test_a_state_that_does_not_fit_condemns_no_step(folder: Path) -> None:
     state["a"] = torch.zeros(3)
     with pytest.raises(aiockpt.ShapeMismatchError):
         restored(folder, state)
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+@pytest.mark.parametrize("verify", ["auto", "before", "while"])
+def test_a_step_of_a_later_version_is_not_condemned(folder: Path, verify: Any) -> None:
+    manifest = path_of(folder, 300) / ".aiockpt.json"
+    body, _, _ = manifest.read_bytes().replace(b'"format_version": 1', b'"format_version": 9').rpartition(SEAL.encode())
+    manifest.write_bytes(body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode())
+    with pytest.raises(aiockpt.LoadError, match="later version of aiockpt") as caught:
+        restored(folder, empty(), verify=verify)
+    assert not isinstance(caught.value, aiockpt.CorruptCheckpointError)
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
 import os
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +200,41 @@ def test_an_error_in_the_program_still_finishes_saves_and_deletions(tmp_path: Pa
         run.submit(2, STATE)
         raise KeyError("the program's")
     assert names(tmp_path) == ["step-00000002"]
+
+
+def test_a_step_that_is_being_replaced_is_not_deleted(tmp_path: Path) -> None:
+    """The deletions that follow an earlier save meet the new checkpoint of a step that was superfluous."""
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.save(step, STATE)
+    with run_of(tmp_path, aiockpt.KeepLatest(1), max_in_flight=2) as run:
+        gates: list[Future[None]] = [Future(), Future()]
+
+        async def hold(path: str) -> None:
+            await asyncio.wrap_future(gates[path.endswith("1")])
+
+        first = run.submit(4, STATE, pre_commit=hold)
+        deleted = run._retention.finished()
+        replacing = run.submit(1, {"x": torch.ones(3)}, overwrite=True, pre_commit=hold)
+        gates[0].set_result(None)
+        first.written.result()
+        deleted.result()
+        assert steps(tmp_path) == [1, 4]
+        gates[1].set_result(None)
+        replacing.written.result()
+    assert steps(tmp_path) == [1, 4]
+
+
+def test_a_manager_that_is_forgotten_leaves_no_thread_and_no_lock(tmp_path: Path) -> None:
+    ckpt = aiockpt.SyncCheckpointer()
+    run = aiockpt.SyncCheckpointManager(tmp_path, checkpointer=ckpt)
+    run.save(1, STATE)
+    run._retention.finished().result()
+    (thread,) = run._retention._thread._threads
+    del run
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    ckpt.close()
+    with aiockpt.SyncCheckpointManager(tmp_path) as again:
+        assert again.steps() == [1]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from aiockpt.errors import CorruptCheckpointError
+from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.checks import MAX_DIMS, check_paths
 from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.index import Index
@@ -44,7 +44,10 @@ def decode_manifest(data: bytes) -> Manifest:
         if int(seal[:8], 16) != crc32(body):
             raise ValueError("its text does not match its CRC")
         if document["format_version"] > FORMAT_VERSION:
-            raise ValueError(f"format version {document['format_version']} needs a later version of aiockpt")
+            raise LoadError(
+                f"{MANIFEST_NAME} has the format version {document['format_version']}, which a later version of "
+                "aiockpt has written: update aiockpt to read it"
+            )
         document["containers"] = containers(document["containers"])
         document["metadata"] = read_user_metadata(mapping(document["metadata"]))
         index = decode_index(document) if "index" in document else None
