@@ -287,7 +287,7 @@ def _print(a: CheckpointReader, b: CheckpointReader, found: Differences) -> None
     rows += [_row("+", "green", info, _described(info)) for info in found.added]
     rows += [_row("~", "yellow", each.a, *_cells(each)) for each in found.changed]
     out.print()
-    columns = [Column("", overflow="ellipsis"), Column("key"), Column("what")]
+    columns = [Column(""), Column("key", wraps=True), Column("what", wraps=True)]
     columns += [Column(title, right=True) for title in ("differing", "max abs", "max rel")]
     filled = [number for number, _ in enumerate(columns) if number < 3 or any(str(row[number]) for row in rows)]
     print_table([columns[number] for number in filled], [[row[number] for number in filled] for row in rows])

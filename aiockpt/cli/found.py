@@ -75,6 +75,24 @@ def find(directory: str) -> list[Found]:
     return sorted(_find_in(directory), key=lambda found: (found.name.startswith(HIDDEN), _naturally(found.name)))
 
 
+def checkpoints_below(directory: str) -> dict[str, int]:
+    """Return the directories in a directory that are no checkpoints, but have some, with their number."""
+    if not os.path.isdir(directory) or any(map(_is_mark, os.listdir(directory))):
+        return {}
+    below: dict[str, int] = {}
+    for name in sorted(os.listdir(directory), key=_naturally):
+        path = os.path.join(directory, name)
+        try:
+            if name.startswith(".") or not os.path.isdir(path) or _look_at_directory(name, path) is not None:
+                continue
+            count = len([found for found in _find_in(path) if found.format])
+        except OSError:  # it was removed meanwhile, or belongs to somebody else
+            continue
+        if count:
+            below[name] = count
+    return below
+
+
 def _is_mark(name: str) -> bool:
     """Return whether a directory with a file of this name is a checkpoint."""
     return name in (MANIFEST_NAME, METADATA_NAME) or name.endswith((_SHARD_INDEX, ".distcp"))

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.text import Text
 
-from aiockpt.cli.found import Found, find
-from aiockpt.cli.keeping import noted_policy
+from aiockpt.cli.found import Found, checkpoints_below, find
+from aiockpt.cli.keeping import noted_policy, reason_text
 from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text, time_text
 from aiockpt.format.names import HIDDEN
 from aiockpt.manager.owner import owner_of
@@ -20,14 +20,15 @@ from aiockpt.manager.policies import select
 from aiockpt.manager.scan import StepInfo
 
 _STYLES = {"complete": "green", "unfinished": "magenta", "damaged": "bold red"}
+_NAME_CELLS = 40  # longer names wrap
 _COLUMNS = (
-    Column("name", overflow="fold"),
+    Column("name"),
     Column("state"),
     Column("format"),
     Column("size", right=True),
     Column("saved"),
-    Column("metrics"),
-    Column("kept by"),
+    Column("metrics", wraps=True),
+    Column("kept by", wraps=True),
 )
 
 
@@ -40,16 +41,22 @@ def ls(directory: str, *, as_json: bool = False) -> None:
     path = os.path.abspath(os.path.expanduser(directory))
     found = with_reasons(find(path))
     owner = owner_of(path) if os.path.isdir(path) else None
+    below = checkpoints_below(path)
     if as_json:
         facts = None if owner is None else {"host": owner.host, "pid": owner.pid, "since": _iso(owner.since)}
-        print_json({"directory": path, "owner": facts, "checkpoints": [_record(each) for each in found]})
+        print_json(
+            {"directory": path, "owner": facts, "checkpoints": [_record(each) for each in found], "below": below}
+        )
         return
     if owner is not None:
         console().print(f"A manager writes to this run: {shown(str(owner))}.", style="bold", soft_wrap=True)
     if found:
         _print(found)
-    else:
+    elif not below:
         console().print(f"There are no checkpoints in {shown(directory)}.", soft_wrap=True)
+    if below:
+        text = ", ".join(f"{shown(name)} ({count})" for name, count in below.items())
+        console().print(f"Directories with checkpoints: {text}", soft_wrap=True)
 
 
 def with_reasons(found: Sequence[Found]) -> list[Found]:
@@ -71,7 +78,8 @@ def _print(found: Sequence[Found]) -> None:
     chosen = [number for number in range(len(_COLUMNS)) if any(str(row[number]) for row in rows)]
     if all(each.format in ("aiockpt", "") for each in found):
         chosen.remove(2)
-    print_table([_COLUMNS[number] for number in chosen], [[row[number] for number in chosen] for row in rows])
+    columns = [replace(_COLUMNS[0], wraps=max(len(str(row[0])) for row in rows) > _NAME_CELLS), *_COLUMNS[1:]]
+    print_table([columns[number] for number in chosen], [[row[number] for number in chosen] for row in rows])
     out = console()
     for each in found:
         if each.problem:
@@ -94,7 +102,7 @@ def _row(found: Found) -> list[str | Text]:
         size_text(found.nbytes),
         time_text(found.time),
         metrics,
-        ", ".join(found.kept_by),
+        ", ".join(map(reason_text, found.kept_by)),
     ]
 
 

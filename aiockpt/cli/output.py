@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -56,13 +56,13 @@ class Column:
         title: its heading.
         right: align it to the right, as numbers are.
         style: its style, one that can be read on dark and on light.
-        overflow: what becomes of text that a terminal has no room for.
+        wraps: whether long text is continued on the next line of a terminal.
     """
 
     title: str
     right: bool = False
     style: str = ""
-    overflow: Literal["fold", "ellipsis"] = "fold"
+    wraps: bool = False
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
@@ -75,8 +75,8 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]])
                 column.title,
                 justify="right" if column.right else "left",
                 style=column.style,
-                overflow=column.overflow,
-                no_wrap=column.overflow == "ellipsis",
+                overflow="fold",
+                no_wrap=not column.wraps,
             )
         for row in rows:
             table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
@@ -150,8 +150,8 @@ def duration_text(seconds: float) -> str:
 
 
 def time_text(time_s: float) -> str:
-    """Return a time in seconds as in `time.time` as text, in the zone of this machine."""
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    """Return a time in seconds as in `time.time` as text, to the minute, in the zone of this machine."""
+    return datetime.fromtimestamp(time_s).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def rate_text(bytes_per_s: float) -> str:

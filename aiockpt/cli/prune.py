@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
+from aiockpt.cli.keeping import reason_text
 from aiockpt.cli.output import Column, console, print_json, print_table, shown, size_text
 from aiockpt.manager.owner import take
 from aiockpt.manager.policies import KeepAny, KeepPolicy, select, to_delete
@@ -79,10 +80,12 @@ def _print(infos: Sequence[StepInfo], kept: dict[int, list[str]], doomed: set[in
     word = "would be removed" if dry_run else "removed"
     rows = [
         (str(info.step), size_text(info.nbytes), word if info.step in doomed else "stays")
-        + (("",) if info.step in doomed else (", ".join(map(shown, _reasons(info, kept))),))
+        + (("",) if info.step in doomed else (", ".join(shown(reason_text(each)) for each in _reasons(info, kept)),))
         for info in infos
     ]
-    print_table([Column("step", right=True), Column("size", right=True), Column(""), Column("because")], rows)
+    print_table(
+        [Column("step", right=True), Column("size", right=True), Column(""), Column("because", wraps=True)], rows
+    )
     freed = size_text(sum(info.nbytes for info in infos if info.step in doomed))
     console().print(f"{len(doomed)} of {len(infos)} steps {word}, {freed}")
 

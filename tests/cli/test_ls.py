@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import aiockpt
-from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy
+from aiockpt.cli.keeping import noted_policy, parse_best, parse_policy, reason_text
 from aiockpt.cli.main import app
 from aiockpt.manager.policies import KeepAll, KeepAny
 from aiockpt.manager.scan import scan
@@ -116,7 +116,7 @@ def test_steps_have_metrics_and_the_policies_that_keep_them(tmp_path):
     assert found["step-00000200"]["saved"] == "2023-11-14T22:16:40+00:00"
     lines = [line.split() for line in invoke(tmp_path).splitlines()]
     assert lines[0] == ["name", "state", "size", "saved", "metrics", "kept", "by"]
-    assert lines[2][-4:] == ["loss", "0.125", "KeepBest(1,", "'loss')"]
+    assert lines[2][-5:] == ["loss", "0.125", "best", "1", "loss"]
 
 
 def test_a_damaged_newest_step_hides_no_policies(tmp_path):
@@ -170,9 +170,24 @@ def test_the_owner_of_a_run_is_shown(tmp_path):
     assert "process" not in invoke(tmp_path / "run")
 
 
+def test_directories_with_checkpoints_are_named(tmp_path):
+    for name in ("b/step-1", "b/step-2", "a10/c", "a9/c", "here"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        make("dcp", tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    assert invoke(tmp_path).splitlines()[-1] == "Directories with checkpoints: a9 (1), a10 (1), b (2)"
+    assert json.loads(invoke(tmp_path, "--json"))["below"] == {"a9": 1, "a10": 1, "b": 2}
+    assert json.loads(invoke(tmp_path / "here", "--json"))["below"] == {}
+
+
 def test_an_empty_directory_has_none(tmp_path):
     assert invoke(tmp_path) == f"There are no checkpoints in {tmp_path}.\n"
-    assert json.loads(invoke(tmp_path, "--json")) == {"directory": str(tmp_path), "owner": None, "checkpoints": []}
+    assert json.loads(invoke(tmp_path, "--json")) == {
+        "directory": str(tmp_path),
+        "owner": None,
+        "checkpoints": [],
+        "below": {},
+    }
 
 
 def test_links_are_followed_and_shown(tmp_path):
@@ -198,6 +213,13 @@ def test_links_are_followed_and_shown(tmp_path):
 )
 def test_a_policy_is_read_from_its_text(policy):
     assert repr(parse_policy(repr(policy))) == repr(policy)
+
+
+def test_reasons_are_short_in_tables():
+    assert reason_text("KeepLatest(3)") == "latest 3"
+    assert reason_text("KeepBest(2, 'val loss', 'max')") == "best 2 val loss max"
+    assert reason_text("KeepWithin(60) & KeepEvery(10)") == "within 60 & every 10"
+    assert reason_text("KeepIf(f)") == "if f"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +249,7 @@ def test_time_is_that_of_this_zone(tmp_path, monkeypatch):
     time.tzset()
     try:
         save_step(tmp_path, 100)
-        assert "2023-11-15 04:00:00" in invoke(tmp_path)
+        assert " 2023-11-15 04:00" in invoke(tmp_path)
     finally:
         monkeypatch.undo()
         time.tzset()
