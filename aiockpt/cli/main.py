@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,6 +14,11 @@ from aiockpt.cli.completion import keys as complete_keys
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Trust = Annotated[bool, typer.Option("--trust", help="Let a file of torch.save run the code in it.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there already.")]
+Dtype = Annotated[
+    Literal["float64", "float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Cast floating-point tensors to this dtype."),
+]
 Checkpoint = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a directory or a file.", autocompletion=checkpoints)
 ]
@@ -130,6 +135,57 @@ def diff(
 
     tolerance = Tolerance(rtol, atol)
     raise typer.Exit(asyncio.run(diff(a, b, keys or (), tolerance=tolerance, as_json=as_json, trust=trust)))
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Where to write: a directory or a file.")],
+    to: Annotated[
+        Literal["dcp", "torch", "safetensors"] | None,
+        typer.Option(help="The format. By default, what the ending of DST stands for, else dcp."),
+    ] = None,
+    dtype: Dtype = None,
+    keys: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Only this key, container, or pattern: 'model.*'. May be repeated."),
+    ] = None,
+    overwrite: Overwrite = False,
+    trust: Trust = False,
+) -> None:
+    """Convert a checkpoint to another format, or to another dtype, or leave out keys.
+
+    dcp is a directory, torch a file, and safetensors a file if DST ends so, else a directory with files of 5 GB at
+    most. Memory is bounded. DST appears at once and complete, or not at all.
+    """
+    import asyncio
+
+    from aiockpt.cli.convert import convert, format_of
+
+    to = to or format_of(target) or "dcp"
+    asyncio.run(convert(source, target, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
+
+
+@app.command()
+def extract(
+    path: Checkpoint,
+    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys, containers, or patterns: 'model.*'.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="FILE", help="The file to write: NAME.safetensors or NAME.pt.")
+    ],
+    dtype: Dtype = None,
+    overwrite: Overwrite = False,
+    trust: Trust = False,
+) -> None:
+    """Write some keys of a checkpoint into a file. Nothing else of the checkpoint is read."""
+    import asyncio
+
+    from aiockpt.cli.convert import convert, format_of
+
+    to = format_of(output)
+    if to is None:
+        raise typer.BadParameter("the name of the file must end in .safetensors or .pt", param_hint="--output")
+    asyncio.run(convert(path, output, to=to, keys=keys, dtype=dtype, overwrite=overwrite, trust=trust))
 
 
 @app.command()

@@ -1,0 +1,88 @@
+"""``aiockpt convert`` and ``aiockpt extract``: another format, another dtype, some keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from aiockpt.cli.app import CommandError
+from aiockpt.cli.output import console, shown, size_text
+from aiockpt.cli.progress import Bar, bar
+from aiockpt.dcp.format_utils import ConversionProgress, convert_checkpoint_async
+
+Format = Literal["dcp", "torch", "safetensors"]
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+_POLL_S = 0.1
+_ENDINGS: dict[str, Format] = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
+
+
+def format_of(target: str) -> Format | None:
+    """Return the format that the ending of a name stands for."""
+    return _ENDINGS.get(os.path.splitext(target)[1])
+
+
+async def convert(
+    source: str,
+    target: str,
+    *,
+    to: Format,
+    keys: Sequence[str] | None = None,
+    dtype: Dtype | None = None,
+    overwrite: bool = False,
+    trust: bool = False,
+) -> None:
+    """Write what is in a checkpoint, or some keys of it, as another checkpoint.
+
+    Args:
+        source: the checkpoint.
+        target: where to write.
+        to: the format to write.
+        keys: names, names of containers and glob patterns; None: all.
+        dtype: of floating-point tensors; None: as they are.
+        overwrite: replace a checkpoint.
+        trust: let pickled objects run their code.
+    """
+    _check_target(source, target, overwrite=overwrite)
+    progress = ConversionProgress()
+    with bar("writing") as shown_bar:
+        polling = asyncio.create_task(_poll(progress, shown_bar))
+        try:
+            await convert_checkpoint_async(
+                source,
+                target,
+                to=to,
+                keys=keys,
+                dtype=None if dtype is None else getattr(torch, dtype),
+                overwrite=overwrite,
+                trust=trust,
+                progress=progress,
+            )
+        finally:
+            polling.cancel()
+    console().print(f"{shown(target)}: {to}, {size_text(progress.total_bytes)}")
+
+
+async def _poll(progress: ConversionProgress, shown_bar: Bar) -> None:
+    while True:
+        shown_bar.update(progress.done_bytes, progress.total_bytes or None)
+        await asyncio.sleep(_POLL_S)
+
+
+def _check_target(source: str, target: str, *, overwrite: bool) -> None:
+    """Refuse a path that is taken, or is a part of what is read."""
+    if os.path.lexists(target) and not overwrite:
+        raise CommandError(f"{target} exists already: choose another name, or pass --overwrite")
+    old, new = os.path.realpath(source), os.path.realpath(target)
+    if new == old or new.startswith(old.rstrip(os.sep) + os.sep) or old.startswith(new.rstrip(os.sep) + os.sep):
+        raise CommandError(f"{target} and {source} are the same, or one lies in the other: choose another name")

@@ -1,0 +1,201 @@
+import os
+import pty
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+from typer.testing import CliRunner
+
+import aiockpt
+from aiockpt.cli.main import app
+from tests.cli.checkpoints import FORMATS, make, tensors
+from tests.states import assert_same
+
+TARGETS = {"dcp": "out", "torch": "out.pt", "safetensors": "out.safetensors"}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def load(path):
+    with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
+        return reader.read_many()
+
+
+def same(one, other):
+    assert_same(dict(sorted(one.items())), dict(sorted(other.items())))
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_becomes_every_other(form, to, tmp_path):
+    source, target = make(form, tmp_path / "c"), tmp_path / TARGETS[to]
+    result = invoke("convert", source, target)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"{target}: {to}, ")
+    same(load(target), tensors())
+    assert invoke("diff", source, target).exit_code == 0
+    assert invoke("convert", source, tmp_path / "named", "--to", to, "--keys", "model", "--keys", "h*").exit_code == 0
+    same(load(tmp_path / "named"), tensors())
+
+
+def test_keys_and_dtype(tmp_path):
+    source = make("aiockpt", tmp_path / "c")
+    target = tmp_path / "m.safetensors"
+    assert invoke("convert", source, target, "--keys", "model", "--dtype", "bfloat16").exit_code == 0
+    same(safetensors.torch.load_file(target), {k: v.bfloat16() for k, v in tensors().items() if k != "head"})
+    result = invoke("convert", source, tmp_path / "x", "--dtype", "int3")
+    assert result.exit_code == 2
+    result = invoke("convert", source, tmp_path / "x", "--keys", "model.2")
+    assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
+    assert "model.2" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "m.safetensors"]
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_what_is_there_is_replaced_only_if_asked(to, tmp_path):
+    source, target = make("aiockpt", tmp_path / "c"), tmp_path / TARGETS[to]
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"old": torch.ones(1)}, tmp_path / "old")
+    assert invoke("convert", tmp_path / "old", target).exit_code == 0
+    result = invoke("convert", source, target)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "--overwrite" in result.stderr
+    same(load(target), {"old": torch.ones(1)})
+    assert invoke("convert", source, target, "--overwrite").exit_code == 0
+    same(load(target), tensors())
+    keep = tmp_path / "letters"
+    keep.mkdir()
+    (keep / "letter.txt").write_text("dear")
+    assert invoke("convert", source, keep, "--to", to, "--overwrite").exit_code == 3
+    assert [path.name for path in keep.iterdir()] == ["letter.txt"]
+
+
+def test_a_checkpoint_is_not_written_into_itself(tmp_path):
+    source = make("aiockpt", tmp_path / "c")
+    (tmp_path / "link").symlink_to(source)
+    for target in (source, tmp_path / "link", source / "m.pt", tmp_path):
+        result = invoke("convert", source, target, "--overwrite")
+        assert result.exit_code == 3
+        assert "one lies in the other" in result.stderr
+    same(load(source), tensors())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_interrupt_leaves_nothing(to, number, tmp_path):
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
+    code = f"""
+import os, threading
+from aiockpt.cli.main import app
+from aiockpt.dcp.convert import recode, to_torch
+
+def interrupted(fill):  # the second part that is read waits for the signal, which has come when it goes on
+    calls = []
+    async def wrapper(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            os.kill(os.getpid(), {int(number)})
+        return await fill(self, *args)
+    return wrapper
+
+recode._Filler.fill = interrupted(recode._Filler.fill)
+to_torch._Conversion._copy_window = interrupted(to_torch._Conversion._copy_window)
+app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / TARGETS[to])!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_bar_shows_how_far_it_is(tmp_path):
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
+    code = f"""
+from aiockpt.cli import progress
+from aiockpt.cli.main import app
+progress._AFTER_S = 0
+app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / "m.pt")!r}])
+"""
+    terminal, end = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", code], stderr=end, stdout=subprocess.PIPE) as process:
+        os.close(end)
+        shown = b""
+        try:
+            while part := os.read(terminal, 4096):
+                shown += part
+        except OSError:  # Linux says so that nobody has the other end
+            pass
+        os.close(terminal)
+        assert process.stdout.read().decode().startswith(str(tmp_path / "m.pt"))
+    assert process.returncode == 0
+    assert b"writing" in shown
+
+
+# --- extract --------------------------------------------------------------------------------------------
+
+
+def test_keys_are_extracted(tmp_path):
+    source = make("aiockpt", tmp_path / "c")
+    for name in ("m.safetensors", "m.pt"):
+        result = invoke("extract", source, "model.0.weight", "h*d", "-o", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        same(load(tmp_path / name), {k: v for k, v in tensors().items() if k != "model.0.bias"})
+    assert invoke("extract", source, "model", "-o", tmp_path / "h.pt", "--dtype", "float16").exit_code == 0
+    found = torch.load(tmp_path / "h.pt", weights_only=True)
+    assert {key: value.dtype for key, value in found.items()} == dict.fromkeys(
+        ("model.0.weight", "model.0.bias"), torch.float16
+    )
+
+
+def test_objects_go_into_files_of_torch_save(tmp_path):
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"model": {"w": torch.ones(2)}, "step": 7, "config": {"lr": [0.5]}}, tmp_path / "c")
+    assert invoke("extract", tmp_path / "c", "step", "config", "-o", tmp_path / "m.pt").exit_code == 0
+    assert torch.load(tmp_path / "m.pt", weights_only=True) == {"step": 7, "config": {"lr": [0.5]}}
+    result = invoke("extract", tmp_path / "c", "step", "-o", tmp_path / "m.safetensors")
+    assert result.exit_code == 3
+    assert "step" in result.stderr
+
+
+def test_what_cannot_be_extracted(tmp_path):
+    source = make("aiockpt", tmp_path / "c")
+    assert invoke("extract", source, "head", "-o", tmp_path / "m.txt").exit_code == 2
+    assert invoke("extract", source, "-o", tmp_path / "m.pt").exit_code == 2
+    result = invoke("extract", source, "heads", "-o", tmp_path / "m.pt")
+    assert result.exit_code == 3
+    assert "'head' for 'heads'" in result.stderr
+    (tmp_path / "m.pt").write_text("")
+    assert invoke("extract", source, "head", "-o", tmp_path / "m.pt").exit_code == 3
+    assert (tmp_path / "m.pt").read_text() == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the counters of Linux")
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
+@pytest.mark.parametrize("form", ["aiockpt", "torch", "safetensors"])
+def test_only_the_bytes_of_the_keys_are_read(form, name, tmp_path):
+    state = {f"layer.{n}.w": torch.full((1 << 20,), float(n)) for n in range(12)}
+    source = tmp_path / "c"
+    match form:
+        case "torch":
+            torch.save(state, source)
+        case "safetensors":
+            source = tmp_path / "c.safetensors"
+            safetensors.torch.save_file(state, source)
+        case _:
+            with aiockpt.SyncCheckpointer() as ckpt:
+                ckpt.save(state, source)
+    invoke("extract", source, "layer.0.*", "-o", tmp_path / f"warm-{name}")  # imports what it needs
+    process = psutil.Process()
+    before = process.io_counters().read_chars
+    result = invoke("extract", source, "layer.3", "layer.7.w", "-o", tmp_path / name)
+    read = process.io_counters().read_chars - before
+    assert result.exit_code == 0, result.output
+    same(load(tmp_path / name), {key: state[key] for key in ("layer.3.w", "layer.7.w")})
+    assert 8 << 20 <= read < 9 << 20  # of 48 MiB
