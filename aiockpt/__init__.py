@@ -57,7 +57,7 @@ _HOMES = {
         "KeepWithin",
     ),
     "manager.scan": ("StepInfo",),
-    "manager.when": ("EverySeconds", "EverySteps", "SaveAny", "SavePolicy", "WhenIdle"),
+    "manager.when": ("EverySeconds", "EverySteps", "SaveAny", "SavePolicy", "StepFacts", "WhenIdle"),
     "manager.manager": ("CheckpointManager",),
     "manager.sync_manager": ("SyncCheckpointManager",),
     "manager.requests": ("Restored", "SkippedStep"),

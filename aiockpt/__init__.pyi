@@ -49,6 +49,7 @@ from aiockpt.manager.when import EverySeconds as EverySeconds
 from aiockpt.manager.when import EverySteps as EverySteps
 from aiockpt.manager.when import SaveAny as SaveAny
 from aiockpt.manager.when import SavePolicy as SavePolicy
+from aiockpt.manager.when import StepFacts as StepFacts
 from aiockpt.manager.when import WhenIdle as WhenIdle
 from aiockpt.options import ProcessWriter as ProcessWriter
 from aiockpt.options import StagingWindow as StagingWindow

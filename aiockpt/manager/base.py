@@ -13,7 +13,7 @@ from aiockpt.engine.facade import CheckpointerBase, EngineAccess
 from aiockpt.errors import AiockptError, CheckpointerClosedError, CheckpointNotFoundError, SaveError
 from aiockpt.manager.display import html_table
 from aiockpt.manager.ops import Agree, Clean, Ready, Run, Steps, of_rank_0
-from aiockpt.manager.owner import RunLock, take
+from aiockpt.manager.owner import RunLock, is_finishing, take
 from aiockpt.manager.policies import as_policy, check_metric, kept_text, metric_of, ranked, select
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
 from aiockpt.manager.requests import ManagerOptions, check_metadata, check_metrics, check_step
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from aiockpt.saving.handle import SaveHandle
 
 logger = logging.getLogger("aiockpt")
+
+_WRITER_S = 60.0  # for the writer process of a killed trainer to finish
+_WRITER_POLL_S = 0.05
 
 
 class ManagerBase:
@@ -119,6 +122,12 @@ class ManagerBase:
             yield Clean(self.directory)
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
+        deadline = time.monotonic() + _WRITER_S
+        while (yield Run(partial(is_finishing, self.directory))):  # else its step would appear later, out of the blue
+            if time.monotonic() > deadline:
+                logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
+                break
+            yield Run(partial(time.sleep, _WRITER_POLL_S))
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""

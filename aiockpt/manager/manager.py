@@ -155,7 +155,8 @@ class CheckpointManager(ManagerBase):
     async def open(self, step: int) -> AsyncIterator[CheckpointReader]:
         """Inspect a step: ``async with run.open(100) as reader:``. It is not deleted meanwhile.
 
-        See `AsyncCheckpointer.open`. Involves this rank alone.
+        See `AsyncCheckpointer.open`. Involves this rank alone; on another one than rank 0, pin the
+        step on rank 0 as well.
 
         Raises:
             CheckpointNotFoundError: there is no such step.

@@ -33,12 +33,14 @@ from typing import Any, Literal
 
 from aiockpt.errors import RunLockedError, printable_key
 from aiockpt.storage.local.temp_dir import Owner, is_running, lock, new_ticket, read_ticket, this_process
+from aiockpt.storage.syscalls import open_directory
 
 LOCK_NAME = ".aiockpt.lock"
 
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _MODE = 0o664
 _ATTEMPTS = 100
+_PAUSE_S = 0.02
 _FACT_BYTES = 1 << 16
 
 # Disks of this machine, and file systems that send flocks to their server by default.
@@ -143,10 +145,10 @@ def take(directory: str) -> RunLock:
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, LOCK_NAME)
     facts = LockFacts(socket.gethostname(), os.getpid(), time.time(), new_ticket())
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
         fd = os.open(path, _FLAGS | os.O_CREAT, _MODE)
         try:
-            taken = _try(fd, path, directory, facts)
+            taken = _try(fd, path, directory, facts, is_last=attempt == _ATTEMPTS - 1)
         except BaseException:
             os.close(fd)
             raise
@@ -169,6 +171,22 @@ def owner_of(directory: str) -> LockFacts | None:
     return None if facts is None or liveness(facts.owner, this_process()) == "dead" else facts
 
 
+def is_finishing(directory: str) -> bool:
+    """Return whether the writer process of a dead trainer still writes a checkpoint here, to be published soon."""
+    here = this_process()
+    for name in os.listdir(directory):
+        ticket = read_ticket(name)
+        if ticket is None or ticket.suffix or liveness(ticket.owner, here) != "dead":
+            continue
+        try:
+            with open_directory(os.path.join(directory, name)) as fd:
+                if lock(fd, fcntl.LOCK_EX) == "refused":
+                    return True
+        except OSError:  # it was published or removed just now
+            continue
+    return False
+
+
 def read_facts(fd: int) -> LockFacts | None:
     """Return the contents of a lock file; None if it is empty or can't be understood."""
     try:
@@ -178,11 +196,14 @@ def read_facts(fd: int) -> LockFacts | None:
         return None
 
 
-def _try(fd: int, path: str, directory: str, facts: LockFacts) -> RunLock | None:
-    """Lock an open lock file; None if it was removed meanwhile. Raises RunLockedError if it has an owner."""
+def _try(fd: int, path: str, directory: str, facts: LockFacts, *, is_last: bool) -> RunLock | None:
+    """Lock an open lock file; None to try again. Raises RunLockedError if it has an owner."""
     locked = lock(fd, fcntl.LOCK_EX)
     before = read_facts(fd)
     if locked == "refused":
+        if before is not None and liveness(before.owner, this_process()) == "dead" and not is_last:
+            time.sleep(_PAUSE_S)  # a child that was just forked from it has yet to close the file
+            return None
         raise _refusal(directory, path, before)
     if not _is_at(fd, path):
         return None

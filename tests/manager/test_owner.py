@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import aiockpt
 from aiockpt.manager import owner
-from aiockpt.manager.owner import LOCK_NAME, LockFacts, liveness, owner_of, shares_locks, take
+from aiockpt.manager.owner import LOCK_NAME, LockFacts, is_finishing, liveness, owner_of, shares_locks, take
 from aiockpt.storage.local import temp_dir
+from aiockpt.storage.syscalls import open_directory
 from tests.manager.runs import empty, names, path_of, state_of
 
 HOLD = """
@@ -108,8 +110,9 @@ def test_two_managers_of_one_process(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_hold_the_lock_beyond_its_parents_end(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom aiockpt.manager.owner import take\nheld = take(sys.argv[1])\n"
-        "if os.fork() == 0:\n    sys.stdin.read(); os._exit(0)\n"
-        "os.kill(os.getpid(), 9)"
+        "r, w = os.pipe()\n"
+        "if os.fork() == 0:\n    os.write(w, b'1'); sys.stdin.read(); os._exit(0)\n"
+        "os.read(r, 1); os.kill(os.getpid(), 9)"
     )
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE) as process:
         assert os.waitpid(process.pid, 0)[1] == signal.SIGKILL  # the child still lives
@@ -239,3 +242,41 @@ def test_without_a_table_of_mounts_nothing_is_shared(tmp_path: Path) -> None:
     assert not shares_locks("/x", str(tmp_path / "none"))
     (tmp_path / "empty").write_text("")
     assert not shares_locks("/x", str(tmp_path / "empty"))
+
+
+KILLED = """
+import os, signal, sys, torch, aiockpt
+run = aiockpt.SyncCheckpointManager(sys.argv[1], writer=aiockpt.ProcessWriter(), fsync=True)
+run.save(1, {"x": torch.ones(10)})
+print("first", flush=True)
+run.submit(2, {"x": torch.full((16_000_000,), 2.0)}).staged.result()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_the_writer_process_of_a_killed_trainer_finishes_is_restored(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "first\n")
+    state = {"x": torch.zeros(16_000_000)}
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        start = run.restore(state)
+        assert start is not None
+        assert (start.step, state["x"].unique().tolist()) == (2, [2.0])
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_directory_that_a_living_process_writes_or_that_nobody_locks_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / temp_dir.new_ticket()).mkdir()
+    here = temp_dir.this_process()
+    assert here is not None
+    dead = tmp_path / f".aiockpt-{replace(here, start=here.start - 1)}.{'0' * 16}"
+    dead.mkdir()
+    assert not is_finishing(str(tmp_path))
+    with open_directory(str(dead)) as fd:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        assert is_finishing(str(tmp_path))
+    assert not is_finishing(str(tmp_path))
+    for each in tmp_path.iterdir():
+        each.rmdir()
