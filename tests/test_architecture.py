@@ -20,7 +20,7 @@ PACKAGE = Path(aiockpt.__file__).parent
 FLOORS = [
     {"__main__"},
     {"cli"},
-    {"manager"},
+    {"manager", "observers", "plots", "progress"},
     {"__init__", "dcp"},
     {"checkpointer", "sync_checkpointer"},
     {"engine"},

@@ -21,6 +21,7 @@ import aiockpt
 from aiockpt.engine.requests import LoadRequest
 from aiockpt.manager.requests import ManagerOptions
 from aiockpt.options import CheckpointerOptions, LoadOptions, SaveOptions
+from tests.drawing import warm
 from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same
 
@@ -97,6 +98,11 @@ def restored_signals() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fonts() -> None:
+    warm()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

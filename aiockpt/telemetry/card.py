@@ -6,6 +6,7 @@ import html
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import printable_key
+from aiockpt.telemetry.timeline import lanes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,8 +21,13 @@ COLORS = {
     "create": "#94a3b8",
     "write": "#3f9b46",
     "sync": "#c2557a",
+    "encode": "#b45309",
     "commit": "#e0533d",
-    "open": "#8b5cf6",
+    "documents": "#a3a13a",
+    "publish": "#d946a6",
+    "open": "#d97706",
+    "objects": "#0d9488",
+    "load_state_dict": "#c2557a",
     "read": "#2f81d8",
     "check": "#2f81d8",
     "assemble": "#3f9b46",
@@ -63,7 +69,7 @@ def _picture(events: Sequence[TimelineEvent]) -> str:
     if not events:
         return ""
     pid, total = events[0].pid, max(event.end_s for event in events) or 1e-9
-    lanes = list(dict.fromkeys((event.pid, event.thread) for event in events))
+    lanes = lanes_of(events)
     shown = {lane: number for number, lane in enumerate(lanes[:_LANES])}
     scale = (_WIDTH - _LEFT) / total
     height = _ROW * (len(shown) + 1)
@@ -77,13 +83,13 @@ def _picture(events: Sequence[TimelineEvent]) -> str:
     ]
     more = f", and {len(lanes) - len(shown)} more threads" if len(lanes) > len(shown) else ""
     kinds = dict.fromkeys(event.name for event in events)
-    x = float(_LEFT)
+    x = 70.0 + 6 * len(more)
     for name in kinds:
         parts.append(
             f"<text x='{x:.0f}' y='{height - 3}'>"
             f"<tspan fill='{COLORS.get(name, OTHER)}'>&#9632;</tspan> {html.escape(name)}</text>"
         )
-        x += 7 * len(name) + 18
+        x += 5.2 * len(name) + 17
     parts.append(f"<text x='0' y='{height - 3}'>{html.escape(time_text(total) + more)}</text>")
     return (
         f"<svg viewBox='0 0 {_WIDTH} {height}' width='{_WIDTH}' height='{height}' role='img' aria-label='timeline' "

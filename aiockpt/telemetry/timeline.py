@@ -76,9 +76,21 @@ class Timed:
             json.dump(trace_of(self.timeline(), self.recording.pid), file)
 
 
+def lanes_of(events: Sequence[TimelineEvent]) -> list[tuple[int, str]]:
+    """Return the processes and threads of events; those of one pool beside each other, in order."""
+    pools: dict[tuple[int, str], list[str]] = {}
+    for pid, thread in dict.fromkeys((event.pid, event.thread) for event in events):
+        pools.setdefault((pid, thread.rstrip("0123456789")), []).append(thread)
+    return [
+        (pid, thread)
+        for (pid, _), threads in pools.items()
+        for thread in sorted(threads, key=lambda name: (len(name), name))
+    ]
+
+
 def trace_of(events: Sequence[TimelineEvent], trainer: int) -> dict[str, Any]:
     """Return events as an object of the Trace Event Format; ``trainer`` is the number of the main process."""
-    lanes = {lane: number for number, lane in enumerate(dict.fromkeys((event.pid, event.thread) for event in events))}
+    lanes = {lane: number for number, lane in enumerate(lanes_of(events))}
     names = [
         _metadata("process_name", pid, 0, "aiockpt" if pid == trainer else "aiockpt writer process")
         for pid in dict.fromkeys(pid for pid, _ in lanes)

@@ -18,7 +18,7 @@ from aiockpt.core import spans
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.telemetry.card import card
-from aiockpt.telemetry.timeline import TimelineEvent, trace_of
+from aiockpt.telemetry.timeline import TimelineEvent, lanes_of, trace_of
 from aiockpt.testing import FaultyStorage
 from tests.states import large_state, training_state
 
@@ -151,6 +151,19 @@ def test_very_long_recordings_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(spans, "MOST", 5)
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
         assert len(ckpt.save(state(), tmp_path / "c").timeline()) == 5
+
+
+def test_the_threads_of_a_pool_are_beside_each_other() -> None:
+    names = ["MainThread", "io_10", "copy_1", "io_9", "copy_0"]
+    events = [event("write", name, 0, 1) for name in names] + [event("write", "io_2", 0, 1, pid=2)]
+    assert lanes_of(events) == [
+        (1, "MainThread"),
+        (1, "io_9"),
+        (1, "io_10"),
+        (1, "copy_0"),
+        (1, "copy_1"),
+        (2, "io_2"),
+    ]
 
 
 # --- Chrome's trace format ------------------------------------------------------------------------------

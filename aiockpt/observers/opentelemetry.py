@@ -1,0 +1,154 @@
+"""An observer that exports spans and metrics by OpenTelemetry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiockpt.telemetry.observer import Observer
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
+    from opentelemetry.trace import Span, TracerProvider
+
+    from aiockpt.telemetry.loads import LoadResult
+    from aiockpt.telemetry.observer import CallEvent, SaveEvent
+    from aiockpt.telemetry.saves import SaveResult
+    from aiockpt.telemetry.timeline import Timed
+
+_PHASES = ("capture", "plan", "stage", "write", "commit", "open", "read", "load_state_dict")
+
+
+class OpenTelemetryObserver(Observer):
+    """Makes a span for each save, load and deletion, and metrics, by the OpenTelemetry API.
+
+    Which SDK receives them, and where that sends them, is up to the program. The span of a save is a child of the span
+    in which `save` was called; below it are spans of its phases. The tables of names are in the documentation's page
+    "observing".
+
+    Args:
+        tracer_provider: where spans go; None: the global one.
+        meter_provider: where metrics go; None: the global one.
+
+    Raises:
+        ImportError: OpenTelemetry is not installed; the message names the extra.
+    """
+
+    def __init__(
+        self, tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None
+    ) -> None:
+        try:
+            from opentelemetry import metrics, trace
+        except ImportError as exc:
+            raise ImportError("an OpenTelemetryObserver needs opentelemetry-api: pip install 'aiockpt[otel]'") from exc
+        self._trace = trace
+        self._tracer = trace.get_tracer("aiockpt", tracer_provider=tracer_provider)
+        meter = metrics.get_meter("aiockpt", meter_provider=meter_provider)
+        self._saves = meter.create_counter("aiockpt.saves", "{save}", "Saves that have ended, by outcome")
+        self._in_flight = meter.create_up_down_counter(
+            "aiockpt.saves.in_flight", "{save}", "Saves that have begun and not ended"
+        )
+        self._saved = meter.create_counter("aiockpt.save.io", "By", "Bytes of the files of checkpoints")
+        self._captured = meter.create_histogram("aiockpt.save.captured", "s", "How long save() held its caller")
+        self._staged = meter.create_histogram("aiockpt.save.staged", "s", "Until all tensors were copied")
+        self._written = meter.create_histogram("aiockpt.save.duration", "s", "Until the checkpoint was durable")
+        self._loads = meter.create_counter("aiockpt.loads", "{load}", "Loads that have ended, by outcome")
+        self._read = meter.create_counter("aiockpt.load.io", "By", "Bytes that loads have read")
+        self._loaded = meter.create_histogram("aiockpt.load.duration", "s", "Until everything was loaded")
+        self._deletions = meter.create_counter("aiockpt.deletions", "{deletion}", "Deletions that have ended")
+        self._spans: dict[int, Span] = {}
+
+    # --- saves --------------------------------------------------------------------------------------
+
+    def save_started(self, event: SaveEvent) -> None:
+        """Begin the span: this is called in the context of the caller, whose span is the parent."""
+        self._in_flight.add(1)
+        self._spans[event.number] = self._begin("aiockpt.save", event, event.time - event.elapsed_s)
+
+    def staged(self, event: SaveEvent) -> None:
+        """Add an event to the span."""
+        self._staged.record(event.elapsed_s)
+        if event.number in self._spans:
+            self._spans[event.number].add_event("staged", {"aiockpt.bytes": event.nbytes}, _ns(event.time))
+
+    def written(self, event: SaveEvent, result: SaveResult) -> None:
+        """End the span, and add spans of the phases."""
+        self._captured.record(result.captured_s)
+        self._written.record(result.written_s)
+        self._saved.add(result.nbytes)
+        span = self._spans.get(event.number)
+        if span is not None:
+            facts = {"tensors": result.tensors, "objects": result.objects, "files": len(result.files)}
+            span.set_attributes({f"aiockpt.{name}": value for name, value in facts.items()})
+            span.set_attribute("aiockpt.bytes", result.nbytes)
+            span.set_attribute("aiockpt.path", result.path)  # the fallback, if it went there
+            self._add_phases(span, result, event.time - event.elapsed_s)
+        self._end(event, "written")
+
+    def failed(self, event: SaveEvent, error: BaseException) -> None:
+        """End the span with the error."""
+        self._end(event, "failed", error)
+
+    def cancelled(self, event: SaveEvent, error: BaseException) -> None:
+        """End the span."""
+        self._end(event, "cancelled")
+
+    def skipped(self, event: SaveEvent, error: BaseException) -> None:
+        """End the span; a save that was skipped at the call has none."""
+        self._end(event, "skipped")
+
+    def _end(self, event: SaveEvent, outcome: str, error: BaseException | None = None) -> None:
+        self._saves.add(1, {"aiockpt.outcome": outcome})
+        span = self._spans.pop(event.number, None)
+        if span is not None:
+            self._in_flight.add(-1)
+            self._close(span, event.time, outcome, error)
+
+    # --- loads and deletions --------------------------------------------------------------------------
+
+    def loaded(self, event: CallEvent, result: LoadResult | None) -> None:
+        """Make a span, with spans of the phases."""
+        outcome = "failed" if result is None else "done"
+        self._loads.add(1, {"aiockpt.outcome": outcome})
+        started = event.time - event.elapsed_s
+        span = self._begin("aiockpt.load", event, started)
+        if result is not None:
+            self._loaded.record(result.loaded_s)
+            self._read.add(result.nbytes)
+            span.set_attributes({"aiockpt.bytes": result.nbytes, "aiockpt.tensors": result.tensors})
+            self._add_phases(span, result, started)
+        self._close(span, event.time, outcome, event.error)
+
+    def deleted(self, event: CallEvent) -> None:
+        """Make a span."""
+        outcome = "done" if event.error is None else "failed"
+        self._deletions.add(1, {"aiockpt.outcome": outcome})
+        span = self._begin("aiockpt.delete", event, event.time - event.elapsed_s)
+        self._close(span, event.time, outcome, event.error)
+
+    # --- spans --------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, event: SaveEvent | CallEvent, started: float) -> Span:
+        return self._tracer.start_span(name, attributes={"aiockpt.path": event.path}, start_time=_ns(started))
+
+    def _close(self, span: Span, time: float, outcome: str, error: BaseException | None) -> None:
+        span.set_attribute("aiockpt.outcome", outcome)
+        if error is not None:
+            span.record_exception(error, timestamp=_ns(time))
+            span.set_status(self._trace.StatusCode.ERROR, str(error))
+        span.end(_ns(time))
+
+    def _add_phases(self, parent: Span, result: Timed, started: float) -> None:
+        """Add a span for each kind of work, from its first beginning to its last end."""
+        context: Any = self._trace.set_span_in_context(parent)
+        events = result.timeline()
+        for name in _PHASES:
+            group = [event for event in events if event.name == name]
+            if group:
+                begin, end = group[0].start_s, max(event.end_s for event in group)
+                span = self._tracer.start_span(f"aiockpt.{name}", context, start_time=_ns(started + begin))
+                span.set_attribute("aiockpt.bytes", sum(event.nbytes for event in group))
+                span.end(_ns(started + end))
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)

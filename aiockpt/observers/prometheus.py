@@ -1,0 +1,119 @@
+"""An observer that exports metrics to Prometheus, by prometheus_client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aiockpt.telemetry.observer import Observer
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from aiockpt.telemetry.loads import LoadResult
+    from aiockpt.telemetry.observer import CallEvent, SaveEvent
+    from aiockpt.telemetry.saves import SaveResult
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+_OUTCOMES = ("written", "failed", "cancelled", "skipped")
+
+
+class PrometheusObserver(Observer):
+    """Counts and measures saves, loads and deletions in metrics of `prometheus_client`.
+
+    The program exports them, as with ``prometheus_client.start_http_server(9000)``. One observer can be given to
+    several checkpointers. The table of the metrics is in the documentation's page "observing".
+
+    Args:
+        registry: where to register the metrics; None: the default registry. A registry takes each name once, so a
+            second observer needs a registry of its own, or another namespace.
+        namespace: what the names begin with.
+
+    Raises:
+        ImportError: prometheus_client is not installed; the message names the extra.
+        ValueError: the registry has such metrics already.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, *, namespace: str = "aiockpt") -> None:
+        try:
+            import prometheus_client as client
+        except ImportError as exc:
+            raise ImportError(
+                "a PrometheusObserver needs prometheus_client: pip install 'aiockpt[prometheus]'"
+            ) from exc
+        if registry is None:
+            registry = client.REGISTRY
+
+        def counter(name: str, text: str, *labels: str) -> client.Counter:
+            return client.Counter(name, text, labels, namespace=namespace, registry=registry)
+
+        def gauge(name: str, text: str) -> client.Gauge:
+            return client.Gauge(name, text, namespace=namespace, registry=registry)
+
+        def histogram(name: str, text: str) -> client.Histogram:
+            return client.Histogram(name, text, namespace=namespace, registry=registry, buckets=_SECONDS)
+
+        self._saves = counter("saves_total", "Saves that have ended, by outcome", "outcome")
+        self._in_flight = gauge("saves_in_flight", "Saves that have begun and not ended")
+        self._captured = histogram("save_captured_seconds", "How long save() held its caller")
+        self._staged = histogram("save_staged_seconds", "From the call of save until all tensors were copied")
+        self._written = histogram("save_written_seconds", "From the call of save until the checkpoint was durable")
+        self._saved_bytes = counter("saved_bytes_total", "Bytes of the files of checkpoints that were written")
+        self._last_time = gauge("last_save_timestamp_seconds", "When the last checkpoint was written, Unix time")
+        self._last_bytes = gauge("last_save_bytes", "Bytes of the files of the last checkpoint that was written")
+        self._loads = counter("loads_total", "Loads that have ended, by outcome", "outcome")
+        self._loaded = histogram("load_seconds", "From the call of load until everything was loaded")
+        self._read_bytes = counter("loaded_bytes_total", "Bytes that loads have read")
+        self._deletions = counter("deletions_total", "Deletions that have ended, by outcome", "outcome")
+        for outcome in _OUTCOMES:  # present from the beginning, so that a rate sees the first failure
+            self._saves.labels(outcome)
+        for outcome in ("done", "failed"):
+            self._loads.labels(outcome)
+            self._deletions.labels(outcome)
+        self._running: set[int] = set()
+
+    def save_started(self, event: SaveEvent) -> None:
+        """Count it as in flight."""
+        self._running.add(event.number)
+        self._in_flight.inc()
+
+    def staged(self, event: SaveEvent) -> None:
+        """Measure the time."""
+        self._staged.observe(event.elapsed_s)
+
+    def written(self, event: SaveEvent, result: SaveResult) -> None:
+        """Count it, and measure times and bytes."""
+        self._end(event, "written")
+        self._captured.observe(result.captured_s)
+        self._written.observe(result.written_s)
+        self._saved_bytes.inc(result.nbytes)
+        self._last_bytes.set(result.nbytes)
+        self._last_time.set(event.time)
+
+    def failed(self, event: SaveEvent, error: BaseException) -> None:
+        """Count it."""
+        self._end(event, "failed")
+
+    def cancelled(self, event: SaveEvent, error: BaseException) -> None:
+        """Count it."""
+        self._end(event, "cancelled")
+
+    def skipped(self, event: SaveEvent, error: BaseException) -> None:
+        """Count it."""
+        self._end(event, "skipped")
+
+    def _end(self, event: SaveEvent, outcome: str) -> None:
+        self._saves.labels(outcome).inc()
+        if event.number in self._running:  # else it was skipped at the call
+            self._running.discard(event.number)
+            self._in_flight.dec()
+
+    def loaded(self, event: CallEvent, result: LoadResult | None) -> None:
+        """Count it, and measure time and bytes."""
+        self._loads.labels("failed" if result is None else "done").inc()
+        if result is not None:
+            self._loaded.observe(result.loaded_s)
+            self._read_bytes.inc(result.nbytes)
+
+    def deleted(self, event: CallEvent) -> None:
+        """Count it."""
+        self._deletions.labels("done" if event.error is None else "failed").inc()

@@ -1,0 +1,192 @@
+"""Displays: what follows a save from a thread, or is called with the events of a load or a verification."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from aiockpt.errors import printable_key
+from aiockpt.telemetry.card import size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from aiockpt.saving.handle import SaveHandle
+    from aiockpt.telemetry.loads import ReadProgress
+
+logger = logging.getLogger("aiockpt")
+
+_ENDS = {"committed": "written", "done": "done"}
+
+
+class Bar(Protocol):
+    """One bar on a screen, or its substitute."""
+
+    def update(self, done: int, total: int, note: str) -> None:
+        """Show bytes that are done, of so many, 0 if that is not known; and what is going on."""
+
+    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
+        """Show the end; nothing comes after that."""
+
+
+class Display:
+    """Shows how far saves, loads and verifications are.
+
+    It is the value for ``progress=`` of `load` and `verify`. For saves, see `follow`.
+    """
+
+    def __init__(self, make: Callable[[str], Bar]) -> None:
+        self._make = make
+        self._bars: dict[tuple[str, str], Bar] = {}
+        self._threads: list[threading.Thread] = []
+
+    def __call__(self, event: ReadProgress) -> None:
+        """Show an event of a load or of a verification."""
+        key = (event.what, event.path)
+        bar = self._bars.get(key)
+        if bar is None:
+            bar = self._bars[key] = self._make(_title(event.what, event.path))
+        if event.phase == "reading":
+            bar.update(event.read_bytes, event.total_bytes, "")
+            return
+        del self._bars[key]
+        ok = event.phase == "done"
+        total = event.read_bytes if ok else event.total_bytes
+        bar.finish(event.read_bytes, total, _ENDS.get(event.phase, event.phase), ok=ok)
+
+    def follow(self, handle: SaveHandle) -> None:
+        """Show a save, from a thread of its own, until it is over. Does not block."""
+        bar = self._make(_title("save", handle.path))  # here: a notebook shows it below the cell that runs
+        # Not a daemon: a terminal is left as it was found, also if the program ends meanwhile.
+        thread = threading.Thread(target=self._follow, args=(handle, bar), name="aiockpt-progress", daemon=False)
+        self._threads.append(thread)
+        thread.start()
+
+    def _follow(self, handle: SaveHandle, bar: Bar) -> None:
+        done = total = 0
+        try:
+            for event in handle.progress():
+                done, total = event.written_bytes, event.total_bytes
+                note = event.phase
+                if event.phase == "writing":
+                    note = "staged" if event.staged_bytes >= total else "staging"
+                bar.update(done, total, note)
+            bar.finish(done, total, _ENDS.get(handle.state, handle.state), ok=handle.state == "committed")
+        except Exception:
+            logger.exception("the progress of %s can't be shown", handle.path)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the saves that it follows are over and shown; return whether they are. Blocks."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return not self._threads
+
+
+def bar(save: SaveHandle | None = None, *, file: TextIO | None = None, force: bool = False) -> Display:
+    """Show a progress bar: in a notebook by tqdm, in a terminal by rich, and elsewhere nothing.
+
+    Does not block, and neither saves nor loads wait for it. A bar ends when the save or load is over, however that is.
+    In a notebook this needs tqdm, and for bars that are widgets also ipywidgets: ``pip install 'aiockpt[notebook]'``.
+
+    Args:
+        save: the save to show. None: the display is for ``progress=`` of `load` and `verify`, or for `Display.follow`.
+        file: the stream of a terminal; None: the standard error.
+        force: show it even if the stream is no terminal.
+
+    Returns:
+        The display.
+    """
+    stream = sys.stderr if file is None else file
+    if file is None and in_notebook():
+        from aiockpt.progress.notebook import NotebookBar
+
+        return _shown(save, NotebookBar)
+    if not force and not (hasattr(stream, "isatty") and stream.isatty()):
+        return _shown(save, _NoBar)
+    from aiockpt.progress.terminal import TerminalBar
+
+    return _shown(save, lambda title: TerminalBar(stream, title, force=force))
+
+
+def log(
+    save: SaveHandle | None = None,
+    *,
+    every_s: float = 10.0,
+    logger: logging.Logger | None = None,
+    level: int = logging.INFO,
+) -> Display:
+    """Log how far a save, a load or a verification is: a line when it begins, one now and then, and one at its end.
+
+    Args:
+        save: the save to log. None: the display is for ``progress=`` of `load` and `verify`, or for `Display.follow`.
+        every_s: seconds between two lines at least.
+        logger: where to log; None: the logger "aiockpt.progress".
+        level: the level of the lines. The end of what has failed is logged as a warning.
+
+    Returns:
+        The display.
+    """
+    target = logging.getLogger("aiockpt.progress") if logger is None else logger
+    return _shown(save, lambda title: _LogBar(target, level, title, every_s))
+
+
+def _shown(save: SaveHandle | None, make: Callable[[str], Bar]) -> Display:
+    display = Display(make)
+    if save is not None:
+        display.follow(save)
+    return display
+
+
+def in_notebook() -> bool:
+    """Return whether the program runs in a Jupyter kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def _title(what: str, path: str) -> str:
+    return f"{what} {printable_key(os.path.basename(path.rstrip('/')) or path)}"
+
+
+class _NoBar:
+    """Shows nothing."""
+
+    def __init__(self, title: str) -> None:
+        pass
+
+    def update(self, done: int, total: int, note: str) -> None:
+        """Do nothing."""
+
+    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
+        """Do nothing."""
+
+
+class _LogBar:
+    """Lines of a log."""
+
+    def __init__(self, target: logging.Logger, level: int, title: str, every_s: float) -> None:
+        self._target = target
+        self._level = level
+        self._title = title
+        self._every_s = every_s
+        self._begin = time.monotonic()
+        self._next = self._begin
+
+    def update(self, done: int, total: int, note: str) -> None:
+        """Log a line, if the last one was long enough ago."""
+        if total and time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every_s
+            share = f"{100 * done // total} % of {size_text(total)}"
+            self._target.log(self._level, "%s: %s%s", self._title, share, f", {note}" if note else "")
+
+    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
+        """Log the end."""
+        took = time.monotonic() - self._begin
+        figures = f", {size_text(total)} in {took:.1f} s ({size_text(total / max(took, 1e-9))}/s)" if ok else ""
+        self._target.log(self._level if ok else logging.WARNING, "%s: %s%s", self._title, note, figures)

@@ -1,0 +1,45 @@
+"""Bars in a notebook, by tqdm: widgets where ipywidgets is installed, else text."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+_EVERY_S = 0.1  # between two messages to the browser
+
+
+class NotebookBar:
+    """One bar."""
+
+    def __init__(self, title: str) -> None:
+        try:
+            if importlib.util.find_spec("ipywidgets") is None:
+                from tqdm.std import tqdm
+            else:
+                from tqdm.notebook import tqdm
+        except ImportError as exc:
+            raise ImportError("progress bars in notebooks need tqdm: pip install 'aiockpt[notebook]'") from exc
+        self._bar: Any = tqdm(total=0, desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=True)
+        self._next = 0.0
+
+    def update(self, done: int, total: int, note: str) -> None:
+        """Show how far it is."""
+        if total != (self._bar.total or 0):
+            self._bar.reset(total=total)
+        elif time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _EVERY_S
+        self._show(done, note)
+
+    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
+        """Show the end: green, or red where it has failed."""
+        if not ok:
+            self._bar.total = max(total, done + 1)
+        self._show(done, note)
+        self._bar.close()
+
+    def _show(self, done: int, note: str) -> None:
+        self._bar.n = done
+        self._bar.set_postfix_str(note, refresh=False)
+        self._bar.refresh()

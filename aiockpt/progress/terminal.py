@@ -1,0 +1,99 @@
+"""Bars in a terminal, by rich. All bars of a stream are on one live display, as rich allows only one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.errors import LiveError
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+logger = logging.getLogger("aiockpt")
+
+
+class Screen:
+    """The bars of one stream."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bars = 0
+        self._progress: Progress | None = None
+
+    def begin(self, stream: TextIO, title: str, *, force: bool) -> tuple[Progress, TaskID] | None:
+        """Add a bar, and begin to show them if it is the first; None if the program has a live display already."""
+        with self._lock:
+            if self._progress is None:
+                console = Console(file=stream, force_terminal=True if force else None, emoji=False)
+                progress = Progress(
+                    TextColumn("{task.description}", markup=False),
+                    BarColumn(bar_width=None),
+                    DownloadColumn(binary_units=True),
+                    TransferSpeedColumn(),
+                    TimeRemainingColumn(compact=True),
+                    TextColumn("{task.fields[note]}", markup=False),
+                    console=console,
+                    expand=True,
+                )
+                try:
+                    progress.start()
+                except LiveError as exc:
+                    logger.debug("%s is not shown: %s", title, exc)
+                    return None
+                self._progress = progress
+            self._bars += 1
+            return self._progress, self._progress.add_task(title, total=None, note="")
+
+    def end(self) -> None:
+        """Take note that a bar has ended; with the last one, leave what they show and give the terminal back."""
+        with self._lock:
+            self._bars -= 1
+            if not self._bars and self._progress is not None:
+                self._progress.stop()
+                self._progress = None
+
+
+_screens: weakref.WeakKeyDictionary[TextIO, Screen] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _screen_of(stream: TextIO) -> Screen:
+    with _lock:
+        return _screens.setdefault(stream, Screen())
+
+
+class TerminalBar:
+    """One bar; it appears with its first event."""
+
+    def __init__(self, stream: TextIO, title: str, *, force: bool) -> None:
+        self._stream = stream
+        self._title = title
+        self._force = force
+        self._screen = _screen_of(stream)
+        self._begun: tuple[Progress, TaskID] | None = None
+        self._asked = False
+
+    def _begin(self) -> tuple[Progress, TaskID] | None:
+        if not self._asked:
+            self._asked = True
+            self._begun = self._screen.begin(self._stream, self._title, force=self._force)
+        return self._begun
+
+    def update(self, done: int, total: int, note: str) -> None:
+        """Show how far it is."""
+        if begun := self._begin():
+            progress, task = begun
+            progress.update(task, completed=done, total=total or None, note=note)
+
+    def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
+        """Show the end."""
+        if begun := self._begin():
+            progress, task = begun
+            progress.update(task, completed=done, total=done if ok else max(total, 1), note=note)
+            progress.stop_task(task)
+            self._screen.end()
