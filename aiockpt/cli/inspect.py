@@ -205,10 +205,16 @@ def _print_head(contents: Contents) -> None:
     out.print(shown(contents.path), style="bold", soft_wrap=True)
     dtypes = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in _dtypes(tensors).items())
     kinds = f" ({dtypes})" if dtypes else ""
-    out.print(f"{contents.format}: {len(tensors)} tensors, {size_text(total)}{kinds}; {objects} objects")
+    out.print(
+        f"{contents.format}: {_count(len(tensors), 'tensor')}, {size_text(total)}{kinds}; {_count(objects, 'object')}"
+    )
     if contents.metadata:
         out.print(f"metadata: {shown(json.dumps(contents.metadata, ensure_ascii=False))}")
     out.print()
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
@@ -267,7 +273,7 @@ def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
     label = "  " * line.depth + shown(line.label)
     empty = ("",) * 4 if contents.statistics else ()
     if leaf is None or line.is_cut:
-        counted = f"{node.tensors * line.times} tensors" if line.is_cut else ""
+        counted = _count(node.tensors * line.times, "tensor") if line.is_cut else ""
         return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
     if isinstance(leaf, ObjectInfo):
         if leaf.key not in contents.values:

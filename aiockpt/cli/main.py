@@ -25,7 +25,7 @@ Checkpoint = Annotated[
 Keys = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[KEY]...", help="Only these keys, containers, or patterns: 'model.*'.", autocompletion=complete_keys
+        metavar="KEY", help="Only these keys, containers, or patterns: 'model.*'.", autocompletion=complete_keys
     ),
 ]
 
@@ -67,7 +67,7 @@ def main(
 
 @app.command()
 def ls(
-    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="A run's directory, or any other.")] = ".",
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run's directory, or any other.")] = ".",
     as_json: Json = False,
 ) -> None:
     """List the checkpoints in a directory: state, size, time, metrics, and which policy keeps them.
@@ -192,7 +192,7 @@ def extract(
 def verify(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="PATH...", help="Checkpoints, or directories of them.", autocompletion=checkpoints),
+        typer.Argument(metavar="PATH", help="Checkpoints, or directories of them.", autocompletion=checkpoints),
     ],
     as_json: Json = False,
 ) -> None:
@@ -244,7 +244,7 @@ def prune(
 def rm(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="PATH...", help="Checkpoints: directories or files.", autocompletion=checkpoints),
+        typer.Argument(metavar="PATH", help="Checkpoints: directories or files.", autocompletion=checkpoints),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
@@ -256,7 +256,7 @@ def rm(
 
 @app.command()
 def clean(
-    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="The directory that holds checkpoints.")] = ".",
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory that holds checkpoints.")] = ".",
     older_than: Annotated[
         str | None,
         typer.Option(
@@ -279,7 +279,7 @@ def clean(
 
 @app.command()
 def bench(
-    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="A directory on the disk to measure.")] = ".",
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A directory on the disk to measure.")] = ".",
     size: Annotated[str, typer.Option("--size", metavar="BYTES", help="Write at most so much at a time.")] = "1GiB",
     seconds: Annotated[float, typer.Option("--seconds", min=0.05, help="Measure each at most so long.")] = 2.0,
     as_json: Json = False,

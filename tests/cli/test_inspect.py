@@ -71,7 +71,7 @@ def test_metadata_and_objects_are_shown(tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path / "c", metadata={"loss": float("inf"), "note": "ü\x1b"})
     result = invoke(tmp_path / "c")
-    assert "1 tensors, 8 B (float32 8 B); 4 objects" in result.stdout
+    assert "1 tensor, 8 B (float32 8 B); 4 objects" in result.stdout
     assert 'metadata: {"loss": Infinity, "note": "ü\\u001b"}' in result.stdout
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "step int 7" in lines

@@ -1,0 +1,70 @@
+"""The examples of the page on the command line, run as they stand, by a shell."""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from importlib.resources import files
+
+import pytest
+import torch
+
+import aiockpt
+from aiockpt.cli.app import Code
+from aiockpt.cli.main import app
+
+PAGE = (files("aiockpt") / "docs" / "cli.md").read_text(encoding="utf-8")
+TIMEOUT_S = 300
+
+
+def examples():
+    """Return each command of the page with the output that it shows."""
+    for block in re.findall(r"^```console\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE):
+        for example in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, output = example.partition("\n")
+            yield command, output
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A directory with the run of the page, and the commands that the page uses."""
+    home = tmp_path_factory.mktemp("home")
+    keep = [aiockpt.KeepLatest(2), aiockpt.KeepBest(1, "loss")]
+    with aiockpt.SyncCheckpointManager(home / "runs" / "a", keep=keep) as run:
+        for step, loss in ((100, 0.75), (200, 0.25), (300, 0.5), (400, 0.375)):
+            model = {f"layers.{n}.{part}": torch.randn(8, 4) for n in range(12) for part in ("q", "k")}
+            run.save(step, {"model": {**model, "head": torch.ones(3)}, "step": step}, metrics={"loss": loss})
+    (home / "bin").mkdir()
+    for name, command in (("aiockpt", f"{sys.executable} -m aiockpt"), ("python", sys.executable)):
+        (home / "bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (home / "bin" / name).chmod(0o755)
+    return home
+
+
+def test_the_commands_show_what_the_page_says(home):
+    environment = os.environ | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
+    checker = doctest.OutputChecker()
+    commands = list(examples())
+    assert len(commands) >= 10
+    for command, expected in commands:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=home,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT_S,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), command
+        assert checker.check_output(expected, done.stdout, doctest.ELLIPSIS), f"{command}\n{done.stdout}"
+
+
+def test_each_command_has_its_row():
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
+    assert set(re.findall(r"^\| `aiockpt (\w+)", PAGE, re.MULTILINE)) == names
+
+
+def test_each_exit_code_has_its_row():
+    assert {int(code) for code in re.findall(r"^\| ([0-9]+) \|", PAGE, re.MULTILINE)} == {int(code) for code in Code}
