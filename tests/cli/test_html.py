@@ -239,6 +239,7 @@ def test_the_treemap_is_to_scale_and_follows_the_selection(page, tmp_path):
     assert page.get("document.querySelector('#crumbs [aria-current]').textContent") == "all"
     x, y, width, height = page.get(BOX.format("map"))
     page.click(x + width / 2, y + height / 2)
+    assert page.get("document.querySelector('.cell.on').textContent") == "exp_avg"
     assert page.get(DETAIL).startswith("optim.exp_avg")
 
 

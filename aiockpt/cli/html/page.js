@@ -148,6 +148,7 @@
 
   function layOut() {
     shown = [];
+    siblings.clear();
     const waiting = children(0).slice().reverse();
     while (waiting.length) {
       const node = waiting.pop();
@@ -218,7 +219,6 @@
   }
 
   function draw() {
-    siblings.clear();
     rows.style.height = `${shown.length * ROW}px`;
     const first = Math.max(0, Math.floor(tree.scrollTop / ROW) - 8);
     const last = Math.min(shown.length, Math.ceil((tree.scrollTop + tree.clientHeight) / ROW) + 8);
@@ -485,7 +485,12 @@
   }
 
   function showMap() {
-    const root = mapRoot(), width = map.clientWidth, height = map.clientHeight;
+    const root = mapRoot(), width = map.clientWidth, height = map.clientHeight, drawn = `${root} ${width} ${height}`;
+    if (map.dataset.drawn === drawn) {
+      for (const element of map.children) element.classList.toggle("on", Number(element.dataset.node) === selected);
+      return;
+    }
+    map.dataset.drawn = drawn;
     const path = [];
     for (let at = root; at > 0; at = parent[at]) path.push(at);
     path.push(0);
