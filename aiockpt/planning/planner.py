@@ -75,6 +75,17 @@ class Layout:
         return sum(slot.framing.nbytes for image in self.images for slot in image.slots)
 
 
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The summary of a checkpoint that was written; with several ranks, rank 0's for all."""
+
+    files: dict[str, int] | None  # sizes in bytes; None for ranks other than 0, of which there may be thousands
+    file_bytes: int  # of all files with items
+    tensor_bytes: int  # of the tensors in them
+    tensors: int
+    objects: int
+
+
 class SharedFiles(NamedTuple):
     """The files that all ranks write together, as one rank has to know them."""
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import logging
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
 
 from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, TornSnapshotError
 from aiockpt.planning.collective.local import inventory_of, places_of
-from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary, Written
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Written
 from aiockpt.planning.dcp_plan import DcpFormat
+from aiockpt.planning.planner import StateSummary, Summary, summarize
 from aiockpt.saving.collective_leader import CollectiveResources, GlobalSave
-from aiockpt.saving.result import world_result
+from aiockpt.saving.result import result_of
 from aiockpt.saving.strategy import SaveStrategy
 from aiockpt.staging.base import LayoutMismatchError
 from aiockpt.storage.base import shared_storage
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.collective.local import LocalProposal
+    from aiockpt.planning.collective.local import ReusedPlan
     from aiockpt.planning.collective.messages import RankInventory
     from aiockpt.planning.planner import FileFormat, SavePlan
     from aiockpt.saving.job import SaveJob
@@ -97,21 +99,27 @@ class CollectiveSave(SaveStrategy):
             await world.coordinator.round("finish", self._what, None, _agree)
             world.connected = True
 
-    async def _propose(self, *, again: bool = True) -> tuple[PlanRequest | BaseException, LocalProposal | None]:
+    async def _propose(
+        self, *, again: bool = True
+    ) -> tuple[PlanRequest | BaseException, ReusedPlan | StateSummary | None]:
+        """Return what rank 0 is sent, and the cached plan if it fits, or else what is to be planned."""
         job = self._job
         try:
             if job.spec.refusal is not None:
                 return job.spec.refusal, None
             if job.cancel_asked or job.consistency.abort_error is not None:
                 return job.consistency.abort_error or SaveCancelledError(f"the save of {job.path} was cancelled"), None
-            proposal = await self._compute.run(self._world.planner.propose, job.snapshot, self._form, again=again)
+            facts = (job.overwrite, self._decentralized, self._form.name)
+            reused = await self._compute.run(self._world.planner.reuse, job.snapshot, self._form) if again else None
+            if reused is not None:
+                return PlanRequest(*facts, reused.token, None), reused
+            summary = await self._compute.run(summarize, job.snapshot, self._form)
             inventory = None
-            if proposal.summary is not None and not self._decentralized:
-                inventory = await self._compute.run(inventory_of, proposal.summary, job.snapshot, self._form)
+            if not self._decentralized:
+                inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._form)
         except Exception as exc:  # goes to all ranks, this one among them
             return exc, None
-        facts = (job.overwrite, self._decentralized, self._form.name)
-        return PlanRequest(*facts, proposal.token, inventory), proposal
+        return PlanRequest(*facts, None, inventory), summary
 
     async def _first_round(self, request: PlanRequest | BaseException) -> RankAssignment:
         assignment: RankAssignment = await self._world.coordinator.round(
@@ -119,17 +127,16 @@ class CollectiveSave(SaveStrategy):
         )
         return assignment
 
-    async def _share(self, proposal: LocalProposal | None, assignment: RankAssignment) -> SavePlan:
-        if proposal is None:
-            raise RuntimeError("a rank that brought an error was given orders")
-        if assignment.leaves is None and proposal.plan is not None and proposal.token == assignment.token:
-            return proposal.plan
+    async def _share(self, proposal: ReusedPlan | StateSummary | None, assignment: RankAssignment) -> SavePlan:
         job, planner = self._job, self._world.planner
-        summary = proposal.summary
-        if summary is None:  # the layout would serve, but another rank's has changed, and with it who writes what
-            summary = (await self._compute.run(planner.propose, job.snapshot, self._form, again=False)).summary
-        leaves = range(len(summary.specs)) if summary is not None and self._decentralized else assignment.leaves
-        if summary is None or leaves is None:
+        if isinstance(proposal, StateSummary):
+            summary = proposal
+        elif proposal is not None and assignment.leaves is None and proposal.token == assignment.token:
+            return proposal.plan
+        else:  # the layout would serve, but another rank's has changed, and with it who writes what
+            summary = await self._compute.run(summarize, job.snapshot, self._form)
+        leaves = range(len(summary.specs)) if self._decentralized else assignment.leaves
+        if leaves is None:
             raise RuntimeError("rank 0 has given no assignment to a rank without a plan")
         if self._decentralized:
             self._inventory = await self._compute.run(inventory_of, summary, job.snapshot, self._form)
@@ -184,7 +191,9 @@ class CollectiveSave(SaveStrategy):
             await transaction.release()
         if summary is None:
             summary = _own_summary(plan, writer.files)
-        return world_result(self._job, plan, writer.files, times_s, summary)
+        if summary.files is None:
+            summary = replace(summary, files={name: facts.nbytes for name, facts in writer.files.items()})
+        return result_of(self._job, plan, summary, times_s)
 
     async def _last_round(self, mine: Written | BaseException, writer: ChunkWriter | None = None) -> Summary | None:
         """Report what was written, or an error, to rank 0; clean up if that fails.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import SaveError
 from aiockpt.planning.collective.cache import SharedPlanCache, plan_cache_of
-from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Summary, Written
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Written
 from aiockpt.storage.base import shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.cache import GlobalPlanCache
     from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.planning.planner import FileFormat, SharedFiles
+    from aiockpt.planning.planner import FileFormat, SharedFiles, Summary
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import SharedTransaction
 

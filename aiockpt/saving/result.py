@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from aiockpt.format.manifest.manifest import Manifest
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import draft_of
+from aiockpt.planning.planner import Summary
 from aiockpt.telemetry.saves import SaveResult
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.collective.messages import Summary
     from aiockpt.planning.planner import SavePlan
     from aiockpt.saving.job import SaveJob
 
@@ -42,32 +41,17 @@ def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
     return CommitDocuments(names, plan.documents(), manifest, plan.index())
 
 
-def result_of(job: SaveJob, plan: SavePlan, sizes: Mapping[str, int], times_s: Mapping[str, float]) -> SaveResult:
-    """Return the result of a committed save of one process."""
-    tensors, objects = _counts(plan)
-    if plan.is_single_file:
-        sizes = {job.path.rpartition("/")[2]: plan.layout.nbytes}
-    return SaveResult(
-        path=job.path,
-        nbytes=sum(sizes[image.name] for image in plan.layout.images)
-        if job.spec.is_transformed
-        else plan.layout.nbytes,
-        tensor_bytes=plan.layout.tensor_bytes,
-        tensors=tensors,
-        objects=objects,
-        files=dict(sizes),
-        captured_s=times_s["captured"],
-        planned_s=times_s["planned"],
-        staged_s=times_s["staged"],
-        written_s=job.handle._elapsed(),
-    )
+def summary_of(job: SaveJob, plan: SavePlan, sizes: dict[str, int]) -> Summary:
+    """Return the summary of a committed checkpoint of one process."""
+    nbytes = plan.layout.nbytes
+    if job.spec.is_transformed:
+        nbytes = sum(sizes[image.name] for image in plan.layout.images)
+    return Summary(sizes, nbytes, plan.layout.tensor_bytes, *_counts(plan))
 
 
-def world_result(
-    job: SaveJob, plan: SavePlan, written: Mapping[str, FileFacts], times_s: Mapping[str, float], summary: Summary
-) -> SaveResult:
-    """Return the result of a save of several ranks, with the times of this one."""
-    files = summary.files if summary.files is not None else {name: facts.nbytes for name, facts in written.items()}
+def result_of(job: SaveJob, plan: SavePlan, summary: Summary, times_s: Mapping[str, float]) -> SaveResult:
+    """Return the result of a save; of several ranks with the times of this one."""
+    files = summary.files or {}
     if plan.is_single_file:
         files = {job.path.rpartition("/")[2]: nbytes for nbytes in files.values()}
     return SaveResult(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from aiockpt.errors import AiockptError, SaveError
 from aiockpt.planning.dcp_plan import DcpPlan
 from aiockpt.planning.encoding import item_ranges
-from aiockpt.saving.result import documents_of, result_of
+from aiockpt.planning.planner import summarize
+from aiockpt.saving.result import documents_of, result_of, summary_of
 from aiockpt.storage.local.storage import LocalStorage
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class LocalSave(_SaveAlone):
         await writer.write_documents()
         self._job.consistency.raise_if_aborted()  # by its save_timeout, say
         sizes = await writer.commit()
-        return result_of(self._job, plan, sizes, times_s)
+        return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
 
 
 class AppendSave(_SaveAlone):
@@ -131,13 +132,11 @@ class AppendSave(_SaveAlone):
 
     def _plan(self) -> SavePlan:
         snapshot, form, planner = self._job.snapshot, self._form, self._planner
-        offer = planner.propose(snapshot, form, again=True)
-        if offer.summary is None and offer.plan is not None:
-            return offer.plan
-        survey = offer.summary
-        if survey is None:
-            raise RuntimeError("a planner has neither a plan nor a survey")
-        return planner.lay_out(snapshot, form, survey, 0, range(len(survey.specs)))
+        reused = planner.reuse(snapshot, form)
+        if reused is not None:
+            return reused.plan
+        summary = summarize(snapshot, form)
+        return planner.lay_out(snapshot, form, summary, 0, range(len(summary.specs)))
 
     async def begin(self) -> Transaction:
         """Check that files can be added to the directory."""
@@ -154,4 +153,4 @@ class AppendSave(_SaveAlone):
         await self._transaction.commit()
         self._job.item_ranges = item_ranges(plan, writer.encoded)
         sizes = {name: facts.nbytes for name, facts in writer.files.items()}
-        return result_of(self._job, plan, sizes, times_s)
+        return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import JsonValue
-    from aiockpt.planning.collective.messages import Summary, Written
+    from aiockpt.planning.collective.messages import Written
+    from aiockpt.planning.planner import Summary
     from aiockpt.storage.base import SharedTransaction
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, ShardForm
-from aiockpt.planning.planner import RankLeaves, can_reuse, summarize
+from aiockpt.planning.planner import RankLeaves, can_reuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,13 +15,11 @@ if TYPE_CHECKING:
     from aiockpt.planning.snapshot import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
-class LocalProposal:
-    """A rank's proposal for one save."""
+class ReusedPlan(NamedTuple):
+    """A plan with the cached layout."""
 
-    token: int | None  # of the global plan that the cached layout belongs to; None: no layout to reuse
-    plan: SavePlan | None = field(repr=False)  # this rank's plan with that layout
-    summary: StateSummary | None = field(repr=False)  # if there is no such layout
+    token: int  # of the global plan that the layout belongs to
+    plan: SavePlan
 
 
 class _Kept(NamedTuple):
@@ -40,15 +37,14 @@ class LocalPlanner:
         self._prefix = prefix
         self._kept: dict[str, _Kept] = {}
 
-    def propose(self, snapshot: Snapshot, form: FileFormat, *, again: bool = False) -> LocalProposal:
-        """Propose the cached layout if it fits and ``again`` is set, else a summary. Takes a while for many tensors."""
+    def reuse(self, snapshot: Snapshot, form: FileFormat) -> ReusedPlan | None:
+        """Return a plan with the cached layout, if that fits. Takes a while for many tensors."""
         kept = self._kept.get(form.name)
-        if again and kept is not None and kept.containers == snapshot.containers:
-            serves = can_reuse(kept.layout, snapshot, form, every=True)
-            plan = form.fill(kept.layout, snapshot) if serves else None
-            if plan is not None:
-                return LocalProposal(kept.token, plan, None)
-        return LocalProposal(None, None, summarize(snapshot, form))
+        if kept is None or kept.containers != snapshot.containers:
+            return None
+        serves = can_reuse(kept.layout, snapshot, form, every=True)
+        plan = form.fill(kept.layout, snapshot) if serves else None
+        return None if plan is None else ReusedPlan(kept.token, plan)
 
     def lay_out(
         self,

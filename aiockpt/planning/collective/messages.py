@@ -123,14 +123,3 @@ class Written:
     places: ItemPlaces | None = field(repr=False)  # of tensor items; None if rank 0 knows them from an earlier save
     inventory: RankInventory | None = field(repr=False, default=None)  # of a rank that decided alone
     token: int = 0  # of the global plan
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Rank 0's summary of the checkpoint for all ranks."""
-
-    files: dict[str, int] | None  # sizes in bytes; None for ranks other than 0, of which there may be thousands
-    file_bytes: int  # of all files with items
-    tensor_bytes: int  # of the tensors in them
-    tensors: int
-    objects: int
