@@ -139,7 +139,9 @@ def diff(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint of any format.", autocompletion=checkpoints)
+    ],
     target: Annotated[str, typer.Argument(metavar="DST", help="Where to write: a directory or a file.")],
     to: Annotated[
         Literal["dcp", "torch", "safetensors"] | None,
@@ -169,7 +171,10 @@ def convert(
 @app.command()
 def extract(
     path: Checkpoint,
-    keys: Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys, containers, or patterns: 'model.*'.")],
+    keys: Annotated[
+        list[str],
+        typer.Argument(metavar="KEY", help="Keys, containers, or patterns: 'model.*'.", autocompletion=complete_keys),
+    ],
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="The file to write: NAME.safetensors or NAME.pt.")
     ],
