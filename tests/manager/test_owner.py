@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import aiockpt
-from aiockpt.manager import owner
+from aiockpt.manager import base, owner
 from aiockpt.manager.owner import LOCK_NAME, LockFacts, is_finishing, liveness, owner_of, shares_locks, take
 from aiockpt.storage.local import temp_dir
 from aiockpt.storage.syscalls import open_directory
@@ -245,25 +245,43 @@ def test_without_a_table_of_mounts_nothing_is_shared(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys, torch, aiockpt
-run = aiockpt.SyncCheckpointManager(sys.argv[1], writer=aiockpt.ProcessWriter(), fsync=True)
-run.save(1, {"x": torch.ones(10)})
-print("first", flush=True)
-run.submit(2, {"x": torch.full((16_000_000,), 2.0)}).staged.result()
+import os, signal, sys, psutil, torch, aiockpt
+run = aiockpt.SyncCheckpointManager(sys.argv[1], writer=aiockpt.ProcessWriter())
+run.save(1, {"x": torch.ones(1_000_000)})
+(writer,) = psutil.Process().children()
+save = run.submit(2, {"x": torch.full((30_000_000,), 2.0)})
+while not any(".aiockpt-" in file.path for file in writer.open_files()):
+    pass
+writer.suspend()
+save.staged.result()
+print(writer.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_the_writer_process_of_a_killed_trainer_finishes_is_restored(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True, timeout=300, check=False
-    )
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "first\n")
-    state = {"x": torch.zeros(16_000_000)}
-    with aiockpt.SyncCheckpointManager(tmp_path) as run:
-        start = run.restore(state)
-        assert start is not None
-        assert (start.step, state["x"].unique().tolist()) == (2, [2.0])
+def test_what_the_writer_process_of_a_killed_trainer_finishes_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        writer = int(trainer.stdout.readline())
+        assert trainer.wait() == -signal.SIGKILL
+        asked = []
+
+        def resuming(directory: str) -> bool:
+            """Let the writer go on when the manager has found out that it must wait."""
+            asked.append(is_finishing(directory))
+            if asked == [True]:
+                os.kill(writer, signal.SIGCONT)
+            return asked[-1]
+
+        monkeypatch.setattr(base, "is_finishing", resuming)
+        state = {"x": torch.zeros(30_000_000)}
+        with aiockpt.SyncCheckpointManager(tmp_path) as run:
+            start = run.restore(state)
+    assert (asked[0], asked[-1]) == (True, False)
+    assert start is not None
+    assert (start.step, state["x"].unique().tolist()) == (2, [2.0])
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
