@@ -227,6 +227,13 @@ def _escaped(text: str, but: str) -> str:
     return "".join(c if c.isprintable() or c in but else c.encode("unicode_escape").decode() for c in text)
 
 
+def unwrapped(error: BaseException) -> BaseException:
+    """Return the first error in a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def sanitize_error(error: BaseException) -> None:
     """Escape the messages of an error and of its causes; see `printable`."""
     seen: set[int] = set()

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import StorageReader
 
+from aiockpt.coordination.choose import is_distributed
 from aiockpt.dcp.adapter import borrowed, finished
 from aiockpt.dcp.convert.torch_source import map_torch_file
 from aiockpt.engine.facade import EngineAccess
@@ -108,7 +109,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             LoadError: it does not, or no file was named.
         """
         self.is_coordinator = is_coordinator
-        rank = dist.get_rank() if _is_distributed() else self.coordinator_rank
+        rank = dist.get_rank() if is_distributed() else self.coordinator_rank
         if is_coordinator != (rank == self.coordinator_rank):
             raise LoadError(
                 f"rank {rank} {'plans' if is_coordinator else 'does not plan'} this load, but rank "
@@ -207,7 +208,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             if tensor is not None:
                 for box, view in zip(parts, views, strict=True):
                     view.copy_(tensor[box.index].view(view.shape))
-            if _is_distributed():
+            if is_distributed():
                 dist.broadcast(piece.view(torch.uint8), src=self.coordinator_rank)
             for box, view in zip(parts, views, strict=True):
                 for region in regions:
@@ -304,13 +305,9 @@ def _box_sizes(box: RowBox, shape: tuple[int, ...]) -> tuple[int, ...]:
     return taken + shape[len(taken) :]
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _device() -> torch.device:
     """Return the device whose tensors the default group broadcasts."""
-    if not _is_distributed() or "gloo" in str(dist.get_backend()) or "cpu:" in str(dist.get_backend()):
+    if not is_distributed() or "gloo" in str(dist.get_backend()) or "cpu:" in str(dist.get_backend()):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -320,7 +317,7 @@ def _device() -> torch.device:
 
 def _wanted_by_all(names: list[str]) -> list[str]:
     """Return the keys that any rank wants, in the same order on every rank."""
-    if not _is_distributed():
+    if not is_distributed():
         return names
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, names)
@@ -328,7 +325,7 @@ def _wanted_by_all(names: list[str]) -> list[str]:
 
 
 def _broadcast_object(value: _FileContents, source: int) -> _FileContents:
-    if not _is_distributed():
+    if not is_distributed():
         return value
     box = [value]
     dist.broadcast_object_list(box, src=source)

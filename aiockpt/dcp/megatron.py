@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from aiockpt.coordination.choose import is_distributed
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.dcp import shared_commit
 from aiockpt.dcp.adapter import borrowed
@@ -471,7 +472,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
 
 def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
 def _size_of(value: Any) -> int:

@@ -42,20 +42,6 @@ class TransformFailedError(Exception):
         self.descriptor = descriptor
 
 
-def find_transforms(descriptors: Sequence[str], given: Mapping[str, Transform]) -> list[Transform | Zstd] | str:
-    """Return the transforms that decode an item, in that order; or the first descriptor that is unknown."""
-    found: list[Transform | Zstd] = []
-    for descriptor in descriptors:
-        transform = given.get(descriptor)
-        if transform is None:
-            name, _, version = descriptor.partition("/")
-            if name != ZSTD_NAME or version.partition(".")[0] != ZSTD_DESCRIPTOR.rpartition("/")[2]:
-                return descriptor
-            transform = Zstd()
-        found.append(transform)
-    return found
-
-
 def decode_item(
     transforms: Sequence[Transform | Zstd], pieces: Iterable[memoryview], stored_bytes: int, most: int
 ) -> Iterator[memoryview]:
@@ -271,12 +257,18 @@ class DecodedSource(Source):
             )
 
     def _transforms_of(self, item: VirtualFile) -> list[Transform | Zstd]:
-        found = find_transforms(item.place.transforms, self._transforms)
-        if isinstance(found, str):
-            raise LoadError(
-                f"{self._path}: {item.key} is stored with the transform {found!r}, which this checkpointer was not "
-                "given: pass transforms=[...] with the one that it was saved with"
-            )
+        found: list[Transform | Zstd] = []
+        for descriptor in item.place.transforms:
+            name, _, version = descriptor.partition("/")
+            if descriptor in self._transforms:
+                found.append(self._transforms[descriptor])
+            elif name == ZSTD_NAME and version.partition(".")[0] == ZSTD_DESCRIPTOR.rpartition("/")[2]:
+                found.append(Zstd())
+            else:
+                raise LoadError(
+                    f"{self._path}: {item.key} is stored with the transform {descriptor!r}, which this checkpointer "
+                    "was not given: pass transforms=[...] with the one that it was saved with"
+                )
         if any(isinstance(each, Zstd) for each in found):
             try:
                 require_zstd()

@@ -15,7 +15,7 @@ import torch
 
 from aiockpt.core import pages
 from aiockpt.core.spans import span
-from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error
+from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error, unwrapped
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.planning.layout import align_up
@@ -102,9 +102,7 @@ async def run_each(function: Callable[[T], Awaitable[object]], items: Sequence[T
             for _ in range(min(tasks, len(items))):
                 group.start_soon(work)
     except BaseExceptionGroup as failures:
-        error: BaseException = failures
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = unwrapped(failures)
         raise error from error.__cause__
 
 

@@ -15,7 +15,7 @@ import anyio.lowlevel
 
 from aiockpt.core.spans import record_to, span
 from aiockpt.core.threads import Duty
-from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError
+from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError, unwrapped
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.staging_session import LeaseScope, StagerRouter, StagingChunk
@@ -24,7 +24,7 @@ from aiockpt.staging.base import Done, LayoutMismatchError
 from aiockpt.telemetry.saves import ProgressEvent
 from aiockpt.telemetry.timeline import Recording
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
-from aiockpt.writing.process.error_transport import as_save_error, unwrapped
+from aiockpt.writing.process.error_transport import as_save_error
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -12,7 +12,7 @@ import torch
 from aiockpt.core.strides import row_strides
 from aiockpt.dcp.convert.parts import ConversionProgress, PartReader, reads_of_part
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError
+from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError, unwrapped
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.objects import encode_object
@@ -30,7 +30,6 @@ from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
-from aiockpt.writing.process.error_transport import unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -6,19 +6,12 @@ import itertools
 import pickle
 from typing import TYPE_CHECKING
 
-from aiockpt.errors import AiockptError, SaveError
+from aiockpt.errors import AiockptError, SaveError, unwrapped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _MAX_CAUSES = 8
-
-
-def unwrapped(error: BaseException) -> BaseException:
-    """Return the first error in a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def as_save_error(error: BaseException) -> BaseException:
