@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import json
 import logging
+import math
 import signal
-import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +18,8 @@ from types import ModuleType
 from typing import Any
 
 import benchmarks
+from benchmarks import limits, matrix, readme
+from benchmarks.limits import Limits
 from benchmarks.machine import Others
 
 MODULES = {
@@ -25,13 +27,16 @@ MODULES = {
     "load": "benchmarks.load",
     "slice": "benchmarks.slice",
     "open": "benchmarks.open",
-    "stage": "benchmarks.stage",
     "small": "benchmarks.small",
     "blocked-loop": "benchmarks.blocked_loop",
+    "new-process": "benchmarks.new_process",
+    "startup": "benchmarks.startup",
+    "models": "benchmarks.models",
+    "sweep": "benchmarks.sweep",
     "lag": "benchmarks.lag",
     "ranks": "benchmarks.ranks",
     "safetensors-ranks": "benchmarks.safetensors_ranks",
-    "coordination": "benchmarks.coordination",
+    "scale": "benchmarks.scale",
     "compress": "benchmarks.compress",
     "writers": "benchmarks.writers",
     "training": "benchmarks.training",
@@ -51,8 +56,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "only": {"help": "who takes part: parts of names, separated by commas"},
     "load": {"action": "store_true", "help": "let everybody load the whole as well"},
     "ranks": {"help": "how many processes, or imagined ranks: numbers separated by commas"},
-    "items": {"default": "1000,10000,100000", "help": "how many parts of tensors: numbers separated by commas"},
-    "counted": {"default": "all,each", "help": "whether the items are those of all ranks together or of each"},
+    "items": {
+        "default": "1000,10000,100000",
+        "help": "how many parts of tensors each rank has: numbers separated by commas",
+    },
+    "world": {"default": "2,4,8,16,32", "help": "how many real processes: numbers separated by commas"},
     "limit": {"type": float, "default": 120.0, "help": "how long one save may take, in seconds"},
     "work": {"help": "which kinds of work: parts of their names, separated by commas"},
     "alone": {"type": float, "default": 1.0, "help": "how long work goes on alone before each save, in seconds"},
@@ -60,7 +68,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "part": {"help": "which parts of the benchmark: parts of their names, separated by commas"},
     "seconds": {"type": float, "default": 420.0, "help": "when no round begins any more, in seconds"},
     "full": {"action": "store_true", "help": "try everything, as long as there is time"},
-    "plot": {"type": Path, "help": "a file for a plot, as SVG"},
     "hold": {"choices": ("sleep", "torch", "python"), "help": "what holds the loop (sleep and torch, one by one)"},
 }
 
@@ -77,8 +84,11 @@ def parser() -> argparse.ArgumentParser:
     for name, module in modules.items():
         command = names.add_parser(name, help=_first_line(module).replace("%", "%%"))
         _add_options(command, {option: _with_default(OPTIONS[option], module, option) for option in module.OPTIONS})
-    known = {option: {**OPTIONS[option], "default": None} for option in OPTIONS}
-    _add_options(names.add_parser("all", help="Every benchmark, each in a process of its own."), known)
+    whole = names.add_parser("all", help=_first_line(matrix))
+    _add_options(whole, {"gib": OPTIONS["gib"], "rounds": OPTIONS["rounds"], "only": {"help": "which sections"}})
+    whole.add_argument("--out", type=Path, required=True, help="the directory for figures, tables and pictures")
+    page = names.add_parser("readme", help=_first_line(readme))
+    page.add_argument("--results", type=Path, default=readme.RESULTS, help="the directory with the results")
     return root
 
 
@@ -103,43 +113,34 @@ def _add_options(command: argparse.ArgumentParser, options: Mapping[str, Mapping
         help="where to write: a directory on the disk to measure (the system's for temporary files)",
     )
     command.add_argument("--json", type=Path, help="where the figures go (a file for temporary files)")
+    command.add_argument("--time-limit", type=float, help="after how many seconds no round begins any more")
+    command.add_argument("--run-limit", type=float, help="how many seconds a run may take before its process is ended")
+    command.add_argument("--without", action="append", default=[], metavar="NAME=REASON", help="who takes no part, why")
 
 
 def run_one(options: argparse.Namespace) -> int:
     """Run a benchmark in this process, show its report and write its figures; give the exit code."""
     module = importlib.import_module(MODULES[options.name])
+    limits.current.set(
+        Limits(
+            options.run_limit,
+            time.monotonic() + (options.time_limit or math.inf),
+            matrix.running(options.json) if options.run_limit else None,
+            dict(each.split("=", 1) for each in options.without),
+        )
+    )
     with tempfile.TemporaryDirectory(prefix="aiockpt-benchmark-", dir=options.dir) as directory, Others() as others:
         report = asyncio.run(module.run(options, Path(directory)))
     report.machine["share_of_cores_used_by_others"] = others.share
     report.remarks.append(f"other processes, and the kernel for nobody, used {others.share:.0%} of the cores meanwhile")
+    rounds = {len(run.samples) for table in report.tables for run in table.runs if run.samples}
+    if len(rounds) > 1 or (options.time_limit and rounds):
+        report.remarks.append(f"rounds that were measured: {' or '.join(map(str, sorted(rounds)))}")
     report.show()
     report.write(options.json)
     print(f"figures: {options.json}")
     missed = [bar for bar in report.bars if bar.passed is False]
     return int(bool(missed) and getattr(module, "JUDGED", False))
-
-
-def run_all(options: argparse.Namespace) -> int:
-    """Run every benchmark in a process of its own, so that none inherits another's memory and threads."""
-    reports, failed = [], 0
-    for name, path in MODULES.items():
-        module = importlib.import_module(path)
-        if not getattr(module, "possible", lambda: True)():
-            print(f"{name}: not possible on this machine, left out")
-            continue
-        file = default_json(name)
-        file.unlink(missing_ok=True)
-        known = (*module.OPTIONS, "dir")
-        values = {key: getattr(options, key) for key in known}
-        given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in values.items() if value]
-        failed |= subprocess.run(
-            [sys.executable, "-m", "benchmarks", name, f"--json={file}", *given], check=False
-        ).returncode
-        if file.exists():
-            reports.append(json.loads(file.read_text()))
-    options.json.write_text(json.dumps(reports, indent=1) + "\n")
-    print(f"figures of all: {options.json}")
-    return failed
 
 
 def default_json(name: str) -> Path:
@@ -154,9 +155,11 @@ def main() -> int:
     warnings.filterwarnings("ignore", module=r"torch\..*")
     logging.getLogger("torch_checkpointing").setLevel(logging.CRITICAL)
     options = parser().parse_args()
-    options.json = options.json or default_json(options.name)
+    if options.name == "readme":
+        return readme.rewrite(options.results)
     if options.name == "all":
-        return run_all(options)
+        return matrix.run(options)
+    options.json = options.json or default_json(options.name)
     return run_one(options)
 
 

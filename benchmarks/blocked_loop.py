@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine
+from benchmarks import checkpoints, machine
 from benchmarks.bars import Bar, compare, one
 from benchmarks.contenders import Aiockpt, DcpAsyncSave, Saver
 from benchmarks.measure import Runs, Sample, close, interleave
@@ -127,7 +127,10 @@ async def measure(taking_part: Sequence[Case], state: State, directory: Path, ro
         machine.settle()
         try:
             async with case.training():
-                return await case.saver.save(state, path)
+                sample = await case.saver.save(state, path)
+            if case.saver.format is not None:
+                checkpoints.check(case.saver.format, path, state)
+            return sample
         finally:
             machine.remove(path)
 
@@ -143,7 +146,7 @@ async def run(options: Namespace, directory: Path) -> Report:
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     holds = [options.hold] if options.hold else ["sleep", "torch"]
     rounds = options.rounds or ROUNDS
-    taking_part = chosen(cases([Aiockpt(), DcpAsyncSave(async_staging=True)], holds), options.only)
+    taking_part = chosen(cases([Aiockpt(), DcpAsyncSave("async")], holds), options.only)
     runs = await measure(taking_part, state, directory, rounds)
     columns = {
         "durable (min..max)": spread("written_s"),
@@ -157,7 +160,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         "blocked-loop",
         vars(options),
         machine.facts(directory),
-        [Table(title, columns, runs)],
+        [Table(title, columns, runs, "written_s")],
         bars(runs, holds),
         ["durable: by the clock of who writes; seen: when the caller's loop came to know"],
     )

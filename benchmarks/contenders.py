@@ -9,18 +9,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import aiockpt
 from benchmarks import raw
+from benchmarks.checkpoints import TORCH_CHECKPOINTING_FILES, Format, torch_checkpointing_items
 from benchmarks.machine import files_under, sync_files
 from benchmarks.measure import Sample
-from benchmarks.states import State, size_of, split
+from benchmarks.states import State, size_of
 
 if TYPE_CHECKING:
     from torch_checkpointing.checkpoint_writer import CallbackArgs
@@ -30,10 +33,14 @@ class Saver(ABC):
     """Saves a state to a path, and tells the moments, in seconds since the call.
 
     ``blocked_s``: the call gave control back. ``staged_s``: tensors may change. ``durable_s``: done and synced.
+
+    Attributes:
+        format: of what is at the path afterwards; None if nothing can be loaded from it.
     """
 
     name: str
     note: str = ""
+    format: Format | None = None
 
     async def open(self, state: State) -> None:
         """Make what lives from save to save."""
@@ -49,8 +56,8 @@ class Saver(ABC):
 class Blocking(Saver):
     """A function that saves and returns when it is done."""
 
-    def __init__(self, name: str, save: Callable[[State, Path], object], note: str = "") -> None:
-        self.name, self.note = name, note
+    def __init__(self, name: str, save: Callable[[State, Path], object], format: Format, note: str = "") -> None:
+        self.name, self.note, self.format = name, note, format
         self._save = save
 
     async def save(self, state: State, path: Path) -> Sample:
@@ -78,11 +85,13 @@ class RawWrite(Saver):
 class Aiockpt(Saver):
     """This package."""
 
-    note = "CRC"
+    note = "CRC, synced"
+    format = "aiockpt"
+    last: aiockpt.SaveResult | None = None
 
     def __init__(self, name: str = "aiockpt", **options: Any) -> None:
         self.name = name
-        self._options = options
+        self._options = {"process_group": None, **options}
 
     async def open(self, state: State) -> None:
         self._checkpointer = await aiockpt.AsyncCheckpointer(**self._options).__aenter__()
@@ -93,13 +102,27 @@ class Aiockpt(Saver):
         blocked = time.perf_counter() - started
         await handle.staged
         staged = time.perf_counter() - started
-        result = await handle.written
+        result = self.last = await handle.written
         durable = time.perf_counter() - started
         facts = {name: getattr(result, name) for name in ("captured_s", "planned_s", "written_s")}
         return {"blocked_s": blocked, "staged_s": staged, "durable_s": durable, **facts}
 
     async def close(self) -> None:
         await self._checkpointer.aclose()
+
+
+class Memmove(Saver):
+    """The limit of staging: every tensor copied into touched memory."""
+
+    def __init__(self, threads: int, arena: raw.Arena) -> None:
+        self.name = f"memmove, {threads} thread{'s' * (threads > 1)}"
+        self.note = "touched memory"
+        self._threads, self._arena = threads, arena
+
+    async def save(self, state: State, path: Path) -> Sample:
+        started = time.perf_counter()
+        raw.copy_state(state, self._arena, self._threads)
+        return {"staged_s": time.perf_counter() - started}
 
 
 class PrewarmedAiockpt(Aiockpt):
@@ -126,37 +149,68 @@ def dcp_save(threads: int) -> Blocking:
     def save(state: State, path: Path) -> None:
         dcp.save(state, storage_writer=dcp_writer(path, threads), no_dist=True)
 
-    return Blocking(f"dcp.save, thread_count={threads}", save)
+    return Blocking(f"dcp.save, thread_count={threads}", save, "dcp", "sync_files")
 
 
 class DcpAsyncSave(Saver):
-    """``dcp.async_save`` with two writing threads and a stager that is kept, and with it its memory."""
+    """``dcp.async_save`` with a stager that is kept, and with it its memory; pinned where there is a device.
 
-    note = "thread_count=2, stager kept"
+    Args:
+        stager: "async" or "blocking".
+        writer: "thread" or "process".
+        device: where the state is.
+    """
 
-    def __init__(self, *, async_staging: bool) -> None:
-        self.name = f"dcp.async_save, {'async' if async_staging else 'blocking'} stager"
+    format = "dcp"
+
+    def __init__(
+        self,
+        stager: Literal["async", "blocking"],
+        writer: Literal["thread", "process"] = "thread",
+        device: str = "cpu",
+    ) -> None:
+        self.name = f"dcp.async_save, {stager} stager, {writer}"
+        self._threads = max(2, min(8, os.cpu_count() or 1))
+        self._kind = AsyncCheckpointerType(writer)
+        pinned = device == "cuda"
         self._options = StagingOptions(
-            use_pinned_memory=False,  # needs CUDA, like non-blocking copies
-            use_shared_memory=False,  # for another process; slower
-            use_async_staging=async_staging,
-            use_non_blocking_copy=False,
+            use_pinned_memory=pinned,
+            use_shared_memory=writer == "process",  # slower for a thread
+            use_async_staging=stager == "async",
+            use_non_blocking_copy=pinned,
         )
+        self.note = f"thread_count={self._threads}, sync_files, stager kept"
+        self._group: object = None
 
     async def open(self, state: State) -> None:
+        if self._kind is AsyncCheckpointerType.PROCESS and not dist.is_initialized():
+            # Its process wants a group of ranks, if only of one.
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not be known
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            self._group = dist.group.WORLD
         self._stager = DefaultStager(self._options)
+
+    def begin(self, state: State, path: Path) -> tuple[Future[Any] | None, Future[Any]]:
+        """Call it; return the futures of staged, None if that is so already, and of written."""
+        answer = dcp.async_save(
+            state,
+            storage_writer=dcp_writer(path, self._threads),
+            async_checkpointer_type=self._kind,
+            async_stager=self._stager,
+            no_dist=True,
+        )
+        if isinstance(answer, AsyncSaveResponse):
+            return answer.staging_completion, answer.upload_completion
+        return None, answer
 
     async def save(self, state: State, path: Path) -> Sample:
         started = time.perf_counter()
-        answer = dcp.async_save(
-            state, storage_writer=dcp_writer(path, threads=2), async_stager=self._stager, no_dist=True
-        )
+        staging, written = self.begin(state, path)
         blocked = staged = time.perf_counter() - started
-        written = answer
-        if isinstance(answer, AsyncSaveResponse):
-            await asyncio.wrap_future(answer.staging_completion)
+        if staging is not None:
+            await asyncio.wrap_future(staging)
             staged = time.perf_counter() - started
-            written = answer.upload_completion
         at: list[float] = []
         written.add_done_callback(lambda _: at.append(time.perf_counter() - started))
         await asyncio.wrap_future(written)
@@ -165,7 +219,12 @@ class DcpAsyncSave(Saver):
         return {"blocked_s": blocked, "staged_s": staged, "durable_s": durable, "written_s": at[0]}
 
     async def close(self) -> None:
-        self._stager.close()
+        if hasattr(self, "_stager"):
+            self._stager.close()
+        if self._kind is AsyncCheckpointerType.PROCESS:
+            _async_process_executor._CHECKPOINT_PROCESS = None  # nobody else ends it, nor its memory
+        if self._group is not None:
+            dist.destroy_process_group()
 
 
 def _torch_save(state: State, path: Path) -> None:
@@ -184,8 +243,8 @@ def _torch_save_without_crc(state: State, path: Path) -> None:
 def torch_save(*, crc: bool = True) -> Blocking:
     """Make the contender ``torch.save``."""
     if crc:
-        return Blocking("torch.save + fsync", _torch_save, "CRC")
-    return Blocking("torch.save + fsync, no CRC", _torch_save_without_crc, "set_crc32_options(False)")
+        return Blocking("torch.save + fsync", _torch_save, "torch", "CRC")
+    return Blocking("torch.save + fsync, no CRC", _torch_save_without_crc, "torch", "set_crc32_options(False)")
 
 
 def _safetensors_save(state: State, path: Path) -> None:
@@ -197,7 +256,7 @@ def _safetensors_save(state: State, path: Path) -> None:
 
 def safetensors_save() -> Blocking:
     """Make the contender ``safetensors.torch.save_file``."""
-    return Blocking("safetensors save_file + fsync", _safetensors_save, "no CRC")
+    return Blocking("safetensors save_file + fsync", _safetensors_save, "safetensors", "no CRC")
 
 
 def sync_checkpoint(args: CallbackArgs) -> None:
@@ -209,7 +268,8 @@ class TorchCheckpointing(Saver):
     """``torch_checkpointing``: staging to shared memory, writing from another process."""
 
     note = "no fsync of its own: synced by its pre_finalize_callback; direct I/O off; memory of its process not counted"
-    _FILES = 4
+    format = "torch_checkpointing"
+    _FILES = TORCH_CHECKPOINTING_FILES
 
     def __init__(self) -> None:
         self.name = f"torch_checkpointing, {self._FILES} files"
@@ -230,7 +290,7 @@ class TorchCheckpointing(Saver):
             )
         )
         # It writes one file for each top-level item, in as many threads.
-        self._items = {f"part{number}": part for number, part in enumerate(split(state, self._FILES))}
+        self._items = torch_checkpointing_items(state)
         self._manager.prewarm_staging(self._items)
 
     async def save(self, state: State, path: Path) -> Sample:

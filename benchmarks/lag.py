@@ -120,7 +120,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         "longest, median round": median_time("stall_s"),
     }
     title = f"lag: a 1 ms ticker beside a save of {size_of(state) / 2**30:.2f} GiB, all of {rounds} rounds"
-    return Report("lag", vars(options), machine.facts(directory), [Table(title, columns, runs)], bars(lags))
+    return Report("lag", vars(options), machine.facts(directory), [Table(title, columns, runs, "stall_s")], bars(lags))
 
 
 def bars(lags: Mapping[str, Sample]) -> list[Bar]:

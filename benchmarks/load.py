@@ -1,7 +1,7 @@
 """A large state, loaded by everybody: from the disk, and from the page cache.
 
 The first load of each doesn't count but shows: its memory is fresh. Where later ones find memory that was used
-before, they are faster; what a load costs that can't, say the rows of a new process and of fresh memory.
+before, they are faster; what a load costs that can't, `new-process` measures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from benchmarks.loaders import (
     torch_map,
 )
 from benchmarks.measure import Runs, Sample, close, interleave
-from benchmarks.new_process import NewProcess
 from benchmarks.report import Report, Table, duration, median_time, most_mib, number, of_limit, speed, spread
 from benchmarks.selection import chosen
 from benchmarks.states import State, empty_like, read_pages, size_of, transformer_state, write_pages
@@ -46,7 +45,6 @@ def ours(directory: Path, target: State) -> list[Loader]:
         Aiockpt(own, name="aiockpt, new tensors"),
         Aiockpt(own, target, name="aiockpt, into a target"),
         Aiockpt(own, name="aiockpt, new tensors, no CRC", note="verify=False", verify=False),
-        NewProcess(own),
         Aiockpt(own, name="aiockpt mmap, read", note=READ, use=read_pages, mmap=True),
         Aiockpt(own, name="aiockpt mmap, written", note=WRITTEN, use=write_pages, mmap=True),
         Aiockpt(stock, target, name="aiockpt, dcp.save's files"),
@@ -74,18 +72,18 @@ def loaders(directory: Path, arena: raw.Arena, target: State, *, cold: bool) -> 
 async def measure(
     taking_part: Sequence[Loader], state: State, target: State, rounds: int, *, cold: bool
 ) -> tuple[list[Runs], str]:
-    """Let everybody load in rounds; what the warm-up brings is compared with what was saved.
+    """Let everybody load in rounds; what each load brings is compared with what was saved.
 
     Returns:
         All runs, and how files were taken out of the page cache.
     """
     means = ""
 
-    async def load_once(loader: Loader, number: int) -> Sample:
+    async def load_once(loader: Loader, _number: int) -> Sample:
         nonlocal means
         machine.settle()
         make(state, loader.path)
-        if number < 0 and loader.into_target:
+        if loader.into_target:
             for tensor in target.values():
                 tensor.zero_()
         await loader.prepare()
@@ -93,7 +91,7 @@ async def measure(
         if not cold:
             machine.bring_into_cache(loader.files())
         loaded, sample = await loader.measured()
-        if number < 0 and not loader.matches(loaded, state):
+        if not loader.matches(loaded, state):
             raise ValueError("what was loaded differs from what was saved")
         return sample
 
@@ -114,7 +112,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         taking_part = chosen(loaders(directory, arena, target, cold=cold), options.only)
         runs, means = await measure(taking_part, state, target, rounds, cold=cold)
         title = f"load, {kind}: {nbytes / 2**30:.2f} GiB in {len(state)} tensors, medians of {rounds} rounds"
-        tables.append(Table(title, columns(nbytes, shortest(runs, "raw", "loaded_s")), runs))
+        tables.append(Table(title, columns(nbytes, shortest(runs, "raw", "loaded_s")), runs, "loaded_s", "raw"))
         found += cold_bars(runs) if cold else cached_bars(runs)
         if cold:
             remarks.append(f"cold: files taken out of the page cache by {means}")
@@ -162,13 +160,11 @@ def cached_bars(runs: Sequence[Runs]) -> list[Bar]:
 
 def shown(kind: str, runs: Sequence[Runs]) -> list[Bar]:
     """Compare what no bar is for."""
-    new, process, what = one(runs, "aiockpt, new tensors"), one(runs, NewProcess.name), "loaded_s"
+    new, what = one(runs, "aiockpt, new tensors"), "loaded_s"
     fresh, own = those(runs, "fresh"), those(runs, *_OWN)
     streamers = ("Run:ai streamer", "fastsafetensors", "torch_checkpointing, new tensors")
     return [
         compare(f"{kind}, aiockpt into new tensors : raw read into fresh memory, speed", fresh, new, what),
-        compare(f"{kind}, aiockpt in a new process : raw read into fresh memory, speed", fresh, process, what),
-        compare(f"{kind}, aiockpt in a new process : best safetensors, memory of its own, speed", own, process, what),
         compare(
             f"{kind}, aiockpt mapped : safetensors mapped, both read, speed",
             those(runs, _MAPPED),

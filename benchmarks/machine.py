@@ -23,6 +23,8 @@ _PACKAGES = (
     "torch_checkpointing",
     "runai-model-streamer",
     "fastsafetensors",
+    "torchsnapshot",
+    "orbax-checkpoint",
     "uvloop",
     "numpy",
 )
@@ -33,6 +35,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def facts(directory: Path) -> dict[str, object]:
     """Give what figures depend on: hardware, kernel, file system, versions, and the load from elsewhere."""
     return {
+        "cpu": _cpu(),
         "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "platform": platform.platform(),
@@ -43,6 +46,12 @@ def facts(directory: Path) -> dict[str, object]:
         "load_average": os.getloadavg(),
         "versions": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def _cpu() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def file_system(directory: Path) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
 
+from benchmarks import limits
+
 Sample = dict[str, float]
 """What was measured in one run; times in seconds, sizes in bytes."""
 
@@ -199,7 +201,7 @@ async def interleave(
     *,
     warm_up: bool = True,
 ) -> list[Runs]:
-    """Let everybody run once in each round, in an order that rotates.
+    """Let everybody run once in each round, in an order that rotates; there is one round, however little time is left.
 
     Args:
         contenders: who takes part.
@@ -207,8 +209,11 @@ async def interleave(
         run_once: runs one of them; is given the number of the round, -1 for the warm-up.
         warm_up: whether there is one.
     """
-    runs = {contender.name: Runs(contender.name, contender.note) for contender in contenders}
+    allowed = limits.current.get()
+    runs = {each.name: Runs(each.name, each.note, error=allowed.without.get(each.name)) for each in contenders}
     for number in range(-1 if warm_up else 0, rounds):
+        if number > 0 and allowed.over:
+            break
         shift = max(number, 0) % max(1, len(contenders))
         for contender in (*contenders[shift:], *contenders[:shift]):
             await _run_one(contender, runs[contender.name], number, run_once)
@@ -218,7 +223,8 @@ async def interleave(
 async def close(contender: Closable, runs: Runs) -> None:
     """End what a contender keeps; a failure shows in its row, unless it failed before."""
     try:
-        await contender.close()
+        with limits.current.get().watch(runs.name):
+            await contender.close()
     except Exception as exc:
         runs.error = runs.error or f"closing: {type(exc).__name__}: {exc}"
 
@@ -230,7 +236,8 @@ async def _run_one(
         return
     print(f"{'warm-up' if number < 0 else f'round {number + 1}'}: {contender.name}", file=sys.stderr, flush=True)
     try:
-        sample = await run_once(contender, number)
+        with limits.current.get().watch(contender.name):
+            sample = await run_once(contender, number)
     except Exception as exc:  # shown in its row
         runs.error = f"{type(exc).__name__}: {exc}"
         return

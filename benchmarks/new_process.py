@@ -1,89 +1,241 @@
-"""A load in a new process: no memory is there to be used again, and nothing has started.
+"""Loads in new processes, as a resume is one: no memory is there to be used again, and nothing has started.
 
-``python -m benchmarks.new_process PATH`` says that it is ready, waits for a line, loads, and prints the figures.
+``python -m benchmarks.new_process LOADER DIRECTORY KIND`` imports what the loader needs, makes its target, says that it
+is ready, waits for a line, loads, and prints the figures with checksums of what it has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiockpt
+import torch
+
+from benchmarks import loaders, machine, raw
+from benchmarks.bars import Bar, compare, one, shortest, those
+from benchmarks.checkpoints import make
 from benchmarks.loaders import Loader
-from benchmarks.measure import Sample, timed
-from benchmarks.states import State, checksums
+from benchmarks.measure import Runs, Sample, interleave, timed
+from benchmarks.report import Report, Table, most_mib, of_limit, speed, spread
+from benchmarks.selection import chosen
+from benchmarks.states import State, checksums, size_of, transformer_state
+from benchmarks.streamers import fastsafetensors_load, runai_load
+
+OPTIONS = ("gib", "tensors", "rounds", "only")
+DEFAULTS = {"gib": 1.0}
+ROUNDS = 3
+
+NEW, TARGET = "aiockpt, new tensors", "aiockpt, into a target"
+_SPEC = "spec.json"
+_IMPORTS = {"safetensors": "safetensors.torch", "Run:ai": "runai_model_streamer", "fastsafetensors": "fastsafetensors"}
+_ORDINARY = ("torch.load", "safetensors")
 
 
-class NewProcess(Loader):
-    """This package in a process of its own, which has imported it and done nothing with it."""
+class FreshRead(Loader):
+    """The limit: the bytes read into memory that nobody has touched."""
 
-    name = "aiockpt, new process"
-    note = "fresh memory, engine started; CRC verified"
-
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, direct: bool, huge: bool) -> None:
         super().__init__(path)
-        self._process: asyncio.subprocess.Process | None = None
-        self._checksums: dict[str, int] = {}
+        self._direct, self._huge = direct, huge
 
-    async def prepare(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
+    async def load(self) -> None:
+        file = self.path / raw.FIRST_FILE
+        raw.read_into(file, raw.Arena(file.stat().st_size, touched=False, huge=self._huge), 2, direct=self._direct)
+
+
+def contenders(directory: Path, *, cold: bool) -> dict[str, Callable[[State], Loader]]:
+    """Return who makes every loader, by name; a target is given to each."""
+    tensors, own = directory / "state.safetensors", directory / "aiockpt"
+    plain = directory / "raw"
+    return {
+        "raw, fresh memory in small pages, 2 threads": lambda _: FreshRead(plain, direct=cold, huge=False),
+        "raw, fresh memory in huge pages, 2 threads": lambda _: FreshRead(plain, direct=cold, huge=True),
+        NEW: lambda _: loaders.Aiockpt(own, name=NEW),
+        TARGET: lambda target: loaders.Aiockpt(own, target, name=TARGET),
+        "dcp.load, into a target": lambda target: loaders.dcp_load(directory / "dcp", target),
+        "torch.load": lambda _: loaders.torch_load(directory / "state.pt"),
+        "torch.load mmap, written": lambda _: loaders.torch_map(directory / "state.pt")[1],
+        "safetensors mmap, written": lambda _: loaders.safetensors_load(tensors)[1],
+        "safetensors pread": lambda _: loaders.safetensors_load(tensors)[2],
+        "Run:ai streamer": lambda _: runai_load(tensors),
+        "fastsafetensors": lambda _: fastsafetensors_load(tensors, direct=cold),
+    }
+
+
+class NewProcess:
+    """A contender in a process of its own, which has only imported what it needs.
+
+    Args:
+        name: of the contender, which the process makes itself.
+        directory: where the checkpoints are.
+        kind: "cold" or "cached".
+        expected: the checksums of what was saved.
+        module: what the process runs.
+        note: what the table says.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        kind: str,
+        expected: Mapping[str, int],
+        *,
+        module: str = "benchmarks.new_process",
+        note: str = "",
+    ) -> None:
+        self.name, self.note = name, note
+        self._arguments = (module, name, str(directory.resolve()), kind)
+        self._expected = expected
+
+    async def measure(self, before: Callable[[], None]) -> Sample:
+        """Start the process, let it load, and compare what it has.
+
+        Args:
+            before: called when it is ready.
+
+        Raises:
+            ValueError: it has loaded something else.
+        """
+        process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            __name__,
-            str(self.path.resolve()),
+            *self._arguments,
             cwd=Path(__file__).parents[1],  # where this package is found
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=64 << 20,
         )
-        await self._said()
+        assert process.stdin is not None
+        try:
+            await self._said(process)
+            before()
+            process.stdin.write(b"go\n")
+            said = await self._said(process)
+        finally:
+            process.stdin.close()  # it ends when nothing more can come
+            await process.wait()
+        if said["checksums"] is not None and said["checksums"] != self._expected:
+            raise ValueError("what was loaded differs from what was saved")
+        return said["sample"]
 
-    async def load(self) -> None:
-        raise NotImplementedError("it is measured where it happens")
-
-    async def measured(self) -> tuple[None, Sample]:
-        if self._process is None or self._process.stdin is None:
-            raise RuntimeError("prepare() comes first")
-        self._process.stdin.write(b"load\n")
-        said = await self._said()
-        await self.close()
-        self._checksums = said["checksums"]
-        return None, said["sample"]
-
-    def matches(self, loaded: State | None, state: State) -> bool:
-        return self._checksums == checksums(state)
-
-    async def close(self) -> None:
-        if self._process is not None:
-            self._process.stdin.close()  # it ends when nothing more can come
-            await self._process.wait()
-            self._process = None
-
-    async def _said(self) -> Any:
-        line = await self._process.stdout.readline()
+    @staticmethod
+    async def _said(process: asyncio.subprocess.Process) -> Any:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the new process ended with {await self._process.wait()}; its error is above")
-        return json.loads(line)
+            raise RuntimeError(f"the new process ended with {await process.wait()}; its error is above")
+        said: Any = json.loads(line)
+        if "error" in said:
+            raise RuntimeError(said["error"])
+        return said
 
 
-async def load_and_tell(path: Path) -> None:
-    """Load when told to, measure it, and print that with what shows that it was right."""
+async def run(options: Namespace, directory: Path) -> Report:
+    """Measure, and judge."""
+    state = transformer_state(int(options.gib * 2**30), options.tensors)
+    nbytes, rounds, expected = size_of(state), options.rounds or ROUNDS, checksums(state)
+    for name in ("raw", "aiockpt", "dcp", "state.pt", "state.safetensors"):
+        make(state, directory / name)
+    _write_spec(directory, state)
+    del state
+    tables, bars, means = [], [], ""
+    for kind in ("cold", "cached"):
 
-    checkpointer = aiockpt.AsyncCheckpointer()
+        def prepare(paths: Sequence[Path], kind: str = kind) -> None:
+            nonlocal means
+            means = machine.drop_from_cache(paths)
+            if kind == "cached":
+                machine.bring_into_cache(paths)
 
-    async def load() -> Any:
-        return await checkpointer.load(path)
+        everybody = contenders(directory, cold=kind == "cold")
+        files = {name: machine.files_under(make_one({}).path) for name, make_one in everybody.items()}
+        taking_part = chosen([NewProcess(name, directory, kind, expected) for name in everybody], options.only)
 
-    print(json.dumps("ready"), flush=True)
+        async def once(
+            each: NewProcess, _number: int, prepare: Any = prepare, files: Mapping[str, list[Path]] = files
+        ) -> Sample:
+            machine.settle()
+            return await each.measure(lambda: prepare(files[each.name]))
+
+        runs = await interleave(taking_part, rounds, once, warm_up=False)
+        columns = {
+            "loaded (min..max)": spread("loaded_s"),
+            "GiB/s": speed("loaded_s", nbytes),
+            "of limit": of_limit("loaded_s", shortest(runs, "raw", "loaded_s")),
+            "extra memory, MiB": most_mib("extra_bytes"),
+        }
+        title = (
+            f"new process, {kind}: {nbytes / 2**30:.2f} GiB in {options.tensors} tensors, medians of {rounds} rounds"
+        )
+        tables.append(Table(title, columns, runs, "loaded_s", "raw"))
+        bars += _bars(kind, runs)
+    return Report(
+        "new-process",
+        vars(options),
+        machine.facts(directory),
+        tables,
+        bars,
+        [
+            f"cold: files taken out of the page cache by {means}",
+            "targets and imports are made before; engines start within",
+        ],
+    )
+
+
+def _bars(kind: str, runs: Sequence[Runs]) -> list[Bar]:
+    own, target, what = those(runs, *_ORDINARY), those(runs, "dcp.load", *_ORDINARY), "loaded_s"
+    return [
+        compare(f"{kind}, new tensors : best of torch.load and safetensors, speed", own, one(runs, NEW), what, 1.5),
+        compare(f"{kind}, into a target : best of them and dcp.load, speed", target, one(runs, TARGET), what, 1.5),
+        compare(f"{kind}, new tensors : raw read into fresh memory, speed", those(runs, "raw"), one(runs, NEW), what),
+    ]
+
+
+def _write_spec(directory: Path, state: State) -> None:
+    spec = {name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in state.items()}
+    (directory / _SPEC).write_text(json.dumps(spec))
+
+
+# --- in the new process ----------------------------------------------------------------------------------
+
+
+def _target(directory: Path) -> State:
+    spec = json.loads((directory / _SPEC).read_text())
+    return {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in spec.items()}
+
+
+async def _load(name: str, directory: Path, *, cold: bool) -> dict[str, Any]:
+    into_target = "target" in name
+    loader = contenders(directory, cold=cold)[name](_target(directory) if into_target else {})
+    for prefix, module in _IMPORTS.items():
+        if name.startswith(prefix):
+            importlib.import_module(module)
+    _say("ready")
     if not await asyncio.to_thread(sys.stdin.readline):
-        return
-    loaded, sample = await timed(load, "loaded_s")
-    await checkpointer.aclose()
-    print(json.dumps({"sample": sample, "checksums": checksums(loaded)}), flush=True)
+        return {}
+    loaded, sample = await timed(loader.load, "loaded_s")
+    await loader.close()
+    return {"sample": sample, "checksums": None if loaded is None else checksums(loaded)}
+
+
+def _say(said: object) -> None:
+    print(json.dumps(said), flush=True)
+
+
+def main(name: str, directory: Path, kind: str) -> None:
+    """Load when told to, and print the figures with what shows that it was right, or the error."""
+    try:
+        _say(asyncio.run(_load(name, directory, cold=kind == "cold")))
+    except Exception as exc:
+        _say({"error": f"{type(exc).__name__}: {exc}"})
 
 
 if __name__ == "__main__":
-    asyncio.run(load_and_tell(Path(sys.argv[1])))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

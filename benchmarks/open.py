@@ -87,7 +87,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         kind = "cold" if cold else "cached"
         runs, means = await measure(taking_part, state, rounds, cold=cold)
         title = f"open, {kind}: {len(state)} tensors of {options.nbytes} bytes, medians of {rounds} rounds"
-        report.tables.append(Table(title, columns(), runs))
+        report.tables.append(Table(title, columns(), runs, "opened_s"))
         report.bars += bars(kind, runs)
     report.remarks = [f"cold: files taken out of the page cache by {means}", sizes(directory)]
     for opener, last in zip(taking_part, runs, strict=True):
@@ -161,7 +161,7 @@ async def load_all(report: Report, state: State, directory: Path, options: Names
         "extra memory, MiB": most_mib("extra_bytes"),
         "longest stall": median_time("stall_s"),
     }
-    report.tables.append(Table(title, shown, runs))
+    report.tables.append(Table(title, shown, runs, "loaded_s"))
     new, target_runs, what = one(runs, "aiockpt, new tensors"), one(runs, "aiockpt, into a target"), "loaded_s"
     report.bars += [
         compare(

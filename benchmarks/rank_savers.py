@@ -212,7 +212,6 @@ class DcpAsyncRanks(DcpRanks):
 def prepare(rank: Rank, nbytes: int, tensors: int) -> list[tuple[str, str, bool]]:
     """Make the state and everybody who saves it; tell their names, notes, and whether they load."""
     rank.kept["state"] = state = sharded_state(nbytes, tensors, rank.size)
-    rank.kept["target"] = None
     share = size_of(local(state))
     return introduce(
         rank,
@@ -258,19 +257,44 @@ def save_once(rank: Rank, name: str, path: Path) -> Sample:
     return _timed(lambda: saver.save(state, path))
 
 
-def load_once(rank: Rank, name: str, path: Path, *, check: bool) -> Sample:
-    """Load by one of them, into a target that is kept."""
+def load_once(rank: Rank, name: str, path: Path) -> Sample:
+    """Load by one of them into a target that is kept; ValueError if it is not what was saved."""
     saver: RankSaver = rank.kept["savers"][name]
-    state, target = rank.kept["state"], rank.kept["target"]
-    if target is None:
-        target = rank.kept["target"] = {key: torch.zeros_like(each) for key, each in state.items()}
-    if check:
-        for each in local(target).values():
-            each.zero_()
+    target = _empty_target(rank)
     sample = _timed(lambda: saver.load(target, path) or {})
-    if check and not isinstance(saver, RawRanks) and not same_bits(local(target), local(state)):
-        raise ValueError("what was loaded differs from what was saved")
+    if not isinstance(saver, RawRanks):
+        _compare(target, rank.kept["state"])
     return sample
+
+
+def check(rank: Rank, name: str, path: Path) -> None:
+    """Load what one of them has saved, by aiockpt; ValueError if it is not what was saved."""
+    saver: RankSaver = rank.kept["savers"][name]
+    if isinstance(saver, RawRanks):
+        return
+    if not name.endswith("alone"):
+        target = _empty_target(rank)
+        with aiockpt.SyncCheckpointer() as checkpointer:
+            checkpointer.load(path, target)
+        _compare(target, rank.kept["state"])
+    elif rank.rank == 0:
+        with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
+            _compare(checkpointer.load(path), rank.kept["whole"])
+
+
+def _empty_target(rank: Rank) -> State:
+    """Return the target that is kept, with zeros in it."""
+    target = rank.kept.get("target")
+    if target is None:
+        target = rank.kept["target"] = {key: torch.zeros_like(each) for key, each in rank.kept["state"].items()}
+    for each in local(target).values():
+        each.zero_()
+    return target
+
+
+def _compare(loaded: State, state: State) -> None:
+    if not same_bits(local(loaded), local(state)):
+        raise ValueError("what was loaded differs from what was saved")
 
 
 def close_all(rank: Rank) -> list[str]:

@@ -66,7 +66,7 @@ class _Contest:
         saved = await interleave(members, self._rounds, self._save)
         loaders = [member for member in members if member.loads]
         paths = {member.name: self._keep(member) for member in loaders}
-        loaded = await interleave(loaders, self._rounds, lambda member, number: self._load(member, paths, number))
+        loaded = await interleave(loaders, self._rounds, lambda member, _: self._load(member, paths))
         for path in paths.values():
             machine.remove(path)
         self._world.call(rank_savers.close_all)
@@ -78,8 +78,8 @@ class _Contest:
             **_durations("durable", saved, nbytes),
         }
         tables = [
-            Table(f"save: {title}", shown, saved),
-            Table(f"load: {title}", _durations("loaded", loaded, nbytes), loaded),
+            Table(f"save: {title}", shown, saved, "all_s", "raw"),
+            Table(f"load: {title}", _durations("loaded", loaded, nbytes), loaded, "all_s", "raw"),
         ]
         return tables, [*_bars("save", size, saved), *_bars("load", size, loaded)]
 
@@ -97,7 +97,7 @@ class _Contest:
             "both": median_time("rounds_s"),
             "first save": lambda run: duration(run.first["all_s"]),
         }
-        table = Table(f"later saves: {size} ranks, {count} keys sharded over all", columns, runs)
+        table = Table(f"later saves: {size} ranks, {count} keys sharded over all", columns, runs, "all_s")
         return [table], _later_bars(size, runs)
 
     def _members(self, prepare: Callable[..., Any], *args: Any) -> list[Member]:
@@ -108,7 +108,9 @@ class _Contest:
         self._world.call(_settle)
         path = self._directory / f"save-{number}"
         try:
-            return slowest_of(self._world.call(rank_savers.save_once, member.name, path))
+            sample = slowest_of(self._world.call(rank_savers.save_once, member.name, path))
+            self._world.call(rank_savers.check, member.name, path)
+            return sample
         finally:
             machine.remove(path)
 
@@ -117,19 +119,15 @@ class _Contest:
         self._world.call(rank_savers.save_once, member.name, path)
         return path
 
-    async def _load(self, member: Member, paths: dict[str, Path], number: int) -> Sample:
+    async def _load(self, member: Member, paths: dict[str, Path]) -> Sample:
         self._world.call(_settle)
         path = paths[member.name]
         machine.drop_from_cache(machine.files_under(path))
-        return slowest_of(self._world.call(_load, member.name, path, number < 0))
+        return slowest_of(self._world.call(rank_savers.load_once, member.name, path))
 
 
 def _settle(_rank: object) -> None:
     machine.settle()
-
-
-def _load(rank: Any, name: str, path: Path, check: bool) -> Sample:
-    return rank_savers.load_once(rank, name, path, check=check)
 
 
 def slowest_of(samples: list[Sample]) -> Sample:

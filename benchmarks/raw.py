@@ -20,18 +20,18 @@ FIRST_FILE = "0.raw"
 
 
 class Arena:
-    """Page-aligned memory in huge pages where the system has them; touched and random, or as fresh as it comes.
+    """Page-aligned memory, touched and random or as fresh as it comes; in huge pages where the system has them.
 
     Attributes:
         view: the bytes.
         address: of the first byte.
     """
 
-    def __init__(self, nbytes: int, *, touched: bool = True) -> None:
+    def __init__(self, nbytes: int, *, touched: bool = True, huge: bool = True) -> None:
         nbytes = whole_blocks(nbytes)
         self._memory = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
         self.view = memoryview(self._memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         if touched:

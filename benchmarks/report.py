@@ -25,11 +25,15 @@ class Table:
 
     Attributes:
         columns: what to show of each, between its name and its note.
+        metric: what is compared first of all.
+        limit: how the names of the rows begin that are the limit of the machine.
     """
 
     title: str
     columns: dict[str, Cell]
     runs: Sequence[Runs]
+    metric: str = ""
+    limit: str = ""
 
     def render(self) -> RichTable:
         """Give the table for the terminal."""
@@ -38,11 +42,31 @@ class Table:
         for name in self.columns:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("note")
-        for run in self.runs:
-            cells = [cell(run) if run.samples else "-" for cell in self.columns.values()]
-            note = f"[red]{escape(shorten(run.error))}[/]" if run.error else escape(run.note)
-            table.add_row(escape(run.name), *cells, note)
+        for run, (name, *cells, note) in zip(self.runs, self.rows(), strict=True):
+            table.add_row(escape(name), *cells, f"[red]{escape(note)}[/]" if run.error else escape(note))
         return table
+
+    def rows(self) -> list[list[str]]:
+        """Return the texts of every row: name, cells, and note or error."""
+        return [
+            [
+                run.name,
+                *(cell(run) if run.samples else "-" for cell in self.columns.values()),
+                shorten(run.error) if run.error else run.note,
+            ]
+            for run in self.runs
+        ]
+
+    def figures(self) -> dict[str, object]:
+        """Return all there is, for JSON."""
+        return {
+            "title": self.title,
+            "metric": self.metric,
+            "limit": self.limit,
+            "columns": ["", *self.columns, "note"],
+            "rows": self.rows(),
+            "runs": [_figures(run) for run in self.runs],
+        }
 
 
 @dataclass(slots=True)
@@ -55,6 +79,8 @@ class Report:
     tables: list[Table]
     bars: list[Bar]
     remarks: list[str] = field(default_factory=list)
+    details: dict[str, object] = field(default_factory=dict)
+    """What pictures are drawn from, besides the tables."""
 
     def show(self) -> None:
         """Print it."""
@@ -73,11 +99,12 @@ class Report:
         content = {
             "benchmark": self.benchmark,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "options": self.options,
+            "options": {name: value for name, value in self.options.items() if not isinstance(value, Path)},
             "machine": self.machine,
-            "tables": [{"title": table.title, "runs": [_figures(run) for run in table.runs]} for table in self.tables],
+            "tables": [table.figures() for table in self.tables],
             "bars": [{**asdict(bar), "passed": bar.passed} for bar in self.bars],
             "remarks": self.remarks,
+            "details": self.details,
         }
         path.write_text(json.dumps(_without_nan(content), indent=1, default=str) + "\n")
 
@@ -118,7 +145,12 @@ def median_time(what: str) -> Cell:
 
 def spread(what: str) -> Cell:
     """Show the median of a time, and the shortest and longest."""
-    return lambda run: f"{duration(run.median(what))} ({min(run.values(what)):.2f}..{max(run.values(what)):.2f})"
+
+    def show(run: Runs) -> str:
+        values = run.values(what)
+        return f"{duration(run.median(what))} ({min(values):.2f}..{max(values):.2f})" if values else "-"
+
+    return show
 
 
 def speed(what: str, nbytes: int) -> Cell:

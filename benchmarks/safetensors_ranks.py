@@ -89,7 +89,9 @@ async def run(options: Namespace, directory: Path) -> Report:
                 machine.settle()
                 path = directory / f"save-{number}"
                 try:
-                    return slowest_of(world.call(rank_savers.save_once, member.name, path))
+                    sample = slowest_of(world.call(rank_savers.save_once, member.name, path))
+                    world.call(rank_savers.check, member.name, path)
+                    return sample
                 finally:
                     machine.remove(path)
 
@@ -102,7 +104,7 @@ async def run(options: Namespace, directory: Path) -> Report:
             "of limit": of_limit("all_s", shortest(runs, "raw", "all_s")),
         }
         title = f"{size} ranks, {options.gib:.3g} GiB in all, medians of {rounds} rounds"
-        tables.append(Table(f"save as safetensors: {title}", shown, runs))
+        tables.append(Table(f"save as safetensors: {title}", shown, runs, "all_s", "raw"))
         ours, text = one(runs, "aiockpt"), f"{size} ranks, aiockpt : "
         bars.append(compare(f"{text}raw O_DIRECT, speed", those(runs, "raw"), ours, "all_s"))
         bars += [

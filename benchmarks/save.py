@@ -1,4 +1,4 @@
-"""A large state, saved by everybody."""
+"""A large state, saved by everybody, and loaded back each time; limits are raw writes and plain copies."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import machine, raw
+from benchmarks import checkpoints, machine, raw
 from benchmarks.bars import Bar, compare, first_of, one, shortest, those
 from benchmarks.contenders import (
     Aiockpt,
     DcpAsyncSave,
+    Memmove,
     PrewarmedAiockpt,
     RawWrite,
     Saver,
@@ -21,6 +22,7 @@ from benchmarks.contenders import (
     torch_save,
 )
 from benchmarks.measure import Lag, PeakMemory, Runs, Sample, close, interleave, resident_bytes
+from benchmarks.peers import more_savers
 from benchmarks.report import Report, Table, median_time, most_mib, of_limit, speed, spread
 from benchmarks.selection import chosen
 from benchmarks.states import State, size_of, transformer_state
@@ -28,31 +30,36 @@ from benchmarks.states import State, size_of, transformer_state
 OPTIONS = ("gib", "tensors", "rounds", "only")
 ROUNDS = 5
 
+_COPIES = ("stage", "seal")
 _SMALL_POOL = "aiockpt, 256 MiB pool"
-_ARENA_BYTES = 512 << 20
 
 
 def savers(state: State) -> list[Saver]:
     """Give everybody who can save a state of large tensors."""
-    arena = raw.Arena(min(size_of(state), _ARENA_BYTES))
+    arena = raw.Arena(size_of(state))
     return [
         *(RawWrite(threads, arena) for threads in (1, 2, 4)),
+        *(Memmove(threads, arena) for threads in (1, 2)),
         Aiockpt(),
         PrewarmedAiockpt(),
         Aiockpt(_SMALL_POOL, staging_bytes=256 << 20),
+        Aiockpt("aiockpt, writer process", writer="process"),
         dcp_save(1),
         dcp_save(2),
-        DcpAsyncSave(async_staging=False),
-        DcpAsyncSave(async_staging=True),
+        DcpAsyncSave("blocking"),
+        DcpAsyncSave("blocking", "process"),
+        DcpAsyncSave("async"),
+        DcpAsyncSave("async", "process"),
         torch_save(),
         torch_save(crc=False),
         safetensors_save(),
         TorchCheckpointing(),
+        *more_savers(),
     ]
 
 
 async def measure(taking_part: Sequence[Saver], state: State, directory: Path, rounds: int) -> list[Runs]:
-    """Let everybody save the state in rounds, under a ticking loop and with the memory watched."""
+    """Let everybody save the state in rounds, under a ticking loop and with the memory watched; load it back."""
     kept: dict[str, float] = defaultdict(float)  # what each has taken in earlier rounds and not given back
 
     async def save_once(saver: Saver, number: int) -> Sample:
@@ -65,11 +72,13 @@ async def measure(taking_part: Sequence[Saver], state: State, directory: Path, r
                     await saver.open(state)
                 async with Lag() as lag:
                     sample = await saver.save(state, path)
+            extra = memory.extra_bytes + kept[saver.name]
+            machine.settle()
+            kept[saver.name] += resident_bytes() - before
+            if saver.format is not None:
+                checkpoints.check(saver.format, path, state)
         finally:
             machine.remove(path)
-        extra = memory.extra_bytes + kept[saver.name]
-        machine.settle()
-        kept[saver.name] += resident_bytes() - before
         return {**sample, **lag.sample(), "extra_bytes": max(0, extra)}
 
     runs = await interleave(taking_part, rounds, save_once)
@@ -82,11 +91,12 @@ async def run(options: Namespace, directory: Path) -> Report:
     """Measure, and judge."""
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     nbytes = size_of(state)
-    runs = await measure(chosen(savers(state), options.only), state, directory, options.rounds or ROUNDS)
+    taking_part = chosen(savers(state), options.only)
+    runs = await measure(taking_part, state, directory, options.rounds or ROUNDS)
     limit_s = shortest(runs, "raw", "durable_s")
     columns = {
         "caller blocked": median_time("blocked_s"),
-        "staged": median_time("staged_s"),
+        "staged (min..max)": spread("staged_s"),
         "durable (min..max)": spread("durable_s"),
         "GiB/s": speed("durable_s", nbytes),
         "of limit": of_limit("durable_s", limit_s),
@@ -99,13 +109,31 @@ async def run(options: Namespace, directory: Path) -> Report:
         "save",
         vars(options),
         machine.facts(directory),
-        [Table(title, columns, runs)],
+        [Table(title, columns, runs, "durable_s", "raw")],
         bars(runs),
         [
             "extra memory: the most of all rounds, the first included, with what lives from save to save",
             "longest stall: of the caller's loop; blocking calls hold it as long as they take",
+            "every save was loaded back and compared bit for bit: aiockpt's by stock dcp.load, DCP's by aiockpt",
         ],
+        details={"timeline": next((timeline(saver) for saver in taking_part if isinstance(saver, Aiockpt)), [])},
     )
+
+
+def timeline(saver: Aiockpt) -> list[dict[str, object]]:
+    """Return what each thread did in the last save, and what happened to each file, in seconds since the call."""
+    result = saver.last
+    if result is None:
+        return []
+    return [
+        {
+            "lane": f"file {event.file}" if event.file and event.name not in _COPIES else event.thread,
+            "kind": event.name,
+            "begin_s": event.start_s,
+            "end_s": event.end_s,
+        }
+        for event in result.timeline()
+    ]
 
 
 def _is_async(run: Runs) -> bool:
@@ -117,6 +145,7 @@ def bars(runs: Sequence[Runs]) -> list[Bar]:
     ours, small, what = one(runs, "aiockpt"), one(runs, _SMALL_POOL), "durable_s"
     prewarmed = one(runs, PrewarmedAiockpt.name)
     limits, default = those(runs, "raw"), those(runs, "dcp.save, thread_count=1")
+    plain, either = those(runs, "memmove, 1 thread"), those(runs, "memmove")
     peers = those(runs, "dcp.save, thread_count=2", "torch", "safetensors")
     return [
         compare("aiockpt : raw O_DIRECT, speed", limits, ours, what, 0.95),
@@ -124,6 +153,8 @@ def bars(runs: Sequence[Runs]) -> list[Bar]:
         compare("aiockpt : best dcp.async_save, speed", those(runs, "dcp.async_save"), ours, what, 2),
         compare("aiockpt with 256 MiB of pool : with all it wants, speed", [ours], small, what, 0.95),
         Bar("aiockpt with 256 MiB of pool: extra memory", small.most("extra_bytes") / 2**20, 256 + 64, True, "MiB"),
+        compare("aiockpt, staged : memmove in one thread, speed", plain, prewarmed, "staged_s", 0.9),
+        compare("aiockpt, staged : memmove in the better number of threads, speed", either, prewarmed, "staged_s"),
         compare("aiockpt, prewarmed : raw O_DIRECT, speed", limits, prewarmed, what),
         compare("aiockpt, first save : raw O_DIRECT, speed", limits, first_of(ours), what),
         *(compare(f"aiockpt : {peer.name}, speed", [peer], ours, what) for peer in peers),

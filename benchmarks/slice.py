@@ -100,7 +100,7 @@ async def run(options: Namespace, directory: Path) -> Report:
             f"slice, {name}: [{shape}] of {len(state)} tensors of {rows} x {columns}, {own_bytes / 2**20:.2f} of "
             f"{size_of(state) / 2**20:.0f} MiB, cold, medians of {rounds} rounds"
         )
-        report.tables.append(Table(title, columns_of(own_bytes), runs))
+        report.tables.append(Table(title, columns_of(own_bytes), runs, "read_s", "raw"))
         report.bars += bars(name, runs, own_bytes)
         report.remarks = [f"cold: files taken out of the page cache by {means}"]
     for slicer, last in zip(taking_part, runs, strict=True):

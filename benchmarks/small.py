@@ -36,7 +36,12 @@ async def run(options: Namespace, directory: Path) -> Report:
     }
     title = f"small: {len(state)} tensors of {options.nbytes} bytes, medians of {rounds} rounds"
     return Report(
-        "small", vars(options), machine.facts(directory), [Table(title, columns, runs)], bars(runs), remarks(runs)
+        "small",
+        vars(options),
+        machine.facts(directory),
+        [Table(title, columns, runs, "durable_s")],
+        bars(runs),
+        remarks(runs),
     )
 
 

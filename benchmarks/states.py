@@ -59,15 +59,22 @@ def split(state: Mapping[str, torch.Tensor], parts: int) -> list[State]:
 
 
 def same_bits(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
-    """Tell whether two states hold the same, to the bit: NaNs too."""
+    """Return whether two states hold the same, to the bit: NaNs too."""
     return left.keys() == right.keys() and all(
-        torch.equal(tensor.view(torch.int32), right[name].view(torch.int32)) for name, tensor in left.items()
+        tensor.shape == right[name].shape
+        and tensor.dtype == right[name].dtype
+        and torch.equal(_bytes_of(tensor), _bytes_of(right[name]))
+        for name, tensor in left.items()
     )
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def checksums(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Give the CRC-32 of every tensor: to compare what another process has."""
-    return {name: crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy()) for name, tensor in state.items()}
+    return {name: crc32(_bytes_of(tensor).numpy()) for name, tensor in state.items()}
 
 
 def read_pages(state: Mapping[str, torch.Tensor]) -> None:
@@ -83,4 +90,4 @@ def write_pages(state: Mapping[str, torch.Tensor]) -> None:
 
 
 def _byte_of_each_page(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)[::_PAGE_BYTES]
+    return _bytes_of(tensor)[::_PAGE_BYTES]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from benchmarks.checkpoints import torch_checkpointing_items, torch_checkpointing_manager
+from benchmarks.checkpoints import torch_checkpointing_load
 from benchmarks.loaders import Blocking, Loader
 from benchmarks.states import State
 
@@ -51,11 +51,4 @@ class TorchCheckpointing(Loader):
         self._target, self._direct = target, direct
 
     async def load(self) -> State:
-        manager = torch_checkpointing_manager(direct=self._direct)
-        try:
-            names = sorted(file.name.removesuffix("_0.pt") for file in self.path.glob("*.pt"))
-            items = dict.fromkeys(names) if self._target is None else torch_checkpointing_items(self._target)
-            loaded = manager.load(self.path, items, strict=True)
-        finally:
-            manager.close()
-        return {name: tensor for part in loaded.values() for name, tensor in part.items()}
+        return torch_checkpointing_load(self.path, self._target, direct=self._direct)

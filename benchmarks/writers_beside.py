@@ -10,12 +10,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _async_process_executor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-
 import aiockpt
 from aiockpt.saving.handle import SaveHandle
 from benchmarks import contenders
@@ -143,61 +137,24 @@ class PeerSaving(Saving):
 
 
 class DcpBeside(Beside):
-    """``dcp.async_save`` with its asynchronous stager, which is kept; pinned where there is a device.
+    """``dcp.async_save`` with its asynchronous stager."""
 
-    Args:
-        writer: "thread" or "process".
-        device: where the state is.
-    """
-
-    def __init__(self, writer: str, device: str = "cpu") -> None:
-        self.name = f"dcp.async_save, {writer}"
-        self._threads = max(2, min(8, os.cpu_count() or 1))
-        self._kind = AsyncCheckpointerType(writer)
-        pinned = device == "cuda"
-        self._options = StagingOptions(
-            use_pinned_memory=pinned,
-            use_shared_memory=self._in_process,
-            use_async_staging=True,
-            use_non_blocking_copy=pinned,
-        )
-        self.note = f"{self._threads} files, stager kept"
-        self._group: object = None
-
-    @property
-    def _in_process(self) -> bool:
-        return self._kind is AsyncCheckpointerType.PROCESS
+    def __init__(self, writer: Literal["thread", "process"], device: str = "cpu") -> None:
+        self._saver = contenders.DcpAsyncSave("async", writer, device)
+        self.name, self.note = f"dcp.async_save, {writer}", self._saver.note
 
     async def open(self, state: State) -> None:
-        if self._in_process and not dist.is_initialized():  # its process wants a group of ranks, if only of one
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not be known
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            self._group = dist.group.WORLD
-        self._stager = DefaultStager(self._options)
+        await self._saver.open(state)
 
     def begin(self, state: State, path: Path) -> PeerSaving:
         began = time.perf_counter()
-        answer = dcp.async_save(
-            state,
-            storage_writer=contenders.dcp_writer(path, self._threads),
-            async_checkpointer_type=self._kind,
-            async_stager=self._stager,
-            no_dist=True,
-        )
+        staging, written = self._saver.begin(state, path)
         blocked_s = time.perf_counter() - began
-        if not isinstance(answer, AsyncSaveResponse):
-            raise TypeError(f"an asynchronous stager gave {answer!r}")
-        staged = answer.staging_completion
-        return PeerSaving(began, blocked_s, lambda: staged.result(LIMIT_S), answer.upload_completion)
+        staged = written if staging is None else staging
+        return PeerSaving(began, blocked_s, lambda: staged.result(LIMIT_S), written)
 
     async def close(self) -> None:
-        if hasattr(self, "_stager"):
-            self._stager.close()
-        if self._in_process:
-            _async_process_executor._CHECKPOINT_PROCESS = None  # nobody else ends it, nor its memory
-        if self._group is not None:
-            dist.destroy_process_group()
+        await self._saver.close()
 
 
 class _Manager(contenders.TorchCheckpointing):

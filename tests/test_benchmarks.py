@@ -8,7 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
-import xml.dom.minidom
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from benchmarks import (
     gpu_training,
     gpu_whole,
     load,
-    loglog,
     machine,
+    new_process,
     openers,
     slice,
     slicers,
@@ -37,7 +37,6 @@ from benchmarks.imagined import Imagined
 from benchmarks.imagined_ours import Coordinator
 from benchmarks.imagined_torch import TorchCoordinator
 from benchmarks.loaders import Aiockpt, Loader
-from benchmarks.loglog import Line, Panel
 from benchmarks.measure import Transfers
 from benchmarks.new_process import NewProcess
 from benchmarks.states import State, checksums, empty_like, random_tensor, same_bits, small_state
@@ -49,30 +48,40 @@ pytestmark = pytest.mark.skipif(not ALONE, reason="they give stock DCP options t
 
 ROOT = Path(command.__file__).parents[1]
 SMALL = ("--gib=0.004", "--tensors=8", "--rounds=1")
-# Everybody but the new process, which has a test of its own.
-LOADERS = "raw,fresh,new tensors,target,mmap,file,dcp,torch,safetensors,Run:ai"
 # One process that writes is enough: the one that a fence is for.
 ON_DEVICE = "plain,no save,thread,await,fence,guard,neither"
 ARGUMENTS = {
-    "save": (*SMALL, "--only=raw,aiockpt,dcp.save,torch.save"),
-    "load": (*SMALL, f"--only={LOADERS}"),
+    "save": (*SMALL, "--only=raw,memmove,aiockpt,dcp.save,torch.save"),
+    "load": SMALL,
+    "new-process": (*SMALL, "--only=small pages,aiockpt"),
+    "startup": ("--rounds=1", "--only=aiockpt"),
+    "models": ("--gib=0.004", "--rounds=1", "--only=raw,aiockpt,dcp,torch.save"),
+    "sweep": ("--gib=0.004", "--rounds=1", "--only=raw,aiockpt"),
     "slice": SMALL,
     "open": ("--count=300", "--rounds=1", "--load"),
-    "stage": SMALL,
     "small": ("--count=300", "--rounds=1"),
     "blocked-loop": (*SMALL, "--hold=sleep"),
     "lag": SMALL,
     "ranks": (*SMALL, "--ranks=2", "--count=20", "--only=raw,aiockpt,count=1"),
     "safetensors-ranks": SMALL,
     "compress": ("--gib=0.004", "--rounds=1"),
-    "coordination": ("--ranks=4", "--items=50", "--rounds=1", "--limit=60"),
+    "scale": ("--ranks=4,8", "--items=50", "--world=2", "--rounds=1", "--limit=60"),
     "writers": (*SMALL, "--count=300", "--alone=0.05", "--work=small", "--only=no save,aiockpt"),
     "training": ("--gib=0.01", "--steps=2", "--every=1", "--rounds=1", "--only=no checkpoints,aiockpt,torch.save"),
     "gpu": ("--device=cpu", "--gib=0.004", "--rounds=1", "--alone=0.05", f"--only={ON_DEVICE}"),
     "crash": ("--part=kill", "--only=one safetensors file (overwrite)"),
     "soak": ("--seconds=0",),
 }
-OPTIONAL = ("safetensors", "Run:ai", "fastsafetensors", "torch_checkpointing", "aiockpt, a file of safetensors")
+SHOWN_ONLY = ("models", "sweep", "scale")  # no bars, or none at this size
+OPTIONAL = (
+    "safetensors",
+    "torchsnapshot",
+    "orbax",
+    "Run:ai",
+    "fastsafetensors",
+    "torch_checkpointing",
+    "aiockpt, a file of safetensors",
+)
 
 RUN_ALL = """
 import gc, os, sys, traceback
@@ -136,20 +145,28 @@ def test_every_row_was_measured(name: str, reports: dict[str, dict[str, Any]]) -
         assert all(value is None or value >= 0 for value in run["samples"][0].values())
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name not in SHOWN_ONLY])
 def test_every_bar_was_measured(name: str, reports: dict[str, dict[str, Any]]) -> None:
     judged = [bar for bar in reports[name]["bars"] if bar["bound"] is not None]
     assert judged
     missing = [bar["text"] for bar in judged if bar["measured"] is None]
-    peers = ("dcp.async_save", "asynchronous peer", "safetensors")  # left out above; may not be installed
+    peers = ("dcp.async_save", "asynchronous peer", "safetensors", "best of")  # left out above; may not be installed
     peers += ("aiockpt, process",) * (name == "gpu")
     assert not [text for text in missing if not any(peer in text for peer in peers)]
+
+
+def test_the_report_of_save_has_a_timeline(reports: dict[str, dict[str, Any]]) -> None:
+    events = reports["save"]["details"]["timeline"]
+    assert {"capture", "stage", "write", "commit"} <= {event["kind"] for event in events}
+    assert all(0 <= event["begin_s"] <= event["end_s"] for event in events)
+    lanes = {event["lane"] for event in events if event["kind"] == "write"}
+    assert {lane[:9] for lane in lanes} == {"file __0_"}
 
 
 def test_the_report_of_load(reports: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     cold, cached = (table["runs"] for table in reports["load"]["tables"])
     everybody = load.loaders(tmp_path, None, {}, cold=True)
-    assert [run["name"] for run in cold] == [each.name for each in everybody if each.name != NewProcess.name]
+    assert [run["name"] for run in cold] == [each.name for each in everybody]
     assert len(cached) == len(cold) - 1, "one of the raw rows is for the disk only"
     bounds = [bar["bound"] for bar in reports["load"]["bars"] if bar["bound"] is not None]
     assert bounds == [0.95, 0.95, 2.5, 1, 5, 2]
@@ -198,13 +215,36 @@ def test_the_report_of_safetensors_ranks(reports: dict[str, dict[str, Any]]) -> 
     assert [bar["bound"] for bar in reports["safetensors-ranks"]["bars"]] == [None, 3, 3]
 
 
-def test_the_report_of_coordination(reports: dict[str, dict[str, Any]]) -> None:
-    in_all, on_each = (table["runs"] for table in reports["coordination"]["tables"])
-    names = ["aiockpt: 4 ranks, 50 items", "dcp.save, plans cached: 4 ranks, 50 items"]
-    assert [run["name"] for run in in_all] == [run["name"] for run in on_each] == names
-    for few, many in zip(in_all, on_each, strict=True):
-        assert many["samples"][0]["index_bytes"] > 2 * few["samples"][0]["index_bytes"]
-        assert few["first"]["plan"] > 0
+def test_the_report_of_new_processes(reports: dict[str, dict[str, Any]]) -> None:
+    cold, cached = ([run["name"] for run in table["runs"]] for table in reports["new-process"]["tables"])
+    assert cold == cached == ["raw, fresh memory in small pages, 2 threads", new_process.NEW, new_process.TARGET]
+
+
+def test_the_report_of_model_states(reports: dict[str, dict[str, Any]]) -> None:
+    titles = [table["title"] for table in reports["models"]["tables"]]
+    assert [title.partition(", 0.")[0] for title in titles] == [
+        f"{what}: {model}" for model in ("Llama-like", "MoE-like") for what in ("save", "load, cached")
+    ]
+
+
+def test_the_report_of_sizes_and_numbers(reports: dict[str, dict[str, Any]]) -> None:
+    curves = reports["sweep"]["details"]
+    assert [number for number, _ in curves["number"]["aiockpt"]] == [10, 100, 1_000, 10_000]
+    assert len(curves["size"]["aiockpt"]) == 4
+    assert curves["size"].keys() == curves["number"].keys() == {"raw O_DIRECT, 2 threads", "aiockpt"}
+
+
+def test_the_report_of_scale(reports: dict[str, dict[str, Any]]) -> None:
+    measured, simulated = (table["runs"] for table in reports["scale"]["tables"])
+    assert [run["name"] for run in measured] == ["2 processes"]
+    kinds = ("aiockpt", "dcp.save, plans cached")
+    assert [run["name"] for run in simulated] == [f"{kind}: {n} ranks, 50 items each" for kind in kinds for n in (4, 8)]
+    few, many, *_ = simulated
+    assert many["samples"][0]["index_bytes"] > 1.5 * few["samples"][0]["index_bytes"]
+    assert few["first"]["plan"] > 0
+    points = reports["scale"]["details"]["extrapolated"]
+    assert [(point["ranks"], point["items"]) for point in points] == [(4, 50), (8, 50)]
+    assert points[1]["index_bytes"] == pytest.approx(many["samples"][0]["index_bytes"], rel=0.05)
 
 
 def test_the_report_of_writers(reports: dict[str, dict[str, Any]]) -> None:
@@ -266,21 +306,6 @@ def test_both_coordinators_index_the_same(tmp_path: Path) -> None:
     assert mine.storage_data.keys() == theirs.storage_data.keys()
 
 
-def test_a_plot_shows_every_line(tmp_path: Path) -> None:
-    lines = [Line("<ours>", [(8, 0.001), (64, 0.02)], 0), Line("theirs", [(8, 0.5)], 1, dashed=True)]
-    drawn = xml.dom.minidom.parseString(loglog.render([Panel("a & b", "ranks", "seconds", lines, 1.0)] * 2))
-    assert len(drawn.getElementsByTagName("polyline")) == 4
-    assert len(drawn.getElementsByTagName("circle")) == 6
-    text = " ".join(node.firstChild.data for node in drawn.getElementsByTagName("text"))
-    assert all(word in text for word in ("a & b", "<ours>", "theirs", "ranks", "seconds", "64", "0.001"))
-    (first, second), *_ = [
-        [tuple(map(float, point.split(","))) for point in line.getAttribute("points").split()]
-        for line in drawn.getElementsByTagName("polyline")
-    ]
-    assert second[0] > first[0]
-    assert second[1] < first[1], "more is higher"
-
-
 # --- what they are made of -----------------------------------------------------------------------------
 
 
@@ -327,19 +352,33 @@ def test_a_slicer_that_gives_other_rows_is_found_out(tmp_path: Path) -> None:
     assert [run.error for run in runs] == ["ValueError: what was read differs from what was saved", None]
 
 
-def test_a_new_process_loads_and_tells_what(tmp_path: Path) -> None:
-    state, other = state_of((300, 7), (2,)), state_of((300, 7), (2,))
+def test_a_new_process_that_loads_something_else_is_found_out(tmp_path: Path) -> None:
+    state = state_of((300, 7), (2,))
     checkpoints.make(state, tmp_path / "aiockpt")
-    loader = NewProcess(tmp_path / "aiockpt")
-
-    async def load_once() -> dict[str, float]:
-        await loader.prepare()
-        return (await loader.measured())[1]
-
-    sample = asyncio.run(load_once())
+    right, wrong = (
+        NewProcess(new_process.NEW, tmp_path, "cached", checksums(each)) for each in (state, state_of((300, 7), (2,)))
+    )
+    ready: list[bool] = []
+    sample = asyncio.run(right.measure(lambda: ready.append(True)))
     assert {"loaded_s", "extra_bytes", "stall_s"} <= sample.keys()
-    assert loader.matches(None, state)
-    assert not loader.matches(None, other)
+    assert ready == [True]
+    with pytest.raises(ValueError, match="differs"):
+        asyncio.run(wrong.measure(lambda: None))
+
+
+@pytest.mark.parametrize("name", ["aiockpt", "torch", "safetensors", "dcp"])
+def test_a_checkpoint_of_each_format_is_compared_to_the_bit(name: str, tmp_path: Path) -> None:
+    if name == "safetensors":
+        pytest.importorskip("safetensors")
+    state = {**state_of((30, 7), (2,)), "bf16": random_tensor(6).view(torch.bfloat16), "step": torch.tensor(3.0)}
+    path = tmp_path / {"torch": "state.pt", "safetensors": "state.safetensors"}.get(name, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a single process
+        checkpoints.make(state, path)
+        checkpoints.check(name, path, state)
+        changed = {**state, "step": torch.tensor(4.0)}
+        with pytest.raises(ValueError, match="differs"):
+            checkpoints.check(name, path, changed)
 
 
 def test_checksums_are_of_the_bits() -> None:
@@ -454,21 +493,6 @@ def test_threads_that_load_data_give_batches_and_end() -> None:
     with work.running():
         work.step()
         assert work._ready.get(timeout=60).shape == (64, 64, 3)
-
-
-def test_options_of_all_reach_who_knows_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, list[str]] = {}
-
-    def run(arguments: list[str], *, check: bool) -> Namespace:
-        given[arguments[3]] = arguments[5:]
-        return Namespace(returncode=0)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    options = command.parser().parse_args(["all", "--gib=0.5", "--load", "--rounds=2", f"--json={tmp_path / 'all'}"])
-    assert command.run_all(options) == 0
-    assert list(given) == [name for name in command.MODULES if name != "gpu" or torch.cuda.is_available()]
-    assert given["open"] == ["--rounds=2", "--load"]
-    assert given["slice"] == given["save"] == ["--gib=0.5", "--rounds=2"]
 
 
 def test_defaults_are_those_of_each_benchmark() -> None:

@@ -1,0 +1,151 @@
+"""Looking figures up in results: who was how fast, against the limit and against the best peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+OURS = "aiockpt"
+LIMITS = ("raw", "fresh", "memmove", "idle", "no save", "no checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A contender's median, with the smallest and the greatest value.
+
+    Attributes:
+        name: of the contender.
+        value: the median.
+        least: of all rounds.
+        most: of all rounds.
+        ratio: the limit's value by this one; None without a limit.
+    """
+
+    name: str
+    value: float
+    least: float
+    most: float
+    ratio: float | None = None
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is of this package."""
+        return self.name.startswith(OURS)
+
+    @property
+    def only_maps(self) -> bool:
+        """Whether its tensors are the page cache, so that nothing was copied."""
+        return self.name.endswith("mmap, read")
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether it is of the machine."""
+        return self.name.startswith(LIMITS)
+
+
+def tables(results: Mapping[str, Any], section: str, title: str = "") -> list[Mapping[str, Any]]:
+    """Return the tables of a section whose titles begin so."""
+    found = results["sections"].get(section, {"tables": []})["tables"]
+    return [table for table in found if table["title"].startswith(title)]
+
+
+def figures(table: Mapping[str, Any], metric: str | None = None) -> list[Figure]:
+    """Return what was measured of everybody in a table, in its main metric or another one, times as ratios too."""
+    metric = metric or table["metric"]
+    measured = list(_measured(table, metric))
+    limits = [each.value for each in measured if table["limit"] and each.name.startswith(table["limit"])]
+    best = min(limits, default=None)
+    if best is None:
+        return measured
+    return [Figure(each.name, each.value, each.least, each.most, best / each.value) for each in measured]
+
+
+def _measured(table: Mapping[str, Any], metric: str) -> Iterator[Figure]:
+    for run in table["runs"]:
+        values = [value for sample in run["samples"] if (value := sample.get(metric)) is not None]
+        if values and run["medians"].get(metric) is not None:
+            yield Figure(run["name"], run["medians"][metric], min(values), max(values))
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A line of the README's table.
+
+    Attributes:
+        text: what is done.
+        section: of the results.
+        title: how the title of the table begins.
+        ours: the row of this package.
+        metric: what is compared; None for the table's own.
+        peers: how the names of rows begin that are compared; all that are not ours if empty.
+        limit: how the names of the limit's rows begin; None for the table's own.
+    """
+
+    text: str
+    section: str
+    title: str
+    ours: str
+    metric: str | None = None
+    peers: tuple[str, ...] = ()
+    limit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is known of a claim."""
+
+    claim: Claim
+    ours: Figure
+    best: Figure | None
+    limit: Figure | None
+
+
+CLAIMS: Sequence[Claim] = (
+    Claim("durable save", "save", "save", "aiockpt"),
+    Claim("durable save, 256 MiB of memory", "save", "save", "aiockpt, 256 MiB pool"),
+    Claim(
+        "until tensors may change",
+        "save",
+        "save",
+        "aiockpt, prewarmed",
+        "staged_s",
+        ("dcp.async", "torch_check", "orbax"),
+        "memmove",
+    ),
+    Claim("load from the disk, into new tensors", "load", "load, cold", "aiockpt, new tensors"),
+    Claim("load from the page cache, into a target", "load", "load, cached", "aiockpt, into a target"),
+    Claim("load in a new process, from the disk", "new process", "new process, cold", "aiockpt, new tensors"),
+    Claim("load in a new process, cached", "new process", "new process, cached", "aiockpt, new tensors"),
+    Claim(
+        "first load of a tiny state, after import torch",
+        "startup",
+        "startup",
+        "aiockpt, first load",
+        peers=("torch, first load", "dcp, first load", "safetensors, first load"),
+    ),
+    Claim("save of many small tensors", "small tensors", "small", "aiockpt"),
+    Claim("save by 2 ranks", "ranks", "save: 2 ranks", "aiockpt"),
+)
+
+
+def held(results: Mapping[str, Any], claims: Sequence[Claim] = CLAIMS) -> list[Held]:
+    """Return what results say to every claim; those that were not measured are left out."""
+    found = []
+    for claim in claims:
+        for table in tables(results, claim.section, claim.title)[:1]:
+            known = figures(table, claim.metric)
+            ours = next((each for each in known if each.name == claim.ours), None)
+            peers = [each for each in known if not each.ours and not each.is_limit and not each.only_maps]
+            peers = [each for each in peers if not claim.peers or each.name.startswith(claim.peers)]
+            limit = claim.limit or table["limit"]
+            limits = [each for each in known if limit and each.name.startswith(limit)]
+            if ours is not None:
+                best, limit = (min(those, key=lambda each: each.value, default=None) for those in (peers, limits))
+                found.append(Held(claim, ours, best, limit))
+    return found
+
+
+def seconds(value: float) -> str:
+    """Write a time."""
+    return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"

@@ -1,0 +1,92 @@
+"""Peers that the extra `bench` does not install: torchsnapshot and Orbax. Who is missing has a row that says so."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.checkpoints import Format
+from benchmarks.contenders import Saver
+from benchmarks.machine import files_under, sync_files
+from benchmarks.measure import Sample
+from benchmarks.states import State, empty_like
+
+
+class TorchSnapshot(Saver):
+    """``torchsnapshot.Snapshot.async_take``."""
+
+    name, note = "torchsnapshot async_take + fsync", "no CRC, no fsync of its own: synced here"
+    format: Format = "torchsnapshot"
+
+    async def open(self, state: State) -> None:
+        import torchsnapshot
+
+        self._module: Any = torchsnapshot
+
+    async def save(self, state: State, path: Path) -> Sample:
+        started = time.perf_counter()
+        items = {"state": self._module.StateDict(**state)}
+        # It runs a loop, so it can't be called in one; its caller waits all the same.
+        pending = await asyncio.to_thread(self._module.Snapshot.async_take, str(path), items)
+        blocked = time.perf_counter() - started
+        await asyncio.to_thread(pending.wait)
+        await asyncio.to_thread(sync_files, files_under(path))
+        return {"blocked_s": blocked, "staged_s": blocked, "durable_s": time.perf_counter() - started}
+
+
+class Orbax(Saver):
+    """``orbax.checkpoint.AsyncCheckpointer`` with NumPy views of the tensors."""
+
+    note = "no fsync of its own: synced here"
+    format: Format = "orbax"
+
+    def __init__(self, *, ocdbt: bool) -> None:
+        self.name = f"orbax AsyncCheckpointer{'' if ocdbt else ', no OCDBT'} + fsync"
+        self._ocdbt = ocdbt
+
+    async def open(self, state: State) -> None:
+        import orbax.checkpoint
+
+        self._module: Any = orbax.checkpoint
+        self._checkpointer = self._module.AsyncCheckpointer(self._module.PyTreeCheckpointHandler(use_ocdbt=self._ocdbt))
+
+    async def save(self, state: State, path: Path) -> Sample:
+        started = time.perf_counter()
+        tree = {name: tensor.numpy() for name, tensor in state.items()}
+        self._checkpointer.save(_absolute(path), args=self._module.args.PyTreeSave(tree))
+        blocked = time.perf_counter() - started
+        await asyncio.to_thread(self._checkpointer.wait_until_finished)
+        await asyncio.to_thread(sync_files, files_under(path))
+        return {"blocked_s": blocked, "staged_s": blocked, "durable_s": time.perf_counter() - started}
+
+    async def close(self) -> None:
+        self._checkpointer.close()
+
+
+def _absolute(path: Path) -> Path:
+    return path.resolve()  # Orbax takes no other
+
+
+def more_savers() -> list[Saver]:
+    """Return those who save."""
+    return [TorchSnapshot(), Orbax(ocdbt=True), Orbax(ocdbt=False)]
+
+
+def load_back(format: Format, path: Path, state: State) -> State:
+    """Load what one of them has saved."""
+    if format == "torchsnapshot":
+        import torchsnapshot
+
+        target = torchsnapshot.StateDict(**empty_like(state))
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(torchsnapshot.Snapshot(str(path)).restore, {"state": target}).result()
+        return dict(target)
+    import orbax.checkpoint
+
+    loaded = orbax.checkpoint.PyTreeCheckpointer().restore(_absolute(path))
+    return {name: torch.from_numpy(array) for name, array in loaded.items()}

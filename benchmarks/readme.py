@@ -1,0 +1,122 @@
+"""The figures in the README and in the page on scale, written from the results of a whole run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import held, seconds
+from benchmarks.markdown import cell, machine_line, table
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+SCALE = ROOT / "aiockpt" / "docs" / "scale.md"
+RESULTS = Path(__file__).parent / "results"
+BEGIN, END = "<!-- figures: python -m benchmarks readme -->", "<!-- end of the figures -->"
+PICTURES = {"ratios.png": "Speed as a share of the machine's limit", "training.png": "A training loop with checkpoints"}
+
+
+def section(results: Mapping[str, Any]) -> str:
+    """Return the text between the two markers."""
+    columns = ("", "aiockpt", "of the machine's limit", "best peer")
+    rows = [
+        (
+            known.claim.text,
+            seconds(known.ours.value),
+            ""
+            if known.limit is None
+            else f"{known.limit.value / known.ours.value:.2f} of {seconds(known.limit.value)}",
+            "" if known.best is None else f"{seconds(known.best.value)}, {cell(known.best.name)}",
+        )
+        for known in held(results)
+    ]
+    line = machine_line(results["machine"])
+    lines = [
+        f"One run of `{results['command']}` on {results['written']}, medians; {others(results)}. {line}.",
+        "",
+        *table(columns, rows),
+        "",
+        *(f"![{title}](benchmarks/results/{name})" for name, title in PICTURES.items()),
+    ]
+    return "\n".join(lines)
+
+
+def others(results: Mapping[str, Any]) -> str:
+    """Say how busy everything else on the machine was: figures are no better than that."""
+    shares = [
+        report["machine"]["share_of_cores_used_by_others"]
+        for report in results["sections"].values()
+        if "share_of_cores_used_by_others" in report.get("machine", {})
+    ]
+    return f"other programs used {max(shares, default=0):.0%} of the cores at most"
+
+
+def scale_section(results: Mapping[str, Any]) -> str:
+    """Return the text between the two markers of the page on scale."""
+    report = results["sections"]["scale"]
+    measured, simulated = report["tables"]
+    points = report["details"]["extrapolated"]
+    columns = ("ranks", "items each", "first save", "later save", "index", "messages, first save", "later")
+    rows = [
+        (
+            f"{point['ranks']:,}",
+            f"{point['items']:,}",
+            seconds(point["first_s"]),
+            seconds(point["later_s"]),
+            *(size(point[what]) for what in ("index_bytes", "first_bytes", "later_bytes")),
+        )
+        for point in points
+    ]
+    simulated_columns = [0, 1, 2, *range(len(simulated["columns"]) - 4, len(simulated["columns"]))]
+    lines = [
+        f"On {results['written']}, {others(results)}: {machine_line(results['machine'])}.",
+        "",
+        *(f"- {remark}" for remark in report["remarks"]),
+        "",
+        "![coordination by ranks](../../benchmarks/results/scale.png)",
+        "",
+        "Measured with real processes on this machine:",
+        "",
+        *table(measured["columns"], measured["rows"]),
+        "",
+        "Simulated, with the real code of rank 0:",
+        "",
+        *table(
+            [simulated["columns"][at] for at in simulated_columns],
+            [[row[at] for at in simulated_columns] for row in simulated["rows"]],
+        ),
+        "",
+        "By the model, for every point, whether it was simulated or not:",
+        "",
+        *table(columns, rows),
+    ]
+    return "\n".join(lines)
+
+
+def size(nbytes: float) -> str:
+    """Write a number of bytes."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def with_section(text: str, content: str) -> str:
+    """Return a page with what is between its markers replaced.
+
+    Raises:
+        ValueError: it has no markers.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"a page needs the lines {BEGIN} and {END}")
+    return f"{before}{begin}\n{content}\n{end}{after}"
+
+
+def rewrite(directory: Path) -> int:
+    """Write the figures anew, into every page that has some; return the exit code."""
+    results = json.loads((directory / "results.json").read_text())
+    for page, content in {README: section(results), SCALE: scale_section(results)}.items():
+        page.write_text(with_section(page.read_text(), content))
+        print(f"{page.relative_to(ROOT)}: written from {directory / 'results.json'}")
+    return 0
