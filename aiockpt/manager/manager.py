@@ -114,8 +114,8 @@ class CheckpointManager(ManagerBase):
             mode: for "best", "min" or "max"; None: as the `KeepBest` of this metric, else "min".
             verify: "auto": as described. "before": verify every step before it is loaded, so that the target stays
                 untouched in all cases. "while": load at once.
-            options: ``map_location``, ``keys``, ``dtype``, ``strict``, ``missing``, ``safe_globals`` and ``trust``, as
-                in `AsyncCheckpointer.load`.
+            options: ``map_location``, ``keys``, ``dtype``, ``strict``, ``missing``, ``safe_globals``, ``trust`` and
+                ``progress``, as in `AsyncCheckpointer.load`.
 
         Returns:
             The step; None if the run has none.

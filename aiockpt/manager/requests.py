@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aiockpt.manager.policies import KeepPolicy
     from aiockpt.manager.when import SavePolicy
     from aiockpt.options import MapLocation
+    from aiockpt.telemetry.loads import OnReadProgress
 
 Verification = Literal["auto", "before", "while"]
 StepChoice = int | Literal["latest", "best"]
@@ -75,6 +76,7 @@ class RestoreOptions(TypedDict, total=False):
     missing: list[str] | None
     safe_globals: Sequence[Any]
     trust: bool
+    progress: OnReadProgress | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,19 +25,25 @@ class NotebookBar:
 
     def update(self, done: int, total: int, note: str) -> None:
         """Show how far it is."""
-        if total != (self._bar.total or 0):
-            self._bar.reset(total=total)
-        elif time.monotonic() < self._next:
+        if not self._set_total(total) and time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _EVERY_S
         self._show(done, note)
 
     def finish(self, done: int, total: int, note: str, *, ok: bool) -> None:
         """Show the end: green, or red where it has failed."""
-        if not ok:
-            self._bar.total = max(total, done + 1)
+        self._set_total(total if ok else max(total, done + 1))  # tqdm takes an unfinished bar for a failed one
         self._show(done, note)
         self._bar.close()
+
+    def _set_total(self, total: int) -> bool:
+        """Set the total, without beginning to measure the time anew; return whether it has changed."""
+        if total == self._bar.total:
+            return False
+        begun = self._bar.start_t
+        self._bar.reset(total=total)
+        self._bar.start_t = begun
+        return True
 
     def _show(self, done: int, note: str) -> None:
         self._bar.n = done
