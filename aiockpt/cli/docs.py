@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from rich.console import Console
-from rich.markdown import Markdown
+from aiockpt.cli.output import console
 
 _FOLDER = files("aiockpt") / "docs"
 _SUFFIX = ".md"
@@ -35,9 +34,11 @@ def show_topic(topic: str) -> None:
     known = topics()
     if topic not in known:
         raise ValueError(f"there is no topic {topic!r}; the topics are {', '.join(known)}")
-    console = Console()
-    if console.is_terminal:
-        console.print(Markdown(_text_of(topic)))
+    out = console()
+    if out.is_terminal:
+        from rich.markdown import Markdown  # takes longer to import than everything else
+
+        out.print(Markdown(_text_of(topic)))
     else:
         print(_text_of(topic), end="")
 

@@ -100,7 +100,7 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
     _print_head(contents)
     _print_tree(lines, contents)
     if any(line.is_cut for line in lines):
-        out.print(f"\n{depth} of more levels are shown; --all shows everything.", style="dim")
+        out.print(f"\nLevels below {depth} are not shown; --all shows everything.", style="dim")
 
 
 async def write_page(path: str, view: View, file: Path, *, trust: bool = False) -> None:
@@ -262,10 +262,19 @@ def _fitted(label: str, width: int) -> str:
     """Return a label with its middle left out if it is too long; its end tells most."""
     if cell_len(label) <= width:
         return label
-    indent = len(label) - len(label.lstrip())
+    text = label.lstrip(" ")
+    indent = len(label) - len(text)
     keep = max(4, width - indent - 1)
-    head = keep // 3
-    return label[: indent + head] + "…" + label[head - keep :]
+    return f"{label[:indent]}{_beginning(text, keep // 3)}…{_beginning(text[::-1], keep - keep // 3)[::-1]}"
+
+
+def _beginning(text: str, cells: int) -> str:
+    """Return as many characters as fit into so many cells."""
+    for number, character in enumerate(text):
+        cells -= cell_len(character)
+        if cells < 0:
+            return text[:number]
+    return text
 
 
 def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from aiockpt.errors import printable_key
@@ -69,6 +68,8 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[str | Text]])
     """Print a table: fitted to a terminal, with all of each text on a line elsewhere."""
     out = console()
     if out.is_terminal:
+        from rich.table import Table
+
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for column in columns:
             table.add_column(

@@ -28,7 +28,7 @@ def test_piped_a_page_is_its_source(topic):
 
 
 def test_on_a_terminal_a_page_is_rendered(monkeypatch, capsys):
-    monkeypatch.setattr(aiockpt.cli.docs, "Console", lambda: Console(force_terminal=True, width=100))
+    monkeypatch.setattr(aiockpt.cli.docs, "console", lambda: Console(force_terminal=True, width=100))
     aiockpt.cli.docs.show_topic("threat-model")
     output = capsys.readouterr().out
     assert "\x1b[" in output

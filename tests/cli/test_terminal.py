@@ -1,0 +1,118 @@
+"""Output in a terminal, by a pty: colours, widths, and nothing of it in a pipe."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import aiockpt
+from tests.cli.checkpoints import make
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    with aiockpt.SyncCheckpointManager(home / "run", keep=[aiockpt.KeepLatest(2), aiockpt.KeepBest(1, "loss")]) as run:
+        for step in (100, 200, 300):
+            run.save(step, {"w": torch.ones(step)}, metrics={"loss": 1 / step, "accuracy": step / 400})
+    make("dcp", home / "run" / ("long" * 20))
+    state = {f"h.{n}.{'模型' * 30}.weight": torch.full((2, n + 1), float(n)) for n in range(30)}
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({f"block{b}": state for b in range(8)}, home / "wide")
+        ckpt.save({"nan": torch.tensor([float("nan"), 1.0])}, home / "nan")
+    return home
+
+
+def in_terminal(*arguments, columns, cwd, **environment):
+    """Return what a terminal of so many columns is shown, and the exit code."""
+    terminal, end = pty.openpty()
+    env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    env |= {"COLUMNS": str(columns), "TERM": "xterm-256color"} | environment
+    process = subprocess.Popen([sys.executable, "-m", "aiockpt", *arguments], stdout=end, stderr=end, env=env, cwd=cwd)
+    os.close(end)
+    seen = b""
+    try:
+        while data := _read(terminal):
+            seen += data
+        return seen.decode().replace("\r\n", "\n"), process.wait(TIMEOUT_S)
+    finally:
+        os.close(terminal)
+        process.kill()
+        process.wait()
+
+
+def _read(terminal):
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux reports the end of a terminal so
+        return b""
+
+
+def cells(line):
+    from rich.cells import cell_len
+
+    return cell_len(ESCAPE.sub("", line))
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+@pytest.mark.parametrize(
+    "arguments",
+    [["ls", "run"], ["ls"], ["inspect", "wide"], ["inspect", "wide", "--depth", "9"], ["inspect", "nan", "--stats"]],
+    ids=" ".join,
+)
+def test_lines_fit_the_terminal(arguments, columns, home):
+    shown, code = in_terminal(*arguments, columns=columns, cwd=home)
+    assert code == 0, shown
+    table = [line for line in shown.splitlines() if not ESCAPE.sub("", line).startswith(("metadata:", "/", "Direc"))]
+    assert max(map(cells, table)) <= columns
+    assert "\x1b[" in shown
+
+
+def test_a_deep_tree_is_cut_to_the_level_that_fits(home):
+    shown, _ = in_terminal("inspect", "wide", columns=100, cwd=home)
+    assert len(shown.splitlines()) < 110
+    assert "Levels below 1 are not shown; --all shows everything." in shown
+    everything, _ = in_terminal("inspect", "wide", "--all", columns=100, cwd=home)
+    assert len(everything.splitlines()) > 240
+
+
+def test_a_number_of_nan_stands_out(home):
+    shown, _ = in_terminal("inspect", "nan", "--stats", columns=80, cwd=home)
+    assert re.search(r"\x1b\[1;31m +1\x1b\[0m", shown)
+
+
+def test_states_are_coloured_but_not_where_that_is_not_wanted(home):
+    shown, _ = in_terminal("ls", "run", columns=100, cwd=home)
+    assert "\x1b[32mcomplete\x1b[0m" in shown
+    plain, _ = in_terminal("ls", "run", columns=100, cwd=home, NO_COLOR="1")
+    assert "\x1b[32m" not in plain
+    assert ESCAPE.sub("", plain) == ESCAPE.sub("", shown)
+
+
+@pytest.mark.parametrize("arguments", [["ls", "run"], ["inspect", "wide"], ["docs", "cli"]], ids=" ".join)
+def test_a_pipe_gets_text_alone_and_all_of_it(arguments, home):
+    command = [sys.executable, "-m", "aiockpt", *arguments]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    assert "\x1b" not in done.stdout
+    assert done.stderr == ""
+    if arguments[0] != "docs":
+        assert "long" * 20 in done.stdout or "模型" * 30 in done.stdout
+
+
+def test_a_page_is_rendered(home):
+    shown, code = in_terminal("docs", "cli", columns=80, cwd=home)
+    assert code == 0
+    assert "\x1b[1m" in shown
+    assert "# The command line" not in shown
+
+
+def test_an_error_is_one_line(home):
+    shown, code = in_terminal("inspect", "none", columns=80, cwd=home)
+    assert (code, shown.count("\n")) == (3, 1)
