@@ -64,6 +64,7 @@ PRELOAD = [
     "anyio._backends._asyncio",
     "aiockpt.checkpointer",  # aiockpt alone imports its parts at their first use, in each rank
     "aiockpt.sync_checkpointer",
+    "aiockpt.manager.sync_manager",
     "aiockpt.dcp.format_utils",
     "aiockpt.testing",
     "tests.ranks.failing",

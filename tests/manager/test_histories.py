@@ -1,0 +1,24 @@
+"""Random histories of runs: saves, failures, cancellations, kills, damage, deletions, pins, restarts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.manager.histories import Histories
+
+
+def check(count: int) -> None:
+    """Run histories of up to 30 events each."""
+    limits = settings(max_examples=count, stateful_step_count=30, deadline=None, database=None)
+    run_state_machine_as_test(Histories, settings=settings(limits, suppress_health_check=list(HealthCheck)))
+
+
+def test_the_last_good_step_is_never_lost_and_nothing_is_kept_or_restored_that_should_not_be() -> None:
+    check(60)
+
+
+@pytest.mark.full
+def test_a_thousand_histories() -> None:
+    check(1000)
