@@ -1,0 +1,208 @@
+"""Programs whose end is announced, or comes without a word: real processes, and signals from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aiockpt
+from tests.manager.runs import names
+
+TIMEOUT_S = 240
+
+
+class Program:
+    """One process of a program, of which each step lasts until it is told to go on."""
+
+    def __init__(self, kind: str, rank: int, size: int, folder: Path, grace: str) -> None:
+        self.lines: list[list[str]] = []
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.manager.program",
+                kind,
+                str(rank),
+                str(size),
+                f"{folder}.store",
+                folder,
+                grace,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RES_OPTIONS": "attempts:0"},
+        )
+        self._watchdog = threading.Timer(TIMEOUT_S, self.process.kill)
+        self._watchdog.start()
+
+    def is_in(self, step: int) -> None:
+        """Let it run until a step has begun."""
+        while self._read() != ["step", str(step)]:
+            if self.lines[-1][0] == "step":
+                self.go_on()
+
+    def _read(self) -> list[str] | None:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            return None
+        self.lines.append(line.split())
+        return self.lines[-1]
+
+    def go_on(self, steps: int = 1) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n" * steps)
+        self.process.stdin.flush()
+
+    def ends(self, *, code: int = 0) -> str:
+        """Wait for its end; return what it has written to standard error."""
+        while self._read() is not None:
+            pass
+        found = self.process.wait()
+        self._errors.seek(0)
+        errors = self._errors.read()
+        assert found == code, errors
+        return errors
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._watchdog.cancel()
+        self._watchdog.join()
+        self._errors.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def programs(kind: str, size: int, folder: Path, grace: str = "") -> Iterator[list[Program]]:
+    made: list[Program] = []
+    try:
+        for rank in range(size):
+            made.append(Program(kind, rank, size, folder, grace))  # noqa: PERF401 - each is ended if the next fails
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+def steps_saved(lines: list[list[str]]) -> list[int]:
+    return [int(line[1]) for line in lines if line[0] == "saved"]
+
+
+def restored(folder: Path) -> tuple[aiockpt.Restored | None, dict[str, Any]]:
+    state = {"weights": torch.zeros(50_000)}
+    with aiockpt.SyncCheckpointManager(folder, mode="read", process_group=None) as run:
+        return run.restore(state, strict=True), state
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        ("blocking", 0),
+        ("awaiting", 1),
+        ("awaiting", "alone"),
+        pytest.param("blocking", 1, marks=pytest.mark.full),
+        pytest.param("awaiting", 0, marks=pytest.mark.full),
+        pytest.param("blocking", "alone", marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_within_a_long_step_leads_to_a_last_save(tmp_path: Path, kind: str, asked: Any) -> None:
+    """It comes to one process alone, and the others agree with it; a resumed program ends as one without a break."""
+    folder = tmp_path / "run"
+    size, asked = (1, 0) if asked == "alone" else (2, asked)
+    with programs(kind, size, folder, grace="60") as ranks:
+        for each in ranks:
+            each.is_in(1)
+        for each in ranks:
+            each.go_on()
+        for step in (2, 3):
+            for each in ranks:
+                each.is_in(step)
+                if step < 3:
+                    each.go_on()
+        ranks[asked].process.send_signal(signal.SIGTERM)
+        for each in ranks:  # both, before either is waited for
+            each.go_on(1000)
+        assert all("Traceback" not in each.ends() for each in ranks)
+        ended = [each.lines for each in ranks]
+    last = steps_saved(ended[0])[-1]
+    assert all(steps_saved(lines)[-1] == last for lines in ended)
+    assert all([line for line in lines if line[0] == "step"][-1] == ["step", str(last)] for lines in ended)
+    start, state = restored(folder)
+    assert start is not None
+    assert start.step == last
+    assert torch.equal(state["weights"], torch.full((50_000,), float(last)))
+    for rank, lines in enumerate(ended):
+        source = random.Random(rank)
+        own = torch.zeros(())
+        for _ in range(last):
+            own += source.random()
+        assert float(lines[-1][1]) == own.item()
+    assert not any(name.startswith(".aiockpt") for name in names(folder))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_does_not_fit_into_the_notice_is_not_begun(tmp_path: Path, size: int) -> None:
+    folder = tmp_path / "run"
+    with programs("blocking", size, folder, grace="1e-9") as ranks:
+        for step in (1, 2, 3):
+            for each in ranks:
+                each.is_in(step)
+                if step < 3:
+                    each.go_on()
+        ranks[-1].process.send_signal(signal.SIGTERM)
+        for each in ranks:
+            each.go_on(1000)
+        assert all("Traceback" not in each.ends() for each in ranks)
+        ended = [each.lines for each in ranks]
+    saved = steps_saved(ended[0])
+    start, state = restored(folder)
+    assert start is not None
+    assert start.step == max(saved, default=2) == int(state["weights"][0])
+    assert start.step % 2 == 0, "a step that was due anyway"
+    assert not any(name.startswith(".aiockpt") for name in names(folder))
+
+
+def test_the_owner_of_a_run_is_named_and_after_its_death_the_next_one_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    host = socket.gethostname()
+    with programs("awaiting", 1, folder) as (first,):
+        first.is_in(4)
+        with pytest.raises(aiockpt.RunLockedError) as caught:
+            aiockpt.SyncCheckpointManager(folder).__enter__()
+        assert f"is being written by process {first.process.pid} on host {host}, since 20" in str(caught.value)
+        assert (caught.value.host, caught.value.pid) == (host, first.process.pid)
+        with programs("blocking", 1, folder) as (second,):
+            errors = second.ends(code=1)
+            assert f"process {first.process.pid} on host {host}" in errors.splitlines()[-1]
+        start, _ = restored(folder)  # readers are welcome
+        first.process.kill()
+        first.process.wait()
+        with programs("blocking", 1, folder) as (third,):
+            there = restored(folder)[0]
+            last = there.step + 1 if there else 1
+            third.is_in(last)
+            third.process.send_signal(signal.SIGTERM)
+            third.go_on()
+            third.ends()
+        assert steps_saved(third.lines)[-1] == last
+    assert not any(name.startswith(".aiockpt") for name in names(folder))
+    assert start is None or start.step < last
