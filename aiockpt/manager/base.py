@@ -78,7 +78,7 @@ class ManagerBase:
         """Whether this is rank 0, which decides, or there are no other ranks."""
         return self._access.leads
 
-    def led(self, what: str, steps: Callable[[], Steps[Any]]) -> Steps[Any]:
+    def _led(self, what: str, steps: Callable[[], Steps[Any]]) -> Steps[Any]:
         """Do something on rank 0 alone; its result, or its error, is that of all ranks."""
         value, error = None, None
         if self.leads:
@@ -108,7 +108,7 @@ class ManagerBase:
         if self._is_open:
             return
         if self.writes:
-            yield from self.led(f"the lock of {self.directory}", self._take_lock)
+            yield from self._led(f"the lock of {self.directory}", self._take_lock)
         self._is_open = True
 
     def _take_lock(self) -> Steps[None]:
@@ -200,7 +200,7 @@ class ManagerBase:
 
     # --- restoring --------------------------------------------------------------------------------------------
 
-    def candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
+    def _candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
         """Return the steps that a restore tries, the preferred one first."""
         try:
             infos = self._scanner.scan()
@@ -218,7 +218,7 @@ class ManagerBase:
             raise CheckpointNotFoundError(f"there is no step {choice} in {self.directory}")
         return found
 
-    def reading(self, step: int) -> contextlib.AbstractContextManager[None]:
+    def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
         """Keep a step from being deleted while it is read."""
         return self._retention.reading(step)
 
@@ -233,7 +233,9 @@ class ManagerBase:
     ) -> Steps[Restored | None]:
         if verify not in ("auto", "before", "while"):
             raise ValueError(f"verify must be 'auto', 'before' or 'while', not {verify!r}")
-        if step != "latest" and step != "best":
+        if step not in ("latest", "best"):
+            if isinstance(step, str):
+                raise ValueError(f"step must be 'latest', 'best' or a number, not {step!r}")
             step = check_step(step)
         chosen = self._metric(metric, mode) if step == "best" else ("", "min")
         yield from self._opened()

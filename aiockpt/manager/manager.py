@@ -162,7 +162,7 @@ class CheckpointManager(ManagerBase):
             CheckpointNotFoundError: there is no such step.
         """
         path = self.path_of(step)
-        with self.reading(step):
+        with self._reading(step):
             async with self._checkpointer.open(path) as reader:
                 yield reader
 

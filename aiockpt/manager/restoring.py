@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.requests import StepChoice, Verification
     from aiockpt.manager.scan import StepInfo
-    from aiockpt.reading.verify.report import VerifyReport
+    from aiockpt.telemetry.verification import VerifyReport
 
 logger = logging.getLogger("aiockpt")
 
@@ -41,13 +41,13 @@ class ManagedRun(Protocol):
     directory: str
     writes: bool
 
-    def led(self, what: str, steps: Callable[[], Steps[Any]]) -> Steps[Any]:
+    def _led(self, what: str, steps: Callable[[], Steps[Any]]) -> Steps[Any]:
         """Do something on rank 0 alone; its result, or its error, is that of all ranks."""
 
-    def candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
+    def _candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
         """Return the steps to try, the preferred one first."""
 
-    def reading(self, step: int) -> contextlib.AbstractContextManager[None]:
+    def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
         """Keep a step while it is read."""
 
     @property
@@ -76,14 +76,14 @@ class Restore:
     def steps(self) -> Steps[Restored | None]:
         """Restore; return the step, or None if the run has none."""
         run = self.run
-        infos: list[StepInfo] = yield from run.led(f"the steps of {run.directory}", self._candidates)
+        infos: list[StepInfo] = yield from run._led(f"the steps of {run.directory}", self._list)
         skipped: list[tuple[StepInfo, LoadError]] = []
         is_touched = False
         for at, info in enumerate(infos):
-            with run.reading(info.step):
+            with run._reading(info.step):
                 try:
                     judge = partial(self._judge, infos[at:], is_touched)
-                    yield from run.led(f"the load of {info.path}", judge)
+                    yield from run._led(f"the load of {info.path}", judge)
                     yield Load(info.path, self.state, self.options)
                 except CorruptCheckpointError as exc:
                     is_touched |= yield Agree("the end of a failed restore", bool(exc.placed or exc.partly_placed), any)
@@ -101,7 +101,7 @@ class Restore:
                     if is_touched:
                         exc.add_note(f"tensors were filled by the load of {skipped[-1][0].path}, which is damaged")
                     raise
-            moved: tuple[SkippedStep, ...] = yield from run.led("the damaged steps", partial(self._set_aside, skipped))
+            moved: tuple[SkippedStep, ...] = yield from run._led("the damaged steps", partial(self._set_aside, skipped))
             if moved and run.leads:
                 self._warn(info, moved)
             return Restored(info.step, info.path, info.metrics, info.metadata, moved)
@@ -111,8 +111,8 @@ class Restore:
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _candidates(self) -> Steps[list[StepInfo]]:
-        found: list[StepInfo] = yield Run(partial(self.run.candidates, self.choice, self.metric, self.mode))
+    def _list(self) -> Steps[list[StepInfo]]:
+        found: list[StepInfo] = yield Run(partial(self.run._candidates, self.choice, self.metric, self.mode))
         return found
 
     def _judge(self, infos: Sequence[StepInfo], is_touched: bool) -> Steps[None]:

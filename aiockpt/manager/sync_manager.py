@@ -114,7 +114,7 @@ class SyncCheckpointManager(ManagerBase):
     def open(self, step: int) -> Iterator[SyncCheckpointReader]:
         """Inspect a step: ``with run.open(100) as reader:``; see `CheckpointManager.open`."""
         path = self.path_of(step)
-        with self.reading(step), self._checkpointer.open(path) as reader:
+        with self._reading(step), self._checkpointer.open(path) as reader:
             yield reader
 
     def close(self) -> None:
