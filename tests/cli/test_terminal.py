@@ -35,24 +35,19 @@ def in_terminal(*arguments, columns, cwd, **environment):
     terminal, end = pty.openpty()
     env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     env |= {"COLUMNS": str(columns), "TERM": "xterm-256color"} | environment
-    process = subprocess.Popen([sys.executable, "-m", "aiockpt", *arguments], stdout=end, stderr=end, env=env, cwd=cwd)
+    # The shell keeps the terminal open until all is read: what is on its way when the last end is closed may be lost.
+    script = '"$@"; echo "END $?"; read _'
+    command = ["sh", "-c", script, "sh", sys.executable, "-m", "aiockpt", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=end, stderr=end, env=env, cwd=cwd)
     os.close(end)
     seen = b""
     try:
-        while data := _read(terminal):
-            seen += data
-        return seen.decode().replace("\r\n", "\n"), process.wait(TIMEOUT_S)
+        while (ended := re.search(rb"END ([0-9]+)\r\n$", seen)) is None:
+            seen += os.read(terminal, 1 << 16)
+        return seen[: ended.start()].decode().replace("\r\n", "\n"), int(ended[1])
     finally:
+        process.communicate()
         os.close(terminal)
-        process.kill()
-        process.wait()
-
-
-def _read(terminal):
-    try:
-        return os.read(terminal, 1 << 16)
-    except OSError:  # Linux reports the end of a terminal so
-        return b""
 
 
 def cells(line):
