@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
@@ -21,7 +22,6 @@ from aiockpt.manager.requests import Restored, SkippedStep
 from aiockpt.reading.info import TensorInfo
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.engine.requests import StateDict
@@ -77,36 +77,43 @@ class Restore:
         """Restore; return the step, or None if the run has none."""
         run = self.run
         infos: list[StepInfo] = yield from run._led(f"the steps of {run.directory}", self._list)
+        with contextlib.ExitStack() as reading:
+            for info in infos:  # an older one may be needed to undo the load of a newer one
+                reading.enter_context(run._reading(info.step))
+            return (yield from self._try(infos))
+
+    def _try(self, infos: Sequence[StepInfo]) -> Steps[Restored | None]:
+        run = self.run
         skipped: list[tuple[StepInfo, LoadError]] = []
         is_touched = False
         for at, info in enumerate(infos):
-            with run._reading(info.step):
-                try:
-                    judge = partial(self._judge, infos[at:], is_touched)
-                    yield from run._led(f"the load of {info.path}", judge)
-                    yield Load(info.path, self.state, self.options)
-                except CorruptCheckpointError as exc:
-                    is_touched |= yield Agree("the end of a failed restore", bool(exc.placed or exc.partly_placed), any)
-                    if isinstance(self.choice, int):
-                        raise
-                    skipped.append((info, exc))
-                    continue
-                except CheckpointNotFoundError as exc:
-                    if isinstance(self.choice, int):
-                        raise
-                    if os.path.isdir(info.path):  # else it was deleted since it was listed
-                        skipped.append((info, exc))
-                    continue
-                except BaseException as exc:
-                    if is_touched:
-                        exc.add_note(f"tensors were filled by the load of {skipped[-1][0].path}, which is damaged")
+            try:
+                judge = partial(self._judge, infos[at:], is_touched)
+                yield from run._led(f"the load of {info.path}", judge)
+                yield Load(info.path, self.state, self.options)
+            except CorruptCheckpointError as exc:
+                is_touched |= yield Agree("the end of a failed restore", bool(exc.placed or exc.partly_placed), any)
+                if isinstance(self.choice, int):
                     raise
+                skipped.append((info, exc))
+                continue
+            except CheckpointNotFoundError as exc:
+                if isinstance(self.choice, int):
+                    raise
+                if os.path.isdir(info.path):  # else it was deleted since it was listed
+                    skipped.append((info, exc))
+                continue
+            except BaseException as exc:
+                if is_touched:
+                    exc.add_note(f"tensors were filled by the load of {skipped[-1][0].path}, which is damaged")
+                raise
             moved: tuple[SkippedStep, ...] = yield from run._led("the damaged steps", partial(self._set_aside, skipped))
             if moved and run.leads:
                 self._warn(info, moved)
             return Restored(info.step, info.path, info.metrics, info.metadata, moved)
-        if skipped:
-            raise _nothing_left(run.directory, skipped, is_touched=is_touched)
+        damaged = [(info, error) for info, error in skipped if isinstance(error, CorruptCheckpointError)]
+        if damaged:
+            raise _nothing_left(run.directory, damaged, is_touched=is_touched)
         return None
 
     # --- on rank 0 --------------------------------------------------------------------------------------
@@ -136,6 +143,8 @@ class Restore:
                 below = yield Inspect(info.path)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 continue
+            except LoadError:  # it may be sound, but can't be read now
+                return False
             return _covers(below, found)
         return False
 

@@ -210,6 +210,45 @@ def test_a_state_that_does_not_fit_condemns_no_step(folder: Path) -> None:
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
+def test_an_older_step_that_can_not_be_read_does_not_keep_the_newest_from_being_restored(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def denied(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).startswith(str(path_of(folder, 200))):
+            raise PermissionError(errno.EACCES, "denied", path)
+        return real(path, *args, **options)
+
+    state = empty()
+    with aiockpt.SyncCheckpointManager(folder) as run, monkeypatch.context() as patch:
+        patch.setattr(os, "open", denied)
+        with pytest.raises(aiockpt.LoadError, match="denied"):
+            run.restore(state, step=200)
+        start = run.restore(state)
+        assert start is not None
+        assert (start.step, step_in(state), start.skipped) == (300, 300, ())
+        flip(folder, 300)
+        state = empty()
+        with pytest.raises(aiockpt.LoadError, match="denied"):
+            run.restore(state)
+        assert is_untouched(state)
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+def test_an_empty_directory_is_no_step_to_go_on_from(tmp_path: Path) -> None:
+    path_of(tmp_path, 7).mkdir()
+    assert restored(tmp_path, empty()) is None
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, state_of(1))
+    state = empty()
+    with pytest.warns(aiockpt.DamagedCheckpointWarning, match="step 7"):
+        start = restored(tmp_path, state)
+    assert start is not None
+    assert step_in(state) == 1
+    assert names(tmp_path) == ["step-00000001", "step-00000007"]
+
+
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
 def test_a_step_of_a_later_version_is_not_condemned(folder: Path, verify: Any) -> None:
     manifest = path_of(folder, 300) / ".aiockpt.json"
