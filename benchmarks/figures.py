@@ -103,7 +103,6 @@ class Held:
 
 CLAIMS: Sequence[Claim] = (
     Claim("durable save", "save", "save", "aiockpt"),
-    Claim("durable save, 256 MiB of memory", "save", "save", "aiockpt, 256 MiB pool"),
     Claim(
         "until tensors may change",
         "save",
@@ -113,19 +112,9 @@ CLAIMS: Sequence[Claim] = (
         ("dcp.async", "torch_check", "orbax"),
         "memmove",
     ),
-    Claim("load from the disk, into new tensors", "load", "load, cold", "aiockpt, new tensors"),
-    Claim("load from the page cache, into a target", "load", "load, cached", "aiockpt, into a target"),
+    Claim("load from the disk", "load", "load, cold", "aiockpt, new tensors"),
     Claim("load in a new process, from the disk", "new process", "new process, cold", "aiockpt, new tensors"),
     Claim("load in a new process, cached", "new process", "new process, cached", "aiockpt, new tensors"),
-    Claim(
-        "first load of a tiny state, after import torch",
-        "startup",
-        "startup",
-        "aiockpt, first load",
-        peers=("torch, first load", "dcp, first load", "safetensors, first load"),
-    ),
-    Claim("save of many small tensors", "small tensors", "small", "aiockpt"),
-    Claim("save by 2 ranks", "ranks", "save: 2 ranks", "aiockpt"),
 )
 
 

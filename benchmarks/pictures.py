@@ -222,7 +222,8 @@ def scale(results: Mapping[str, Any]) -> Canvas | None:
     for panel, axis in zip(panels, axes, strict=True):
         for number, (name, points) in enumerate(panel["lines"].items()):
             axis.plot(
-                *zip(*points, strict=True),
+                [at for at, _ in points],
+                [value for _, value in points],
                 marker="o" if "measured" in name else None,
                 linestyle="none" if "measured" in name else "-" if "later" in name else "--",
                 label=name,

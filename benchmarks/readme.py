@@ -17,6 +17,11 @@ RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- figures: python -m benchmarks readme -->", "<!-- end of the figures -->"
 PICTURES = {"ratios.png": "Speed as a share of the machine's limit", "training.png": "A training loop with checkpoints"}
 
+_MORE = (
+    "[benchmarks](aiockpt/docs/benchmarks.md) says how, [the results](benchmarks/results/results.md) have everything, "
+    "and [scale](aiockpt/docs/scale.md) is about many ranks."
+)
+
 
 def section(results: Mapping[str, Any]) -> str:
     """Return the text between the two markers."""
@@ -34,11 +39,11 @@ def section(results: Mapping[str, Any]) -> str:
     ]
     line = machine_line(results["machine"])
     lines = [
-        f"One run of `{results['command']}` on {results['written']}, medians; {others(results)}. {line}.",
+        f"One run of `{results['command']}` on {results['written']}, medians; {others(results)}. {line}. {_MORE}",
         "",
         *table(columns, rows),
         "",
-        *(f"![{title}](benchmarks/results/{name})" for name, title in PICTURES.items()),
+        " ".join(f"![{title}](benchmarks/results/{name})" for name, title in PICTURES.items()),
     ]
     return "\n".join(lines)
 

@@ -394,9 +394,8 @@ def panels(
         nbytes[f"{items:,} items each, messages: first save"] = [
             (size, model.first_bytes.at(size, items) / 2**20) for size in sizes
         ]
-    seconds[f"measured with processes, {items_of_real:,} items each"] = [
-        (size, max(1e-4, run.median("save_s") - run.median("alone_s"))) for size, run, _ in real if run.samples
-    ]
+    extra = [(size, run.median("save_s") - run.median("alone_s")) for size, run, _ in real if run.samples]
+    seconds[f"measured with processes, {items_of_real:,} items each"] = [each for each in extra if each[1] > 0]
     return [
         {"title": "one save (lines: model; x: rank 0 simulated)", "y": "seconds", "lines": seconds, "points": worked},
         {"title": "bytes on rank 0 (model)", "y": "MiB", "lines": nbytes, "points": {}},
