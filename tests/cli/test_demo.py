@@ -67,7 +67,7 @@ def test_resumed_run_is_identical(demos):
 
 def test_given_directory_keeps_the_checkpoints(demos):
     _, _, home = demos["exact"]
-    names = [f"step-{step:06d}" for step in range(2, 13, 2)]
+    names = [f"step-{step:08d}" for step in range(2, 13, 2)]
     assert demo_directories(home) == []
     assert sorted(os.listdir(home / "runs")) == ["interrupted", "uninterrupted"]
     assert sorted(os.listdir(home / "runs" / "uninterrupted")) == names
@@ -93,7 +93,7 @@ def test_ctrl_c_on_a_terminal_leaves_nothing(tmp_path):
     watchdog.start()
     os.close(other_end)
     try:
-        seen = read_terminal(terminal, until=b"step-000002")
+        seen = read_terminal(terminal, until=b"step-00000002")
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         seen += read_terminal(terminal)

@@ -122,7 +122,7 @@ def open_display() -> Display:
 
 def checkpoint_name(step: int) -> str:
     """Return the name of the checkpoint after ``step`` steps."""
-    return f"step-{step:06d}"
+    return f"step-{step:08d}"
 
 
 def describe_start(event: Ready) -> str:

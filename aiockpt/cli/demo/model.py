@@ -1,15 +1,18 @@
-"""A small GPT over bytes, its text and its training state. Plain PyTorch, without any checkpointing."""
+"""A small GPT over bytes, its text and its training state."""
 
 from __future__ import annotations
 
+import random
 import sysconfig
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import aiockpt
 from aiockpt.cli.demo.config import ModelConfig
 
 VOCABULARY = 256
@@ -97,7 +100,8 @@ class Trainer:
     """A model in training, and everything that its next step depends on."""
 
     def __init__(self, config: ModelConfig, *, steps: int, seed: int, device: str) -> None:
-        torch.manual_seed(seed)
+        for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
+            seed_generator(seed)
         self.config = config
         self.device = torch.device(device)
         self.model = GPT(config).to(self.device)
@@ -122,28 +126,19 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return everything that the next step depends on: to save, or to load into."""
-        on_cuda = self.device.type == "cuda"
         return {
             "model": self.model,
             "optim": self.optim,
             "step": self.step,
             "losses": self.losses,
-            "rng": {
-                "cpu": torch.get_rng_state(),
-                "cuda": torch.cuda.get_rng_state(self.device) if on_cuda else None,
-                "text": self.text.generator.get_state(),
-            },
+            "rng": {"global": aiockpt.RngState(), "text": self.text.generator.get_state()},
         }
 
-    def resume(self, state: dict[str, Any], *, rng: bool = True) -> None:
-        """Continue from a loaded `state`; the load has filled model, optimizer and losses in place.
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from a loaded `state`: the load has filled all but the step, and the state of our own generator.
 
-        Without ``rng`` the random-number states are not restored, and the next steps differ.
+        If the state has no ``rng``, the next steps differ from those of a run without interruption.
         """
         self.step = state["step"]
-        if not rng:
-            return
-        torch.set_rng_state(state["rng"]["cpu"])
-        if state["rng"]["cuda"] is not None:
-            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
-        self.text.generator.set_state(state["rng"]["text"])
+        if "rng" in state:
+            self.text.generator.set_state(state["rng"]["text"])

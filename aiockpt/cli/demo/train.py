@@ -19,11 +19,14 @@ from aiockpt.cli.demo.model import Trainer
 
 async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rng: bool, report: Report) -> None:
     """Train up to ``steps``, from the newest checkpoint in a directory if there is one, and save there on the way."""
-    async with aiockpt.AsyncCheckpointer() as ckpt:
-        newest = newest_checkpoint(directory)
-        if newest is not None:
-            trainer.resume(await ckpt.load(newest, trainer.state()), rng=rng)
-        report.ready(trainer, newest)
+    async with aiockpt.CheckpointManager(directory, save=aiockpt.EverySteps(every)) as run:
+        state = trainer.state()
+        if not rng:
+            del state["rng"]  # what the target lacks is not loaded
+        start = await run.restore(state)
+        if start is not None:
+            trainer.resume(state)
+        report.ready(trainer, start)
         save = None
         while trainer.step < steps:
             loss = await asyncio.to_thread(trainer.forward_backward)  # the save goes on meanwhile
@@ -33,16 +36,10 @@ async def train(trainer: Trainer, directory: Path, *, steps: int, every: int, rn
                 save = None
             trainer.update(loss)
             report.stepped(trainer.step, loss)
-            if trainer.step % every == 0 or trainer.step == steps:
-                path = directory / f"step-{trainer.step:06d}"
+            if run.due(trainer.step) or trainer.step == steps:
                 with report.held(trainer.step):
-                    save = ckpt.save(trainer.state(), path, metadata={"step": trainer.step, "loss": loss})
+                    save = await run.save(trainer.step, trainer.state(), metrics={"loss": loss})
                 report.saving(trainer.step, save)
-
-
-def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest checkpoint; a checkpoint with its final name is complete."""
-    return max(directory.glob("step-*"), default=None)
 
 
 class Report:
@@ -53,10 +50,10 @@ class Report:
         self._tasks = tasks
         self._step_began = time.perf_counter()
 
-    def ready(self, trainer: Trainer, resumed_from: Path | None) -> None:
+    def ready(self, trainer: Trainer, start: aiockpt.Restored | None) -> None:
         """Report that training starts."""
         parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-        self._pipe.send(Ready(trainer.step, parameters, resumed_from.name if resumed_from is not None else None))
+        self._pipe.send(Ready(trainer.step, parameters, None if start is None else Path(start.path).name))
         self._step_began = time.perf_counter()
 
     def stepped(self, step: int, loss: float) -> None:
