@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +28,7 @@ from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
@@ -247,10 +247,12 @@ class ReadExecutor:
     async def _in_threads(self, function: Callable[[T], None], items: Sequence[T]) -> None:
         await self._each(lambda item: self._tools.workers.run(function, item), items)
 
-    async def _each(self, function: Callable[[T], Awaitable[object]], items: Sequence[T]) -> None:
-        """Run `run_each`; every failure raises a LoadError."""
+    async def _each(
+        self, function: Callable[[T], Awaitable[object]], items: Sequence[T], tasks: int | None = None
+    ) -> None:
+        """Run `run_each`, by default with a task for each thread; every failure raises a LoadError."""
         try:
-            await run_each(function, items, self._tools.workers.count)
+            await run_each(function, items, tasks or self._tools.workers.count)
         except LoadError as exc:
             sanitize_error(exc)
             raise
@@ -262,22 +264,32 @@ class ReadExecutor:
 
     async def _run_in_turns(self, jobs: Sequence[ReadJob]) -> None:
         """Run jobs for host memory; each thread takes one after the other, and regularly lets other loads have it."""
-        pending, lock = iter(jobs), threading.Lock()
+        if not jobs:
+            return
+        pending, lock, ended = deque(jobs), threading.Lock(), anyio.Event()
         workers = self._tools.workers
 
-        async def work(_: int) -> None:
+        async def work() -> None:
             while await workers.run(self._take_turn, pending, lock):
                 await anyio.lowlevel.checkpoint_if_cancelled()
+            ended.set()
 
-        await self._each(work, range(min(workers.count, len(jobs))))
+        async def watch() -> None:
+            try:
+                await ended.wait()
+            finally:  # the load is cancelled, or a job has failed: a turn ends with the job that runs
+                pending.clear()
 
-    def _take_turn(self, pending: Iterator[ReadJob], lock: threading.Lock) -> bool:
+        tasks = [watch, *[work] * min(workers.count, len(jobs))]
+        await self._each(lambda task: task(), tasks, len(tasks))
+
+    def _take_turn(self, pending: deque[ReadJob], lock: threading.Lock) -> bool:
         """Run jobs for a while; return whether some may be left."""
         until = time.monotonic() + _TURN_S
         while True:
-            with lock:
-                job = next(pending, None)
-            if job is None:
+            try:
+                job = pending.popleft()
+            except IndexError:
                 return False
             begin = time.perf_counter()
             self._read_and_place(job)
