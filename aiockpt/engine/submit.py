@@ -9,6 +9,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
+import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.engine.requests import locate, printable_path
