@@ -57,6 +57,8 @@ class Commands(TyperGroup):
     ) -> NoReturn:
         """Run a command and exit with its code."""
         given, debug = _without_debug(sys.argv[1:] if args is None else args)
+        if not given or {"-h", "--help"} & set(given):
+            _choose_help_styles()
         with _interruptible() as interrupts:
             try:
                 result = super().main(given, prog_name, complete_var, False, windows_expand_args, **extra)
@@ -83,6 +85,18 @@ def report(message: str) -> None:
     """Write a message on one line to standard error."""
     with contextlib.suppress(OSError):
         print(f"aiockpt: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _choose_help_styles() -> None:
+    """Replace typer's cyan and yellow, which can't be read on a light background."""
+    from typer import rich_utils
+
+    for name in ("OPTION", "SWITCH", "USAGE", "COMMANDS_TABLE_FIRST_COLUMN"):
+        setattr(rich_utils, f"STYLE_{name}", "bold")
+    for name in ("TYPES", "METAVAR", "REQUIRED_SHORT", "REQUIRED_LONG"):
+        setattr(rich_utils, f"STYLE_{name}", "magenta")
+    for name in ("HELPTEXT", "USAGE_COMMAND"):
+        setattr(rich_utils, f"STYLE_{name}", "")
 
 
 def _without_debug(args: Sequence[str]) -> tuple[list[str], bool]:
@@ -122,7 +136,9 @@ def _interruptible() -> Iterator[list[int]]:
 
     def interrupt(number: int, _: object) -> None:
         came.append(number)
-        signal.raise_signal(signal.SIGINT)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)  # whoever handles interrupts at the moment handles this
 
     taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
     for number in taken:

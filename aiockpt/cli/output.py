@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -107,14 +107,21 @@ def print_json(document: Mapping[str, Any] | Sequence[Any]) -> None:
         ends, items = "{}", [(f"{json.dumps(key)}: ", value) for key, value in document.items()]
     else:
         ends, items = "[]", [("", item) for item in document]
-    lines = ",\n".join(f"  {name}{_laid_out(value)}" for name, value in items)
-    sys.stdout.write(f"{ends[0]}\n{lines}\n{ends[1]}\n" if items else f"{ends}\n")
+    sys.stdout.write(ends[0])
+    for number, (name, value) in enumerate(items):
+        sys.stdout.write(f"{',' if number else ''}\n  {name}")
+        sys.stdout.writelines(_laid_out(value))
+    sys.stdout.write(f"\n{ends[1]}\n" if items else f"{ends[1]}\n")
 
 
-def _laid_out(value: Any) -> str:
+def _laid_out(value: Any) -> Iterator[str]:
+    """Yield the text in parts: a closed pipe is not noticed within one."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return "[\n    " + ",\n    ".join(map(_encoded, value)) + "\n  ]"
-    return _encoded(value)
+        for number, item in enumerate(value):
+            yield f"{',' if number else '['}\n    {_encoded(item)}"
+        yield "\n  ]"
+    else:
+        yield _encoded(value)
 
 
 def _encoded(value: Any) -> str:

@@ -133,6 +133,32 @@ def test_signals_let_a_command_clean_up(number, code):
         process.communicate()
 
 
+def test_in_the_background_sigterm_ends_a_command():
+    command = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{BODY}"  # as shells start it
+    with subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=TIMEOUT_S)[0] == "cleaned up\n"
+    assert process.returncode == 143
+
+
+def test_a_pipe_that_is_closed_in_the_midst_of_json_is_quiet():
+    code = (
+        "import sys; from aiockpt.cli.output import print_json\n"
+        "import typer; from aiockpt.cli.app import Commands\n"
+        "app = typer.Typer(cls=Commands); app.callback()(lambda: None)\n"
+        "app.command('it')(lambda: print_json(['x' * 1000] * 10000))\n"
+        "app(args=['it'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(TIMEOUT_S) == Code.CLOSED_PIPE
+
+
 def test_a_closed_pipe_is_quiet():
     reading, writing = os.pipe()
     os.close(reading)

@@ -111,3 +111,10 @@ def test_a_page_is_rendered(home):
 def test_an_error_is_one_line(home):
     shown, code = in_terminal("inspect", "none", columns=80, cwd=home)
     assert (code, shown.count("\n")) == (3, 1)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["prune", "--help"], []], ids=" ".join)
+def test_help_has_no_colours_that_are_lost_on_light_or_dark(arguments, home):
+    shown, _ = in_terminal(*arguments, columns=100, cwd=home)
+    assert "\x1b[1m" in shown
+    assert not re.search(r"\x1b\[(?:[0-9]+;)*(?:3[0367]|9[0-7])(?:;[0-9]+)*m", shown)  # black, yellow, cyan, white
