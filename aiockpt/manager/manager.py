@@ -55,6 +55,7 @@ class CheckpointManager(ManagerBase):
 
     Attributes:
         directory: the run's directory, as an absolute path.
+        writes: whether it owns the run; False with ``mode="read"``.
     """
 
     _kind = AsyncCheckpointer

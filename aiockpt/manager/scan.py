@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import threading
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,18 +90,19 @@ _Cache = dict[str, tuple[tuple[int, ...], "_Facts | None"]]
 
 
 class StepScanner:
-    """Scans a run's directory again and again; an unchanged manifest is read once."""
+    """Scans a run's directory again and again, in any thread; an unchanged manifest is read once."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
         self._cache: _Cache = {}
+        self._lock = threading.Lock()
 
     def scan(self) -> tuple[StepInfo, ...]:
         """Return the steps of the directory; see `scan`."""
-        infos = _scan(self._directory, self._cache)
-        there = {info.path for info in infos}
-        for path in self._cache.keys() - there:
-            self._cache.pop(path, None)
+        with self._lock:
+            infos = _scan(self._directory, self._cache)
+            for path in self._cache.keys() - {info.path for info in infos}:
+                del self._cache[path]
         return infos
 
 

@@ -267,3 +267,23 @@ async def test_a_run_shows_itself(tmp_path: Path) -> None:
         assert words in shown, shown
     assert "damaged: it lacks its file .metadata" in shown
     assert "a<b" not in shown
+
+
+class KeepOdd(aiockpt.KeepPolicy):
+    def select(self, infos, now):
+        return {info.step: ["it is odd"] for info in infos if info.step % 2}
+
+
+class Thirds(aiockpt.SavePolicy):
+    def is_due(self, facts: aiockpt.StepFacts) -> bool:
+        return facts.step % 3 == 0 and facts.previous is not None
+
+
+def test_policies_of_ones_own(tmp_path: Path) -> None:
+    policy = Thirds() | aiockpt.EverySteps(5)
+    with aiockpt.SyncCheckpointManager(tmp_path, keep=KeepOdd() | aiockpt.KeepBest(1, "loss"), save=policy) as run:
+        for step in range(11):
+            if run.due(step):
+                run.save(step, {"x": torch.ones(2)}, {"loss": abs(step - 6)})
+        assert "it is odd" in run._repr_html_()
+    assert names(tmp_path) == ["step-00000003", "step-00000005", "step-00000006", "step-00000009", "step-00000010"]
