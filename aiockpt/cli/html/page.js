@@ -402,8 +402,10 @@
       }
       const known = stats.get(item);
       if (known) {
-        for (const [name, value] of known.facts) facts.append(fact(name, value));
-        if (known.counts) parts.push(histogram(known, colorOf[kindOf(item)]));
+        const [figures, low, high, counts] = known;
+        if (!figures) facts.append(fact("values", "not computable"));
+        else ["minimum", "maximum", "mean", "nan"].forEach((name, i) => { if (figures[i]) facts.append(fact(name, figures[i])); });
+        if (counts.length) parts.push(histogram(low, high, counts, colorOf[kindOf(item)]));
       }
       if (where.length > 1) parts.push(pieceTable(where));
     }
@@ -429,7 +431,7 @@
     return element;
   }
 
-  function histogram({ low, high, counts }, color) {
+  function histogram(low, high, counts, color) {
     const width = 600, height = 120, most = Math.max(...counts, 1), step = width / counts.length;
     const chart = svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `Histogram of the values from ${low} to ${high}` });
     const edge = (i) => Number((low + ((high - low) * i) / counts.length).toPrecision(4));

@@ -69,7 +69,7 @@ class _Columns:
         self._offset: list[int] = []
         self._length: list[int] = []
         self._pieces: list[tuple[int, Sequence[Sequence[Any]]]] = []
-        self._stats: list[tuple[int, dict[str, Any]]] = []
+        self._stats: list[tuple[int, list[Any]]] = []
 
     def add(self, info: TensorInfo | ObjectInfo, stats: Survey | None) -> None:
         row = len(self._form)

@@ -33,18 +33,21 @@ class Survey:
     high: float = 0.0
     counts: tuple[int, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what the page shows."""
+    def as_json(self) -> list[Any]:
+        """Return what the page shows: texts of the figures, the bounds, and the counts."""
         if self.figures is None:
-            return {"facts": [["values", "not computable"]]}
-        figures = {"minimum": self.figures.minimum, "maximum": self.figures.maximum, "mean": self.figures.mean}
-        facts = [[name, _text(value)] for name, value in figures.items() if value is not None]
-        facts.append(["nan", f"{self.figures.nan:,}"])
-        return {"facts": facts, "low": self.low, "high": self.high, "counts": list(self.counts) or None}
+            return [None, 0, 0, []]
+        bounds = (self.figures.minimum, self.figures.maximum, self.figures.mean)
+        texts = ["" if value is None else _text(value) for value in bounds]
+        return [[*texts, f"{self.figures.nan:,}"], _short(self.low), _short(self.high), self.counts]
 
 
 def _text(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.6g}"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 async def survey(reader: CheckpointReader, infos: Sequence[TensorInfo]) -> AsyncIterator[tuple[TensorInfo, Survey]]:
