@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import anyio
 
+from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import available_memory_bytes, cores
 from aiockpt.core.threads import Duty, Origin, Workers
 from aiockpt.staging.cpu import CpuStager
@@ -73,7 +73,7 @@ class EngineResources:
         self._memory = HostCache(available_memory_bytes() // 2)
         self._transforms = transforms
 
-    @cached_property
+    @lazy_property
     def saves(self) -> SaveTools:
         """Resources of the engine for saves; made at the first one."""
         from aiockpt.planning.dcp_plan import DcpFormat  # imported already, by the thread that has submitted the save
@@ -92,7 +92,7 @@ class EngineResources:
             writer=self.writer,
         )
 
-    @cached_property
+    @lazy_property
     def loads(self) -> LoadTools:
         """Resources of the engine for loads; made at the first one."""
         from aiockpt.reading.executor import LoadTools

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
+from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.errors import SaveError
 from aiockpt.format.dcp.metadata_opcodes import MetadataHead, finish_metadata
@@ -41,12 +41,12 @@ class DcpLayout(Layout):
 
     objects: Mapping[int, int]  # for each leaf that is written as an object, the number of its file
 
-    @cached_property
+    @lazy_property
     def metadata_head(self) -> MetadataHead:
         """Head of `.metadata`, the same for every save."""
         return self._head(placed=True)
 
-    @cached_property
+    @lazy_property
     def bare_head(self) -> MetadataHead:
         """Head of `.metadata` for transformed items, whose offsets are not those of the images."""
         return self._head(placed=False)
@@ -71,7 +71,7 @@ class DcpLayout(Layout):
         paths = dict(zip(summary.structure.names, summary.structure.paths, strict=True))
         return encode_metadata(entries, paths, placed=placed)
 
-    @cached_property
+    @lazy_property
     def index_head(self) -> str | None:
         """Head of the manifest's index, the same for every save."""
         summary = self.summary
@@ -92,7 +92,7 @@ class DcpLayout(Layout):
         files = [image.name for image in self.images]
         return encode_index(summary.structure.names, summary.structure.paths, files, forms, places)
 
-    @cached_property
+    @lazy_property
     def slot_leaves(self) -> Sequence[int]:
         """Leaf of each slot, file by file."""
         return [slot.leaf for image in self.images for slot in image.slots]

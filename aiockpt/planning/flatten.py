@@ -11,12 +11,12 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aiockpt.core.lazy import lazy_property
 from aiockpt.format.item.arrays import ARRAY_RECORD, array_of
 from aiockpt.format.keys import FACTORIES, MOST_BITS, check_hashes, containers_within, decode_key, encode_key, is_key
 
@@ -388,19 +388,19 @@ class Subtrees:
         self._paths = paths
         self._containers = containers
 
-    @cached_property
+    @lazy_property
     def _order(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self._paths)}
 
-    @cached_property
+    @lazy_property
     def _names(self) -> list[str]:
         return sorted(self._paths)
 
-    @cached_property
+    @lazy_property
     def _records(self) -> list[tuple[str, int]]:
         return sorted((_joined(record["path"]), number) for number, record in enumerate(self._containers))
 
-    @cached_property
+    @lazy_property
     def _record_names(self) -> list[str]:
         return [name for name, _ in self._records]
 

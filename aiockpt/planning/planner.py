@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from aiockpt.core.lazy import lazy_property
 from aiockpt.core.machine import BLOCK_BYTES
 from aiockpt.format.item.arrays import ARRAY_TYPES, tensor_of
 from aiockpt.planning.flatten import flatten
@@ -35,7 +35,7 @@ class StateSummary:
     tied: Mapping[int, int]  # leaves with the memory of an earlier leaf, and that leaf; stored once
     addresses: int  # number of distinct addresses of the tensors
 
-    @cached_property
+    @lazy_property
     def object_leaves(self) -> list[int]:
         """Leaves that are stored as objects."""
         return sorted(self.structure.objects | self.late_objects)
@@ -58,7 +58,7 @@ class Layout:
         """Assumed form of each leaf; None for objects."""
         return self.summary.specs
 
-    @cached_property
+    @lazy_property
     def never_staged(self) -> list[int]:
         """Leaves without a staged piece, which staging therefore does not check."""
         empty = (slot.leaf for image in self.images for slot in image.slots if slot.framing.nbytes == 0)
@@ -69,7 +69,7 @@ class Layout:
         """Bytes of all files."""
         return sum(image.nbytes for image in self.images)
 
-    @cached_property
+    @lazy_property
     def tensor_bytes(self) -> int:
         """Bytes of all tensors, each stored one counted once."""
         return sum(slot.framing.nbytes for image in self.images for slot in image.slots)

@@ -6,12 +6,13 @@ import json
 import math
 import zlib
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from aiockpt.core.lazy import lazy_property
 from aiockpt.errors import SaveError
 from aiockpt.format.item.ziparchive import Framing
 from aiockpt.format.names import INDEX_NAME
@@ -63,7 +64,7 @@ class SafetensorsLayout(Layout):
     # writes the headers.
     heads: Sequence[tuple[str, Mapping[str, str]]] | None
 
-    @cached_property
+    @lazy_property
     def documents(self) -> dict[str, bytes]:
         """Index of a set of files."""
         names = self.structure.names

@@ -1,0 +1,35 @@
+"""Properties that are computed once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class lazy_property(Generic[T]):
+    """A property that is computed at its first access, and then is an attribute.
+
+    Unlike `functools.cached_property` in Python 3.11 it has no lock: that one is shared by all instances, and in a
+    child of a fork it may be held forever. Two threads may both compute it; the results must be equal.
+    """
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | T:
+        """Compute the value, and keep it in the instance, where it is found from then on."""
+        if instance is None:
+            return self
+        return instance.__dict__.setdefault(self._name, self._function(instance))  # type: ignore[no-any-return]
