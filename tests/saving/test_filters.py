@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def plain(value: Any) -> Any:
     return ("array", torch.from_numpy(value)) if isinstance(value, np.ndarray) else value
 
 
+def _name(rule: object) -> str:
+    return re.sub(r"<function .*?>", "function", str(rule))
+
+
 RULES: list[dict[str, Any]] = [
     {"include": "model"},
     {"include": ["model", "step"]},
@@ -75,7 +80,7 @@ def kept(state: dict[str, Any], include: Any = None, exclude: Any = None) -> lis
     return [name for name in flat.names if name in names]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", RULES, ids=_name)
 def test_what_is_chosen_is_saved_and_nothing_else(tmp_path: Path, rule: dict[str, Any]) -> None:
     """And it comes back as a load of the same keys gives it from a checkpoint of everything."""
     state = numbered()
@@ -93,7 +98,7 @@ def test_what_is_chosen_is_saved_and_nothing_else(tmp_path: Path, rule: dict[str
     assert_same(plain(numbered()), plain(state))
 
 
-@pytest.mark.parametrize("rule", [{"include": "model"}, {"exclude": ["ema", "*.bias"]}], ids=str)
+@pytest.mark.parametrize("rule", [{"include": "model"}, {"exclude": ["ema", "*.bias"]}], ids=_name)
 def test_safetensors(tmp_path: Path, rule: dict[str, Any]) -> None:
     """Objects, which the format can't hold, may be among what is left out."""
     state = {key: value for key, value in numbered().items() if key in ("model", "ema")} | {"step": 7}
@@ -197,7 +202,7 @@ def test_a_function_sees_what_the_caller_passed(tmp_path: Path) -> None:
         ({"include": "model", "exclude": ["model.*"]}, "include and exclude leave nothing of the state to save"),
         ({"include": lambda name, value: value is None}, "leave nothing of the state to save"),
     ],
-    ids=str,
+    ids=_name,
 )
 def test_what_matches_nothing_is_refused_at_the_call(tmp_path: Path, rule: dict[str, Any], says: str) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -207,7 +212,7 @@ def test_what_matches_nothing_is_refused_at_the_call(tmp_path: Path, rule: dict[
         ckpt.save(numbered(), tmp_path / "c")
 
 
-@pytest.mark.parametrize("rule", [5, [5], [None], {"model": True, 3: False}], ids=str)
+@pytest.mark.parametrize("rule", [5, [5], [None], {"model": True, 3: False}], ids=_name)
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_wrong_types(tmp_path: Path, option: str, rule: Any) -> None:
     with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(TypeError, match=f"{option} must be names and patterns"):
