@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
 
 
 def _name(rule: object) -> str:
-    return re.sub(r"<function .*?>", "function", str(rule))
+    return re.sub(r"<function .*? at 0x[0-9a-f]+>", "function", str(rule))
 
 
 RULES: list[dict[str, Any]] = [
