@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import aiockpt
 from aiockpt.cli.app import Code, CommandError, report
@@ -32,17 +34,39 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
         _check(directory, infos, policies)
         policy, now = KeepAny(tuple(policies)), time.time()
         doomed = to_delete(policy, infos, now)
-        code = Code.FINE if dry_run else _delete(doomed)
+        failed: set[int] = set() if dry_run else _delete(doomed)
     finally:
         if lock is not None:
             lock.release()
     kept = select(policy, infos, now)
-    steps = {info.step for info in doomed}
+    outcome = _Outcome(kept=kept, doomed={info.step for info in doomed}, failed=failed, dry_run=dry_run)
     if as_json:
-        print_json([_record(info, kept, steps, dry_run=dry_run) for info in infos])
+        print_json([_record(info, outcome) for info in infos])
     else:
-        _print(infos, kept, steps, dry_run=dry_run)
-    return code
+        _print(infos, outcome)
+    return Code.FAILED if failed else Code.FINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What becomes of steps, by their numbers."""
+
+    kept: Mapping[int, Sequence[str]]  # with the policies that keep them
+    doomed: AbstractSet[int]
+    failed: AbstractSet[int]  # those of them that could not be removed
+    dry_run: bool
+
+    def goes(self, info: StepInfo) -> bool:
+        """Return whether a step was removed, or would be."""
+        return info.step in self.doomed and info.step not in self.failed
+
+    def reasons(self, info: StepInfo) -> Sequence[str]:
+        """Return why a step stays."""
+        if info.step in self.failed:
+            return ["it could not be removed"]
+        if info.state != "complete":
+            return [f"{info.state}: {info.problem}"]
+        return self.kept.get(info.step) or ["the newest"]
 
 
 def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPolicy]) -> None:
@@ -56,47 +80,45 @@ def _check(directory: str, infos: Sequence[StepInfo], policies: Sequence[KeepPol
             raise CommandError(f"no step has the metric {policy.metric}; there are: {', '.join(known) or 'none'}")
 
 
-def _delete(infos: Sequence[StepInfo]) -> Code:
+def _delete(infos: Sequence[StepInfo]) -> set[int]:
+    """Delete steps; return those that could not be, and report why."""
+    failed: set[int] = set()
     if not infos:
-        return Code.FINE
-    code = Code.FINE
+        return failed
     with aiockpt.SyncCheckpointer() as ckpt:
         for info in infos:
             try:
                 ckpt.delete(info.path)
             except (aiockpt.DeleteError, aiockpt.CheckpointNotFoundError) as exc:
                 report(str(exc))
-                code = Code.FAILED
-    return code
+                failed.add(info.step)
+    return failed
 
 
-def _reasons(info: StepInfo, kept: dict[int, list[str]]) -> list[str]:
-    if info.state != "complete":
-        return [f"{info.state}: {info.problem}"]
-    return kept.get(info.step) or ["the newest"]
-
-
-def _print(infos: Sequence[StepInfo], kept: dict[int, list[str]], doomed: set[int], *, dry_run: bool) -> None:
-    word = "would be removed" if dry_run else "removed"
+def _print(infos: Sequence[StepInfo], outcome: _Outcome) -> None:
+    word = "would be removed" if outcome.dry_run else "removed"
     rows = [
-        (str(info.step), size_text(info.nbytes), word if info.step in doomed else "stays")
-        + (("",) if info.step in doomed else (", ".join(shown(reason_text(each)) for each in _reasons(info, kept)),))
+        (str(info.step), size_text(info.nbytes))
+        + ((word, "") if outcome.goes(info) else ("stays", ", ".join(map(_shown, outcome.reasons(info)))))
         for info in infos
     ]
     print_table(
         [Column("step", right=True), Column("size", right=True), Column(""), Column("because", wraps=True)], rows
     )
-    freed = size_text(sum(info.nbytes for info in infos if info.step in doomed))
-    console().print(f"{len(doomed)} of {len(infos)} steps {word}, {freed}")
+    gone = [info.nbytes for info in infos if outcome.goes(info)]
+    console().print(f"{len(gone)} of {len(infos)} steps {word}, {size_text(sum(gone))}")
 
 
-def _record(info: StepInfo, kept: dict[int, list[str]], doomed: set[int], *, dry_run: bool) -> dict[str, object]:
-    is_doomed = info.step in doomed
+def _shown(reason: str) -> str:
+    return shown(reason_text(reason))
+
+
+def _record(info: StepInfo, outcome: _Outcome) -> dict[str, object]:
     return {
         "step": info.step,
         "path": info.path,
         "bytes": info.nbytes,
-        "removed": is_doomed and not dry_run,
-        "would_be_removed": is_doomed,
-        "because": [] if is_doomed else _reasons(info, kept),
+        "removed": outcome.goes(info) and not outcome.dry_run,
+        "would_be_removed": info.step in outcome.doomed,
+        "because": [] if outcome.goes(info) else outcome.reasons(info),
     }

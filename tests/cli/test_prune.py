@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -69,6 +70,18 @@ def test_damaged_steps_stay_and_count_for_nothing(run):
     assert invoke(run, "--keep-latest", 1).exit_code == 0
     assert steps(run) == {1000, 1100}
     assert "damaged: __0_0.distcp has 10 bytes" in invoke(run, "--keep-latest", 1).stdout
+
+
+def test_what_can_not_be_removed_is_not_called_removed(run):
+    (run / "step-00000200" / "mine.txt").touch()
+    shutil.copytree(run, other := run.with_name("other"))
+    result = invoke(run, "--keep-latest", 3)
+    assert (result.exit_code, result.stderr.count("\n")) == (3, 1)
+    assert steps(run) == {200, 300, 1000, 1100}
+    assert result.stdout.splitlines()[2].endswith("stays    it could not be removed")
+    assert "1 of 5 steps removed" in result.stdout
+    removed = {each["step"]: each["removed"] for each in json.loads(invoke(other, "--keep-latest", 3, "--json").stdout)}
+    assert removed == {100: True, 200: False, 300: False, 1000: False, 1100: False}
 
 
 def test_a_run_with_an_owner_is_refused_unless_dry(run):
