@@ -50,7 +50,7 @@ def bar(title: str, total: int | None = None) -> Iterator[Bar]:
         yield Bar(None, title, total)
         return
     progress = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         _Amount(),
         TimeRemainingColumn(),

@@ -1,8 +1,11 @@
+import io
 import json
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from aiockpt.cli import progress
 from aiockpt.cli.main import app
 from tests.cli.checkpoints import FORMATS, make
 
@@ -60,3 +63,11 @@ def test_what_can_not_be_read_does_not_hide_the_others(tmp_path):
     records = json.loads(invoke(tmp_path / "none", good, "--json").stdout)
     assert [record["ok"] for record in records] == [False, True]
     assert "error" in records[0]
+
+
+def test_a_name_in_a_bar_is_no_markup(monkeypatch):
+    terminal = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
+    monkeypatch.setattr(progress, "console", lambda **_: terminal)
+    with progress.bar("checking [red]step[/bold]", 10) as shown_bar:
+        terminal.print(shown_bar._progress)
+    assert terminal.file.getvalue().startswith("checking [red]step[/bold] ")
