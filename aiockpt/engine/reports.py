@@ -111,7 +111,7 @@ class Reports:
         for observer in self._observers:
             try:
                 call(observer, event)
-            except Exception:
+            except BaseException:  # SystemExit would end nothing here but the calls of the others
                 logger.exception("the observer %r has failed with %r", observer, event)
 
     def end(self) -> None:
@@ -168,7 +168,7 @@ class _Follower:
             return
         try:
             function(event)
-        except Exception:
+        except BaseException:  # as of observers
             logger.exception("the progress callable %r has failed; it is not called again", function)
             self._function = None
 

@@ -174,10 +174,13 @@ async def test_closing_does_not_wait_for_ever(
             thread.join(WAIT_S)
 
 
-def test_errors_of_observers_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, KeyboardInterrupt])
+def test_errors_of_observers_are_logged(
+    kind: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken(aiockpt.Observer):
         def staged(self, event: aiockpt.SaveEvent) -> None:
-            raise ValueError("a defect of the observer")
+            raise kind("a defect of the observer")
 
     seen = Recorder()
     with aiockpt.SyncCheckpointer(observers=[Broken(), seen]) as ckpt:
@@ -304,13 +307,16 @@ def test_progress_of_failed_loads(tmp_path: Path) -> None:
     assert all(event.result is None for event in events)
 
 
-def test_a_progress_callable_that_fails_or_blocks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [ValueError, SystemExit])
+def test_a_progress_callable_that_fails_or_blocks(
+    kind: type[BaseException], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     calls: list[str] = []
     gate = threading.Event()
 
     def fail(event: aiockpt.ReadProgress) -> None:
         calls.append(event.phase)
-        raise ValueError("a defect of the callable")
+        raise kind("a defect of the callable")
 
     def block(event: aiockpt.ReadProgress) -> None:
         assert gate.wait(WAIT_S)
