@@ -42,6 +42,8 @@ StepState = Literal["complete", "unfinished", "damaged"]
 RUN_KEY = "run"
 """The key of the manager's own facts in the metadata of a checkpoint."""
 
+_FACTS = frozenset({"step", "metrics", "time", "keep"})  # of which a manager notes all
+_MOST_S = 250e9  # later than that no calendar of Python goes
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _DOCUMENT_BYTES = 1 << 28
 
@@ -218,23 +220,32 @@ def _decode(data: bytes) -> _Facts | None:
         if head is None:
             return None
         metadata = read_user_metadata(head["metadata"])
-        run = metadata.pop(RUN_KEY, None)
-        run = run if isinstance(run, dict) else {}
+        run = metadata.get(RUN_KEY)
+        if isinstance(run, dict) and not _FACTS.isdisjoint(run):
+            del metadata[RUN_KEY]
+        else:  # of a program that saves without a manager
+            run = {}
         files = {name: int(facts["bytes"]) for name, facts in head["files"].items()}
         described = head["files"].get(METADATA_NAME)
         known = (
             {} if described is None else {METADATA_NAME: FileFacts(files[METADATA_NAME], int(described["crc32"], 16))}
         )
-        time_s = run.get("time")
         return _Facts(
             files=files,
             manifest=Manifest(str(head["writer"]), str(head["created"]), files=known),
-            time=float(time_s) if _is_number(time_s) else datetime.fromisoformat(head["created"]).timestamp(),
+            time=_time_of(run.get("time"), head["created"]),
             metrics=_metrics_of(run.get("metrics")),
             metadata=metadata,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
+
+
+def _time_of(time_s: object, created: str) -> float:
+    """Return when a step was saved; ``time_s``: as its manager says, if that is a time at all."""
+    if _is_number(time_s) and 0 <= time_s < _MOST_S:
+        return float(time_s)
+    return datetime.fromisoformat(created).timestamp()
 
 
 def _metrics_of(value: object) -> dict[str, float]:

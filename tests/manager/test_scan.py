@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_facts_come_from_the_manifest(tmp_path: Path) -> None:
     assert math.isnan(found.metrics["bad"])
     assert found.metadata == {"note": "mine"}
     assert found.nbytes == sum(file.stat().st_size for file in path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "run", ["mine", {"name": "mine"}, {"time": 1.7e18}, {"time": -1}, {"time": math.nan}, {"step": 1, "time": True}]
+)
+def test_metadata_of_a_program_without_a_manager_may_be_anything(run: object, tmp_path: Path) -> None:
+    before = time.time()
+    write(tmp_path, 7, run=run)
+    (found,) = scan(tmp_path)
+    assert found.state == "complete"
+    assert before - 1 < found.time < time.time() + 1
+    assert found.metadata == ({} if {"time", "step"} & set(run) else {"run": run})  # type: ignore[call-overload]
 
 
 def test_steps_come_in_order_and_other_names_are_left_out(tmp_path: Path) -> None:
