@@ -113,8 +113,23 @@ def _find_in(directory: str) -> Iterator[Found]:
                 found = _look_at_file(name, path)
         except FileNotFoundError:  # it was removed or renamed meanwhile
             continue
+        except OSError as exc:  # it belongs to somebody else, or is a link to itself
+            found = None if step_of(name) is None else _unreadable_step(name, path, exc)
         if found is not None:
             yield found
+
+
+def _unreadable_step(name: str, path: str, error: OSError) -> Found:
+    return Found(
+        name=name,
+        path=path,
+        format="",
+        state="damaged",
+        nbytes=0,
+        time=os.lstat(path).st_mtime,
+        step=step_of(name),
+        problem=f"it can't be read: {error.strerror}",
+    )
 
 
 def _naturally(name: str) -> list[tuple[int, int, str]]:
@@ -239,9 +254,9 @@ def _safetensors_problem(path: str) -> str:
         try:
             header = json.loads(file.read(length))
             end = max((each["data_offsets"][1] for key, each in header.items() if key != "__metadata__"), default=0)
+            expected = _LENGTH_BYTES + length + end
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             return "its header is damaged"
-    expected = _LENGTH_BYTES + length + end
     return "" if expected == size else f"it has {size} bytes, but should have {expected}"
 
 

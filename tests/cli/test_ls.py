@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -90,6 +91,21 @@ def test_directories_of_ranks_are_one_checkpoint(tmp_path):
     shutil.copytree(path, tmp_path / "c" / "rank1")
     assert list(rows(tmp_path)) == ["c"]
     assert list(rows(tmp_path / "c")) == ["rank0", "rank1"]
+
+
+def test_what_can_not_be_read_hides_nothing_else(tmp_path):
+    make("dcp", tmp_path / "c")
+    for name in ("loop", "step-00000007"):
+        (tmp_path / name).symlink_to(name)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, "4"]}}).encode()
+    (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    found = {name: (row["state"], row["problem"]) for name, row in rows(tmp_path).items()}
+    assert found == {
+        "c": ("complete", ""),
+        "step-00000007": ("damaged", f"it can't be read: {os.strerror(errno.ELOOP)}"),
+        "w.safetensors": ("damaged", "its header is damaged"),
+    }
+    assert "2 not" in invoke(tmp_path)
 
 
 def test_numbers_are_in_their_order(tmp_path):
