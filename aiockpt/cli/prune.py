@@ -23,9 +23,11 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
     The newest complete step always stays, and so does everything that is not a complete step of a manager.
 
     Raises:
-        CommandError: there are no steps, or none has the metric of a policy.
+        CommandError: there are no steps, or none has the metric of a policy; or the path is empty.
         aiockpt.RunLockedError: a manager writes to the run, and this is not dry.
     """
+    if not directory:  # as of a variable of a shell that is not set; abspath would take the current directory
+        raise CommandError("the path is empty; name a run's directory")
     directory = os.path.abspath(os.path.expanduser(directory))
     os.stat(directory)
     lock = None if dry_run else take(directory)

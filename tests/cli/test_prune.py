@@ -84,6 +84,13 @@ def test_what_can_not_be_removed_is_not_called_removed(run):
     assert removed == {100: True, 200: False, 300: False, 1000: False, 1100: False}
 
 
+def test_no_path_is_not_the_current_directory(run, monkeypatch):
+    monkeypatch.chdir(run)
+    result = invoke("", "--keep-latest", 1)
+    assert (result.exit_code, result.stderr) == (3, "aiockpt: the path is empty; name a run's directory\n")
+    assert steps(run) == set(LOSSES)
+
+
 def test_a_run_with_an_owner_is_refused_unless_dry(run):
     lock = take(str(run))
     try:
