@@ -51,6 +51,7 @@ def _ask(paths: Sequence[str]) -> None:
 
 def clean(directory: str, *, older_than_s: float | None, as_json: bool = False) -> None:
     """Remove what killed processes have left in a directory, and print what stays and why."""
+    directory = os.path.expanduser(directory)
     os.stat(directory)
     with aiockpt.SyncCheckpointer() as ckpt:
         removed = ckpt.clean(directory, older_than_s=older_than_s)

@@ -112,3 +112,9 @@ def test_wrong_use_of_clean(tmp_path):
     assert invoke("clean", tmp_path, "--older-than", "soon").exit_code == 2
     result = invoke("clean", tmp_path / "none")
     assert (result.exit_code, result.stderr) == (3, f"aiockpt: {tmp_path / 'none'}: No such file or directory\n")
+
+
+def test_clean_knows_the_home_directory(leftover, monkeypatch):
+    monkeypatch.setenv("HOME", str(leftover.parent))
+    result = invoke("clean", "~")
+    assert (result.exit_code, result.stdout) == (0, f"removed {leftover}\n")
