@@ -238,9 +238,16 @@ def _changes(key: str, names: Iterable[str], known: Container[str]) -> set[_Chan
 
 
 def containers_within(
-    containers: Sequence[dict[str, object]], names: Sequence[str], paths: Sequence[ObjPath], kept: Collection[str]
+    containers: Sequence[dict[str, object]],
+    names: Sequence[str],
+    paths: Sequence[ObjPath],
+    kept: Collection[str],
+    empty: Iterable[ObjPath] = (),
 ) -> list[dict[str, object]]:
-    """Return the container records that remain meaningful if only the ``kept`` leaves are."""
+    """Return the container records that remain meaningful if only the ``kept`` leaves are, and these empty containers.
+
+    Other empty ones, which have no leaves, are kept if a container around them is kept as a whole.
+    """
     before = [0]
     around: set[tuple[object, ...]] = set()  # containers with kept leaves
     cut: set[tuple[object, ...]] = set()  # containers with dropped leaves
@@ -248,12 +255,12 @@ def containers_within(
         before.append(before[-1] + (name in kept))
         (around if name in kept else cut).update(path[:depth] for depth in range(len(path)))
     whole = around - cut
+    around.update(path[:depth] for path in empty for depth in range(len(path) + 1))
     arrays = {path for name, path in zip(names, paths, strict=True) if name in kept}
     found: list[dict[str, object]] = []
     for record in containers:
         path = tuple(record["path"])  # type: ignore[arg-type]
         at = min(int(record["at"]), len(names))  # type: ignore[call-overload]
-        # An empty container has no leaves: it is kept if a container around it is kept as a whole.
         if record["type"] == ARRAY_RECORD:
             if path in arrays:
                 found.append({**record, "at": before[at]})

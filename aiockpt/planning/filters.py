@@ -8,8 +8,9 @@ from aiockpt.errors import SaveError
 from aiockpt.format.keys import check_patterns, containers_within, hint, matching
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from aiockpt.format.index import ObjPath
     from aiockpt.planning.flatten import FlatState
 
     Filter = str | Sequence[str] | Callable[[str, Any], bool]
@@ -26,24 +27,41 @@ def filter_leaves(
     if include is None and exclude is None:
         return
     names = dict.fromkeys(flat.names).keys()
-    # Names of containers without leaves, such as the state of a new optimizer.
-    empty = {".".join(map(str, record["path"])) for record in flat.containers}  # type: ignore[arg-type]
-    kept = set(names) if include is None else _chosen("include", include, flat, empty)
+    empty = _empty_containers(flat)
+    kept = {*names, *empty} if include is None else _chosen("include", include, flat, empty)
     if exclude is not None:
         kept -= _chosen("exclude", exclude, flat, empty)
-    if names and not kept and not may_be_empty:
+    if names and names.isdisjoint(kept) and not may_be_empty:
         raise ValueError("include and exclude leave nothing of the state to save")
-    flat.containers = containers_within(flat.containers, flat.names, flat.paths, kept)  # type: ignore[arg-type, assignment]
+    # Functions are not asked about containers: empty ones go with what is around them.
+    named = () if callable(exclude) else [path for name, path in empty.items() if name in kept]
+    flat.containers = containers_within(flat.containers, flat.names, flat.paths, kept, named)  # type: ignore[arg-type, assignment]
     rows = [row for row in zip(flat.names, flat.paths, flat.leaves, strict=True) if row[0] in kept]
     flat.names, flat.paths, flat.leaves = ([row[column] for row in rows] for column in range(3))  # type: ignore[assignment]
 
 
-def _chosen(option: str, rule: Filter, flat: FlatState, empty: Collection[str]) -> set[str]:
-    """Return the names that an option chooses."""
+def _empty_containers(flat: FlatState) -> dict[str, ObjPath]:
+    """Return the names and paths of the containers without leaves, such as the state of a new optimizer."""
+    empty: dict[str, ObjPath] = {}
+    for record in flat.containers:
+        path: ObjPath = tuple(record["path"])  # type: ignore[arg-type, assignment]
+        at: int = record["at"]  # type: ignore[assignment]
+        if not any(leaf[: len(path)] == path for leaf in flat.paths[at : at + 1]):
+            empty[_name(path)] = path
+    return empty
+
+
+def _name(path: ObjPath) -> str:
+    return ".".join(map(str, path))
+
+
+def _chosen(option: str, rule: Filter, flat: FlatState, empty: Mapping[str, ObjPath]) -> set[str]:
+    """Return the names that an option chooses; those of empty containers too, if it is not a function."""
     if callable(rule):
         return {name for name, leaf in zip(flat.names, flat.leaves, strict=True) if _asked(option, rule, name, leaf)}
-    found, unmatched = matching(dict.fromkeys(flat.names).keys(), check_patterns(rule, option) or ())
-    unmatched = tuple(pattern for pattern in unmatched if pattern not in empty)
+    found, unmatched = matching({*flat.names, *empty}, check_patterns(rule, option) or ())
+    chosen = found.intersection(empty)  # with the empty ones in them
+    found.update(n for n, path in empty.items() if any(_name(path[:depth]) in chosen for depth in range(len(path))))
     if unmatched:
         raise ValueError(
             f"{option} has {', '.join(map(repr, unmatched[:10]))}, which matches nothing in the state."
