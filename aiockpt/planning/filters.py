@@ -44,7 +44,7 @@ def _empty_containers(flat: FlatState) -> dict[str, ObjPath]:
     """Return the names and paths of the containers without leaves, such as the state of a new optimizer."""
     empty: dict[str, ObjPath] = {}
     for record in flat.containers:
-        path: ObjPath = tuple(record["path"])  # type: ignore[arg-type, assignment]
+        path: ObjPath = tuple(record["path"])  # type: ignore[arg-type]
         at: int = record["at"]  # type: ignore[assignment]
         if not any(leaf[: len(path)] == path for leaf in flat.paths[at : at + 1]):
             empty[_name(path)] = path
