@@ -63,7 +63,7 @@ class Display:
         bar = self._make(_title("save", handle.path))  # here: a notebook shows it below the cell that runs
         # Not a daemon: a terminal is left as it was found, also if the program ends meanwhile.
         thread = threading.Thread(target=self._follow, args=(handle, bar), name="aiockpt-progress", daemon=False)
-        self._threads.append(thread)
+        self._threads = [*(each for each in self._threads if each.is_alive()), thread]
         thread.start()
 
     def _follow(self, handle: SaveHandle, bar: Bar) -> None:

@@ -108,6 +108,16 @@ def test_several_at_a_time_share_the_terminal(tmp_path: Path, terminal: io.Strin
     assert ends_cleanly(text)
 
 
+def test_a_display_forgets_the_saves_that_are_over(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        shown = aiockpt.progress.log(level=logging.DEBUG)
+        for number in range(3):
+            shown.follow(ckpt.submit({"x": 1}, tmp_path / str(number)))
+            assert len(shown._threads) == 1
+            shown._threads[0].join(WAIT_S)
+        assert shown.join(WAIT_S)
+
+
 def test_a_program_with_a_live_display_of_its_own(tmp_path: Path, terminal: io.StringIO) -> None:
     with aiockpt.SyncCheckpointer() as ckpt, Live("mine", console=Console(file=terminal, force_terminal=True)):
         save = ckpt.submit(large_state(20), tmp_path / "c")
