@@ -18,6 +18,7 @@ from rich.style import Style
 import aiockpt
 from aiockpt.cli import tree
 from aiockpt.cli.app import CommandError
+from aiockpt.cli.found import find
 from aiockpt.cli.html.page import html_page
 from aiockpt.cli.html.survey import Survey, survey
 from aiockpt.cli.output import console, print_json, shown, size_text
@@ -105,6 +106,8 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
 
 async def write_page(path: str, view: View, file: Path, *, trust: bool = False) -> None:
     """Write the keys of a checkpoint into a page for browsers."""
+    if file.exists() and find(str(file)):
+        raise CommandError(f"{file} is a checkpoint; choose another name for the page")
     stats: dict[str, Survey] = {}
     async with aiockpt.open(path, trust=trust) as reader:
         contents = _chosen(reader, view.keys)

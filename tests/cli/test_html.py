@@ -272,6 +272,18 @@ def test_every_format_has_a_page(form, tmp_path):
     assert [file.name for file in tmp_path.glob("page*")] == ["page.html"]
 
 
+def test_a_page_replaces_no_checkpoint(tmp_path):
+    path, other = make("torch", tmp_path / "c"), make("safetensors", tmp_path / "d")
+    before = path.read_bytes(), other.read_bytes()
+    for file in (path, other):
+        result = inspect_html(path, file)
+        assert result.exit_code == 3
+        assert result.stderr == f"aiockpt: {file} is a checkpoint; choose another name for the page\n"
+    assert (path.read_bytes(), other.read_bytes()) == before
+    for _ in range(2):  # a page is replaced
+        assert inspect_html(path, tmp_path / "page.html").exit_code == 0
+
+
 def test_a_page_is_not_json(tmp_path):
     path = make(FORMATS[0], tmp_path / "c")
     result = inspect_html(path, tmp_path / "page.html", "--json")
