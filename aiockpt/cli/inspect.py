@@ -106,8 +106,7 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
 
 async def write_page(path: str, view: View, file: Path, *, trust: bool = False) -> None:
     """Write the keys of a checkpoint into a page for browsers."""
-    if file.exists() and find(str(file)):
-        raise CommandError(f"{file} is a checkpoint; choose another name for the page")
+    _check_file(file)
     stats: dict[str, Survey] = {}
     async with aiockpt.open(path, trust=trust) as reader:
         contents = _chosen(reader, view.keys)
@@ -123,6 +122,12 @@ async def write_page(path: str, view: View, file: Path, *, trust: bool = False) 
     part.write_text(page, encoding="utf-8")
     part.replace(file)
     console().print(f"{shown(str(file))}: {size_text(len(page))}")
+
+
+def _check_file(file: Path) -> None:
+    """Refuse to replace a checkpoint by a page."""
+    if file.exists() and find(str(file)):
+        raise CommandError(f"{file} is a checkpoint; choose another name for the page")
 
 
 def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:
