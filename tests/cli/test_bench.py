@@ -1,9 +1,11 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -57,8 +59,15 @@ def test_no_directory_is_code_3(tmp_path):
     assert (result.exit_code, result.stderr) == (3, f"aiockpt: {tmp_path / 'none'}: No such file or directory\n")
 
 
-def test_too_little_space_is_code_3(tmp_path):
-    result = invoke(tmp_path, "--size", "1M")
+def test_a_size_that_is_too_small_is_wrong_usage(tmp_path):
+    result = invoke(tmp_path, "--size", "15M")
+    assert result.exit_code == 2
+    assert "16.0 MiB are the least to measure with" in result.stderr
+
+
+def test_too_little_space_is_code_3(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=63 << 20))
+    result = invoke(tmp_path, *SMALL)
     assert result.exit_code == 3
     assert "too little to measure" in result.stderr
     assert os.listdir(tmp_path) == []

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import typer
 
 import aiockpt
 from aiockpt.cli.app import CommandError
@@ -51,9 +52,12 @@ def bench(directory: str, *, size_bytes: int, seconds: float, as_json: bool = Fa
         as_json: print JSON.
 
     Raises:
+        typer.BadParameter: the size is too small.
         CommandError: there is not enough space or memory.
         OSError: the directory can't be written.
     """
+    if size_bytes < _LEAST_BYTES:
+        raise typer.BadParameter(f"{size_text(_LEAST_BYTES)} are the least to measure with", param_hint="--size")
     directory = os.path.abspath(os.path.expanduser(directory))
     nbytes = _affordable(directory, size_bytes)
     with _workspace(directory) as (folder, checkpoint):
