@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.requests import StepChoice, Verification
     from aiockpt.manager.scan import StepInfo
+    from aiockpt.storage.base import Identity
     from aiockpt.telemetry.verification import VerifyReport
 
 logger = logging.getLogger("aiockpt")
 
 _MOST_NAMES = 1000
+_MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
 
 
 class ManagedRun(Protocol):
@@ -56,13 +58,21 @@ class ManagedRun(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class _Gone:
+    """A step was deleted or replaced while it was read, by this run or, beside a reader, by its owner."""
+
+    path: str
+    touched_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Restore:
     """A restore whose arguments were checked.
 
     A load fills tensors in place while it reads, and finds the damage of an item when it has read it. So a step is
-    loaded in place without further ado only if an older step could undo that: one that opens, and has every tensor
-    of it, of the same shape and dtype. Otherwise, and after a load that has placed something, all of a step is
-    verified before the load begins.
+    loaded in place without further ado only if an older step could undo that: one that opens, and has everything that
+    is in it, tensors of the same shape and dtype. Otherwise, and after a load that has placed something, all of a step
+    is verified before the load begins.
     """
 
     run: ManagedRun
@@ -76,36 +86,47 @@ class Restore:
     def steps(self) -> Steps[Restored | None]:
         """Restore; return the step, or None if the run has none."""
         run = self.run
-        infos: list[StepInfo] = yield from run._led(f"the steps of {run.directory}", self._list)
-        with contextlib.ExitStack() as reading:
-            for info in infos:  # an older one may be needed to undo the load of a newer one
-                reading.enter_context(run._reading(info.step))
-            return (yield from self._try(infos))
+        touched_by = last = ""  # paths of steps: whose load has failed after it had filled tensors; that has gone
+        for _ in range(_MOST_LISTS):
+            listed: list[tuple[StepInfo, Identity | None]]
+            listed = yield from run._led(f"the steps of {run.directory}", self._list)
+            with contextlib.ExitStack() as reading:
+                for info, _ in listed:  # an older one may be needed to undo the load of a newer one
+                    reading.enter_context(run._reading(info.step))
+                found = yield from self._try(listed, touched_by)
+            if not isinstance(found, _Gone):
+                return found
+            touched_by, last = found.touched_by, found.path
+        raise CheckpointNotFoundError(
+            f"the steps of {run.directory} were deleted faster than they could be read, {last} as the last one; let "
+            f"the run keep more of them{_touched(touched_by)}"
+        )
 
-    def _try(self, infos: Sequence[StepInfo]) -> Steps[Restored | None]:
+    def _try(
+        self, listed: Sequence[tuple[StepInfo, Identity | None]], touched_by: str
+    ) -> Steps[Restored | _Gone | None]:
         run = self.run
+        infos = [info for info, _ in listed]
         skipped: list[tuple[StepInfo, LoadError]] = []
-        is_touched = False
-        for at, info in enumerate(infos):
+        for at, (info, own) in enumerate(listed):
             try:
-                judge = partial(self._judge, infos[at:], is_touched)
+                judge = partial(self._judge, infos[at:], bool(touched_by))
                 yield from run._led(f"the load of {info.path}", judge)
                 yield Load(info.path, self.state, self.options)
-            except CorruptCheckpointError as exc:
-                is_touched |= yield Agree("the end of a failed restore", bool(exc.placed or exc.partly_placed), any)
+            except (CorruptCheckpointError, CheckpointNotFoundError) as exc:
+                if isinstance(exc, CorruptCheckpointError):
+                    filled = bool(exc.placed or exc.partly_placed)
+                    if (yield Agree("the end of a failed restore", filled, any)):
+                        touched_by = info.path
+                if (yield from run._led(f"the place of {info.path}", partial(self._is_gone, info, own))):
+                    return _Gone(info.path, touched_by)
                 if isinstance(self.choice, int):
                     raise
                 skipped.append((info, exc))
                 continue
-            except CheckpointNotFoundError as exc:
-                if isinstance(self.choice, int):
-                    raise
-                if os.path.isdir(info.path):  # else it was deleted since it was listed
-                    skipped.append((info, exc))
-                continue
             except BaseException as exc:
-                if is_touched:
-                    exc.add_note(f"tensors were filled by the load of {skipped[-1][0].path}, which is damaged")
+                if touched_by:
+                    exc.add_note(f"tensors were filled by the load of {touched_by}, which failed")
                 raise
             moved: tuple[SkippedStep, ...] = yield from run._led("the damaged steps", partial(self._set_aside, skipped))
             if moved and run.leads:
@@ -113,14 +134,27 @@ class Restore:
             return Restored(info.step, info.path, info.metrics, info.metadata, moved)
         damaged = [(info, error) for info, error in skipped if isinstance(error, CorruptCheckpointError)]
         if damaged:
-            raise _nothing_left(run.directory, damaged, is_touched=is_touched)
+            raise _nothing_left(run.directory, damaged, touched_by)
+        if touched_by:
+            raise CheckpointNotFoundError(f"{run.directory} has no step any more{_touched(touched_by)}")
         return None
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _list(self) -> Steps[list[StepInfo]]:
-        found: list[StepInfo] = yield Run(partial(self.run._candidates, self.choice, self.metric, self.mode))
+    def _list(self) -> Steps[list[tuple[StepInfo, Identity | None]]]:
+        """Return the steps to try, each with what distinguishes it from another one that takes its place."""
+
+        def listed() -> list[tuple[StepInfo, Identity | None]]:
+            found = self.run._candidates(self.choice, self.metric, self.mode)
+            return [(info, _identity(info.path)) for info in found]
+
+        found: list[tuple[StepInfo, Identity | None]] = yield Run(listed)
         return found
+
+    def _is_gone(self, info: StepInfo, own: Identity | None) -> Steps[bool]:
+        """Return whether a step was deleted or replaced since it was listed."""
+        now: Identity | None = yield Run(partial(_identity, info.path))
+        return now is None or now != own
 
     def _judge(self, infos: Sequence[StepInfo], is_touched: bool) -> Steps[None]:
         """Check the first step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
@@ -184,22 +218,35 @@ def set_aside(path: str) -> str:
     return path
 
 
+def _identity(path: str) -> Identity | None:
+    try:
+        found = os.stat(path)
+    except OSError:  # if it is there all the same, listing it again finds that out
+        return None
+    return found.st_dev, found.st_ino
+
+
 def _covers(below: Mapping[str, Any], above: Mapping[str, Any]) -> bool:
     for key, info in above.items():
-        if not isinstance(info, TensorInfo):
-            continue
         other = below.get(key)
-        if not isinstance(other, TensorInfo) or (other.shape, other.dtype) != (info.shape, info.dtype):
+        if isinstance(info, TensorInfo) and isinstance(other, TensorInfo):
+            if (other.shape, other.dtype) != (info.shape, info.dtype):
+                return False
+        elif type(other) is not type(info):  # also if it is not there: its load raises, and leaves what was filled
             return False
     return True
 
 
+def _touched(by: str) -> str:
+    return f"; tensors of the target were filled by a load that failed, of {by}" if by else ""
+
+
 def _nothing_left(
-    directory: str, skipped: Sequence[tuple[StepInfo, LoadError]], *, is_touched: bool
+    directory: str, skipped: Sequence[tuple[StepInfo, LoadError]], touched_by: str
 ) -> CorruptCheckpointError:
     newest, error = skipped[0]
-    touched = "; tensors of the target were filled by a load that failed" if is_touched else "; nothing was changed"
     others = f", and so are {len(skipped) - 1} older ones" if len(skipped) > 1 else ""
+    touched = _touched(touched_by) or "; nothing was changed"
     made = CorruptCheckpointError(
         f"no step of {directory} can be restored: step {newest.step} is damaged ({error}){others}{touched}. They keep "
         "their names. Restore a copy, or move them away to begin anew"

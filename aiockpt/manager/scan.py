@@ -15,6 +15,7 @@ state           what is in the directory
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -46,6 +47,7 @@ _FACTS = frozenset({"step", "metrics", "time", "keep"})  # of which a manager no
 _MOST_S = 250e9  # later than that no calendar of Python goes
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _DOCUMENT_BYTES = 1 << 28
+_MOST_LISTS = 20  # of a directory whose steps are deleted while they are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,26 @@ def look(path: str, step: int = -1) -> StepInfo | None:
 
 
 def _scan(directory: str, cache: _Cache) -> tuple[StepInfo, ...]:
-    try:
-        with os.scandir(directory) as entries:
-            steps = {step: e.path for e in entries if (step := step_of(e.name)) is not None and e.is_dir()}
-    except FileNotFoundError:
-        return ()
-    infos = (_look(step, path, cache) for step, path in sorted(steps.items()))
+    infos: list[StepInfo | None] = []
+    for _ in range(_MOST_LISTS):
+        try:
+            with os.scandir(directory) as entries:
+                steps = {step: e.path for e in entries if (step := step_of(e.name)) is not None and _is_directory(e)}
+        except FileNotFoundError:
+            return ()
+        infos = [_look(step, path, cache) for step, path in sorted(steps.items())]
+        if None not in infos:  # else what its owner has written before deleting that one may be missing from the list
+            break
     return tuple(info for info in infos if info is not None)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as exc:
+        if exc.errno == errno.ELOOP:  # a link to itself
+            return False
+        raise
 
 
 # --- one step -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from isal.isal_zlib import crc32
 
 import aiockpt
 from aiockpt.format.manifest.manifest import SEAL
+from aiockpt.manager.ops import Inspect, Load, Verify
 from aiockpt.storage.local.source import LocalFile
 from tests.manager.runs import (
     SIZE,
@@ -315,14 +316,89 @@ def test_a_step_that_is_deleted_while_it_is_looked_for_is_passed_over_in_silence
 ) -> None:
     state = empty()
     with aiockpt.SyncCheckpointManager(folder) as run:
-        found = run._scanner.scan()
+        found = [run._scanner.scan()]
         shutil.rmtree(path_of(folder, 300))
-        monkeypatch.setattr(run._scanner, "scan", lambda: found)
+        real = run._scanner.scan
+        monkeypatch.setattr(run._scanner, "scan", lambda: found.pop() if found else real())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             start = run.restore(state)
     assert start is not None
     assert (start.step, start.skipped, step_in(state)) == (200, (), 200)
+
+
+@pytest.mark.parametrize("before", [Inspect, Verify, Load])
+def test_a_reader_beside_a_writer_that_deletes_gets_the_newest_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: type
+) -> None:
+    """Every step that the reader has listed is deleted before it is read, and a new one is there."""
+    state = empty()
+    with (
+        aiockpt.SyncCheckpointManager(tmp_path, keep=aiockpt.KeepLatest(1)) as owner,
+        aiockpt.SyncCheckpointManager(tmp_path, mode="read") as run,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        owner.save(1, state_of(1))
+        real = run._do
+        left = [3, 2]
+
+        def delete_first(op: Any) -> Any:
+            if isinstance(op, before) and left:
+                step = left.pop()
+                owner.save(step, state_of(step))
+                owner._retention.finished().result()
+            return real(op)
+
+        monkeypatch.setattr(run, "_do", delete_first)
+        start = run.restore(state)
+    assert start is not None
+    assert (start.step, start.skipped, step_in(state), names(tmp_path)) == (3, (), 3, ["step-00000003"])
+
+
+def test_steps_that_are_deleted_faster_than_they_can_be_read_are_not_looked_for_for_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with aiockpt.SyncCheckpointManager(folder) as run:
+        found = run._scanner.scan()
+        monkeypatch.setattr(run._scanner, "scan", lambda: found)
+        shutil.rmtree(path_of(folder, 300))
+        with pytest.raises(aiockpt.CheckpointNotFoundError, match="deleted faster than they could be read"):
+            run.restore(empty())
+
+
+def test_a_step_that_is_replaced_while_it_is_read_is_not_condemned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(folder, 300)
+    state = empty()
+    with aiockpt.SyncCheckpointManager(folder) as run:
+        real = run._do
+
+        def replace_after(op: Any) -> Any:
+            try:
+                return real(op)
+            except aiockpt.CorruptCheckpointError:
+                run.save(300, state_of(300), overwrite=True)
+                raise
+
+        monkeypatch.setattr(run, "_do", replace_after)
+        start = run.restore(state)
+    assert start is not None
+    assert (start.step, start.skipped, step_in(state)) == (300, (), 300)
+    assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+def test_an_older_step_that_lacks_an_object_does_not_permit_a_load_at_once(tmp_path: Path) -> None:
+    """Its load raises, so it could not overwrite the tensors of the damaged one."""
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, {"a": torch.ones(SIZE)})
+        run.save(2, {"a": torch.full((SIZE,), 2.0), "epoch": 2})
+        flip(tmp_path, 2)
+        state = {"a": torch.zeros(SIZE), "epoch": 0}
+        with pytest.raises(aiockpt.MissingKeysError):
+            run.restore(state)
+    assert (state["a"].unique().tolist(), state["epoch"]) == ([0.0], 0)
 
 
 def test_checkpoints_of_other_names_are_none_of_the_run(folder: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
+from aiockpt.manager import scan as scanning
 from aiockpt.manager.scan import StepScanner, scan, step_of, step_path
 
 FILLED = {"a": torch.arange(12.0), "b": {"c": torch.ones(3, 2)}}
@@ -160,3 +161,26 @@ def test_a_scan_needs_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "4 complete\n", "")
+
+
+def test_a_step_that_is_written_while_the_only_other_one_is_deleted_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+    real = scanning._look
+
+    def replace_first(step: int, path: str, cache: scanning._Cache) -> scanning.StepInfo | None:
+        if step == 1:
+            write(tmp_path, 2)
+            shutil.rmtree(path)
+        return real(step, path, cache)
+
+    monkeypatch.setattr(scanning, "_look", replace_first)
+    assert [(found.step, found.state) for found in scan(tmp_path)] == [(2, "complete")]
+
+
+def test_a_link_to_itself_is_no_step(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    os.symlink("step-00000002", tmp_path / "step-00000002")
+    os.symlink("nothing", tmp_path / "step-00000003")
+    assert [found.step for found in scan(tmp_path)] == [1]
