@@ -112,12 +112,13 @@ class ManagerBase:
         self._is_open = True
 
     def _take_lock(self) -> Steps[None]:
-        try:
-            self._lock = yield Run(partial(take, self.directory))
-        except OSError as exc:
-            raise AiockptError(
-                f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
-            ) from exc
+        if self._lock is None:  # else it was taken, and what follows was interrupted
+            try:
+                self._lock = yield Run(partial(take, self.directory))
+            except OSError as exc:
+                raise AiockptError(
+                    f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
+                ) from exc
         try:
             yield Clean(self.directory)
         except AiockptError as exc:  # orphans cost space, no more
@@ -261,7 +262,8 @@ class ManagerBase:
         metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": time.time(), "keep": kept_text(self._keep)}
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)}
         handle = start({**options, "metadata": metadata, "path": self.path_of(step), "state_dict": request.state_dict})
-        self._last_began = time.monotonic()
+        if not handle.skipped:
+            self._last_began = time.monotonic()
         self._retention.follow(handle, step, prunes=self.leads)
         return handle
 

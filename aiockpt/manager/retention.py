@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -41,7 +42,8 @@ class Retention:
     def __init__(self, directory: str, keep: KeepPolicy | None, *, fsync: bool) -> None:
         self._scanner = StepScanner(directory)
         self._keep = keep
-        self.has_ended = False
+        self._origin = os.getpid()
+        self._ended = False
         self._thread = DaemonThreads(1, "aiockpt-retention")
         self._unclosed = weakref.finalize(self, self._thread.end, 0.0)
         self._unclosed.atexit = False
@@ -109,9 +111,16 @@ class Retention:
         """Return a future that completes when every save that is followed has ended, and its deletions are done."""
         return self._thread.submit(lambda: None)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing to wait for: it was ended, or this is a fork of its process."""
+        return self._ended or os.getpid() != self._origin
+
     def end(self) -> None:
         """End the thread; if a deletion hangs, leave it behind. Blocks for seconds at most; idempotent."""
-        self.has_ended = True
+        if self.has_ended:
+            return
+        self._ended = True
         if self._thread.end(_END_S):
             self._deleter.close()
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -105,6 +106,36 @@ def test_two_managers_of_one_process(tmp_path: Path) -> None:
         first.save(1, state_of(1))
     with aiockpt.SyncCheckpointManager(tmp_path) as second:
         assert second.steps() == [1]
+
+
+def test_a_use_that_was_interrupted_after_the_lock_was_taken_can_be_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: str) -> bool:
+        raise KeyboardInterrupt
+
+    run = aiockpt.SyncCheckpointManager(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(base, "is_finishing", interrupt)
+        run.restore(empty())
+    assert run.restore(empty()) is None
+    run.close()
+    assert names(tmp_path) == []
+
+
+def test_a_forked_child_can_close_its_copy_at_once_and_the_parent_goes_on(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, state_of(1))
+        child = multiprocessing.get_context("fork").Process(target=run.close)
+        child.start()
+        child.join(60)
+        try:
+            assert child.exitcode == 0
+        finally:
+            child.kill()
+            child.join()
+        assert names(tmp_path) == [LOCK_NAME, path_of(tmp_path, 1).name]
+        run.save(2, state_of(2))
 
 
 def test_a_forked_child_does_not_hold_the_lock_beyond_its_parents_end(tmp_path: Path) -> None:
