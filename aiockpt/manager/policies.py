@@ -211,6 +211,8 @@ def as_policy(keep: KeepPolicy | Iterable[KeepPolicy] | None) -> KeepPolicy | No
     for policy in policies:
         if not isinstance(policy, KeepPolicy):
             raise TypeError(f"keep must be policies such as KeepLatest(3), or None for everything, not {policy!r}")
+    if not policies:
+        raise ValueError("keep is empty, which would keep the newest step alone: pass None to keep everything")
     return policies[0] if len(policies) == 1 else KeepAny(policies)
 
 

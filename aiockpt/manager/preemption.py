@@ -34,9 +34,12 @@ class LastSaveRequests:
         self._grace_s: dict[int, float] = {}
         self._seen: set[int] = set()
         self._closed = False
+        self._pid = os.getpid()
 
     def request(self, grace_s: float | None = None) -> None:
         """Request a last save, which is to be written within so many seconds from now; None: no limit."""
+        if grace_s is not None and (not _is_number(grace_s) or math.isnan(grace_s)):
+            raise TypeError(f"grace_s must be a number of seconds, or None, not {grace_s!r}")
         deadline = math.inf if grace_s is None else time.monotonic() + grace_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
@@ -49,7 +52,7 @@ class LastSaveRequests:
         """Note signals from now on; see `CheckpointManager.on_signal`."""
         if not signals:
             raise TypeError("on_signal() needs at least one signal, such as signal.SIGTERM")
-        if grace_s is not None and (isinstance(grace_s, bool) or not isinstance(grace_s, int | float) or grace_s <= 0):
+        if grace_s is not None and not (_is_number(grace_s) and grace_s > 0):
             raise ValueError(f"grace_s must be a positive number of seconds, or None, not {grace_s!r}")
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("on_signal() must be called in the main thread, where Python handles signals")
@@ -76,7 +79,7 @@ class LastSaveRequests:
         previous = self._previous.get(number)
         again = number in self._seen
         self._seen.add(number)
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a forked child is to end as if nobody listened
             _pass_on(previous, number, frame)
             return
         grace_s = self._grace_s.get(number, math.inf)
@@ -86,6 +89,10 @@ class LastSaveRequests:
                 previous(number, frame)
         elif again:  # the handlers of Ctrl-C end the program, so only the second one gets there
             _pass_on(previous, number, frame)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _pass_on(handler: Handler, number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiockpt.manager.policies import (
+    KeepAny,
     KeepBest,
     KeepEvery,
     KeepIf,
@@ -120,8 +121,8 @@ def test_without_a_policy_everything_is_kept() -> None:
     assert to_delete(None, infos, NOW) == []
 
 
-def test_an_empty_list_keeps_the_newest() -> None:
-    assert [each.step for each in to_delete(as_policy([]), [info(1), info(2), info(3, "damaged")], NOW)] == [1]
+def test_the_newest_stays_if_nothing_is_kept() -> None:
+    assert [each.step for each in to_delete(KeepAny(()), [info(1), info(2), info(3, "damaged")], NOW)] == [1]
 
 
 def test_the_best_come_first_and_nan_is_none_of_them() -> None:
@@ -151,6 +152,7 @@ def test_the_best_come_first_and_nan_is_none_of_them() -> None:
         (lambda: KeepBest(1, "loss", "least"), ValueError),  # type: ignore[arg-type]
         (lambda: KeepBest(1, 3), TypeError),  # type: ignore[arg-type]
         (lambda: KeepIf(3), TypeError),  # type: ignore[arg-type]
+        (lambda: as_policy([]), ValueError),  # it may mean everything or nothing
         (lambda: as_policy([3]), TypeError),  # type: ignore[list-item]
         (lambda: as_policy("KeepLatest"), TypeError),  # type: ignore[arg-type]
         (lambda: KeepLatest(1) | 3, TypeError),  # type: ignore[operator]

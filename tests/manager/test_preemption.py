@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 
 import aiockpt
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
+from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.testing import GatedStorage
 from tests.manager.runs import names
 
 STATE = {"x": torch.arange(10.0)}
@@ -160,8 +163,37 @@ def test_closing_in_another_thread_leaves_a_handler_that_passes_signals_on() -> 
         signal.signal(signal.SIGTERM, before)
 
 
+def work_for_ever(is_there: Any) -> None:
+    is_there.set()
+    while True:
+        os.sched_yield()
+
+
+def test_a_forked_child_ends_by_a_signal_as_if_nobody_listened(tmp_path: Path) -> None:
+    """Else pools and data loaders that end their workers by SIGTERM would wait for them for ever."""
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.on_signal(signal.SIGTERM)
+        context = multiprocessing.get_context("fork")
+        is_there = context.Event()
+        child = context.Process(target=work_for_ever, args=(is_there,))
+        child.start()
+        is_there.wait(60)
+        child.terminate()
+        child.join(60)
+        try:
+            assert child.exitcode == -signal.SIGTERM
+        finally:
+            child.kill()
+            child.join()
+        assert not run.due(1)
+
+
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     run = aiockpt.SyncCheckpointManager(tmp_path)
+    for wrong in ("5", True, math.nan):
+        with pytest.raises(TypeError, match="grace_s"):
+            run.request_last_save(wrong)  # type: ignore[arg-type]
+    assert not run.due(1)
     with pytest.raises(TypeError):
         run.on_signal()
     for grace_s in (0, -1, "5"):
@@ -207,6 +239,21 @@ def test_seconds_count_from_the_last_save(tmp_path: Path) -> None:
         assert run.due(3)  # until it is saved
         run.save(3, STATE)
         assert not run.due(4)
+
+
+def test_a_save_that_is_skipped_stays_due(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    with aiockpt.SyncCheckpointManager(tmp_path / "run", save=aiockpt.EverySeconds(3600), on_busy="skip") as run:
+        other = run.checkpointer.submit(STATE, tmp_path / "other", storage=storage)
+        run._last_began -= 3601
+        assert run.due(1)
+        assert run.submit(1, STATE).skipped
+        assert run.due(2)
+        storage.open("commit")
+        other.written.result()
+        run.checkpointer.ready()
+        assert not run.submit(2, STATE).skipped
+        assert not run.due(3)
 
 
 @pytest.mark.asyncio
