@@ -204,7 +204,7 @@ class ManagerBase:
     def _candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
         """Return the steps that a restore tries, the preferred one first."""
         try:
-            infos = self._scanner.scan()
+            infos = self._scanner.scan(lenient=choice != "best")  # the load raises why a step can't be read
         except OSError as exc:
             raise AiockptError(f"the run {self.directory} can't be read: {exc}") from exc
         if choice == "latest":

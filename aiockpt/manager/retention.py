@@ -146,7 +146,7 @@ class Retention:
     def _prune(self, written: int) -> None:
         if self._keep is None:
             return
-        infos = self._scanner.scan()
+        infos = self._scanner.scan(lenient=True)  # what can't be read stays
         if not any(info.step == written and info.state == "complete" for info in infos):
             return  # it was moved away, or the file system does not show it yet
         for info in to_delete(self._keep, infos, time.time(), self._protected()):

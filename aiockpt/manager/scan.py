@@ -101,10 +101,10 @@ class StepScanner:
         self._cache: _Cache = {}
         self._lock = threading.Lock()
 
-    def scan(self) -> tuple[StepInfo, ...]:
-        """Return the steps of the directory; see `scan`."""
+    def scan(self, *, lenient: bool = False) -> tuple[StepInfo, ...]:
+        """Return the steps of the directory; see `scan`. ``lenient``: a step that can't be read counts as damaged."""
         with self._lock:
-            infos = _scan(self._directory, self._cache)
+            infos = _scan(self._directory, self._cache, lenient=lenient)
             for path in self._cache.keys() - {info.path for info in infos}:
                 del self._cache[path]
         return infos
@@ -130,7 +130,7 @@ def look(path: str, step: int = -1) -> StepInfo | None:
     return _look(step, path, {})
 
 
-def _scan(directory: str, cache: _Cache) -> tuple[StepInfo, ...]:
+def _scan(directory: str, cache: _Cache, *, lenient: bool = False) -> tuple[StepInfo, ...]:
     infos: list[StepInfo | None] = []
     for _ in range(_MOST_LISTS):
         try:
@@ -138,7 +138,8 @@ def _scan(directory: str, cache: _Cache) -> tuple[StepInfo, ...]:
                 steps = {step: e.path for e in entries if (step := step_of(e.name)) is not None and _is_directory(e)}
         except FileNotFoundError:
             return ()
-        infos = [_look(step, path, cache) for step, path in sorted(steps.items())]
+        look = _look_or_problem if lenient else _look
+        infos = [look(step, path, cache) for step, path in sorted(steps.items())]
         if None not in infos:  # else what its owner has written before deleting that one may be missing from the list
             break
     return tuple(info for info in infos if info is not None)
@@ -165,6 +166,13 @@ class _Facts:
     time: float
     metrics: Mapping[str, float]
     metadata: Mapping[str, Any]
+
+
+def _look_or_problem(step: int, path: str, cache: _Cache) -> StepInfo | None:
+    try:
+        return _look(step, path, cache)
+    except OSError as exc:
+        return StepInfo(step, path, "damaged", problem=f"it can't be read: {exc}")
 
 
 def _look(step: int, path: str, cache: _Cache) -> StepInfo | None:

@@ -214,16 +214,18 @@ def test_a_state_that_does_not_fit_condemns_no_step(folder: Path) -> None:
 def test_an_older_step_that_can_not_be_read_does_not_keep_the_newest_from_being_restored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = os.open
+    def denying(real: Any) -> Any:
+        def denied(path: Any, *args: Any, **options: Any) -> Any:
+            if str(path).startswith(str(path_of(folder, 200))):
+                raise PermissionError(errno.EACCES, "denied", path)
+            return real(path, *args, **options)
 
-    def denied(path: Any, *args: Any, **options: Any) -> Any:
-        if str(path).startswith(str(path_of(folder, 200))):
-            raise PermissionError(errno.EACCES, "denied", path)
-        return real(path, *args, **options)
+        return denied
 
     state = empty()
     with aiockpt.SyncCheckpointManager(folder) as run, monkeypatch.context() as patch:
-        patch.setattr(os, "open", denied)
+        patch.setattr(os, "open", denying(os.open))
+        patch.setattr(os, "scandir", denying(os.scandir))
         with pytest.raises(aiockpt.LoadError, match="denied"):
             run.restore(state, step=200)
         start = run.restore(state)
@@ -233,6 +235,8 @@ def test_an_older_step_that_can_not_be_read_does_not_keep_the_newest_from_being_
         state = empty()
         with pytest.raises(aiockpt.LoadError, match="denied"):
             run.restore(state)
+        with pytest.raises(aiockpt.AiockptError, match="denied"):
+            run.restore(state, "best", metric="loss")
         assert is_untouched(state)
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
@@ -319,7 +323,7 @@ def test_a_step_that_is_deleted_while_it_is_looked_for_is_passed_over_in_silence
         found = [run._scanner.scan()]
         shutil.rmtree(path_of(folder, 300))
         real = run._scanner.scan
-        monkeypatch.setattr(run._scanner, "scan", lambda: found.pop() if found else real())
+        monkeypatch.setattr(run._scanner, "scan", lambda **options: found.pop() if found else real(**options))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             start = run.restore(state)
@@ -361,7 +365,7 @@ def test_steps_that_are_deleted_faster_than_they_can_be_read_are_not_looked_for_
 ) -> None:
     with aiockpt.SyncCheckpointManager(folder) as run:
         found = run._scanner.scan()
-        monkeypatch.setattr(run._scanner, "scan", lambda: found)
+        monkeypatch.setattr(run._scanner, "scan", lambda **_: found)
         shutil.rmtree(path_of(folder, 300))
         with pytest.raises(aiockpt.CheckpointNotFoundError, match="deleted faster than they could be read"):
             run.restore(empty())

@@ -202,6 +202,25 @@ def test_an_error_in_the_program_still_finishes_saves_and_deletions(tmp_path: Pa
     assert names(tmp_path) == ["step-00000002"]
 
 
+def test_a_step_that_can_not_be_read_stays_and_the_others_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.scandir
+
+    def denied(path: Any) -> Any:
+        if path == str(path_of(tmp_path, 1)):
+            raise PermissionError(13, "denied", path)
+        return real(path)
+
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        run.save(1, STATE)
+    monkeypatch.setattr(os, "scandir", denied)
+    with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
+        for step in (2, 3, 4):
+            run.save(step, STATE)
+    assert steps(tmp_path) == [1, 4]
+
+
 def test_a_step_that_is_being_replaced_is_not_deleted(tmp_path: Path) -> None:
     """The deletions that follow an earlier save meet the new checkpoint of a step that was superfluous."""
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
