@@ -51,6 +51,12 @@ class Origin:
         """Whether this is the engine's process, not a fork of it."""
         return os.getpid() == self._pid
 
+    @property
+    def is_served_here(self) -> bool:
+        """Whether this thread runs a hook or an observer of the engine, or is waited for by one that does."""
+        duty = _duty()
+        return duty is not None and duty.origin is self
+
     def check_process(self) -> None:
         """Raise CheckpointerClosedError in a forked process: it lacks the threads, and their locks may stay held."""
         if not self.is_here:

@@ -79,6 +79,7 @@ class Engine:
         self._is_stuck = False  # a thread hangs and is left behind
         self._is_orphan = False  # nobody has the checkpointer any more
         self._closed: Completion[None] | None = None
+        self._is_over = False  # not even hooks and observers are served any more
         self._closer: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -93,13 +94,13 @@ class Engine:
         with self._lock:
             self._start()
 
-    def _start(self) -> None:
-        """Start the thread if it doesn't run; with the lock held.
+    def _start(self, *, while_closing: bool = False) -> None:
+        """Start the thread if it doesn't run; with the lock held. ``while_closing``: or if closing has begun.
 
         Whatever may fail for lack of resources is done here, in the caller's thread: the call fails, and the next one
         tries again.
         """
-        if self._closed is not None:
+        if self._closed is not None and (self._is_over or not while_closing):
             raise CheckpointerClosedError("this checkpointer is closed; make a new one")
         if self._died is not None:
             raise AiockptError(f"this checkpointer's thread has failed: {self._died!r}; make a new one") from self._died
@@ -271,7 +272,8 @@ class Engine:
             lambda: function(replace(self.tools.loads, streams=streams, report=ReadReport())), what, self.origin
         )
         with self._lock:
-            self._start()
+            # Closing waits for hooks and observers: what they ask for is still done.
+            self._start(while_closing=self.origin.is_served_here)
             call.post = self.loop.post  # no closure over the call: such a cycle would keep its result, gigabytes, alive
             self._calls.add(call)
             self.loop.post(lambda: self._tasks.start_soon(self._run_call, call), call)
@@ -331,6 +333,9 @@ class Engine:
             error = exc
         try:
             self.reports.end()  # before the loop: they may still load
+            with self._lock:
+                self._is_over = True
+            self._drain_calls(time.monotonic())  # of observers that are left behind
             if self.loop.thread is not None:
                 self.loop.post(lambda: self._stop.set())
                 if not self._is_stuck:  # if it has died, its saves are settled, but a thread of them may hang
@@ -360,7 +365,9 @@ class Engine:
     def _drain_calls(self, deadline: float) -> None:
         """Wait for loads, and cancel them at the deadline."""
         late = []
-        for call in list(self._calls):
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:
             try:
                 call.completion.ended(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
@@ -401,6 +408,7 @@ class Engine:
             is_busy = len(self.queue) > 0 or not all(call.completion.done() for call in list(self._calls))
             if is_busy or self._closed is not None:
                 return
+            self._is_over = True
             self._closed = Completion("the end of closing", self.origin)
             self._closed._settle(None)
         self.queue.log_unreported()

@@ -7,6 +7,7 @@ import concurrent.futures
 import errno
 import logging
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,61 @@ def test_a_function_for_the_fallback_may_load(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(fallback_path=fallback) as ckpt:
         storage = FaultyStorage(LocalStorage(), "write", OSError(errno.ENOSPC, "full"))
         assert ckpt.save(STATE, tmp_path / "d", storage=storage).path == str(tmp_path / "d-spare")
+
+
+def close_in_thread(ckpt: aiockpt.SyncCheckpointer, path: Path) -> threading.Thread:
+    """Close a checkpointer in a thread; return it when closing has begun."""
+    closer = threading.Thread(target=ckpt.close)
+    closer.start()
+    with pytest.raises(aiockpt.CheckpointerClosedError):
+        while ckpt.verify(path).ok:
+            pass
+    return closer
+
+
+@pytest.mark.parametrize("kind", ["function", "coroutine"])
+def test_a_hook_may_load_while_the_checkpointer_closes(kind: str, tmp_path: Path) -> None:
+    closing = threading.Event()
+    done: list[Any] = []
+
+    def hook(where: str) -> None:
+        assert closing.wait(60)
+        done.append((ckpt.load(tmp_path / "old")["step"], ckpt.verify(tmp_path / "old").ok))
+
+    async def coroutine(where: str) -> None:
+        hook(where)
+
+    ckpt = aiockpt.SyncCheckpointer()
+    try:
+        ckpt.save(STATE, tmp_path / "old")
+        own = hook if kind == "function" else coroutine
+        save = ckpt.submit(STATE, tmp_path / "c", pre_commit=own, post_commit=own)
+        closer = close_in_thread(ckpt, tmp_path / "old")
+    finally:
+        closing.set()
+    closer.join()
+    assert save.written.result().post_commit_error is None
+    assert done == [(3, True)] * 2
+    with pytest.raises(aiockpt.CheckpointerClosedError):
+        ckpt.load(tmp_path / "c")
+
+
+def test_so_may_an_observer(tmp_path: Path) -> None:
+    closing = threading.Event()
+    done: list[object] = []
+
+    class Checks(aiockpt.Observer):
+        def written(self, event: aiockpt.SaveEvent, result: aiockpt.SaveResult) -> None:
+            assert closing.wait(60)
+            done.append(ckpt.verify(event.path).ok)
+            ckpt.delete(event.path)
+
+    ckpt = aiockpt.SyncCheckpointer(observers=[Checks()])
+    try:
+        ckpt.save(STATE, tmp_path / "c")
+        closer = close_in_thread(ckpt, tmp_path / "c")
+    finally:
+        closing.set()
+    closer.join()
+    assert done == [True]
+    assert not (tmp_path / "c").exists()
