@@ -248,6 +248,14 @@ class EngineAccess:
         coordinator = self._checkpointer._engine.coordinator()
         return coordinator is None or coordinator.leads
 
+    def take_failure(self) -> BaseException | None:
+        """Return the failure of an earlier save that nobody has been given; it counts as given then. None: no more."""
+        try:
+            self._checkpointer._engine.queue.raise_unreported()
+        except BaseException as exc:
+            return exc
+        return None
+
     def agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> Call[T]:
         """Agree with the other ranks: each calls it with a value, and each gets what rank 0 decides from all values.
 

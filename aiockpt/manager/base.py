@@ -259,6 +259,8 @@ class ManagerBase:
         yield from self._opened()
         if self._is_stopping or self._checkpointer_options.on_busy == "wait":
             yield Ready()
+        while self._is_stopping and (failure := self._access.take_failure()) is not None:  # else `start` raises it
+            logger.error("an earlier save has failed, and the last one is begun all the same", exc_info=failure)
         metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": time.time(), "keep": kept_text(self._keep)}
         options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)}
         handle = start({**options, "metadata": metadata, "path": self.path_of(step), "state_dict": request.state_dict})

@@ -66,6 +66,22 @@ async def test_a_signal_in_a_loop_that_waits(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000002"]
 
 
+def test_the_last_save_is_begun_though_an_earlier_one_has_failed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: str) -> None:
+        raise RuntimeError("refused")
+
+    with aiockpt.SyncCheckpointManager(tmp_path) as run:
+        failing = run.submit(1, STATE, pre_commit=refuse)
+        failing.written.ended(60)
+        run.request_last_save()
+        assert run.due(2)
+        run.save(2, STATE)
+    assert names(tmp_path) == ["step-00000002"]
+    assert "refused" in caplog.text
+
+
 def test_a_request_from_another_thread(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         assert not run.due(1)
