@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import fields
 from functools import partial
@@ -60,6 +61,7 @@ class ManagerBase:
         _, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
         self._scanner = StepScanner(self.directory)
+        self._drain_s = min(self._checkpointer_options.drain_timeout, threading.TIMEOUT_MAX)
         self._retention = Retention(self.directory, self._keep, fsync=self._checkpointer_options.fsync)
         self._requests = LastSaveRequests()
         self._lock: RunLock | None = None

@@ -183,8 +183,7 @@ class CheckpointManager(ManagerBase):
         finally:
             try:
                 if not self._retention.has_ended:
-                    timeout_s = self._checkpointer_options.drain_timeout
-                    await asyncio.wait([asyncio.wrap_future(self._retention.finished())], timeout=timeout_s)
+                    await asyncio.wait([asyncio.wrap_future(self._retention.finished())], timeout=self._drain_s)
             finally:
                 self._requests.close()
                 await asyncio.to_thread(self._end)

@@ -126,8 +126,7 @@ class SyncCheckpointManager(ManagerBase):
         finally:
             try:
                 if not self._retention.has_ended:
-                    timeout_s = self._checkpointer_options.drain_timeout
-                    concurrent.futures.wait([self._retention.finished()], timeout_s)
+                    concurrent.futures.wait([self._retention.finished()], self._drain_s)
             finally:
                 self._requests.close()
                 self._end()

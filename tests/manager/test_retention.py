@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 from concurrent.futures import Future
 from pathlib import Path
@@ -192,6 +193,14 @@ async def test_closing_waits_for_saves_and_then_for_deletions(tmp_path: Path) ->
         for step in range(1, 5):
             await run.save(step, STATE)
     assert steps(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("drain_timeout", [math.inf, 1e300])
+def test_closing_may_wait_without_limit(tmp_path: Path, drain_timeout: float) -> None:
+    with run_of(tmp_path, aiockpt.KeepLatest(1), drain_timeout=drain_timeout) as run:
+        run.submit(1, STATE)
+        run.submit(2, STATE)
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def test_an_error_in_the_program_still_finishes_saves_and_deletions(tmp_path: Path) -> None:
