@@ -39,6 +39,10 @@ class Screen:
                     TextColumn("{task.fields[note]}", markup=False),
                     console=console,
                     expand=True,
+                    # rich would put its own streams in place of sys.stdout and sys.stderr, from this thread: what the
+                    # program prints meanwhile would miss the file or the pipe that it is for.
+                    redirect_stdout=False,
+                    redirect_stderr=False,
                 )
                 try:
                     progress.start()

@@ -14,6 +14,7 @@ from rich.live import Live
 import aiockpt
 import aiockpt.progress
 from aiockpt.progress import display
+from aiockpt.progress.terminal import TerminalBar
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.states import large_state
@@ -116,6 +117,17 @@ def test_a_display_forgets_the_saves_that_are_over(tmp_path: Path) -> None:
             assert len(shown._threads) == 1
             shown._threads[0].join(WAIT_S)
         assert shown.join(WAIT_S)
+
+
+def test_the_streams_of_the_program_stay_where_they_are(terminal: io.StringIO) -> None:
+    before = sys.stdout, sys.stderr
+    bar = TerminalBar(terminal, "save c", force=True)
+    bar.update(1, 2, "writing")
+    try:
+        assert (sys.stdout, sys.stderr) == before
+        assert "save c" in terminal.getvalue()
+    finally:
+        bar.finish(2, 2, "written", ok=True)
 
 
 def test_a_program_with_a_live_display_of_its_own(tmp_path: Path, terminal: io.StringIO) -> None:
