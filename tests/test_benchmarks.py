@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ ARGUMENTS = {
     "crash": ("--part=kill", "--only=one safetensors file (overwrite)"),
     "soak": ("--seconds=0",),
 }
+SLOW = ("models", "sweep", "new-process", "compress", "ranks")  # run with --full
 SHOWN_ONLY = ("models", "sweep", "scale")  # no bars, or none at this size
 OPTIONAL = (
     "safetensors",
@@ -110,12 +112,13 @@ def page_cache_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Run all of them in one process, as their command line does."""
     directory = tmp_path_factory.mktemp("benchmarks")
-    files = {name: directory / f"{name}.json" for name in ARGUMENTS}
+    wanted = [name for name in ARGUMENTS if name not in SLOW or request.config.getoption("full")]
+    files = {name: directory / f"{name}.json" for name in wanted}
     lines = [
-        "\t".join((name, *given, f"--dir={directory}", f"--json={files[name]}")) for name, given in ARGUMENTS.items()
+        "\t".join((name, *ARGUMENTS[name], f"--dir={directory}", f"--json={file}")) for name, file in files.items()
     ]
     done = subprocess.run(
         [sys.executable, "-c", RUN_ALL], input="\n".join(lines), cwd=ROOT, capture_output=True, text=True, check=False
@@ -134,7 +137,11 @@ def test_every_benchmark_is_run_here() -> None:
     assert set(ARGUMENTS) == set(command.MODULES)
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+def _named(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in names]
+
+
+@pytest.mark.parametrize("name", _named(ARGUMENTS))
 def test_every_row_was_measured(name: str, reports: dict[str, dict[str, Any]]) -> None:
     for run in rows(reports[name]):
         if run["error"] is not None and run["name"].startswith(OPTIONAL):
@@ -145,7 +152,7 @@ def test_every_row_was_measured(name: str, reports: dict[str, dict[str, Any]]) -
         assert all(value is None or value >= 0 for value in run["samples"][0].values())
 
 
-@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name not in SHOWN_ONLY])
+@pytest.mark.parametrize("name", _named(name for name in ARGUMENTS if name not in SHOWN_ONLY))
 def test_every_bar_was_measured(name: str, reports: dict[str, dict[str, Any]]) -> None:
     judged = [bar for bar in reports[name]["bars"] if bar["bound"] is not None]
     assert judged
@@ -195,6 +202,7 @@ def test_the_report_of_open(reports: dict[str, dict[str, Any]], tmp_path: Path) 
     assert [bar["bound"] for bar in reports["open"]["bars"] if bar["bound"] is not None] == [3, 3]
 
 
+@pytest.mark.full
 def test_the_report_of_ranks(reports: dict[str, dict[str, Any]]) -> None:
     saved, loaded, later = (table["runs"] for table in reports["ranks"]["tables"])
     assert [run["name"] for run in loaded] == ["raw O_DIRECT, 1 thread each", "aiockpt", "dcp.save, thread_count=1"]
@@ -215,11 +223,13 @@ def test_the_report_of_safetensors_ranks(reports: dict[str, dict[str, Any]]) -> 
     assert [bar["bound"] for bar in reports["safetensors-ranks"]["bars"]] == [None, 3, 3]
 
 
+@pytest.mark.full
 def test_the_report_of_new_processes(reports: dict[str, dict[str, Any]]) -> None:
     cold, cached = ([run["name"] for run in table["runs"]] for table in reports["new-process"]["tables"])
     assert cold == cached == ["raw, fresh memory in small pages, 2 threads", new_process.NEW, new_process.TARGET]
 
 
+@pytest.mark.full
 def test_the_report_of_model_states(reports: dict[str, dict[str, Any]]) -> None:
     titles = [table["title"] for table in reports["models"]["tables"]]
     assert [title.partition(", 0.")[0] for title in titles] == [
@@ -227,6 +237,7 @@ def test_the_report_of_model_states(reports: dict[str, dict[str, Any]]) -> None:
     ]
 
 
+@pytest.mark.full
 def test_the_report_of_sizes_and_numbers(reports: dict[str, dict[str, Any]]) -> None:
     curves = reports["sweep"]["details"]
     assert [number for number, _ in curves["number"]["aiockpt"]] == [10, 100, 1_000, 10_000]

@@ -352,7 +352,8 @@ class Histories(RuleBasedStateMachine):
             for step, count in self.model.asides.items()
             for number in range(count)
         }
-        assert there == {path_of(self.folder, step).name for step in self.model.steps} | aside | self.others
+        expected = {path_of(self.folder, step).name for step in self.model.steps} | aside | self.others
+        assert there == expected, f"too many: {there - expected}, missing: {expected - there}, {self.model}"
         assert self.run is not None
         self.check_infos(self.run)
 
