@@ -53,6 +53,7 @@ class Contents:
     infos: dict[str, TensorInfo | ObjectInfo]
     statistics: dict[str, Statistics | None] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    damaged: set[str] = field(default_factory=set)  # objects that can't be read
 
     @property
     def tensors(self) -> list[TensorInfo]:
@@ -97,7 +98,7 @@ async def inspect(path: str, view: View, *, as_json: bool = False, trust: bool =
             if depth is None and not view.everything and out.is_terminal:
                 depth = tree.fitting_depth(root, _LINES, fold=fold)
             lines = list(tree.lines(root, depth=depth, fold=fold))
-        contents.values = await _read_values(reader, lines)
+        await _read_values(reader, lines, contents)
     _print_head(contents)
     _print_tree(lines, contents)
     if any(line.is_cut for line in lines):
@@ -141,17 +142,17 @@ def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:
         return Contents(reader.path, reader.format, reader.metadata, {key: reader[key] for key in keys})
 
 
-async def _read_values(reader: CheckpointReader, lines: Sequence[tree.Line]) -> dict[str, Any]:
-    """Return the values of the first small objects; those that may not be read are left out."""
+async def _read_values(reader: CheckpointReader, lines: Sequence[tree.Line], contents: Contents) -> None:
+    """Read the values of the first small objects; those that may not be read are left out."""
     leaves = [line.node.leaf for line in lines if not line.is_cut]
     objects = [leaf for leaf in leaves if isinstance(leaf, ObjectInfo) and leaf.nbytes <= _VALUE_BYTES]
-    values = {}
     for leaf in objects[:_VALUES]:
         try:
-            values[leaf.key] = await reader.read(leaf.key)
+            contents.values[leaf.key] = await reader.read(leaf.key)
         except aiockpt.UnsafeCheckpointError:
             continue
-    return values
+        except aiockpt.CorruptCheckpointError:  # the rest can be looked at all the same
+            contents.damaged.add(leaf.key)
 
 
 # --- JSON -----------------------------------------------------------------------------------------------
@@ -294,7 +295,13 @@ def _row(line: tree.Line, contents: Contents) -> tuple[str, ...]:
         return label, counted, "", _size(node.nbytes, line.times) if node.tensors else "", *empty
     if isinstance(leaf, ObjectInfo):
         if leaf.key not in contents.values:
-            return label, "object", "", size_text(leaf.nbytes) if leaf.file else "", *empty
+            return (
+                label,
+                "object",
+                "damaged" if leaf.key in contents.damaged else "",
+                size_text(leaf.nbytes) if leaf.file else "",
+                *empty,
+            )
         value = contents.values[leaf.key]
         return label, type(value).__name__, shown(_value.repr(value)), "", *empty
     shape = "x".join(map(str, leaf.shape)) or "scalar"

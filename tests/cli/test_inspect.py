@@ -188,3 +188,14 @@ def test_figures_of_random_tensors_in_parts(tmp_path, monkeypatch):
         assert each["stats"]["minimum"] == value.min().item()
         assert each["stats"]["maximum"] == value.max().item()
         assert each["stats"]["mean"] == pytest.approx(value.double().mean().item())
+
+
+def test_a_damaged_object_hides_nothing_else(tmp_path):
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"w": torch.ones(3), "text": "changed", "step": 7}, tmp_path / "c")
+    file = tmp_path / "c" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b"changed", b"Changed"))
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "c")])
+    assert result.exit_code == 0
+    found = {line.split()[0]: line.split()[1:3] for line in result.stdout.splitlines()[3:]}
+    assert found == {"w": ["float32", "3"], "text": ["object", "damaged"], "step": ["int", "7"]}
