@@ -189,11 +189,14 @@ def is_finishing(directory: str) -> bool:
 
 def read_facts(fd: int) -> LockFacts | None:
     """Return the contents of a lock file; None if it is empty or can't be understood."""
+    data = os.pread(fd, _FACT_BYTES, 0)
     try:
-        found: Any = json.loads(os.pread(fd, _FACT_BYTES, 0))
-        return LockFacts(str(found["host"]), int(found["pid"]), float(found["since"]), str(found["ticket"]))
-    except (ValueError, KeyError, TypeError):
+        found: Any = json.loads(data)
+        facts = LockFacts(str(found["host"]), int(found["pid"]), float(found["since"]), str(found["ticket"]))
+        str(facts)  # its time may be out of range
+    except (ValueError, KeyError, TypeError, OverflowError, OSError):
         return None
+    return facts
 
 
 def _try(fd: int, path: str, directory: str, facts: LockFacts, *, is_last: bool) -> RunLock | None:

@@ -193,7 +193,10 @@ def test_an_owner_of_an_earlier_boot_is_dead() -> None:
     assert liveness(None, here) == "unknown"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 3}'])
+TIMELESS = '{"host": "h", "pid": 1, "since": 1e300, "ticket": "x"}'
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 3}', TIMELESS])
 def test_a_lock_file_that_says_nothing(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, text)
     assert owner_of(str(tmp_path)) is None
