@@ -350,7 +350,8 @@ class ManagerBase:
 
         The next `due` of all ranks acts on it, also if the signal reaches one rank alone. The handler only notes the
         time. It then calls the handler that was there before, except that of SIGINT, which is called for a second
-        Ctrl-C only. Closing the manager restores the handlers.
+        Ctrl-C only. Closing the manager restores the handlers. Forked children handle signals as if this had not been
+        called.
 
         ::
 

@@ -122,7 +122,8 @@ class CheckpointManager(ManagerBase):
             The step; None if the run has none.
 
         Raises:
-            CheckpointNotFoundError: there is no such step, or no step has the metric.
+            CheckpointNotFoundError: there is no such step, no step has the metric, or the run's owner deletes steps
+                faster than this reader can read them.
             CorruptCheckpointError: the step is damaged, or all are. Nothing was renamed.
             MissingKeysError: the newest valid step lacks keys of the state.
             ShapeMismatchError: a shape or dtype differs.
