@@ -51,7 +51,9 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``full``, unless with ``--full``."""
+    """Leave out what is marked ``full``, unless with ``--full``; refuse names that differ from process to process."""
+    if differ := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"{differ[0]} has an address in its name: give the parameters ids")
     if not config.getoption("full"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
         items[:] = [item for item in items if not item.get_closest_marker("full")]

@@ -253,7 +253,7 @@ HOLLOW: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "wanted"), HOLLOW, ids=str)
+@pytest.mark.parametrize(("rule", "wanted"), HOLLOW, ids=_name)
 def test_empty_containers_are_kept_unless_they_are_left_out(
     rule: dict[str, Any], wanted: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -274,7 +274,7 @@ class Disabled:
         self.loaded = state
 
 
-@pytest.mark.parametrize("rule", [{"exclude": "optim"}, {"include": ["model", "scaler"]}], ids=str)
+@pytest.mark.parametrize("rule", [{"exclude": "optim"}, {"include": ["model", "scaler"]}], ids=_name)
 def test_an_object_with_an_empty_state_loads(rule: dict[str, Any], tmp_path: Path) -> None:
     scaler = Disabled()
     with aiockpt.SyncCheckpointer() as ckpt:
