@@ -74,7 +74,8 @@ def test_a_deep_tree_is_cut_to_the_level_that_fits(home):
     shown, _ = in_terminal("inspect", "wide", columns=100, cwd=home)
     assert len(shown.splitlines()) < 110
     assert "Levels below 1 are not shown; --all shows everything." in shown
-    everything, _ = in_terminal("inspect", "wide", "--all", columns=100, cwd=home)
+    everything, code = in_terminal("inspect", "wide", "--all", columns=100, cwd=home)
+    assert code == 0, everything
     assert len(everything.splitlines()) > 240
 
 

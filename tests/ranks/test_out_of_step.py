@@ -138,8 +138,13 @@ async def load_alone(rank: int, world_size: int, path: Path) -> str:
             await asyncio.to_thread(dist.barrier)
         else:
             await asyncio.to_thread(dist.barrier)
-            with pytest.raises(aiockpt.LoadError, match=r"rank 0: the load of .* was cancelled"):
+            with pytest.raises(aiockpt.LoadError, match=r"rank 0: the load of .* was cancelled") as caught:
                 await ckpt.load(path / "c", state)
+            # If rank 0 had agreed to begin before it was cancelled, this rank has filled its tensor, and is told so.
+            filled = torch.arange(50_000.0) if caught.value.placed else torch.full((50_000,), -1.0)
+            assert caught.value.placed in ((), ("w",))
+            assert torch.equal(state["w"], filled)
+            state["w"].fill_(-1.0)
         assert torch.equal(state["w"], torch.full((50_000,), -1.0))
         await ckpt.load(path / "c", state)
     return "loaded" if torch.equal(state["w"], torch.arange(50_000.0)) else "other values"
