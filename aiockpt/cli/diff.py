@@ -53,7 +53,7 @@ class Changed:
 
 @dataclass(slots=True)
 class Differences:
-    """What two checkpoints do not have in common, in the order of the keys."""
+    """The differences between two checkpoints, in the order of the keys."""
 
     added: list[Info] = field(default_factory=list)
     removed: list[Info] = field(default_factory=list)

@@ -45,7 +45,7 @@ _value.maxdict = _value.maxlist = _value.maxtuple = 4
 
 @dataclass(slots=True)
 class Contents:
-    """What is shown of a checkpoint."""
+    """The rows and totals that are shown of a checkpoint."""
 
     path: str
     format: str
@@ -63,7 +63,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What is to be shown of a checkpoint.
+    """The choice of what is shown of a checkpoint.
 
     Attributes:
         keys: names, names of containers and glob patterns; empty: all keys.

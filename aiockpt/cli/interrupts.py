@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let an interrupt wait until the end of the block."""
+    """Delay an interrupt until the end of the block."""
     if threading.current_thread() is not threading.main_thread():  # interrupts come to the main thread alone
         yield
         return

@@ -51,7 +51,7 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What becomes of steps, by their numbers."""
+    """The fate of each step, by its number."""
 
     kept: Mapping[int, Sequence[str]]  # with the policies that keep them
     doomed: AbstractSet[int]

@@ -1,4 +1,4 @@
-"""What a run keeps: policies that choose steps. Pure, and without torch.
+"""Retention policies, which choose the steps that a run keeps. Pure, and without torch.
 
 ::
 

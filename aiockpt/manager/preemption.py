@@ -108,7 +108,7 @@ def _pass_on(handler: Handler, number: int, frame: FrameType | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one rank brings to an exchange."""
+    """The contribution of one rank to an exchange."""
 
     step: int
     remaining_s: float | None  # of a last save; None if nobody has asked this rank
@@ -116,7 +116,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What all ranks do.
+    """The decision that all ranks follow.
 
     Attributes:
         is_due: a save is due at this step.

@@ -1,1 +1,1 @@
-"""What saves and loads report about themselves: progress, results, timelines, and the interface of observers."""
+"""Reports of saves and loads: progress, results, timelines, and the interface of observers."""

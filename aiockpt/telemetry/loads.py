@@ -103,7 +103,7 @@ class ReadReport:
 
     @property
     def recording(self) -> Recording:
-        """What was recorded so far."""
+        """The operations recorded so far."""
         return Recording(tuple(self.spans), self.started)
 
     def expect(self, nbytes: int) -> None:
@@ -130,7 +130,7 @@ class ReadReport:
         self.end(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Tell that it has ended."""
+        """Report that it has ended."""
         if error is None and self.result is None:
             opened = [span.end - self.started for span in self.spans if span.name == "open"]
             self.result = LoadResult(

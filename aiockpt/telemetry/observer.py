@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveEvent:
-    """What has happened to a save.
+    """An event in the course of a save.
 
     Attributes:
         number: the number of the save; those of one process count from 1. All events of a save have the same.

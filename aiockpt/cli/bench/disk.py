@@ -46,7 +46,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a setting has reached."""
+    """The figures that a setting has reached."""
 
     setting: Setting
     nbytes: int
