@@ -96,6 +96,11 @@ def advise(address: int, nbytes: int, choice: PageChoice = _choice) -> None:
         _advise(begin, end - begin, _HUGE if choice.prefers_huge else _SMALL)
 
 
+def advise_huge(address: int, nbytes: int) -> None:
+    """Ask for huge pages, whatever they cost."""
+    _advise(address, nbytes, _HUGE)
+
+
 def fault_in(address: int, nbytes: int, choice: PageChoice = _choice, *, advised: bool = False) -> None:
     """Fault in the whole huge pages of a range of private memory, in huge or in small pages. What is there stays.
 

@@ -13,7 +13,6 @@ import torch
 from isal.isal_zlib import crc32
 
 import aiockpt
-from aiockpt.storage.local import source as local_file
 from aiockpt.storage.local.source import LocalSource, open_source
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages
 from tests.states import random_tensor
@@ -36,7 +35,7 @@ _preadv = os.preadv
 
 
 @pytest.fixture(
-    params=["cached", "cold", "half cached", "no direct I/O", "no way to know", "probed", "an old kernel", "no NOWAIT"]
+    params=["cached", "cold", "half cached", "no direct I/O", "no way to know", "probed", "refused", "no NOWAIT"]
 )
 def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "f"
@@ -60,7 +59,16 @@ def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
             file._is_cached = lambda offset, nbytes: True
     if request.param == "no NOWAIT":
         monkeypatch.setattr(os, "preadv", _refuse_flags)
-    monkeypatch.setattr(local_file, "_IN_PLACE", request.param != "an old kernel")
+    if request.param == "refused":
+        with opened._file("f") as file:
+            direct_fd = file._direct_fd
+
+        def preadv(fd: int, *rest: object) -> int:
+            if fd == direct_fd:
+                raise OSError(errno.EINVAL, "no direct reads")
+            return _preadv(fd, *rest)
+
+        monkeypatch.setattr(os, "preadv", preadv)
     yield opened
     opened.close()
     opened.close()
@@ -105,6 +113,39 @@ def test_runs(source: LocalSource, data: bytes) -> None:
     buffer = bytearray(sum(length for _, length in runs))
     source.read_runs("f", runs, memoryview(buffer))
     assert bytes(buffer) == b"".join(data[at : at + length] for at, length in runs)
+
+
+def test_direct_reads_are_whole_blocks_of_a_huge_page(
+    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    try:
+        if cached_pages(fd, 0, SIZE):
+            pytest.skip("this file system keeps its pages in memory")
+    except UnsupportedError:
+        pytest.skip("this kernel does not tell what is cached")
+    finally:
+        os.close(fd)
+    source = open_source(str(tmp_path), direct_io=True)
+    calls: list[tuple[int, int]] = []
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffers[0]))
+        assert address % (2 << 20) == 0 or flags, "not a whole huge page"
+        calls.append((offset, len(buffers[0])))
+        return _preadv(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    buffer = bytearray(SIZE - 100)
+    source.read("f", 100, memoryview(buffer))
+    source.close()
+    assert buffer == data[100:]
+    assert [offset for offset, _ in calls] == list(range(0, SIZE, 2 << 20))
+    assert {nbytes for _, nbytes in calls[:-1]} == {2 << 20}
 
 
 def test_nothing_is_read_twice(tmp_path: Path, data: bytes) -> None:

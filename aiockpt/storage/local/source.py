@@ -3,11 +3,11 @@
 The directory is opened once and its files are opened through it, at once where they are few: what is read is one
 checkpoint, even when another one takes its place meanwhile.
 
-Bytes in the page cache are copied straight to their target. Others are read with O_DIRECT, in large aligned pieces:
-into place where address and kernel allow it, else through a bounce buffer. cachestat(2) tells which is which. If the
-first page is in the cache, the rest is hoped to be: it is read with RWF_NOWAIT, which stops where a page is missing.
-(Such a read makes the kernel read ahead what is left of the step. To find out whether the first page is there, it
-would make the disk read a step twice; where there is no cachestat, it asks for one page.)
+Bytes in the page cache are copied straight to their target. Others are read with O_DIRECT, through bounce buffers of
+one huge page. cachestat(2) tells which is which. If the first page is in the cache, the rest is hoped to be: it is read
+with RWF_NOWAIT, which stops where a page is missing. (Such a read makes the kernel read ahead what is left of the step.
+To find out whether the first page is there, it would make the disk read a step twice; where there is no cachestat, it
+asks for one page.)
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
-import re
 import stat
 import threading
 import weakref
@@ -40,28 +38,22 @@ if TYPE_CHECKING:
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _NOWAIT = getattr(os, "RWF_NOWAIT", 0)
-_STEP_BYTES = 1 << 20  # copied from the page cache at a time, so that the CRC of it finds it in the processor's cache
-_DIRECT_BYTES = 16 << 20  # read past the page cache at a time, straight into place
-_BUFFER_BYTES = 8 << 20  # the same, through a buffer
+_STEP_BYTES = 1 << 20  # copied at a time, so that the CRC of it finds it in the processor's cache
+_LOOK_BYTES = 16 << 20  # looked for in the page cache at a time
 _DIRECT_MIN_BYTES = 256 << 10
-_FORK_SAFE = (6, 3)  # from this Linux on, a fork does not move the target of a direct read to the child
 _WINDOW = 64  # short reads that are announced to the kernel together
 
-
-def _reads_in_place() -> bool:
-    """Return whether direct reads may go to private memory: a fork meanwhile could lose them; see open(2)."""
-    found = re.match(r"(\d+)\.(\d+)", platform.release())
-    return found is not None and tuple(map(int, found.groups())) >= _FORK_SAFE
-
-
-_IN_PLACE = _reads_in_place()
+# Direct reads go through buffers, not into place. Memory of tensors is often in small pages: the kernel then describes
+# a read page by page and splits it at some 256, which virtual disks took up to twice as long for, where the copy costs
+# a fifth of the CRC. Nor does a fork lose what is being read: the buffers are not for children; see open(2).
+_BUFFER_BYTES = pages.HUGE_PAGE_BYTES
 
 
-def _buffer(nbytes: int) -> memoryview:
-    """Map memory for direct reads."""
-    whole, skip = pages.map_aligned(nbytes)
-    pages.fault_in(ctypes.addressof(ctypes.c_char.from_buffer(whole, skip)), nbytes)
-    return memoryview(whole)[skip : skip + nbytes]
+def _make_buffer() -> memoryview:
+    """Map memory for direct reads: a huge page whatever it costs, because it is used again and again."""
+    whole, skip = pages.map_aligned(_BUFFER_BYTES)
+    pages.advise_huge(ctypes.addressof(ctypes.c_char.from_buffer(whole, skip)), _BUFFER_BYTES)
+    return memoryview(whole)[skip : skip + _BUFFER_BYTES]
 
 
 def _open_regular(name: str, path: str, directory: int) -> int:
@@ -121,12 +113,12 @@ class LocalFile:
 
     def read(self, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None) -> None:
         """Fill ``view`` with the bytes from an offset on."""
-        known = 0  # how many of the next bytes the page cache has
+        known = missing = 0  # how many of the next bytes the page cache has, or has not
         exactly = not self._tries_nowait or len(view) < _DIRECT_MIN_BYTES
         try:
             while view:
-                if not known:
-                    known, wanted = self._look(offset, len(view), exactly=exactly)
+                if not known and not missing:
+                    known, missing = self._look(offset, len(view), exactly=exactly)
                 if known:
                     piece = view[: min(known, _STEP_BYTES)]
                     count = self._read_cached(offset, piece, exactly=exactly)
@@ -136,7 +128,8 @@ class LocalFile:
                         if not count:
                             continue
                 else:
-                    count = self._read_from_disk(offset, view[:wanted])
+                    count = self._read_from_disk(offset, view[:missing])
+                    missing -= count
                 if count == 0:
                     raise self._too_short(offset, len(view))
                 if seen is not None:
@@ -207,7 +200,7 @@ class LocalFile:
         """
         if self._direct_fd < 0 or self._shared:
             return nbytes, 0
-        window = min(nbytes, _DIRECT_BYTES)
+        window = min(nbytes, _LOOK_BYTES - offset % BLOCK_BYTES)  # the next look begins at a block
         if not exactly and self._is_cached(offset, 1):
             return window, 0
         if nbytes < _DIRECT_MIN_BYTES or (cached := self._is_cached(offset, window)):
@@ -235,29 +228,12 @@ class LocalFile:
 
     def _read_from_disk(self, offset: int, view: memoryview) -> int:
         """Read some bytes that are not in the page cache: at least one, unless the file has ended."""
-        if self._direct_fd < 0 or len(view) < _DIRECT_MIN_BYTES:
-            return os.preadv(self._fd, [view], offset)
-        try:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-            if _IN_PLACE and (address - offset) % BLOCK_BYTES == 0:
-                skip = -offset % BLOCK_BYTES
-                if skip:
-                    return os.preadv(self._fd, [view[:skip]], offset)
-                if len(view) >= BLOCK_BYTES:
-                    return os.preadv(self._direct_fd, [view[: len(view) // BLOCK_BYTES * BLOCK_BYTES]], offset)
-            return self._read_through_buffer(offset, view)
-        except OSError as exc:
-            if exc.errno != errno.EINVAL:
-                raise
-            return os.preadv(self._fd, [view], offset)
-
-    def _read_through_buffer(self, offset: int, view: memoryview) -> int:
-        view = view[:_BUFFER_BYTES]
+        skip = offset % BLOCK_BYTES
+        view = view[: _BUFFER_BYTES - skip]
         try:
             buffer = self._buffers.pop()
         except IndexError:
-            buffer = _buffer(_BUFFER_BYTES + 2 * BLOCK_BYTES)
-        skip = offset % BLOCK_BYTES
+            buffer = _make_buffer()
         wanted = -(-(skip + len(view)) // BLOCK_BYTES) * BLOCK_BYTES
         try:
             count = os.preadv(self._direct_fd, [buffer[:wanted]], offset - skip)
@@ -265,6 +241,10 @@ class LocalFile:
             if count:
                 target = ctypes.addressof(ctypes.c_char.from_buffer(view))
                 ctypes.memmove(target, ctypes.addressof(ctypes.c_char.from_buffer(buffer, skip)), count)
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+            return os.preadv(self._fd, [view], offset)
         finally:
             self._buffers.append(buffer)
         return count
