@@ -56,6 +56,7 @@ _RUN_BYTES = 1 << 20  # of neighbouring objects, read at once
 _RUN_GAP_BYTES = 4096
 _PAGE_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
+_FRAMINGS_AT_ONCE = 32
 _TURN_S = 0.02  # of a thread with the jobs of one load
 _CPU = torch.device("cpu")
 
@@ -168,7 +169,7 @@ class ReadExecutor:
             read.item = read.item or read.chunk.item or self._known.get(read.chunk.place)
             if read.item is None and _is_large(read):
                 unknown.append(read)
-        await self._in_threads(self._locate, unknown)
+        await self._in_threads(self._locate_run, _neighbours(unknown, self._source))
 
     async def locate(self, read: TensorRead) -> TensorItem:
         """Return the item of a read; read its framing if `prepare` left that for later."""
@@ -360,8 +361,11 @@ class ReadExecutor:
         for read in reads:
             read.chunk = read.chunk._replace(place=self._source.exact_range(read.chunk.place))
 
-    def _locate(self, read: TensorRead) -> None:
-        read.item = self._framing.locate(read)
+    def _locate_run(self, reads: Sequence[TensorRead]) -> None:
+        if len(reads) == 1:
+            reads[0].item = self._framing.locate(reads[0])
+        else:
+            self._framing.locate_all(reads)
 
 
 def _is_large(read: TensorRead) -> bool:
@@ -369,6 +373,20 @@ def _is_large(read: TensorRead) -> bool:
     if read.selections is None:
         return read.chunk.place.length >= LARGE_BYTES
     return not read.fills or read.chunk.place.length >= SMALL_BYTES
+
+
+def _neighbours(reads: Sequence[TensorRead], source: DecodedSource) -> list[list[TensorRead]]:
+    """Group items of the same file; those of virtual files stay alone, since each is a file of its own."""
+    groups: list[list[TensorRead]] = []
+    file = ""
+    for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
+        place = read.chunk.place
+        if place.file == file and len(groups[-1]) < _FRAMINGS_AT_ONCE and not source.is_virtual(file):
+            groups[-1].append(read)
+        else:
+            groups.append([read])
+            file = place.file
+    return groups
 
 
 def _runs(objects: Sequence[ObjectRead]) -> list[list[ObjectRead]]:

@@ -84,12 +84,14 @@ class ReadJob(Protocol):
 class ItemWindow:
     """Reads ranges of an item; keeps its head and tail, where the framing is. Blocks."""
 
-    def __init__(self, source: Source, place: ItemRange, most_bytes: int = _MAX_FETCH_BYTES) -> None:
+    def __init__(
+        self, source: Source, place: ItemRange, most_bytes: int = _MAX_FETCH_BYTES, head: bytes = b"", tail: bytes = b""
+    ) -> None:
         self._source = source
         self._place = place
         self._most_bytes = most_bytes  # of one range: a damaged size allocates no more
-        self._head = b""
-        self._tail = b""
+        self._head = head
+        self._tail = tail
         self._tail_at = max(0, place.length - TAIL_BYTES)
         self._block = b""
         self._block_at = 0
@@ -132,6 +134,24 @@ class FramingReader:
         """Read the head and tail of an item, without its payload. Blocks."""
         window = ItemWindow(self.source, read.chunk.place)
         return parse_checked(self._path, read, parse_tensor_item, read.chunk.place.length, window.fetch)
+
+    def locate_all(self, reads: Sequence[TensorRead]) -> None:
+        """Do `locate` for items of one file that are no virtual files: their heads and tails come together. Blocks."""
+        runs: list[tuple[int, int]] = []
+        for read in reads:
+            place = read.chunk.place
+            head, tail = min(HEAD_BYTES, place.length), min(TAIL_BYTES, place.length)
+            runs += [(place.offset, head), (place.offset + place.length - tail, tail)]
+        data = bytearray(sum(nbytes for _, nbytes in runs))
+        self.source.read_runs(reads[0].chunk.place.file, runs, memoryview(data))
+        at = 0
+        for read, (_, head), (_, tail) in zip(reads, runs[::2], runs[1::2], strict=True):
+            place, middle = read.chunk.place, at + head
+            window = ItemWindow(
+                self.source, place, head=bytes(data[at:middle]), tail=bytes(data[middle : middle + tail])
+            )
+            read.item = parse_checked(self._path, read, parse_tensor_item, place.length, window.fetch)
+            at = middle + tail
 
     def parse(self, read: TensorRead, view: memoryview) -> TensorItem:
         """Parse an item that is in memory."""

@@ -159,7 +159,8 @@ def test_nothing_is_read_twice(tmp_path: Path, data: bytes) -> None:
         if cached_pages(fd, 0, SIZE):
             pytest.skip("this file system keeps its pages in memory")
         source = open_source(str(tmp_path), direct_io=True)
-        source.read("f", 4096, memoryview(bytearray(10 << 20)))
+        source.read_bytes("f", 0, 2048)  # as the framing of an item is read before the item
+        source.read("f", 0, memoryview(bytearray(10 << 20)))
         source.close()
         assert cached_pages(fd, 0, SIZE) <= 2
     except UnsupportedError:
