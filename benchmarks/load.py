@@ -33,6 +33,7 @@ from benchmarks.streamers import TorchCheckpointing, fastsafetensors_load, runai
 OPTIONS = ("gib", "tensors", "rounds", "only")
 ROUNDS = 5
 
+_LIMITS = ("raw", "CRC", "fresh")
 _MAPPED = "safetensors mmap, read"
 # Those that fill memory of their own, as every other loader does.
 _OWN = ("safetensors mmap, written", "safetensors pread")
@@ -129,7 +130,9 @@ def columns(nbytes: int, limit_s: float) -> dict:
         "first": lambda run: duration(run.first["loaded_s"]),
         "from the disk": lambda run: f"{number(run.median('disk_bytes') / nbytes)} x",
         "extra memory, MiB": most_mib("extra_bytes"),
-        "longest stall": lambda run: "-" if run.name.startswith(("raw", "fresh")) else median_time("stall_s")(run),
+        "longest stall": lambda run: (
+            "-" if run.name.startswith(("raw", "CRC", "fresh")) else median_time("stall_s")(run)
+        ),
     }
 
 
@@ -142,6 +145,7 @@ def cold_bars(runs: Sequence[Runs]) -> list[Bar]:
         compare("cold, aiockpt into a target : raw O_DIRECT read, speed", limits, target, what, 0.95),
         compare("cold, aiockpt : dcp.load, both into a target, speed", stock, target, what, 2.5),
         compare("cold, aiockpt : best safetensors with memory of its own, speed", those(runs, *_OWN), new, what, 1),
+        compare("cold, aiockpt into a target : raw read and CRC, speed", those(runs, "CRC"), target, what),
         *shown("cold", runs),
     ]
 
@@ -154,6 +158,7 @@ def cached_bars(runs: Sequence[Runs]) -> list[Bar]:
         compare("cached, aiockpt : dcp.load, both into a target, speed", stock, target, what, 5),
         compare("cached, aiockpt : best safetensors with memory of its own, speed", those(runs, *_OWN), new, what, 2),
         compare("cached, aiockpt into a target : raw read into touched memory, speed", touched, target, what),
+        compare("cached, aiockpt into a target : raw read and CRC, speed", those(runs, "CRC"), target, what),
         *shown("cached", runs),
     ]
 

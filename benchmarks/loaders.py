@@ -113,13 +113,13 @@ def limits(path: Path, touched: raw.Arena, *, direct: bool) -> list[Loader]:
     """Give the readers of plain bytes, for the disk or for the page cache; they read what `raw.write_direct` wrote."""
     how = "O_DIRECT" if direct else "page cache"
 
-    def into_touched(threads: int) -> Loader:
-        name = f"raw {how}, {threads} thread{'s' * (threads > 1)}"
+    def into_touched(threads: int, *, crc: bool = False) -> Loader:
+        name = f"{'CRC, ' * crc}raw {how}, {threads} thread{'s' * (threads > 1)}"
         return Blocking(
             name,
             path,
-            lambda files: raw.read_into(files / raw.FIRST_FILE, touched, threads, direct=direct),
-            "touched memory",
+            lambda files: raw.read_into(files / raw.FIRST_FILE, touched, threads, direct=direct, crc=crc),
+            "touched memory" + ", each byte checked" * crc,
         )
 
     def into_fresh(files: Path) -> None:
@@ -127,7 +127,8 @@ def limits(path: Path, touched: raw.Arena, *, direct: bool) -> list[Loader]:
         raw.read_into(file, raw.Arena(file.stat().st_size, touched=False), 2, direct=direct)
 
     fresh = Blocking(f"fresh memory, {how}, 2 threads", path, into_fresh, "huge pages where there are any")
-    return [*(into_touched(threads) for threads in ((1, 2, 4) if direct else (1, 2))), fresh]
+    checked = into_touched(8 if direct else 2, crc=True)
+    return [*(into_touched(threads) for threads in ((1, 2, 4) if direct else (1, 2))), checked, fresh]
 
 
 def dcp_load(path: Path, target: State) -> Loader:

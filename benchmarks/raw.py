@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from isal.isal_zlib import crc32
 
 from benchmarks.states import State, size_of, split
 
 BLOCK_BYTES = 4096
 WRITE_BYTES = 16 << 20
+CHECKED_BYTES = 1 << 20  # read and checked at a time: still in the processor's cache
 FIRST_FILE = "0.raw"
 
 
@@ -84,14 +86,14 @@ def _write_file(path: Path, view: memoryview, start: int, stop: int) -> None:
         os.close(fd)
 
 
-def read_into(path: Path, arena: Arena, threads: int, *, direct: bool) -> None:
-    """Read a file into memory, each thread a range of it."""
+def read_into(path: Path, arena: Arena, threads: int, *, direct: bool, crc: bool = False) -> None:
+    """Read a file into memory, each thread a range of it; and compute the CRC of each piece, if ``crc``."""
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
         nbytes = os.fstat(fd).st_size
         in_threads(
             [
-                lambda start=start, stop=stop: _read_range(fd, arena.view, start, min(stop, nbytes))
+                lambda start=start, stop=stop: _read_range(fd, arena.view, start, min(stop, nbytes), crc=crc)
                 for start, stop in shares(nbytes, threads)
             ]
         )
@@ -99,11 +101,14 @@ def read_into(path: Path, arena: Arena, threads: int, *, direct: bool) -> None:
         os.close(fd)
 
 
-def _read_range(fd: int, view: memoryview, start: int, stop: int) -> None:
+def _read_range(fd: int, view: memoryview, start: int, stop: int, *, crc: bool) -> None:
+    step = CHECKED_BYTES if crc else WRITE_BYTES
     while start < stop:
-        count = os.preadv(fd, [view[start : min(start + WRITE_BYTES, stop)]], start)
+        count = os.preadv(fd, [view[start : min(start + step, stop)]], start)
         if count == 0:
             raise EOFError(f"the file ends at {start}")
+        if crc:
+            crc32(view[start : start + count])
         start += count
 
 

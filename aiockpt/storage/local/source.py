@@ -196,8 +196,8 @@ class LocalFile:
     def _look(self, offset: int, nbytes: int, *, exactly: bool) -> tuple[int, int]:
         """Return how many of the next bytes the page cache has; if none, how many to read past it.
 
-        Unless ``exactly``, only the page in the middle is looked at: the kernel takes 0.1 ms to look at 16 MiB, and those
-        at the ends of an item may be cached alone, since its framing was read.
+        Unless ``exactly``, only the page in the middle is looked at: the kernel takes 0.1 ms to look at 16 MiB, and the
+        pages at the ends of an item may be cached alone, since its framing was read.
         """
         if self._direct_fd < 0 or self._shared:
             return nbytes, 0
