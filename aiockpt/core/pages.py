@@ -22,6 +22,7 @@ HUGE_PAGE_BYTES = 2 << 20
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 _SMALL = getattr(mmap, "MADV_NOHUGEPAGE", None)
 _POPULATE_WRITE = 23  # since Linux 5.14; Python does not name it
+_WIPE_ON_FORK = 18  # since Linux 4.14
 
 _FIRST_PAUSE_BYTES = 8 << 20  # of small pages after a huge one that cost too much; doubles each time
 _LONGEST_PAUSE_BYTES = 512 << 20
@@ -35,11 +36,15 @@ def private_mapping(nbytes: int) -> mmap.mmap:
 
 
 def map_aligned(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Map memory for bytes that begin at a huge page, not for forked children; return it, and where they begin."""
+    """Map memory for bytes that begin at a huge page, empty in forked children; return it, and where they begin."""
     whole = private_mapping(nbytes + HUGE_PAGE_BYTES)
-    # Copy-on-write for a child would copy every page that is written here.
+    # Copy-on-write for a child would copy every page that is written here. The address stays taken in the child: else
+    # its own memory might come there, and would be unmapped when the child frees this object.
     with contextlib.suppress(OSError, AttributeError):
-        whole.madvise(mmap.MADV_DONTFORK)
+        try:
+            whole.madvise(_WIPE_ON_FORK)
+        except OSError:
+            whole.madvise(mmap.MADV_DONTFORK)
     return whole, -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE_PAGE_BYTES
 
 

@@ -240,7 +240,7 @@ class SharedMemory:
             ) from exc
         self.nbytes = nbytes
         whole = (ctypes.c_char * nbytes).from_address(self.address)
-        weakref.finalize(whole, _libc().munmap, self.address, nbytes).atexit = False
+        weakref.finalize(whole, _unmap, self.address, nbytes, os.getpid()).atexit = False
         self.view = memoryview(whole).cast("B")
         self.tensor = torch.frombuffer(whole, dtype=torch.uint8)  # keeps the mapping alive
 
@@ -285,3 +285,9 @@ def _map_shared(fd: int, nbytes: int) -> int:
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         libc.madvise(address, nbytes, getattr(mmap, advice))
     return int(address)
+
+
+def _unmap(address: int, nbytes: int, pid: int) -> None:
+    """Unmap shared memory, but nothing in a forked child, which has memory of its own there."""
+    if os.getpid() == pid:
+        _libc().munmap(address, nbytes)
