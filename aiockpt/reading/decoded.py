@@ -113,7 +113,7 @@ class DecodedSource(Source):
         self._inner = inner
         self._path = path
         self._transforms = {transform.descriptor: transform for transform in transforms}
-        self._items: dict[str, VirtualFile] = {}
+        self.items: dict[str, VirtualFile] = {}  # the virtual files by name
         self._files: dict[str, int] | None = None
         self._cache = DecodedCache()
         self._budget = ExpansionBudget(OBJECT_BYTES)
@@ -124,11 +124,6 @@ class DecodedSource(Source):
         """The size in bytes of each file; an upper bound for items of unknown size."""
         return self._inner.files if self._files is None else self._files
 
-    @property
-    def items(self) -> Mapping[str, VirtualFile]:
-        """The virtual files by name."""
-        return self._items
-
     def expose(self, index: Index, facts: Mapping[tuple[str, int], ItemFacts], *, trust: bool = False) -> Index:
         """Add virtual files for the transformed items of an index; see `virtual_files.expose`."""
         exposed, items = expose(self._path, index, facts, trust=trust)
@@ -137,12 +132,12 @@ class DecodedSource(Source):
 
     def know(self, items: Mapping[str, VirtualFile]) -> None:
         """Add virtual files that another source of the same checkpoint has exposed."""
-        self._items |= items
-        self._files = {**self._inner.files, **{name: item.most for name, item in self._items.items()}}
+        self.items |= items
+        self._files = {**self._inner.files, **{name: item.most for name, item in self.items.items()}}
 
     def exact_range(self, place: ItemRange) -> ItemRange:
         """Return the range of an item with its exact length; decodes it if the manifest lacks the length."""
-        item = self._items.get(place.file)
+        item = self.items.get(place.file)
         if item is None:
             return place
         self._transforms_of(item)
@@ -153,13 +148,13 @@ class DecodedSource(Source):
 
     def is_virtual(self, name: str) -> bool:
         """Return whether a file is decoded from its beginning on, so that it is best read at once."""
-        return name in self._items
+        return name in self.items
 
     def read(
         self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
     ) -> None:
         """Fill ``view``; see `Source.read`."""
-        item = self._items.get(name)
+        item = self.items.get(name)
         if item is None:
             self._inner.read(name, offset, view, seen)
         elif item.is_exact and 2 * len(view) >= item.most and not self._cache.has(name):
@@ -171,7 +166,7 @@ class DecodedSource(Source):
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
         """Read many short runs; see `Source.read_runs`."""
-        if name not in self._items:
+        if name not in self.items:
             self._inner.read_runs(name, runs, view)
             return
         at, whole = 0, self.whole(name)
@@ -181,11 +176,12 @@ class DecodedSource(Source):
 
     def map(self, name: str) -> mmap.mmap:
         """Map a file; see `Source.map`. A virtual file can't be mapped."""
-        item = self._items.get(name)
+        item = self.items.get(name)
         if item is None:
             return self._inner.map(name)
         raise LoadError(
-            f"{self._path}: {item.key} is stored with {_listed(item)}, so it can't be mapped; load it without mmap=True"
+            f"{self._path}: {item.key} is stored with {', '.join(item.place.transforms)}, so it can't be mapped; load "
+            "it without mmap=True"
         )
 
     def share(self) -> None:
@@ -204,7 +200,7 @@ class DecodedSource(Source):
     def decode(self, name: str) -> memoryview:
         """Return all of an item without caching it. Blocks; raises as `read` does."""
         data = bytearray()
-        for piece in self._pieces(self._items[name]):
+        for piece in self._pieces(self.items[name]):
             data += piece
         return memoryview(data)
 
@@ -234,7 +230,7 @@ class DecodedSource(Source):
         stored = _StoredBytes(item.place, self._window)
         total = 0
         try:
-            for piece in decode_item(self._transforms_of(item), iter(stored), item.place.length, item.most):
+            for piece in decode_item(self._transforms_of(item), stored.rest(), item.place.length, item.most):
                 total += len(piece)
                 self._draw(item, total)
                 yield piece
@@ -335,16 +331,13 @@ class _Window:
 
 
 class _StoredBytes:
-    """Iterator over the stored bytes of an item that computes their CRC."""
+    """The stored bytes of an item, piece by piece, and their CRC so far."""
 
     def __init__(self, place: ItemRange, window: _Window) -> None:
         self._place = place
         self._window = window
         self._at = 0
         self.crc = 0
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return self.rest()
 
     def rest(self) -> Iterator[memoryview]:
         """Yield the pieces that were not yielded yet."""
@@ -355,10 +348,6 @@ class _StoredBytes:
             self._at += count
             self.crc = crc32(view, self.crc)
             yield view
-
-
-def _listed(item: VirtualFile) -> str:
-    return ", ".join(item.place.transforms)
 
 
 # --- memory for decoded items ---------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -50,7 +50,7 @@ from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.read_plan import ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from aiockpt.format.manifest.manifest import Manifest
     from aiockpt.options import LoadOptions
@@ -95,7 +95,10 @@ def read_index(
         elif ranks := find_ranks(source, path):
             index, manifest = _read_ranks(source, path, ranks, trust=trust, as_stored=as_stored), None
         else:
-            index, manifest = _read_located(source, path, safe_globals, trust), read_manifest(source, path)
+            with _located(path):
+                index = _read_other(source, path, safe_globals, trust)
+            check_index(path, index, source.files)
+            manifest = read_manifest(source, path)
     except LoadError as exc:
         sanitize_error(exc)
         raise
@@ -130,15 +133,6 @@ def checkpoints_below(files: Collection[str]) -> list[str]:
 def _naturally(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders step-90 before step-1000."""
     return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", name)]
-
-
-def _read_located(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
-    try:
-        index = _read_other(source, path, safe_globals, trust)
-    except LoadError as exc:
-        raise _located(path, exc) from exc
-    check_index(path, index, source.files)
-    return index
 
 
 def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: bool) -> Index:
@@ -199,7 +193,8 @@ def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> tup
     facts = None if manifest is None else manifest.files.get(METADATA_NAME)
     if facts is not None and crc32(metadata) != facts.crc:
         raise CorruptCheckpointError(f"{path}/{METADATA_NAME} does not match its CRC; use an older checkpoint")
-    index = _with_path(path, partial(decode_metadata, as_stored=as_stored), metadata)
+    with _located(path):
+        index = decode_metadata(metadata, as_stored=as_stored)
     check_index(path, index, source.files, is_part=as_stored)
     index = presented(source, path, index, manifest, trust=trust, is_part=as_stored)
     if manifest is not None:
@@ -248,8 +243,9 @@ def read_rank(source: Source, path: str, rank: int) -> Index:
 
 
 def _read_rank(source: Source, path: str, name: str, *, as_stored: bool) -> Index:
-    decode = partial(decode_metadata, as_stored=as_stored)
-    index: Index = _with_path(os.path.join(path, name), decode, read_document(source, name, path))
+    data = read_document(source, name, path)
+    with _located(os.path.join(path, name)):
+        index = decode_metadata(data, as_stored=as_stored)
     return in_directory(index, os.path.dirname(name))
 
 
@@ -261,10 +257,8 @@ def _read_ranks(source: Source, path: str, ranks: Mapping[int, str], *, trust: b
             f"reads its own with read_metadata(rank=...), as dcp.load does; {_JOINED}"
         )
     parts = {rank: _read_rank(source, path, name, as_stored=False) for rank, name in ranks.items()}
-    try:
+    with _located(path):
         index = join_ranks(parts, source.files)
-    except LoadError as exc:
-        raise _located(path, exc) from exc
     for each in (index, *parts.values()):
         check_index(path, each, source.files, is_part=each is not index)
     for _, message, is_error in differing_copies(source, parts):
@@ -291,8 +285,9 @@ def read_manifest(source: Source, path: str) -> Manifest | None:
     """Read the manifest of a checkpoint, if it has one. Blocks."""
     if MANIFEST_NAME not in source.files:
         return None
-    manifest: Manifest = _with_path(path, decode_manifest, read_document(source, MANIFEST_NAME, path))
-    return manifest
+    data = read_document(source, MANIFEST_NAME, path)
+    with _located(path):
+        return decode_manifest(data)
 
 
 def _check_files(source: Source, path: str, manifest: Manifest) -> None:
@@ -348,15 +343,13 @@ def _read_torch(source: Source, name: str, safe_globals: Sequence[Any], trust: b
     return Index(entries, paths, flat.containers, {}, "torch", wrapped)
 
 
-def _with_path(path: str, decode: Callable[[bytes], Any], data: bytes) -> Any:
+@contextlib.contextmanager
+def _located(path: str) -> Iterator[None]:
+    """Put the path before the messages of errors."""
     try:
-        return decode(data)
+        yield
     except LoadError as exc:
-        raise _located(path, exc) from exc
-
-
-def _located(path: str, error: LoadError) -> LoadError:
-    return type(error)(f"{path}: {error}")
+        raise type(exc)(f"{path}: {exc}") from exc
 
 
 def read_document(source: Source, name: str, path: str = "") -> bytes:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from aiockpt.core.futures import Call
-    from aiockpt.format.index import Index
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.open import OpenCheckpoint
@@ -121,38 +120,34 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
         return self._open
 
     @property
-    def _index(self) -> Index:
-        return self._opened.index
-
-    @property
     def metadata(self) -> Mapping[str, Any]:
         """The metadata given to `save`, or that in the header of a safetensors file."""
-        return self._index.metadata
+        return self._opened.index.metadata
 
     @property
     def format(self) -> str:
         """The file format: "aiockpt", "dcp" (of ``torch.distributed.checkpoint``), "torch" or "safetensors"."""
-        return self._index.format
+        return self._opened.index.format
 
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors. A tensor stored once under several keys counts once per key."""
-        return sum(entry.nbytes for entry in self._index.entries.values() if isinstance(entry, TensorEntry))
+        return sum(entry.nbytes for entry in self._opened.index.entries.values() if isinstance(entry, TensorEntry))
 
     def __getitem__(self, key: str) -> TensorInfo | ObjectInfo:
-        entry = self._index.entries.get(key)
+        entry = self._opened.index.entries.get(key)
         if entry is None:
             raise KeyError(f"{self.path} has no {key!r}; keys() gives all that it has")
         return describe(key, entry)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index.entries)
+        return iter(self._opened.index.entries)
 
     def __len__(self) -> int:
-        return len(self._index.entries)
+        return len(self._opened.index.entries)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._index.entries
+        return key in self._opened.index.entries
 
     def __repr__(self) -> str:
         if self._open is None:
@@ -181,12 +176,12 @@ class _Reader(Mapping[str, "TensorInfo | ObjectInfo"]):
             f"read {len(wanted)} keys of {self.path}",
         )
 
-    def _keep(self, opened: OpenCheckpoint) -> bool:
-        """Keep what was opened, unless there is something already; return whether it is kept."""
-        if self._open is not None:
-            return False
-        self._open = opened
-        return True
+    def _keep(self, opened: OpenCheckpoint) -> None:
+        """Keep what was opened; close it if another task was faster."""
+        if self._open is None:
+            self._open = opened
+        else:
+            opened.source.close()
 
     def _close(self) -> None:
         """Close the files; reads in progress keep the ones they need."""
@@ -290,8 +285,7 @@ class CheckpointReader(_Reader):
             self._openers -= 1
             if opened is None and self._open is None and not self._openers:
                 await self._end_owner()
-        if not self._keep(opened):  # another task was faster
-            opened.source.close()
+        self._keep(opened)
         return self
 
     async def __aexit__(

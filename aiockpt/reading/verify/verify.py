@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts, Manifest
     from aiockpt.format.transforms.base import Transform
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.verification import ProblemKind, Severity
+    from aiockpt.telemetry.verification import Severity
 
 T = TypeVar("T")
 
@@ -111,18 +111,14 @@ class _Reading:
     described_files: int = 0  # documents read: `.metadata`, the manifest
     described_bytes: int = 0
     _read_error: LoadError | None = None  # of a document that the file system failed to read
-    _documents: dict[str, bytes | None] = field(default_factory=dict)
     _is_replaced: bool = False  # another program wrote `.metadata` after our manifest
 
+    @gc_pause()
     def take_inventory(self) -> Inventory:
         """Return what the checkpoint should consist of."""
-        with gc_pause():
-            return self._take_inventory()
-
-    def _take_inventory(self) -> Inventory:
         files = self.source.files
         check_place(self.source, self.path)
-        manifest = self._read_manifest()
+        manifest, metadata = self._read_documents()
         facts = {} if manifest is None else {k: v for k, v in manifest.files.items() if k != METADATA_NAME}
         ranks = {} if METADATA_NAME in files or manifest is not None else find_ranks(self.source, self.path)
         documents = {METADATA_NAME, MANIFEST_NAME, *ranks.values()}
@@ -133,18 +129,17 @@ class _Reading:
             return inventory
         by_dcp = METADATA_NAME in files or (manifest is not None and METADATA_NAME in manifest.files)
         if by_dcp or (any(name.endswith(".distcp") for name in files) and not checkpoints_below(files)):
-            self._add_dcp(inventory, manifest)
+            self._add_dcp(inventory, manifest, metadata)
         else:
             self._add_other(inventory)
         return inventory
 
-    def _add_dcp(self, inventory: Inventory, manifest: Manifest | None) -> None:
+    def _add_dcp(self, inventory: Inventory, manifest: Manifest | None, metadata: bytes | None) -> None:
         """Add the items named by `.metadata` or the manifest."""
         self.format = "dcp" if MANIFEST_NAME not in self.source.files or self._is_replaced else "aiockpt"
-        index, given = self._read_metadata(manifest)
-        if index is not None and index.is_transformed:
-            index = self._presented(index, inventory, manifest)
+        index, given = self._decode_metadata(manifest, metadata)
         if index is not None:
+            index = self._presented(index, inventory, manifest)
             inventory.add(index, given)
             inventory.find_overlaps()
             self._check_structure(index if given is None else given, manifest)
@@ -160,11 +155,10 @@ class _Reading:
         parts: dict[int, Index] = {}
         stored: dict[int, Index] = {}
         for rank, name in ranks.items():
-            data = self._read_file(name)
-            part = None if data is None else self._decoded(name, "metadata", decode_metadata, data)
+            part = self._decoded(name, decode_metadata, self._read_file(name))
             if part is not None:
                 stored[rank] = part = in_directory(part, os.path.dirname(name))
-                parts[rank] = self._presented(part, inventory, None, name) if part.is_transformed else part
+                parts[rank] = self._presented(part, inventory, None, name)
                 inventory.add(parts[rank], None, is_part=True)
         inventory.find_overlaps()
         if len(parts) < len(ranks):
@@ -239,32 +233,27 @@ class _Reading:
         except LoadError as exc:
             self.findings.add("metadata", METADATA_NAME, str(exc))
 
-    def _read_manifest(self) -> Manifest | None:
-        if MANIFEST_NAME not in self.source.files:
-            return None
-        data = self._read_file(MANIFEST_NAME)
-        manifest = None if data is None else self._decoded(MANIFEST_NAME, "manifest", decode_manifest, data)
-        metadata = self._read_file(METADATA_NAME) if manifest and METADATA_NAME in self.source.files else None
+    def _read_documents(self) -> tuple[Manifest | None, bytes | None]:
+        """Return the manifest and the bytes of `.metadata`, as far as they can be read and belong together."""
+        manifest = self._decoded(MANIFEST_NAME, decode_manifest, self._read_file(MANIFEST_NAME))
+        metadata = self._read_file(METADATA_NAME)
         if manifest and metadata is not None and is_of_another_save(manifest, metadata):
             self.findings.add("manifest", MANIFEST_NAME, NOT_ITS_MANIFEST, severity="warning")
             self._is_replaced = True
-            return None
-        return manifest
+            manifest = None
+        return manifest, metadata
 
-    def _read_metadata(self, manifest: Manifest | None) -> tuple[Index | None, Index | None]:
+    def _decode_metadata(self, manifest: Manifest | None, metadata: bytes | None) -> tuple[Index | None, Index | None]:
         """Return the index to check against, and the manifest's, if it has one."""
         given = None if manifest is None else manifest.index
-        data = None
         if METADATA_NAME not in self.source.files:
             message = "the checkpoint does not have it: its save was never finished, or it was removed"
             self.findings.add("missing file", METADATA_NAME, message)
-        else:
-            data = self._read_file(METADATA_NAME)
-        if data is None:
+        if metadata is None:
             return given, given
         facts = None if manifest is None else manifest.files.get(METADATA_NAME)
-        sound = facts is None or self._is_sound(data, facts)
-        index = self._decoded(METADATA_NAME, "metadata", decode_metadata, data)
+        sound = facts is None or self._is_sound(metadata, facts)
+        index = self._decoded(METADATA_NAME, decode_metadata, metadata)
         if index is None or given is None:
             return index or given, given
         self._compare(index, given)
@@ -282,30 +271,30 @@ class _Reading:
         return False
 
     def _read_file(self, name: str) -> bytes | None:
-        if name not in self._documents:
-            self._documents[name] = self._read_now(name)
-        return self._documents[name]
-
-    def _read_now(self, name: str) -> bytes | None:
+        if name not in self.source.files:
+            return None
         try:
             data = read_document(self.source, name)
-        except CorruptCheckpointError as exc:
-            self.findings.add("manifest" if name == MANIFEST_NAME else "metadata", name, str(exc))
-            return None
         except LoadError as exc:
-            self.findings.add("unreadable", name, str(exc))
-            self._read_error = exc
+            if isinstance(exc, CorruptCheckpointError):
+                self._add_damage(name, exc)
+            else:
+                self.findings.add("unreadable", name, str(exc))
+                self._read_error = exc
             return None
         self.described_files += 1
         self.described_bytes += len(data)
         return data
 
-    def _decoded(self, name: str, kind: ProblemKind, decode: Callable[[bytes], T], data: bytes) -> T | None:
+    def _decoded(self, name: str, decode: Callable[[bytes], T], data: bytes | None) -> T | None:
         try:
-            return decode(data)
+            return None if data is None else decode(data)
         except LoadError as exc:
-            self.findings.add(kind, name, str(exc))
+            self._add_damage(name, exc)
             return None
+
+    def _add_damage(self, name: str, error: LoadError) -> None:
+        self.findings.add("manifest" if name == MANIFEST_NAME else "metadata", name, str(error))
 
     def _compare(self, index: Index, given: Index) -> None:
         """Add a problem for each key on which manifest and metadata disagree."""
