@@ -64,6 +64,11 @@ _GLOBALS: dict[str, Any] = {
 _TORCH_ONLY = frozenset(name for name in _GLOBALS if name.startswith("torch."))
 HARMLESS_NAMES = frozenset(_GLOBALS) - _TORCH_ONLY
 """The full names of the globals that are built here."""
+# A path of another system can't be instantiated here.
+_FOREIGN_PATH = pathlib.WindowsPath if sys.platform != "win32" else pathlib.PosixPath
+_STANDARD = {kind: None for name, kind in _GLOBALS.items() if not name.startswith(("numpy.", "torch."))}
+HARMLESS = tuple(kind for kind in _STANDARD if isinstance(kind, type) and kind is not _FOREIGN_PATH)
+"""Types of the standard library whose construction runs no code of the pickle's choice."""
 
 
 class UnknownMemberError(Exception):
@@ -120,19 +125,10 @@ def build_harmless(data: bytes, allowed: Mapping[str, Any]) -> Any:
 # --- calls ------------------------------------------------------------------------------------------
 
 
-def _path(_m: _Builder, kind: Any, *names: Any) -> Any:
-    if not all(type(name) is str for name in names):
-        raise PickleError("a path of something other than texts")
-    foreign = pathlib.WindowsPath if sys.platform != "win32" else pathlib.PosixPath
-    if kind is foreign:  # a path of another system can't be instantiated here
+def _path(_m: _Builder, kind: Any, *names: str) -> Any:
+    if kind is _FOREIGN_PATH:
         kind = pathlib.PureWindowsPath if sys.platform != "win32" else pathlib.PurePosixPath
     return kind(*names)
-
-
-def _decimal(_m: _Builder, kind: Any, text: Any) -> Any:
-    if type(text) is not str:
-        raise PickleError("a decimal of something other than a text")
-    return kind(text)
 
 
 def _empty(_m: _Builder, kind: Any) -> Any:
@@ -184,7 +180,6 @@ def _member(m: _Builder, _function: Any, kind: Any, name: Any) -> Any:
 _RULES: dict[Any, Callable[..., Any]] = {
     getattr: _member,
     **{getattr(pathlib, name): _path for name in _PATHS},
-    decimal.Decimal: _decimal,
     argparse.Namespace: _empty,
     types.SimpleNamespace: _empty,
     io.BytesIO: _empty,

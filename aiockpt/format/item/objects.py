@@ -9,11 +9,6 @@ import io
 import pickle
 import sys
 import threading
-from argparse import Namespace
-from collections import Counter, defaultdict, deque
-from datetime import date, datetime, time, timedelta, timezone
-from decimal import Decimal
-from pathlib import PosixPath, PurePosixPath, PureWindowsPath
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +18,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.core.extent import freed_message, is_freed
 from aiockpt.errors import CorruptCheckpointError, LoadError, SaveError, UnsafeCheckpointError
-from aiockpt.format.item.harmless import HARMLESS_NAMES, UnknownMemberError, build_harmless, is_no_member
+from aiockpt.format.item.harmless import HARMLESS, HARMLESS_NAMES, UnknownMemberError, build_harmless, is_no_member
 from aiockpt.format.item.item_check import ItemChecker
 from aiockpt.format.item.item_framing import pickle_framing
 from aiockpt.format.item.ziparchive import FramingError, read_archive
@@ -42,13 +37,6 @@ _SHORT_BYTES = 256  # pickles of scalars up to this size are framed here; a stat
 _INTERPRETED_BYTES = 256 << 10  # longer pickles take too long to interpret
 _framings: dict[int, Framing] = {}  # of scalars, by length of the pickle
 _allow_list_lock = threading.Lock()  # torch's allow-list is global to the process
-
-HARMLESS = (
-    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice),
-    *(deque, defaultdict, Counter, date, datetime, time, timedelta, timezone, Decimal),
-    *(PurePosixPath, PureWindowsPath, PosixPath, Namespace, SimpleNamespace, io.BytesIO),
-)
-"""Types of the standard library whose construction runs no code of the pickle's choice."""
 
 
 def is_frozen(value: Any) -> bool:
