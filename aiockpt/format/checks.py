@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from aiockpt.core.strides import view_fits
-from aiockpt.errors import CorruptCheckpointError, UnsafeCheckpointError
+from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.boxes import INCOMPLETE, cover_error, overlapping
 from aiockpt.format.index import ChunkEntry, ObjectEntry, TensorEntry
 
@@ -68,24 +68,26 @@ def _claim(
     *,
     shared: bool,
 ) -> None:
-    size = files.get(place.file)
-    if size is None:
-        if place.file.startswith("/") or ".." in place.file.split("/"):
-            raise UnsafeCheckpointError(
-                f"{path}: {name} refers to {place.file}, outside the checkpoint; it was not read"
-            )
-        raise CorruptCheckpointError(f"{path} lacks the file {place.file}, which holds {name}; use an older checkpoint")
     end = place.offset + place.length
-    if end > size or place.offset < 0 or place.length < 0:
-        raise CorruptCheckpointError(
-            f"{path}/{place.file} ends at byte {size}, but {name} is at bytes {place.offset} to {end}: it was "
-            "truncated. Use an older checkpoint."
-        )
+    if not 0 <= place.offset <= end <= files.get(place.file, -1):
+        raise misplaced(path, name, place, files.get(place.file))
     if place.length:
         claimed = claims[place.file]
         claimed.begins.append(place.offset)
         claimed.ends.append(end)
         claimed.owners.append((name, entry, shared))
+
+
+def misplaced(path: str, name: str, place: ItemRange, size: int | None) -> LoadError:
+    """Return the error for an item that does not lie within its file, which has ``size`` bytes; None: it is missing."""
+    if size is not None:
+        return CorruptCheckpointError(
+            f"{path}/{place.file} ends at byte {size}, but {name} is at bytes {place.offset} to "
+            f"{place.offset + place.length}: it was truncated. Use an older checkpoint."
+        )
+    if place.file.startswith("/") or ".." in place.file.split("/"):
+        return UnsafeCheckpointError(f"{path}: {name} refers to {place.file}, outside the checkpoint; it was not read")
+    return CorruptCheckpointError(f"{path} lacks the file {place.file}, which holds {name}; use an older checkpoint")
 
 
 def _check_tensor(path: str, name: str, entry: TensorEntry, room: int, *, is_part: bool) -> int:

@@ -18,7 +18,7 @@ from aiockpt.format.dcp.metadata import decode_metadata
 from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.manifest.columnar_index import IndexedEntries, ItemForm
-from aiockpt.format.manifest.index_writer import ItemRanges, encode_index, finish_index
+from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_index
 from aiockpt.format.manifest.manifest import Manifest, encode_manifest
 from aiockpt.format.manifest.reader import decode_manifest
 from tests.states import training_state
@@ -253,7 +253,7 @@ def test_an_index_written_by_hand() -> None:
     names, paths = ["x.0", "x.1", "o"], [("x", 0), ("x", 1), ("o",)]
     head = encode_index(names, paths, ["f", "g"], [form], ItemRanges([0, 0, -1], [1, 1, 0], [64, 192, 0]))
     assert head is not None
-    text = finish_index(head, [7, 8, 0], [(2, 16, 30)])
+    text = IndexDraft(head, 3, [0, 1], {}, [(2, 16, 30)]).finish([[7], [8]])
     assert json.loads(text) == {
         "files": ["f", "g"],
         "forms": [["float16", [2, 3], [3, 1], 100, 64, 12]],

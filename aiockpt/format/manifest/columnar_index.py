@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from aiockpt.core.strides import span
 from aiockpt.errors import CorruptCheckpointError
+from aiockpt.format.checks import misplaced
 from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     import torch
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 
 class ItemForm(NamedTuple):
@@ -39,21 +42,14 @@ class ItemForm(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
-class IndexedEntries(Mapping[str, Entry]):
-    """The entries of an index by name, made on access from columns; a row is the position of a name in ``names``."""
+class _Rows(Mapping[str, T]):
+    """Values by name, made on access from columns; a row is the position of a name in ``names``."""
 
     names: Sequence[str]  # in the order of the state dict
     numbers: Mapping[str, int]  # row of each name
-    files: Sequence[str]
-    forms: Sequence[ItemForm]  # the distinct ones
-    form_of: NDArray[np.int64]  # positions in ``forms``; -1 for objects
-    file_of: NDArray[np.int64]  # positions in ``files``
-    offset_of: NDArray[np.int64]  # of the item in the file, in bytes
-    length_of: NDArray[np.int64]  # of the item, in bytes
-    crc_of: NDArray[np.int64]  # CRC-32 of the payload; undefined for objects
 
     def __repr__(self) -> str:
-        return f"<IndexedEntries of {len(self.names)} leaves in {len(self.files)} files>"
+        return f"<{type(self).__name__} of {len(self.names)} leaves>"
 
     def __len__(self) -> int:
         return len(self.names)
@@ -64,43 +60,50 @@ class IndexedEntries(Mapping[str, Entry]):
     def __contains__(self, name: object) -> bool:
         return name in self.numbers
 
+
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
+class IndexedEntries(_Rows[Entry]):
+    """The entries of an index."""
+
+    files: Sequence[str]
+    forms: Sequence[ItemForm]  # the distinct ones
+    form_of: NDArray[np.int64]  # positions in ``forms``; -1 for objects
+    file_of: NDArray[np.int64]  # positions in ``files``
+    offset_of: NDArray[np.int64]  # of the item in the file, in bytes
+    length_of: NDArray[np.int64]  # of the item, in bytes
+    crc_of: NDArray[np.int64]  # CRC-32 of the payload; undefined for objects
+
     def __getitem__(self, name: str) -> Entry:
         row = self.numbers[name]
-        place = ItemRange(self.files[self.file_of[row]], int(self.offset_of[row]), int(self.length_of[row]))
-        number = int(self.form_of[row])
-        if number < 0:
-            return ObjectEntry(place)
-        dtype, shape, stride, _, payload_offset, nbytes = self.forms[number]
-        item = TensorItem(dtype, shape, stride, 0, payload_offset, nbytes, int(self.crc_of[row]))
-        return TensorEntry(dtype, shape, (ChunkEntry((0,) * len(shape), shape, place, item),))
+        offset, length, crc = int(self.offset_of[row]), int(self.length_of[row]), int(self.crc_of[row])
+        return self._entry(self.form_of[row], self.file_of[row], offset, length, crc)
 
     def items(self) -> ItemsView[str, Entry]:
         """Return all entries with their names, several times as fast as one by one."""
-        return dict(zip(self.names, self._all(), strict=True)).items()
-
-    def _all(self) -> Iterator[Entry]:
-        files, forms = self.files, self.forms
-        starts = [(0,) * len(form.shape) for form in forms]
         columns = (self.form_of, self.file_of, self.offset_of, self.length_of, self.crc_of)
-        for number, file, offset, length, crc in zip(*(column.tolist() for column in columns), strict=True):
-            place = ItemRange(files[file], offset, length)
-            if number < 0:
-                yield ObjectEntry(place)
-                continue
-            dtype, shape, stride, _, payload_offset, nbytes = forms[number]
-            item = TensorItem(dtype, shape, stride, 0, payload_offset, nbytes, crc)
-            yield TensorEntry(dtype, shape, (ChunkEntry(starts[number], shape, place, item),))
+        entries = map(self._entry, *(column.tolist() for column in columns))
+        return dict(zip(self.names, entries, strict=True)).items()
+
+    def _entry(self, form: Any, file: Any, offset: int, length: int, crc: int) -> Entry:
+        place = ItemRange(self.files[file], offset, length)
+        if form < 0:
+            return ObjectEntry(place)
+        dtype, shape, stride, _, payload_offset, nbytes = self.forms[form]
+        item = TensorItem(dtype, shape, stride, 0, payload_offset, nbytes, crc)
+        return TensorEntry(dtype, shape, (ChunkEntry((0,) * len(shape), shape, place, item),))
 
     def check(self, files: Mapping[str, int], path: str) -> None:
         """Check that every item lies within its file, and overlaps no other; tied tensors have one item."""
         sizes = np.array([files.get(file, -1) for file in self.files], dtype=np.int64)[self.file_of]
         beyond = np.flatnonzero(self.offset_of + self.length_of > sizes)
         if len(beyond):
-            self._refuse(path, int(beyond[0]), int(sizes[beyond[0]]))
-        order = np.lexsort((self.crc_of, self.form_of, self.length_of, self.offset_of, self.file_of))
-        columns = [
-            column[order] for column in (self.crc_of, self.form_of, self.length_of, self.offset_of, self.file_of)
-        ]
+            row = beyond[0]
+            file = self.files[self.file_of[row]]
+            place = ItemRange(file, int(self.offset_of[row]), int(self.length_of[row]))
+            raise misplaced(path, self.names[row], place, files.get(file))
+        columns = [self.crc_of, self.form_of, self.length_of, self.offset_of, self.file_of]
+        order = np.lexsort(columns)
+        columns = [column[order] for column in columns]
         length, offset, file = columns[2:]
         differ = np.any([column[1:] != column[:-1] for column in columns], axis=0)
         on_another = np.flatnonzero(differ & (file[1:] == file[:-1]) & (offset[1:] < (offset + length)[:-1]))
@@ -112,44 +115,20 @@ class IndexedEntries(Mapping[str, Entry]):
                 f"at offset {self.offset_of[first]}: the index is damaged. Use an older checkpoint."
             )
 
-    def _refuse(self, path: str, row: int, size: int) -> None:
-        file, name = self.files[self.file_of[row]], self.names[row]
-        if size < 0:
-            raise CorruptCheckpointError(f"{path} lacks the file {file}, which holds {name}; use an older checkpoint")
-        begin = int(self.offset_of[row])
-        raise CorruptCheckpointError(
-            f"{path}/{file} ends at byte {size}, but {name} is at bytes {begin} to {begin + int(self.length_of[row])}: "
-            "it was truncated. Use an older checkpoint."
-        )
-
 
 @dataclass(frozen=True, eq=False, slots=True, repr=False)
-class IndexedPaths(Mapping[str, ObjPath]):
-    """The path in the state dict of each name, made on access; a row is the position of a name in ``names``."""
+class IndexedPaths(_Rows[ObjPath]):
+    """The path of each name in the state dict."""
 
-    names: Sequence[str]
-    numbers: Mapping[str, int]  # row of each name
     parents: Sequence[ObjPath]  # the distinct paths of the containers that hold leaves
     heads: Sequence[str]  # the common beginning of the names of each parent's leaves
     parent_of: Sequence[int]  # positions in ``parents``
     sequences: frozenset[int]  # the parents whose leaves are elements of a list
 
-    def __repr__(self) -> str:
-        return f"<IndexedPaths of {len(self.names)} leaves>"
-
     @property
     def has_positions(self) -> bool:
         """Whether a path leads through a list."""
         return bool(self.sequences) or any(type(part) is int for parent in self.parents for part in parent)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.numbers
 
     def __getitem__(self, name: str) -> ObjPath:
         parent = self.parent_of[self.numbers[name]]

@@ -41,7 +41,8 @@ class IndexDraft:
             column[leaf] = crc
         for leaf, first in self.tied.items():
             column[leaf] = column[first]
-        return finish_index(self.head, column, self.objects)
+        columns = f'"crc32": {encode_column(column)},\n    "objects": {encode_column(self.objects)}'
+        return f"{{{self.head},\n    {columns}\n  }}"
 
 
 def encode_index(
@@ -71,11 +72,6 @@ def encode_index(
         "offset": encode_column(places.offset_of),
     }
     return ",".join(f'\n    "{key}": {text}' for key, text in columns.items())
-
-
-def finish_index(head: str, crcs: Sequence[int], objects: Sequence[tuple[int, int, int]]) -> str:
-    """Append the CRC-32 of each leaf's payload (anything for objects), and leaf, offset and length of each object."""
-    return f'{{{head},\n    "crc32": {encode_column(crcs)},\n    "objects": {encode_column(objects)}\n  }}'
 
 
 def encode_column(values: Sequence[Any]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from aiockpt.format.manifest.index_writer import encode_column
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem, MetadataDraft
 
@@ -43,22 +43,15 @@ class TransformedDraft:
 
     def section(self, encoded: Sequence[Sequence[EncodedItem]]) -> str:
         """Return the section, with the stored size and CRC of each file's items."""
-        files: dict[str, list[ItemFacts]] = {}
+        files = []
         for name, forms, items in zip(self.metadata.files, self.forms, encoded, strict=True):
-            files[name] = [
-                ItemFacts(*item[:4], *form) for form, item in zip(forms, items, strict=True) if item.transforms
+            rows = [
+                (*item[:4], payload_offset, *(() if stride is None else (stride,)))
+                for (payload_offset, stride), item in zip(forms, items, strict=True)
+                if item.transforms
             ]
-        return encode_transformed(files)
-
-
-def encode_transformed(files: Mapping[str, Sequence[ItemFacts]]) -> str:
-    """Encode the section as JSON text."""
-    return "{" + ",".join(f"\n    {json.dumps(name)}: {_rows(rows)}" for name, rows in files.items()) + "\n  }"
-
-
-def _rows(rows: Sequence[ItemFacts]) -> str:
-    short = [row if row.stride is not None else row[:5] for row in rows]
-    return encode_column(short)
+            files.append(f"\n    {json.dumps(name)}: {encode_column(rows)}")
+        return "{" + ",".join(files) + "\n  }"
 
 
 def decode_transformed(section: Any) -> dict[tuple[str, int], ItemFacts]:
