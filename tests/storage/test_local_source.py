@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,30 @@ def test_nothing_is_read_twice(tmp_path: Path, data: bytes) -> None:
         pytest.skip("this kernel does not tell what is cached")
     finally:
         os.close(fd)
+
+
+def test_memory_of_direct_reads_ends_with_the_checkpointer(
+    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"x": torch.frombuffer(bytearray(data), dtype=torch.uint8)}, tmp_path / "x.pt")
+    fd = os.open(tmp_path / "x.pt", os.O_RDWR)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    used: list[weakref.ref[object]] = []
+
+    def preadv(fd: int, buffers: list[memoryview], *rest: int) -> int:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffers[0]))
+        if address % (2 << 20) == 0 and len(rest) == 1 and isinstance(buffers[0].obj, mmap.mmap):
+            used.append(weakref.ref(buffers[0].obj))
+        return _preadv(fd, buffers, *rest)
+
+    with monkeypatch.context() as patch, aiockpt.SyncCheckpointer() as ckpt:
+        patch.setattr(os, "preadv", preadv)
+        assert ckpt.load(tmp_path / "x.pt")["x"].numpy().tobytes() == data
+        if not used:
+            pytest.skip("this file system has no direct reads")
+    assert not [ref for ref in used if ref() is not None]
 
 
 def test_the_end_of_the_file(source: LocalSource) -> None:

@@ -20,7 +20,6 @@ import os
 import stat
 import threading
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING
 
 from aiockpt.core import pages
@@ -49,11 +48,21 @@ _WINDOW = 64  # short reads that are announced to the kernel together
 _BUFFER_BYTES = pages.HUGE_PAGE_BYTES
 
 
-def _make_buffer() -> memoryview:
-    """Map memory for direct reads: a huge page whatever it costs, because it is used again and again."""
-    whole, skip = pages.map_aligned(_BUFFER_BYTES)
-    pages.advise_huge(ctypes.addressof(ctypes.c_char.from_buffer(whole, skip)), _BUFFER_BYTES)
-    return memoryview(whole)[skip : skip + _BUFFER_BYTES]
+class _Buffers(threading.local):
+    """A buffer for each thread that reads past the page cache; it is freed when the thread ends."""
+
+    buffer: memoryview | None = None
+
+    def get(self) -> memoryview:
+        """Return the thread's buffer: a huge page whatever it costs, because it is used again and again."""
+        if self.buffer is None:
+            whole, skip = pages.map_aligned(_BUFFER_BYTES)
+            pages.advise_huge(ctypes.addressof(ctypes.c_char.from_buffer(whole, skip)), _BUFFER_BYTES)
+            self.buffer = memoryview(whole)[skip : skip + _BUFFER_BYTES]
+        return self.buffer
+
+
+_buffers = _Buffers()
 
 
 def _open_regular(name: str, path: str, directory: int) -> int:
@@ -87,9 +96,8 @@ class LocalFile:
     Any number of threads may read at once.
     """
 
-    def __init__(self, name: str, path: str, directory: int, buffers: deque[memoryview], *, direct_io: bool) -> None:
+    def __init__(self, name: str, path: str, directory: int, *, direct_io: bool) -> None:
         self.path = path  # for messages
-        self._buffers = buffers  # unused bounce buffers, shared with other files
         self.users = 0  # how many reads are running
         self.tells_cached = True  # the kernel has cachestat
         self._shared = False
@@ -231,10 +239,7 @@ class LocalFile:
         """Read some bytes that are not in the page cache: at least one, unless the file has ended."""
         skip = offset % BLOCK_BYTES
         view = view[: _BUFFER_BYTES - skip]
-        try:
-            buffer = self._buffers.pop()
-        except IndexError:
-            buffer = _make_buffer()
+        buffer = _buffers.get()
         wanted = -(-(skip + len(view)) // BLOCK_BYTES) * BLOCK_BYTES
         try:
             count = os.preadv(self._direct_fd, [buffer[:wanted]], offset - skip)
@@ -246,8 +251,6 @@ class LocalFile:
             if exc.errno != errno.EINVAL:
                 raise
             return os.preadv(self._fd, [view], offset)
-        finally:
-            self._buffers.append(buffer)
         return count
 
     def _read_buffered(self, offset: int, view: memoryview) -> None:
@@ -274,13 +277,13 @@ _OPENED_AHEAD = 64
 _ATTEMPTS = 5
 
 
-def open_source(path: str, *, direct_io: bool, buffers: deque[memoryview] | None = None) -> Source:
-    """Open a checkpoint, a directory or one file. Blocks. ``buffers`` are those of earlier sources, to be reused."""
+def open_source(path: str, *, direct_io: bool) -> Source:
+    """Open a checkpoint, a directory or one file. Blocks."""
     try:
         for _ in range(_ATTEMPTS):
             place = _place_of(path)
             try:
-                source = LocalSource(place, deque() if buffers is None else buffers, direct_io=direct_io)
+                source = LocalSource(place, direct_io=direct_io)
             except FileNotFoundError:
                 if place == path:
                     raise
@@ -338,11 +341,10 @@ class _Opened:
 class LocalSource(Source):
     """The files below a directory, or one file. Any number of threads may read at once."""
 
-    def __init__(self, path: str, buffers: deque[memoryview], *, direct_io: bool) -> None:
+    def __init__(self, path: str, *, direct_io: bool) -> None:
         self._is_file = os.path.isfile(path)
         self._root = os.path.dirname(path) if self._is_file else path
         self._direct_io = direct_io
-        self._buffers = buffers
         self._shared = False
         flags = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
         self._opened = _Opened(os.open(self._root, flags))
@@ -428,7 +430,7 @@ class LocalSource(Source):
         if os.path.isabs(name) or ".." in name.split(os.sep):
             raise self._leads_out(name)
         try:
-            file = LocalFile(name, path, self._opened.directory, self._buffers, direct_io=self._direct_io)
+            file = LocalFile(name, path, self._opened.directory, direct_io=self._direct_io)
         except FileNotFoundError as exc:
             raise CorruptCheckpointError(
                 f"{path} is missing, or was removed or replaced while it was read; use another checkpoint"

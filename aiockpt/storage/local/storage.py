@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +55,6 @@ class LocalStorage(SharedStorage):
     ) -> None:
         repeater = Repeater(check_retries(retries))
         self._policy = WritePolicy(direct_io, fsync, repeater, OrphanCleaner(fsync=fsync))
-        self._buffers: deque[memoryview] = deque()  # for direct reads, shared by all sources
         self._settled: set[str] = set()  # directories that are known to be durable
 
     def __repr__(self) -> str:
@@ -175,9 +173,7 @@ class LocalStorage(SharedStorage):
 
     async def open(self, path: str, *, workers: Workers) -> Source:
         """Open a checkpoint: its directory, and its files if they are few."""
-        return await workers.run(
-            open_source, self.resolve(path), direct_io=self._policy.direct_io, buffers=self._buffers
-        )
+        return await workers.run(open_source, self.resolve(path), direct_io=self._policy.direct_io)
 
 
 def _ask(hidden: str, path: str, held: Hold) -> None:
