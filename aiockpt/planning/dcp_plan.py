@@ -141,16 +141,26 @@ class DcpFormat(FileFormat):
         return describe(tensor)
 
     def framing(self, name: str, spec: TensorSpec | None) -> Framing:
-        """Return the framing of a tensor's item."""
-        return framing_of(name, spec)
+        """Return the framing of a tensor's item; raise `SaveError` for a tensor that can't be stored."""
+        if spec is None:
+            raise TypeError(f"{name} is no tensor")
+        wrong = unstorable(spec.dtype, len(spec.shape))
+        if wrong is not None:
+            raise SaveError(f"{name} {wrong}")
+        try:
+            return tensor_framing(spec.dtype, tuple(spec.shape), spec.saved_stride)
+        except Warning:  # an error only because the program makes errors of warnings
+            raise
+        except Exception as exc:  # torch.save raises many types for what it can't store
+            if is_shortage(exc):
+                raise SaveError(f"{name} can't be saved now, for lack of memory or descriptors: {exc}") from exc
+            raise SaveError(f"{name} has the dtype {spec.dtype}, which torch.save can't store: {exc}") from exc
 
     def lay_out(self, summary: StateSummary, snapshot: Snapshot, written: RankLeaves | None = None) -> DcpPlan:
         """Distribute the tensors that this rank writes (None: all) over a few files of about one size."""
+        alone = written is None
         if written is None:
             written = RankLeaves(prefix_of(0), [leaf for leaf in range(len(summary.specs)) if leaf not in summary.tied])
-            alone = True
-        else:
-            alone = False
         blobs = _encode_objects(snapshot, [leaf for leaf in written.leaves if summary.specs[leaf] is None])
         if self._max_buckets is None:
             return self._lay_out_singly(summary, written, blobs)
@@ -164,7 +174,7 @@ class DcpFormat(FileFormat):
             objects_here = object_bytes if not hint else 0
             if not group and not objects_here and (hint or not alone or len(groups) > 1):
                 continue  # a rank with nothing to write makes no file
-            framings = [(leaf, framing_of(summary.structure.names[leaf], summary.specs[leaf])) for leaf in group]
+            framings = [(leaf, self.framing(summary.structure.names[leaf], summary.specs[leaf])) for leaf in group]
             sizes = [framing.length for _, framing in framings]
             buckets = assign_buckets(sizes, bucket_count(sum(sizes) + objects_here, self._max_buckets))
             images += [
@@ -177,14 +187,13 @@ class DcpFormat(FileFormat):
             ]
         return _with_objects(DcpLayout(summary, images, dict.fromkeys(blobs, 0)), blobs)
 
-    @staticmethod
-    def _lay_out_singly(summary: StateSummary, written: RankLeaves, blobs: Mapping[int, bytes]) -> DcpPlan:
+    def _lay_out_singly(self, summary: StateSummary, written: RankLeaves, blobs: Mapping[int, bytes]) -> DcpPlan:
         """Lay out a file for each item; objects first."""
         names = summary.structure.names
         images = [lay_out(f"{written.prefix}{n}.distcp", len(blob), []) for n, blob in enumerate(blobs.values())]
         for leaf in written.leaves:
             if leaf not in blobs:
-                framing = framing_of(names[leaf], summary.specs[leaf])
+                framing = self.framing(names[leaf], summary.specs[leaf])
                 images.append(lay_out(f"{written.prefix}{len(images)}.distcp", 0, [(leaf, framing)]))
         return _with_objects(DcpLayout(summary, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
 
@@ -208,23 +217,6 @@ class DcpFormat(FileFormat):
             needed[number] += len(blobs[leaf])
         fits = all(size <= image.head_bytes for size, image in zip(needed, layout.images, strict=True))
         return _with_objects(layout, blobs) if fits else None
-
-
-def framing_of(name: str, spec: TensorSpec | None) -> Framing:
-    """Return the framing of a tensor's item; raise `SaveError` for a tensor that can't be stored."""
-    if spec is None:
-        raise TypeError(f"{name} is no tensor")
-    wrong = unstorable(spec.dtype, len(spec.shape))
-    if wrong is not None:
-        raise SaveError(f"{name} {wrong}")
-    try:
-        return tensor_framing(spec.dtype, tuple(spec.shape), spec.saved_stride)
-    except Warning:  # an error only because the program makes errors of warnings
-        raise
-    except Exception as exc:  # torch.save raises many types for what it can't store
-        if is_shortage(exc):
-            raise SaveError(f"{name} can't be saved now, for lack of memory or descriptors: {exc}") from exc
-        raise SaveError(f"{name} has the dtype {spec.dtype}, which torch.save can't store: {exc}") from exc
 
 
 def _encode_objects(snapshot: Snapshot, leaves: Sequence[int]) -> dict[int, bytes]:

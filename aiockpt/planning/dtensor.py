@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PROTOCOL = "__create_write_items__"
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _FLAT = "_is_flat_param"  # mark of an FSDP1 parameter: several flattened into one, of which each rank has a piece
-_MARKS = ("global_shape", "global_offsets", _FLAT)
+_MARKS = ("global_shape", "global_offsets", _FLAT)  # each of them shows that a tensor is a part of a whole
 _KINDS: dict[type, str | None] = {}
 _Run = tuple[int, int]  # adjacent positions along a dimension: the first, and how many
 
@@ -135,16 +135,11 @@ def _has_fields(kind: type) -> bool:
 
 def _kind_of(value: Any) -> str | None:
     kind = _kind(type(value))
-    if kind is None and isinstance(value, torch.Tensor) and _is_described(value):
+    if kind is None and isinstance(value, torch.Tensor) and any(hasattr(value, mark) for mark in _MARKS):
         return "unknown" if hasattr(value, _FLAT) else "CheckpointableTensor"
     if kind == "DTensor" and hasattr(value._local_tensor, _PROTOCOL):
         return "_Checkpointable"
     return kind
-
-
-def _is_described(value: torch.Tensor) -> bool:
-    """Return whether a tensor has attributes that identify a part of a whole; one of them is enough."""
-    return any(hasattr(value, mark) for mark in _MARKS)
 
 
 # --- tensors that describe their parts --------------------------------------------------------------

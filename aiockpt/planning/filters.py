@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import SaveError
 from aiockpt.format.keys import check_patterns, containers_within, hint, matching
+from aiockpt.planning.flatten import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -47,12 +48,8 @@ def _empty_containers(flat: FlatState) -> dict[str, ObjPath]:
         path: ObjPath = tuple(record["path"])  # type: ignore[arg-type]
         at: int = record["at"]  # type: ignore[assignment]
         if not any(leaf[: len(path)] == path for leaf in flat.paths[at : at + 1]):
-            empty[_name(path)] = path
+            empty[joined(path)] = path
     return empty
-
-
-def _name(path: ObjPath) -> str:
-    return ".".join(map(str, path))
 
 
 def _chosen(option: str, rule: Filter, flat: FlatState, empty: Mapping[str, ObjPath]) -> set[str]:
@@ -61,7 +58,7 @@ def _chosen(option: str, rule: Filter, flat: FlatState, empty: Mapping[str, ObjP
         return {name for name, leaf in zip(flat.names, flat.leaves, strict=True) if _asked(option, rule, name, leaf)}
     found, unmatched = matching({*flat.names, *empty}, check_patterns(rule, option) or ())
     chosen = found.intersection(empty)  # with the empty ones in them
-    found.update(n for n, path in empty.items() if any(_name(path[:depth]) in chosen for depth in range(len(path))))
+    found.update(n for n, path in empty.items() if any(joined(path[:depth]) in chosen for depth in range(len(path))))
     if unmatched:
         raise ValueError(
             f"{option} has {', '.join(map(repr, unmatched[:10]))}, which matches nothing in the state."

@@ -366,7 +366,7 @@ def replace_leaves(container: Any, values: Mapping[ObjPath, Any], path: ObjPath 
     if isinstance(container, tuple):
         return tuple(fresh.get(i, value) for i, value in enumerate(container)) if fresh else container
     if fresh and not isinstance(container, MutableMapping | list):
-        name = ".".join(map(str, path)) or "the state dict"
+        name = joined(path) or "the state dict"
         raise StructureError(f"{name} is a {type(container).__name__}, whose values can't be replaced")
     if isinstance(container, MutableMapping | list) and not check:
         for key, value in fresh.items():
@@ -398,7 +398,7 @@ class Subtrees:
 
     @lazy_property
     def _records(self) -> list[tuple[str, int]]:
-        return sorted((_joined(record["path"]), number) for number, record in enumerate(self._containers))
+        return sorted((joined(record["path"]), number) for number, record in enumerate(self._containers))
 
     @lazy_property
     def _record_names(self) -> list[str]:
@@ -424,7 +424,8 @@ class Subtrees:
         # Under one more key, because the result may be a list, or a leaf.
         paths: list[ObjPath] = [("", *_beyond(self._paths[each], name)) for each in names]
         orders = [self._order[each] for each in names]
-        records = [self._containers[number] for number in self._records_below(name)]
+        spans = _spans(self._record_names, name) if name else (range(len(self._records)),)
+        records = [self._containers[number] for number in sorted(self._records[at][1] for span in spans for at in span)]
         containers: Any = [
             {**record, "path": ["", *_beyond(record["path"], name)], "at": bisect_left(orders, record["at"])}
             for record in records
@@ -433,10 +434,6 @@ class Subtrees:
         if len(kept) < len(names):
             containers = containers_within(containers, names, paths, values.keys())
         return unflatten([paths[n] for n in kept], [values[names[n]] for n in kept], containers).get("", {})
-
-    def _records_below(self, name: str) -> list[int]:
-        spans = _spans(self._record_names, name) if name else (range(len(self._records)),)
-        return sorted(self._records[at][1] for span in spans for at in span)
 
 
 def _spans(names: Sequence[str], name: str) -> tuple[range, range]:
@@ -448,7 +445,8 @@ def _spans(names: Sequence[str], name: str) -> tuple[range, range]:
     )
 
 
-def _joined(path: Iterable[str | int]) -> str:
+def joined(path: Iterable[str | int]) -> str:
+    """Return the name of a path."""
     return ".".join(map(str, path))
 
 
@@ -461,5 +459,5 @@ def _beyond(path: Sequence[str | int], name: str) -> ObjPath:
         if length == len(name):
             return tuple(path[depth:])
         length += 1 + len(str(part))
-    rest = _joined(path)[len(name) + 1 :]
+    rest = joined(path)[len(name) + 1 :]
     return (rest,) if rest else ()

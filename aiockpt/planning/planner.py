@@ -151,11 +151,7 @@ class FileFormat(ABC):
 
     @abstractmethod
     def lay_out(self, summary: StateSummary, snapshot: Snapshot, written: RankLeaves | None = None) -> SavePlan:
-        """Return a plan with a new layout of what this rank writes (None: it is alone).
-
-        Raises:
-            SaveError: something can't be stored; the message names the key.
-        """
+        """Return a plan with a new layout of what this rank writes (None: it is alone); see `framing` for errors."""
 
     @abstractmethod
     def fill(self, layout: Layout, snapshot: Snapshot) -> SavePlan | None:

@@ -31,7 +31,7 @@ from aiockpt.format.safetensors.writer import (
 from aiockpt.planning.layout import lay_out, split_in_order
 from aiockpt.planning.parts import PartItem, lay_out_part, stream_in_file
 from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, StateSummary
-from aiockpt.planning.specs import TensorSpec, describe_contiguous
+from aiockpt.planning.specs import TensorSpec, describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -114,14 +114,20 @@ class SafetensorsFormat(FileFormat):
         self._file_of = None if file_of is None else dict(file_of)
         division = self._shard_bytes if file_of is None else zlib.crc32(repr(sorted(file_of.items())).encode())
         self.name = repr(("safetensors", "shard_bytes" if file_of is None else "fqn_to_index_mapping", division))
-        self._facts = {key: value if isinstance(value, str) else _as_json(value) for key, value in metadata.items()}
+        self._facts = {
+            key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in metadata.items()
+        }
         if self._facts.get("format", "pt") != "pt":
             raise SaveError(
                 "metadata['format'] names the framework in a safetensors file, which readers check: it must be "
                 "'pt'; use another key"
             )
         for key, value in self._facts.items():
-            _check_text(f"metadata[{key!r}]", key + value)
+            try:
+                (key + value).encode()
+            except UnicodeEncodeError as exc:
+                raise SaveError(f"metadata[{key!r}] is no text that a safetensors file can hold: {exc}") from exc
 
     def validate(self, snapshot: Snapshot) -> None:
         """Refuse what the format can't hold; drop the containers, of which it keeps only dotted names."""
@@ -158,7 +164,7 @@ class SafetensorsFormat(FileFormat):
 
     def describe(self, tensor: torch.Tensor) -> TensorSpec | None:
         """Describe a tensor; it is stored row by row."""
-        return describe_contiguous(tensor)
+        return describe(tensor, by_rows=True)
 
     def framing(self, name: str, spec: TensorSpec | None) -> Framing:
         """Return the framing of a tensor: nothing."""
@@ -300,17 +306,6 @@ def _check_division(shard_bytes: int | None, file_of: Mapping[str, int] | None, 
 
 def _nbytes(tensor: Stored) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def _as_json(value: JsonValue) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _check_text(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:
-        raise SaveError(f"{what} is no text that a safetensors file can hold: {exc}") from exc
 
 
 @lru_cache(maxsize=16_384)

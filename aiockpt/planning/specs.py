@@ -63,25 +63,19 @@ def _lazy(tensor: torch.Tensor) -> tuple[bool, bool]:
     return keys.has(_CONJUGATE), keys.has(_NEGATIVE)
 
 
-def describe(tensor: torch.Tensor) -> TensorSpec | None:
-    """Return the spec of a tensor; None if it is not plain: sparse, quantized, or of another layout."""
+def describe(tensor: torch.Tensor, *, by_rows: bool = False) -> TensorSpec | None:
+    """Return the spec of a tensor; None if it is not plain: sparse, quantized, or of another layout.
+
+    ``by_rows``: it is stored row by row, whatever its strides; else dense strides are kept.
+    """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     shape, dtype, stride, device = tensor.shape, tensor.dtype, tensor.stride(), tensor.device
     conj, neg = _lazy(tensor)
-    if (tensor.is_contiguous() or is_dense(shape, stride)) and not (conj or neg):
+    if (tensor.is_contiguous() or (not by_rows and is_dense(shape, stride))) and not (conj or neg):
         return TensorSpec(shape, dtype, stride, stride, True, device)
-    # The strides of Tensor.clone(), with which DCP stores a view.
-    blueprint = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return TensorSpec(shape, dtype, stride, torch.empty_like(blueprint).stride(), False, device, conj, neg)
-
-
-def describe_contiguous(tensor: torch.Tensor) -> TensorSpec | None:
-    """Return the spec of a tensor that is stored row by row, whatever its strides; None as for `describe`."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return None
-    shape, stride = tensor.shape, tensor.stride()
-    conj, neg = _lazy(tensor)
-    if tensor.is_contiguous() and not (conj or neg):
-        return TensorSpec(shape, tensor.dtype, stride, stride, True, tensor.device)
-    return TensorSpec(shape, tensor.dtype, stride, row_strides(shape), False, tensor.device, conj, neg)
+    if by_rows:
+        saved = row_strides(shape)
+    else:  # the strides of Tensor.clone(), with which DCP stores a view
+        saved = torch.empty_like(torch.empty_strided(shape, stride, dtype=dtype, device="meta")).stride()
+    return TensorSpec(shape, dtype, stride, saved, False, device, conj, neg)

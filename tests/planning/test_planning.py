@@ -24,7 +24,7 @@ from aiockpt.planning.layout import (
     split_in_order,
 )
 from aiockpt.planning.ranges import boxes
-from aiockpt.planning.specs import describe, describe_contiguous
+from aiockpt.planning.specs import describe
 
 
 @settings(deadline=None)
@@ -185,7 +185,7 @@ def test_how_a_tensor_is_stored_is_how_clone_lays_it_out(
     ],
 )
 def test_row_by_row(tensor: torch.Tensor, raw: bool) -> None:
-    spec = describe_contiguous(tensor)
+    spec = describe(tensor, by_rows=True)
     assert spec is not None
     assert spec.is_raw is raw
     stored = torch.empty_strided(spec.shape, spec.saved_stride, dtype=spec.dtype)
@@ -196,7 +196,7 @@ def test_row_by_row(tensor: torch.Tensor, raw: bool) -> None:
 
 def test_sparse_and_quantized_are_not_plain() -> None:
     assert describe(torch.eye(2).to_sparse()) is None
-    assert describe_contiguous(torch.eye(2).to_sparse()) is None
+    assert describe(torch.eye(2).to_sparse(), by_rows=True) is None
 
 
 def test_names_and_paths_are_those_of_dcp() -> None:

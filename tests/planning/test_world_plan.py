@@ -6,7 +6,7 @@ import itertools
 import pickle
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from aiockpt.format.index import ItemRange, ObjectEntry, TensorEntry
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.planning.collective.cache import GlobalPlanCache, files_of
 from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, ShardForm, Written
-from aiockpt.planning.collective.plan import GlobalPlan, plan_globally
+from aiockpt.planning.collective.plan import GlobalPlan, GlobalTensor, plan_globally
 
 Part = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 FRAMING = 1234
@@ -102,6 +102,17 @@ def written_of(ranks: list[RankInventory], plan: GlobalPlan, step: int = 0, *, p
     return results
 
 
+class WrittenPart(NamedTuple):
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    writer: tuple[int, int]
+
+
+def parts_of(tensor: GlobalTensor) -> list[WrittenPart]:
+    rows = zip(tensor.cut, tensor.ranks, tensor.leaves, strict=True)
+    return [WrittenPart(offsets, sizes, (rank, leaf)) for (offsets, sizes), rank, leaf in rows]
+
+
 def place_in(ranks: list[RankInventory], writer: tuple[int, int]) -> ItemRange:
     """Give the place that `written_of` reports for a tensor's item."""
     rank, leaf = writer
@@ -117,12 +128,12 @@ def test_each_part_is_written_by_the_rank_that_has_it() -> None:
     plan = plan_globally(ranks)
     assert writes(ranks, plan) == Counter((name, each.offsets[n]) for each in ranks for n, name in enumerate("wb"))
     for tensor in plan.tensors.values():
-        for offsets, sizes, (rank, leaf) in tensor.parts:
+        for offsets, sizes, (rank, leaf) in parts_of(tensor):
             assert ranks[rank].offsets[leaf] == offsets
             assert ranks[rank].forms[ranks[rank].form_of[leaf]].sizes == sizes
     w = plan.tensors["w"]
     assert (w.dtype, w.shape) == (torch.float32, (10, 4))
-    assert [p.writer for p in w.parts if 0 not in p.sizes] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert [p.writer for p in parts_of(w) if 0 not in p.sizes] == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
 def test_what_all_ranks_have_is_written_once_and_spread_evenly() -> None:
@@ -173,7 +184,7 @@ def test_parts_of_a_rank_may_be_several() -> None:
     second = held({"w": part((6,), (4,), (2,))})
     second = RankInventory(["w", "w"], [("w",)] * 2, second.forms, [0, 0], [(4,), (2,)])
     plan = plan_globally([first, second])
-    assert plan.tensors["w"].parts == [((0,), (2,), (0, 0)), ((4,), (2,), (1, 0)), ((2,), (2,), (1, 1))]
+    assert parts_of(plan.tensors["w"]) == [((0,), (2,), (0, 0)), ((4,), (2,), (1, 0)), ((2,), (2,), (1, 1))]
     assert plan.assignments == [[0], [0, 1]]
 
 
@@ -304,11 +315,11 @@ def test_the_index_is_what_torch_and_we_read() -> None:
         for name, tensor in plan.tensors.items():
             told = metadata.state_dict_metadata[name]
             assert (told.properties.dtype, told.size) == (tensor.dtype, tensor.shape)
-            assert [(c.offsets, c.sizes) for c in told.chunks] == [(p.offsets, p.sizes) for p in tensor.parts]
+            assert [(c.offsets, c.sizes) for c in told.chunks] == [(p.offsets, p.sizes) for p in parts_of(tensor)]
             entry = entries[name]
             assert isinstance(entry, TensorEntry)
-            assert {c.offsets for c in entry.chunks} >= {p.offsets for p in tensor.parts if 0 not in p.sizes}
-            for number, each in enumerate(tensor.parts):
+            assert {c.offsets for c in entry.chunks} >= {p.offsets for p in parts_of(tensor) if 0 not in p.sizes}
+            for number, each in enumerate(parts_of(tensor)):
                 stored += 1
                 expected = place_in(ranks, each.writer)
                 info = metadata.storage_data[MetadataIndex(name, each.offsets, number)]
@@ -436,7 +447,7 @@ def test_many_ranks_with_the_same_names() -> None:
     for name, rank in itertools.product(names, range(size)):
         number = names.index(name)
         step = 2 * (number % 3 + 1)
-        assert plan.tensors[name].parts[rank] == ((step * rank, 0), (step, 4), (rank, number))
+        assert parts_of(plan.tensors[name])[rank] == ((step * rank, 0), (step, 4), (rank, number))
     book = GlobalPlanCache(1, ranks, plan)
     results = written_of(ranks, plan)
     book.check(results)

@@ -109,12 +109,7 @@ class GlobalPlanCache:
         return {METADATA_NAME: self.documents(results)}
 
     def summaries(self, files: dict[str, int], item_bytes: int) -> list[Summary]:
-        """Return the summary for each rank.
-
-        Args:
-            files: the sizes in bytes, which only rank 0 gets.
-            item_bytes: those of the files with tensors.
-        """
+        """Return the summary for each rank; only rank 0 gets the sizes of ``files``."""
         brief = Summary(None, item_bytes, self.tensor_bytes, self.tensors, self.objects)
         return [replace(brief, files=files), *[brief] * (len(self.ranks) - 1)]
 
@@ -207,13 +202,8 @@ class SharedPlanCache(GlobalPlanCache):
             file.name: len(head) + (file.ends[-1] if file.ends else 0) for file, head in zip(files, heads, strict=True)
         }
         self._heads = [file[-2:] for file in files]
-        self._index = (
-            {}
-            if self.is_single_file
-            else index_documents(
-                {file.name: [tensor.name for tensor in file.tensors] for file in files}, self.tensor_bytes
-            )
-        )
+        shards = {file.name: [tensor.name for tensor in file.tensors] for file in files}
+        self._index = index_documents(shards, self.tensor_bytes)
         self._place_of: dict[str, tuple[int, int]] = {}
         for number, (file, head) in enumerate(zip(files, heads, strict=True)):
             begins = [0, *file.ends[:-1]]

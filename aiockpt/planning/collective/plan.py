@@ -193,14 +193,6 @@ def _check_whole(name: str, shape: tuple[int, ...], parts: Mapping[tuple[int, ..
 _Writers = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class GlobalShard(NamedTuple):
-    """A part of a tensor, and the rank and leaf that writes it."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    writer: RankLeaf
-
-
 class GlobalTensor(NamedTuple):
     """A tensor of the checkpoint, with one row for each part."""
 
@@ -209,12 +201,6 @@ class GlobalTensor(NamedTuple):
     cut: Cut  # the parts; one object for all tensors that are cut alike
     ranks: tuple[int, ...]  # the writer of each part
     leaves: tuple[int, ...]  # the leaf there
-
-    @property
-    def parts(self) -> list[GlobalShard]:
-        """The parts, one by one."""
-        rows = zip(self.cut, self.ranks, self.leaves, strict=True)
-        return [GlobalShard(offsets, sizes, (rank, leaf)) for (offsets, sizes), rank, leaf in rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +329,10 @@ def _choose_writers(count: int, patterns: Mapping[str, NamePattern], aliases: Ma
         if sharding.form is None or name in aliases:
             continue
         if sharding.sole_ranks is not None:
-            of_parts = leaves * len(sharding.cut) if len(leaves) == 1 else _holder_leaves(leaves, sharding)
+            if len(leaves) == 1:
+                of_parts = leaves * len(sharding.cut)
+            else:
+                of_parts = tuple(leaves[holders[0][1]] for holders in sharding.holders)
             writers[name] = sharding.sole_ranks, of_parts
             alone[id(sharding)] = sharding, alone.get(id(sharding), (sharding, 0))[1] + 1
             continue
@@ -361,10 +350,6 @@ def _choose_writers(count: int, patterns: Mapping[str, NamePattern], aliases: Ma
         leaves = patterns[name].leaves
         writers[name] = tuple(rank for rank, _ in those), tuple(leaves[which] for _, which in those)
     return writers
-
-
-def _holder_leaves(leaves: tuple[int, ...], sharding: ShardingPattern) -> tuple[int, ...]:
-    return tuple(leaves[holders[0][1]] for holders in sharding.holders)
 
 
 def _balance(
