@@ -1,4 +1,4 @@
-"""The figures in the README and in the page on scale, written from the results of a whole run."""
+"""The figures in the README and the pages on benchmarks and scale, written from the results of a whole run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from benchmarks.markdown import cell, machine_line, table
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 SCALE = ROOT / "aiockpt" / "docs" / "scale.md"
+BENCHMARKS = ROOT / "aiockpt" / "docs" / "benchmarks.md"
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- figures: python -m benchmarks readme -->", "<!-- end of the figures -->"
 PICTURES = {"ratios.png": "Speed as a share of the machine's limit", "training.png": "A training loop with checkpoints"}
+
+_SHOWN = ("training", "safetensors from ranks", "compression")  # sections on the page on benchmarks
 
 _MORE = (
     "[benchmarks](aiockpt/docs/benchmarks.md) says how, [the results](benchmarks/results/results.md) have everything, "
@@ -100,6 +103,15 @@ def scale_section(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def benchmarks_section(results: Mapping[str, Any]) -> str:
+    """Return the text between the two markers of the page on benchmarks."""
+    lines = [f"On {results['written']}, {others(results)}: {machine_line(results['machine'])}."]
+    for name in _SHOWN:
+        for shown in results["sections"].get(name, {}).get("tables", ()):
+            lines += ["", f"**{shown['title']}**", "", *table(shown["columns"], shown["rows"])]
+    return "\n".join(lines)
+
+
 def size(nbytes: float) -> str:
     """Write a number of bytes."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
@@ -121,7 +133,11 @@ def with_section(text: str, content: str) -> str:
 def rewrite(directory: Path) -> int:
     """Write the figures anew, into every page that has some; return the exit code."""
     results = json.loads((directory / "results.json").read_text())
-    for page, content in {README: section(results), SCALE: scale_section(results)}.items():
-        page.write_text(with_section(page.read_text(), content))
+    for page, content_of in PAGES.items():
+        page.write_text(with_section(page.read_text(), content_of(results)))
         print(f"{page.relative_to(ROOT)}: written from {directory / 'results.json'}")
     return 0
+
+
+PAGES = {README: section, SCALE: scale_section, BENCHMARKS: benchmarks_section}
+"""The pages that have figures, each with the function that writes them."""

@@ -220,10 +220,10 @@ def test_the_section_has_the_figures() -> None:
     assert "A Processor, 2 cores" in section
 
 
-@pytest.mark.parametrize("page", [readme.README, readme.SCALE])
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.stem)
 def test_the_figures_of_pages_are_those_of_the_results(page: Path) -> None:
     results = json.loads((readme.RESULTS / matrix.RESULTS).read_text())
-    content = readme.section(results) if page == readme.README else readme.scale_section(results)
+    content = readme.PAGES[page](results)
     assert readme.with_section(page.read_text(), content) == page.read_text(), "run: python -m benchmarks readme"
     assert content.count("|") > 20
     if page == readme.README:
