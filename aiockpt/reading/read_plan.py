@@ -199,9 +199,9 @@ def _plan_part(plan: ReadPlan, path: str, part: ReadRequest, entry: TensorEntry,
     target = target_of(path, part.name, TensorEntry(entry.dtype, part.shape, entry.chunks), part.out, dtype)
     if target is None:
         raise TypeError(f"{part.name} can't be read into a {type(part.out).__name__}")
-    for tensor, wanted in target.regions:
-        region = _with_taken(tensor, part.taken)
-        plan.fills += reads_of(part.name, entry, region, wanted or part.selections, fills=True)
+    for region in target.regions:
+        tensor = _with_taken(region.tensor, part.taken)
+        plan.fills += reads_of(part.name, entry, tensor, region.wanted or part.selections, fills=True)
     plan.filled += target.counted
 
 

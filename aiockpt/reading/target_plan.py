@@ -18,7 +18,7 @@ from aiockpt.format.keys import hint, matching
 from aiockpt.planning.dtensor import is_distributed
 from aiockpt.planning.flatten import StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.read_plan import TensorRead, reads_of
-from aiockpt.reading.targets import Region, cast, target_of
+from aiockpt.reading.targets import cast, target_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Entry, Index, ObjPath
     from aiockpt.options import LoadOptions
     from aiockpt.planning.flatten import FlatState
-    from aiockpt.reading.targets import Target
+    from aiockpt.reading.targets import Region, Target
     from aiockpt.snapshot.live import LiveObject, ResolvedState
 
 _FEW_BYTES = 16 << 20
@@ -138,7 +138,7 @@ class _Planner:
                 plan.missing.append(owner.name)
             return
         target = self._target_of(name, entry, leaf, owner)
-        if target is None or not isinstance(entry, TensorEntry):
+        if target is None:
             plan.fresh[name] = entry
             if isinstance(leaf, Enum):
                 plan.enums[name] = type(leaf)
@@ -147,7 +147,7 @@ class _Planner:
                 if type(leaf) in ARRAY_TYPES:
                     plan.arrays[name] = leaf
             return
-        self._fill(name, entry, target)
+        self._fill(target)
         if owner is not None:
             plan.kept[name] = leaf
 
@@ -163,12 +163,12 @@ class _Planner:
                 raise
             return None
 
-    def _fill(self, name: str, entry: TensorEntry, target: Target) -> None:
+    def _fill(self, target: Target) -> None:
         plan = self.plan
-        for tensor, wanted in target.regions:
-            plan.reads.extend(reads_of(name, entry, tensor, wanted, fills=True))
-            plan.regions.append(Region(name, tensor, wanted, entry))
-        plan.filled.extend(target.counted)
+        for name, entry, tensor, wanted in target.regions:
+            plan.reads += reads_of(name, entry, tensor, wanted, fills=True)
+        plan.regions += target.regions
+        plan.filled += target.counted
 
     # --- subtrees ---------------------------------------------------------------------------------
 
@@ -231,10 +231,10 @@ class _Planner:
         entry = self._entries[name]
         like = None if sharded is None else self._sharded_like(name, entry, sharded)
         target = None if like is None else target_of(self._path, name, entry, like, self._options.dtype)
-        if target is None or not isinstance(entry, TensorEntry):
+        if target is None:
             self.plan.fresh[name] = entry
             return
-        self._fill(name, entry, target)
+        self._fill(target)
         self.plan.kept[name] = like
 
     def _sharded_like(self, name: str, entry: Entry, owner: LiveObject) -> torch.Tensor | None:

@@ -36,9 +36,11 @@ _MAX_ENUMERATED = 1 << 20
 """The effort limit of exact overlap checks; beyond it a possible overlap counts as one."""
 
 
-class TargetRegion(NamedTuple):
-    """Memory of this process to fill."""
+class Region(NamedTuple):
+    """Memory of this process to fill, and the entry that fills it."""
 
+    name: str
+    entry: TensorEntry
     tensor: torch.Tensor  # detached
     wanted: tuple[Selection, ...] | None = None  # the part of the stored tensor, per dimension; None: all
 
@@ -46,7 +48,7 @@ class TargetRegion(NamedTuple):
 class Target(NamedTuple):
     """A tensor of the caller to fill."""
 
-    regions: list[TargetRegion]  # this rank's part of it; empty where other ranks have all
+    regions: list[Region]  # this rank's part of it; empty where other ranks have all
     counted: list[torch.Tensor]  # the tensors whose version counters change
 
 
@@ -59,7 +61,7 @@ def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype 
     check_target(path, name, entry, leaf, dtype)
     if not (isinstance(entry, TensorEntry) and isinstance(leaf, torch.Tensor)):
         return None
-    return Target([TargetRegion(leaf.detach())], [leaf])
+    return Target([Region(name, entry, leaf.detach())], [leaf])
 
 
 def _array_target(
@@ -77,7 +79,7 @@ def _array_target(
         _check_dtype(path, name, entry.dtype, mine, dtype)
         return None
     check_target(path, name, entry, tensor, dtype)
-    return Target([TargetRegion(tensor)], [])
+    return Target([Region(name, entry, tensor)], [])
 
 
 def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype | None) -> Target:
@@ -95,7 +97,7 @@ def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: to
         # An entry of the shape of the part, so that its memory is checked like any tensor's.
         form = TensorEntry(entry.dtype, tuple(part.tensor.shape), entry.chunks)
         check_target(path, f"this rank's part of {name}", form, part.tensor, dtype)
-    return Target([TargetRegion(part.tensor, _wanted(part)) for part in parts], counted(leaf, parts))
+    return Target([Region(name, entry, part.tensor, _wanted(part)) for part in parts], counted(leaf, parts))
 
 
 def _wanted(part: LocalPart) -> tuple[Selection, ...] | None:
@@ -185,15 +187,6 @@ def _check_dtype(path: str, name: str, stored: torch.dtype, wanted: torch.dtype,
 
 
 # --- targets that share memory --------------------------------------------------------------------------
-
-
-class Region(NamedTuple):
-    """Memory that a load fills, with its entry."""
-
-    name: str
-    tensor: torch.Tensor
-    wanted: tuple[Selection, ...] | None  # the part of the stored tensor, per dimension; None: all
-    entry: TensorEntry
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
