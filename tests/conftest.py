@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ import uvloop
 import aiockpt
 from aiockpt.staging.pool import ChunkPool
 from aiockpt.storage.local import replacing
+from tests import forked_python
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -71,6 +73,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let what is opened once in a process, such as uvloop's pipe, be there before leaks are counted."""
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(1)}, tmp_path_factory.mktemp("warm") / "c")
+
+
+@pytest.fixture(scope="session")
+def python() -> Iterator[list[str]]:
+    """Return the command line of a Python that has imported aiockpt; see `tests.forked_python`."""
+    with forked_python.started() as command:
+        yield command
 
 
 def _open_files(process: psutil.Process) -> int:

@@ -88,7 +88,7 @@ def test_a_checkpoint_is_not_written_into_itself(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("to", TARGETS)
-def test_an_interrupt_leaves_nothing(to, number, tmp_path):
+def test_an_interrupt_leaves_nothing(to, number, python, tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
     code = f"""
@@ -109,12 +109,12 @@ recode._Filler.fill = interrupted(recode._Filler.fill)
 to_torch._Conversion._copy_window = interrupted(to_torch._Conversion._copy_window)
 app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / TARGETS[to])!r}])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*python, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", "")
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_bar_shows_how_far_it_is(tmp_path):
+def test_a_bar_shows_how_far_it_is(python, tmp_path):
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({f"w{n}": torch.full((3 << 20,), float(n)) for n in range(8)}, tmp_path / "c")
     code = f"""
@@ -124,7 +124,7 @@ progress._AFTER_S = 0
 app(["convert", {str(tmp_path / "c")!r}, {str(tmp_path / "m.pt")!r}])
 """
     terminal, end = pty.openpty()
-    with subprocess.Popen([sys.executable, "-c", code], stderr=end, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([*python, "-c", code], stderr=end, stdout=subprocess.PIPE) as process:
         os.close(end)
         shown = b""
         try:

@@ -3,6 +3,7 @@
 import doctest
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.resources import files
@@ -27,7 +28,7 @@ def examples():
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
+def home(python, tmp_path_factory):
     """A directory with the run of the page, and the commands that the page uses."""
     home = tmp_path_factory.mktemp("home")
     keep = [aiockpt.KeepLatest(2), aiockpt.KeepBest(1, "loss")]
@@ -36,8 +37,8 @@ def home(tmp_path_factory):
             model = {f"layers.{n}.{part}": torch.randn(8, 4) for n in range(12) for part in ("q", "k")}
             run.save(step, {"model": {**model, "head": torch.ones(3)}, "step": step}, metrics={"loss": loss})
     (home / "bin").mkdir()
-    for name, command in (("aiockpt", f"{sys.executable} -m aiockpt"), ("python", sys.executable)):
-        (home / "bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    for name, command in (("aiockpt", [*python, "-m", "aiockpt"]), ("python", [sys.executable])):
+        (home / "bin" / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         (home / "bin" / name).chmod(0o755)
     return home
 

@@ -48,11 +48,11 @@ def test_without_a_terminal_nobody_can_be_asked(tmp_path):
 
 
 @pytest.mark.parametrize(("answer", "code", "is_there"), [(b"y\n", 0, False), (b"n\n", 0, True), (b"\x04", 130, True)])
-def test_in_a_terminal_one_is_asked(answer, code, is_there, tmp_path):
+def test_in_a_terminal_one_is_asked(answer, code, is_there, python, tmp_path):
     path = make("dcp", tmp_path / "c")
     terminal, end = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "aiockpt", "rm", str(path)], stdin=end, stdout=end, stderr=subprocess.PIPE
+        [*python, "-m", "aiockpt", "rm", str(path)], stdin=end, stdout=end, stderr=subprocess.PIPE
     )
     os.close(end)
     try:

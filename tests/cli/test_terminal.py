@@ -1,10 +1,10 @@
 """Output in a terminal, by a pty: colours, widths, and nothing of it in a pipe."""
 
+import functools
 import os
 import pty
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -30,14 +30,19 @@ def home(tmp_path_factory):
     return home
 
 
-def in_terminal(*arguments, columns, cwd, **environment):
-    """Return what a terminal of so many columns is shown, and the exit code."""
+@pytest.fixture(scope="module")
+def in_terminal(home, python):
+    """Run a command in a terminal of so many columns; return what is shown, and the exit code."""
+    return functools.partial(_in_terminal, python, home)
+
+
+def _in_terminal(python, cwd, *arguments, columns, **environment):
     terminal, end = pty.openpty()
     env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     env |= {"COLUMNS": str(columns), "TERM": "xterm-256color"} | environment
     # The shell keeps the terminal open until all is read: what is on its way when the last end is closed may be lost.
     script = '"$@"; echo "END $?"; read _'
-    command = ["sh", "-c", script, "sh", sys.executable, "-m", "aiockpt", *arguments]
+    command = ["sh", "-c", script, "sh", *python, "-m", "aiockpt", *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=end, stderr=end, env=env, cwd=cwd)
     os.close(end)
     seen = b""
@@ -62,39 +67,39 @@ def cells(line):
     [["ls", "run"], ["ls"], ["inspect", "wide"], ["inspect", "wide", "--depth", "9"], ["inspect", "nan", "--stats"]],
     ids=" ".join,
 )
-def test_lines_fit_the_terminal(arguments, columns, home):
-    shown, code = in_terminal(*arguments, columns=columns, cwd=home)
+def test_lines_fit_the_terminal(arguments, columns, in_terminal):
+    shown, code = in_terminal(*arguments, columns=columns)
     assert code == 0, shown
     table = [line for line in shown.splitlines() if not ESCAPE.sub("", line).startswith(("metadata:", "/", "Direc"))]
     assert max(map(cells, table)) <= columns
     assert "\x1b[" in shown
 
 
-def test_a_deep_tree_is_cut_to_the_level_that_fits(home):
-    shown, _ = in_terminal("inspect", "wide", columns=100, cwd=home)
+def test_a_deep_tree_is_cut_to_the_level_that_fits(in_terminal):
+    shown, _ = in_terminal("inspect", "wide", columns=100)
     assert len(shown.splitlines()) < 110
     assert "Levels below 1 are not shown; --all shows everything." in shown
-    everything, code = in_terminal("inspect", "wide", "--all", columns=100, cwd=home)
+    everything, code = in_terminal("inspect", "wide", "--all", columns=100)
     assert code == 0, everything
     assert len(everything.splitlines()) > 240
 
 
-def test_a_number_of_nan_stands_out(home):
-    shown, _ = in_terminal("inspect", "nan", "--stats", columns=80, cwd=home)
+def test_a_number_of_nan_stands_out(in_terminal):
+    shown, _ = in_terminal("inspect", "nan", "--stats", columns=80)
     assert re.search(r"\x1b\[1;31m +1\x1b\[0m", shown)
 
 
-def test_states_are_coloured_but_not_where_that_is_not_wanted(home):
-    shown, _ = in_terminal("ls", "run", columns=100, cwd=home)
+def test_states_are_coloured_but_not_where_that_is_not_wanted(in_terminal):
+    shown, _ = in_terminal("ls", "run", columns=100)
     assert "\x1b[32mcomplete\x1b[0m" in shown
-    plain, _ = in_terminal("ls", "run", columns=100, cwd=home, NO_COLOR="1")
+    plain, _ = in_terminal("ls", "run", columns=100, NO_COLOR="1")
     assert "\x1b[32m" not in plain
     assert ESCAPE.sub("", plain) == ESCAPE.sub("", shown)
 
 
 @pytest.mark.parametrize("arguments", [["ls", "run"], ["inspect", "wide"], ["docs", "cli"]], ids=" ".join)
-def test_a_pipe_gets_text_alone_and_all_of_it(arguments, home):
-    command = [sys.executable, "-m", "aiockpt", *arguments]
+def test_a_pipe_gets_text_alone_and_all_of_it(arguments, home, python):
+    command = [*python, "-m", "aiockpt", *arguments]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
@@ -102,20 +107,20 @@ def test_a_pipe_gets_text_alone_and_all_of_it(arguments, home):
         assert "long" * 20 in done.stdout or "模型" * 30 in done.stdout
 
 
-def test_a_page_is_rendered(home):
-    shown, code = in_terminal("docs", "cli", columns=80, cwd=home)
+def test_a_page_is_rendered(in_terminal):
+    shown, code = in_terminal("docs", "cli", columns=80)
     assert code == 0
     assert "\x1b[1m" in shown
     assert "# The command line" not in shown
 
 
-def test_an_error_is_one_line(home):
-    shown, code = in_terminal("inspect", "none", columns=80, cwd=home)
+def test_an_error_is_one_line(in_terminal):
+    shown, code = in_terminal("inspect", "none", columns=80)
     assert (code, shown.count("\n")) == (3, 1)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["prune", "--help"], []], ids=" ".join)
-def test_help_has_no_colours_that_are_lost_on_light_or_dark(arguments, home):
-    shown, _ = in_terminal(*arguments, columns=100, cwd=home)
+def test_help_has_no_colours_that_are_lost_on_light_or_dark(arguments, in_terminal):
+    shown, _ = in_terminal(*arguments, columns=100)
     assert "\x1b[1m" in shown
     assert not re.search(r"\x1b\[(?:[0-9]+;)*(?:3[0367]|9[0-7])(?:;[0-9]+)*m", shown)  # black, yellow, cyan, white
