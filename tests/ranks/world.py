@@ -28,6 +28,7 @@ import asyncio
 import contextlib
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import signal
@@ -272,6 +273,7 @@ class World:
 def _serve(rank: int, size: int, store: Rendezvous, folder: str, pipe: connection.Connection) -> None:
     """Be a rank: meet the others, then run what comes through the pipe until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the test run, which ends its children
+    gc.freeze()  # or collections would copy the pages of all that the server has imported
     torch.set_num_threads(1)
     with Path(folder, f"stacks-{rank}").open("w") as stacks:
         faulthandler.enable(stacks)
