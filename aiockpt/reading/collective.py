@@ -101,7 +101,13 @@ async def load_together(
     mine = asyncio.ensure_future(turn.acquire())
     with _ending_turn(gathering, turn, mine):
         await asyncio.shield(mine)
-        result = await _in_turn(gathering, load)
+        try:
+            result = await load(gathering)
+        except Exception as exc:
+            if not gathering.failed:
+                await gathering.agree(exc)
+            raise
+        await gathering.agree_filled(has_objects=bool(result.gifts))
     if not gathering.is_handing_over:
         turn.release()
     return result
@@ -127,17 +133,6 @@ def _ending_turn(gathering: Gathering, turn: asyncio.Lock, mine: asyncio.Future[
     except BaseException:
         turn.release()
         raise
-
-
-async def _in_turn(gathering: Gathering, load: Callable[[Gathering], Awaitable[Filled]]) -> Filled:
-    try:
-        result = await load(gathering)
-    except Exception as exc:
-        if not gathering.failed:
-            await gathering.agree(exc)
-        raise
-    await gathering.agree_filled(has_objects=bool(result.gifts))
-    return result
 
 
 async def _leave(gathering: Gathering, mine: asyncio.Future[Any] | None, turn: asyncio.Lock) -> None:

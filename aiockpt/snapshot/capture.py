@@ -37,7 +37,7 @@ from aiockpt.planning.snapshot import Shard, Snapshot, Structure
 from aiockpt.planning.specs import unstorable
 from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.snapshot.optimizer_hooks import follow_steps, watch_optimizers
-from aiockpt.snapshot.sampling import Samples
+from aiockpt.snapshot.sampling import Samples, plain_memory
 from aiockpt.staging.pool import MappedMemory, copy_small
 from aiockpt.staging.runtime import reading_behind, ready_event
 
@@ -431,19 +431,10 @@ def _pack(snapshot: Snapshot, device: torch.device, sizes: dict[int, int]) -> to
         snapshot.eager[leaf] = (end - nbytes, nbytes)
     if device.type != "cpu":
         # One kernel on the caller's stream, so ordered before later changes of the tensors.
-        return torch.cat([_raw_bytes(tensor) for tensor in tensors if tensor is not None])
+        return torch.cat([plain_memory(t).reshape(-1).view(torch.uint8) for t in tensors if t is not None])
     arena = MappedMemory(ends[-1])
     target = arena.address
     for tensor, nbytes in zip(tensors, sizes.values(), strict=True):
         copy_small(target, tensor.data_ptr(), nbytes)  # type: ignore[union-attr]
         target += nbytes
     return arena.tensor
-
-
-def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as bytes, without applying lazy conjugation and negation."""
-    if tensor.is_conj():
-        tensor = tensor.conj()
-    if tensor.is_neg():
-        tensor = torch._neg_view(tensor)
-    return tensor.reshape(-1).view(torch.uint8)

@@ -205,7 +205,7 @@ def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tens
     # Seldom a power of two, so that all columns of a matrix are met.
     step = (numel - length) // number
     begin = int(chance * (numel - length - (number - 1) * step + 1))
-    plain = _plain(part)
+    plain = plain_memory(part)
     dense = plain if plain.is_contiguous() else _in_memory_order(plain)
     if dense.is_contiguous():
         indices = None
@@ -219,7 +219,7 @@ def sample_point_of(name: str, leaf: int, tensor: torch.Tensor, part: torch.Tens
     )
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a tensor, without applying lazy conjugation and negation."""
     if tensor.is_conj():
         tensor = tensor.conj()

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 import aiockpt
 from aiockpt.format.boxes import Box, overlapping
 from aiockpt.format.index import ChunkEntry, Index, ItemRange, TensorEntry
-from aiockpt.reading.verify.expected import Inventory
-from aiockpt.reading.verify.stored import Extent, cut_segments, group_segments, split_overlaps
+from aiockpt.reading.verify.inventory import Extent, Inventory, cut_segments, group_segments, split_overlaps
 from aiockpt.telemetry.verification import Findings
 
 chunk = st.tuples(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.tuples(st.integers(0, 3), st.integers(0, 3)))

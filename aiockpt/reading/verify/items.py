@@ -16,7 +16,7 @@ from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, rea
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.reading.executor import run_each
 from aiockpt.reading.jobs import ItemWindow
-from aiockpt.reading.verify.stored import (
+from aiockpt.reading.verify.inventory import (
     CheckedRange,
     Extent,
     Segment,

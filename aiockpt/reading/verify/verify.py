@@ -33,7 +33,7 @@ from aiockpt.reading.open import (
     read_document,
     read_index,
 )
-from aiockpt.reading.verify.expected import Inventory
+from aiockpt.reading.verify.inventory import Inventory
 from aiockpt.reading.verify.items import ItemVerifier
 from aiockpt.telemetry.loads import ReadReport
 from aiockpt.telemetry.verification import Findings, VerifyReport
