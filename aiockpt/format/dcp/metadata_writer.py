@@ -128,19 +128,15 @@ def _tensor_metadata(
     ops.text("chunks")
     out.append(b"](")
     for offsets, sizes in chunks:
-        _chunk_metadata(ops, offsets, sizes)
+        ops.name(DCP_MODULE, "ChunkStorageMetadata")
+        out.append(b")\x81}(")
+        ops.text("offsets")
+        ops.size(offsets)
+        ops.text("sizes")
+        ops.size(sizes)
+        out.append(b"ub")
     out.append(b"eub")
     ops.put(key)
-
-
-def _chunk_metadata(ops: Opcodes, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-    ops.name(DCP_MODULE, "ChunkStorageMetadata")
-    ops.out.append(b")\x81}(")
-    ops.text("offsets")
-    ops.size(offsets)
-    ops.text("sizes")
-    ops.size(sizes)
-    ops.out.append(b"ub")
 
 
 def _properties(ops: Opcodes, dtype: torch.dtype) -> None:

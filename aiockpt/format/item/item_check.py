@@ -124,15 +124,6 @@ def _checked_span(record: Record, length: int, fetch: Callable[[int, int], bytes
     return Span(record.name, start, stop, record.crc, (stop + len(_DESCRIPTOR), record.crc_at))
 
 
-def agree(found: TensorItem, crc: int | None, given: TensorItem) -> bool:
-    """Return whether a manifest describes an item as the item describes itself."""
-    return (
-        (found.dtype, found.shape, found.stride) == (given.dtype, given.shape, given.stride)
-        and (found.storage_offset, found.payload_offset) == (given.storage_offset, given.payload_offset)
-        and (found.nbytes, crc, found.conj, found.neg) == (given.nbytes, given.crc, given.conj, given.neg)
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class _Template:
     """An item without its payload and serialization id: the only records that differ between items framed alike."""

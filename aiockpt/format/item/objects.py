@@ -22,7 +22,7 @@ from aiockpt.format.item.harmless import HARMLESS, HARMLESS_NAMES, UnknownMember
 from aiockpt.format.item.item_check import ItemChecker
 from aiockpt.format.item.item_framing import pickle_framing
 from aiockpt.format.item.ziparchive import FramingError, read_archive
-from aiockpt.format.pickle.guard import ForeignNameError, Needs, check_object_pickle, needs_of, torch_names
+from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle, needs_of, torch_names
 from aiockpt.format.pickle.machine import Machine, PickleError
 from aiockpt.format.pickle.opcodes import HANDLERS
 
@@ -334,8 +334,14 @@ def _permission(data: bytes, storages: Mapping[str, int], given: Sequence[Any] =
     known = _named((*HARMLESS, *given)).keys() | allowed_names()
     needs = needs_of(data, storages, known | (set() if storages else HARMLESS_NAMES))
     if not all(_may_have(name, attribute) for name, attribute in needs.lookups):
-        needs = needs._replace(names=tuple(dict.fromkeys((*needs.names, _GETATTR))))
-    return Permission(needs.names, suffices=_suffices(needs))
+        needs.names[_GETATTR] = None
+    suffices = (  # for torch to load the pickle
+        needs.is_complete
+        and not (needs.fills and needs.storages)
+        and all(isinstance(_lookup(name) or object, type) for name in needs.names.keys() & needs.made)
+        and _can_be_listed(needs.names)
+    )
+    return Permission(tuple(needs.names), suffices)
 
 
 def _may_have(name: str, member: str = "") -> bool:
@@ -346,17 +352,7 @@ def _may_have(name: str, member: str = "") -> bool:
     return found is None
 
 
-def _suffices(needs: Needs) -> bool:
-    """Return whether allowing the names is enough for torch to load the pickle."""
-    return (
-        needs.is_complete
-        and not (needs.fills and needs.has_storages)
-        and all(isinstance(_lookup(name) or object, type) for name in needs.made & set(needs.names))
-        and _can_be_listed(needs.names)
-    )
-
-
-def _can_be_listed(names: Sequence[str]) -> bool:
+def _can_be_listed(names: Iterable[str]) -> bool:
     """Return whether an allow-list can hold these names, and torch accepts them on it."""
     return not any(
         _lookup(name) is _OTHER or name.startswith(("builtins.", "posix.", "nt.", "os.", "sys.")) for name in names

@@ -86,10 +86,6 @@ def _rebuild_parameter(data: Any, _grad: Any, _hooks: Any, _state: Any = None) -
     return data
 
 
-def _no_hooks() -> dict[str, Any]:
-    return {}
-
-
 _FLAGS = ("conj", "neg")
 _NEGATED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128}
@@ -100,7 +96,7 @@ _FUNCTIONS = {
     ("torch._utils", "_rebuild_tensor_v3"): Function(_rebuild_v3),
     ("torch._utils", "_rebuild_parameter"): Function(_rebuild_parameter),
     ("torch._utils", "_rebuild_parameter_with_state"): Function(_rebuild_parameter),
-    ("collections", "OrderedDict"): Function(_no_hooks),
+    ("collections", "OrderedDict"): Function(dict),  # no hooks
 }
 
 

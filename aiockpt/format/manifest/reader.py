@@ -58,7 +58,10 @@ def decode_manifest(data: bytes) -> Manifest:
             writer=text(document["writer"]),
             created=text(document["created"]),
             metadata=mapping(document["metadata"]),
-            files=file_facts(document["files"]),
+            files={
+                name: FileFacts(_count(facts["bytes"]), _crc(facts["crc32"]))
+                for name, facts in mapping(document["files"]).items()
+            },
             totals=mapping(document["totals"]),
             times_s=mapping(document["times_s"]),
             containers=document["containers"],
@@ -77,11 +80,6 @@ def decode_manifest(data: bytes) -> Manifest:
 
 _MAX_FILE_BYTES = 1 << 62
 _CONTAINER_TYPES = ("dict", "OrderedDict", "Counter", "defaultdict", "list", "tuple", ARRAY_RECORD)
-
-
-def file_facts(files: Any) -> dict[str, FileFacts]:
-    """Return the sizes and CRCs of the files."""
-    return {name: FileFacts(_count(facts["bytes"]), _crc(facts["crc32"])) for name, facts in mapping(files).items()}
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -120,7 +118,7 @@ def containers(records: Any) -> list[dict[str, JsonValue]]:
 
 def _container(record: dict[str, Any]) -> dict[str, JsonValue]:
     path, kind = record["path"], record["type"]
-    if type(path) is not list or not set(map(type, path)) <= {str, int} or min(_positions(path), default=0) < 0:
+    if type(path) is not list or not set(map(type, path)) <= {str, int} or any(type(n) is int and n < 0 for n in path):
         raise TypeError("a container has something else for its path")
     if kind not in _CONTAINER_TYPES:
         raise ValueError("a container is of a type that is not known")
@@ -144,10 +142,6 @@ def _key(name: str, value: Any) -> JsonValue:
     if str(decode_key(value)) != name:
         raise ValueError("a container has a key that is not the one of its name")
     return value  # type: ignore[no-any-return]
-
-
-def _positions(path: list[Any]) -> list[int]:
-    return [part for part in path if type(part) is int]
 
 
 # --- the index --------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ Here the pickle runs with abstract values, which know how much a copy of them co
 from __future__ import annotations
 
 import _compat_pickle
+import contextlib
 import importlib
 import math
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
@@ -47,30 +48,6 @@ def torch_names() -> frozenset[str]:
     """Return the full names of the globals that torch's restricted unpickler allows by default."""
     names = getattr(importlib.import_module("torch._weights_only_unpickler"), "_get_allowed_globals", dict)
     return frozenset(names())
-
-
-class Needs(NamedTuple):
-    """The globals that a pickle needs to be allowed, and how it uses them."""
-
-    names: tuple[str, ...]  # full names of classes and functions, in order
-    made: frozenset[str]  # those of `names` whose results get a state: they have to be classes
-    lookups: frozenset[tuple[str, Any]]  # arguments of allowed `getattr` calls: full name ("" of a value), attribute
-    has_storages: bool  # it holds tensors
-    fills: bool  # it adds elements to objects of the classes
-    is_complete: bool  # it was interpreted to its end
-
-
-def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> Needs:
-    """Return the globals of a pickle that are neither allowed nor known; args as in `check_object_pickle`."""
-    collector = _Collector(data, records, allowed)
-    try:
-        collector.run()
-        is_complete = True
-    except (PickleError, _RefusedByTorch):
-        is_complete = False
-    storages = bool(collector.storages)
-    made, lookups = frozenset(collector.made), frozenset(collector.lookups)
-    return Needs(tuple(collector.names), made, lookups, storages, collector.fills, is_complete)
 
 
 class ForeignNameError(PickleError):
@@ -220,15 +197,16 @@ class _Guard(Machine):
         return known
 
 
-class _Collector(_Guard):
-    """Continues past globals that the guard stops at, and collects them."""
+class _Needs(_Guard):
+    """The globals that a pickle needs to be allowed, collected by going on where the guard stops."""
 
     def __init__(self, data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> None:
         super().__init__(data, records, allowed)
-        self.names: dict[str, None] = {}
-        self.made: set[str] = set()
-        self.lookups: set[tuple[str, Any]] = set()
-        self.fills = False
+        self.names: dict[str, None] = {}  # full names of classes and functions, in order
+        self.made: set[str] = set()  # those of `names` whose results get a state: they have to be classes
+        self.lookups: set[tuple[str, str]] = set()  # of allowed `getattr` calls: full name ("" of a value), attribute
+        self.fills = False  # it adds elements to objects of the classes
+        self.is_complete = False  # it was interpreted to its end
 
     def on_unknown_global(self, name: str) -> None:
         self.names[name] = None
@@ -252,6 +230,15 @@ class _Collector(_Guard):
         if isinstance(made, _AbstractValue) and made.kind == "object":
             made.name = function.name
         return made
+
+
+def needs_of(data: bytes, records: Mapping[str, int], allowed: Collection[str]) -> _Needs:
+    """Return the globals of a pickle that are neither allowed nor known; args as in `check_object_pickle`."""
+    needs = _Needs(data, records, allowed)
+    with contextlib.suppress(PickleError, _RefusedByTorch):
+        needs.run()
+        needs.is_complete = True
+    return needs
 
 
 # --- rules: the cost and the abstract result of each call ------------------------------------------

@@ -362,20 +362,10 @@ def build(m: Machine, at: int) -> int:
     return at
 
 
-def _push_persistent(m: Machine, pid: Any) -> None:
+def _persistent(m: Machine, at: int) -> int:
     if m.persistent_load is None:
         raise PickleError("the pickle refers to something outside itself")
-    m.stack.append(m.persistent_load(pid))
-
-
-def _persistent_line(m: Machine, at: int) -> int:
-    line, end = read_line(m, at)
-    _push_persistent(m, line.decode("ascii"))
-    return end
-
-
-def _persistent(m: Machine, at: int) -> int:
-    _push_persistent(m, m.stack.pop())
+    m.stack[-1] = m.persistent_load(m.stack[-1])
     return at
 
 
@@ -420,7 +410,6 @@ OPCODES: dict[str, Handler] = {
     "R": _call,
     "\x81": _new_object,
     "b": build,
-    "P": _persistent_line,
     "Q": _persistent,
 }
 

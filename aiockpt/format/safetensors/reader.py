@@ -43,14 +43,6 @@ class HeaderError(ValueError):
     """The damage of a header, as the predicate of a sentence about it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The entry of tensors of one dtype and shape, whatever their offsets."""
-
-    offsets: tuple[int, ...]
-    item: TensorItem
-
-
 def header_end(name: str, head: bytes, file_bytes: int) -> int:
     """Return the offset of the first tensor in a file that starts with ``head``, at least 8 bytes."""
     if file_bytes < LENGTH.size or len(head) < LENGTH.size:
@@ -137,7 +129,7 @@ def _texts(metadata: Any) -> dict[str, str]:
 
 def _read_tensors(name: str, document: dict[str, Any], base: int, file_bytes: int) -> dict[str, TensorEntry]:
     room = file_bytes - base
-    layouts: dict[tuple[Any, tuple[Any, ...]], _Layout] = {}
+    items: dict[tuple[Any, tuple[Any, ...]], tuple[TensorItem, tuple[int, ...]]] = {}  # by dtype and shape
     entries: dict[str, TensorEntry] = {}
     begins: list[int] = []
     ends: list[int] = []
@@ -147,23 +139,23 @@ def _read_tensors(name: str, document: dict[str, Any], base: int, file_bytes: in
             if type(sizes) is not list or not set(map(type, (*sizes, begin, end))) <= _INT:
                 raise TypeError("a size or an offset that is no whole number")
             shape = tuple(sizes)
-            layout = layouts.get((dtype, shape)) or layouts.setdefault((dtype, shape), _layout(name, key, dtype, shape))
+            item, origin = items.get((dtype, shape)) or items.setdefault((dtype, shape), _item(name, key, dtype, shape))
         except (KeyError, TypeError, ValueError) as exc:
             if isinstance(exc, HeaderError):
                 raise
             raise HeaderError(f"describes the tensor {key!r} in a way that is not known ({exc})") from exc
-        item = layout.item
         if not 0 <= begin <= end <= room or end - begin != item.nbytes:
             raise HeaderError(f"puts the tensor {key!r} of {item.nbytes} bytes at the bytes {begin} to {end} of {room}")
         begins.append(begin)
         ends.append(end)
         place = ItemRange(name, base + begin, item.nbytes)
-        entries[key] = TensorEntry(item.dtype, item.shape, (ChunkEntry(layout.offsets, item.shape, place, item),))
+        entries[key] = TensorEntry(item.dtype, item.shape, (ChunkEntry(origin, item.shape, place, item),))
     _check_cover(list(entries), begins, ends, room)
     return entries
 
 
-def _layout(name: str, key: str, dtype_name: Any, shape: tuple[int, ...]) -> _Layout:
+def _item(name: str, key: str, dtype_name: Any, shape: tuple[int, ...]) -> tuple[TensorItem, tuple[int, ...]]:
+    """Return the item of all tensors of this dtype and shape, and the offsets of their chunk."""
     dtype = _DTYPES.get(dtype_name)
     if dtype is None:
         raise LoadError(
@@ -181,7 +173,7 @@ def _layout(name: str, key: str, dtype_name: Any, shape: tuple[int, ...]) -> _La
             )
         shape = (*shape[:-1], shape[-1] // 2)
     nbytes = math.prod(shape) * dtype.itemsize
-    return _Layout((0,) * len(shape), TensorItem(dtype, shape, row_strides(shape), 0, 0, nbytes, None))
+    return TensorItem(dtype, shape, row_strides(shape), 0, 0, nbytes, None), (0,) * len(shape)
 
 
 def _check_cover(names: list[str], begins: list[int], ends: list[int], room: int) -> None:

@@ -159,10 +159,6 @@ class Placeholders:
     archive: TorchArchive
     by_key: dict[str, StoredStorage] = field(default_factory=dict)  # by key in the pickle
 
-    def by_address(self) -> dict[int, StoredStorage]:
-        """Return the storages by the address of their placeholder, which every view of it has."""
-        return {stored.placeholder._cdata: stored for stored in self.by_key.values()}
-
     def load(self, pid: Any) -> Any:
         """Return the placeholder of a persistent id in the pickle."""
         kind, storage_type, key, _location, numel = pid if type(pid) is tuple and len(pid) == 5 else (None,) * 5
@@ -278,12 +274,8 @@ class _TensorFinder(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor | torch.UntypedStorage | torch.storage.TypedStorage):
-            raise _FoundError
+            raise pickle.PicklingError
         return NotImplemented
-
-
-class _FoundError(Exception):
-    pass
 
 
 def holds_tensors(value: Any) -> bool:
@@ -335,7 +327,8 @@ def read_torch_file(
             f"{name} holds one container many times, which holds another many times, or itself; it has more parts than "
             "can be taken apart. If you trust the file, read it with torch.load."
         )
-    return TorchFile(name, value, placeholders.by_address())
+    # By the address of the placeholder, which every view of it has.
+    return TorchFile(name, value, {stored.placeholder._cdata: stored for stored in placeholders.by_key.values()})
 
 
 class _UnsupportedError(Exception):

@@ -126,24 +126,19 @@ class FrameWalker:
 
 ZSTD_NAME = "stream.zstd"
 ZSTD_DESCRIPTOR = f"{ZSTD_NAME}/1"
-DEFAULT_LEVEL = 3
 _STEP_BYTES = 1 << 20
 _STEP_BLOCKS = 32  # at a time: 4 MiB of output
 _LEVELS = range(-7, 23)
 
 
 @functools.cache
-def _library() -> Any:
+def require_zstd() -> Any:
+    """Return the library; raise `AiockptError`, naming the missing package, if zstd is not available."""
     try:
         import zstandard
     except ImportError as exc:
         raise AiockptError("zstd needs the package zstandard, which is missing: pip install 'aiockpt[zstd]'") from exc
     return zstandard
-
-
-def require_zstd() -> None:
-    """Raise `AiockptError`, naming the missing package, if zstd is not available."""
-    _library()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +149,7 @@ class Zstd:
         level: -7 to 22; higher levels take longer for fewer bytes.
     """
 
-    level: int = DEFAULT_LEVEL
+    level: int = 3
 
     def __post_init__(self) -> None:
         if type(self.level) is not int or self.level not in _LEVELS:
@@ -175,14 +170,14 @@ class Zstd:
 
     def compressed_bytes(self, data: memoryview) -> int:
         """Return the compressed size of some bytes. Releases the GIL."""
-        return len(_library().ZstdCompressor(level=self.level).compress(data))
+        return len(require_zstd().ZstdCompressor(level=self.level).compress(data))
 
 
 class ZstdEncoder:
     """Compresses one item."""
 
     def __init__(self, level: int, nbytes: int) -> None:
-        compressor = _library().ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
+        compressor = require_zstd().ZstdCompressor(level=level, write_checksum=True, write_content_size=True)
         self._frame = compressor.compressobj(size=nbytes)
 
     def update(self, data: memoryview) -> bytes:
@@ -200,7 +195,7 @@ class ZstdDecoder:
     """Decompresses one item, a few blocks at a time, so that a small input can't fill the memory."""
 
     def __init__(self) -> None:
-        zstandard = _library()
+        zstandard = require_zstd()
         self._errors = zstandard.ZstdError
         self._frame = zstandard.ZstdDecompressor().decompressobj(write_size=_STEP_BYTES)
         self._walker = FrameWalker()

@@ -12,7 +12,7 @@ from isal.isal_zlib import crc32, crc32_combine
 from aiockpt.core.spans import span as recorded
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.index import ItemRange
-from aiockpt.format.item.item_check import Framed, ItemChecker, Span, agree, read_framing
+from aiockpt.format.item.item_check import Framed, ItemChecker, Span, read_framing
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.reading.executor import run_each
 from aiockpt.reading.jobs import ItemWindow
@@ -225,10 +225,11 @@ class ItemVerifier:
                 message += ": the planner of its save has cast it, and loading casts it back" if is_cast else ""
                 severity: Severity = "warning" if is_cast else "error"
                 self._findings.add("mismatch", item.file, message, key=owner.key, offset=item.start, severity=severity)
-            crc = None if framed is None or given is None or given.crc is None else framed.payload_crc
-            if framed is not None and given is not None and not agree(found, crc, given):
-                message = "the manifest describes it in another way than its item does"
-                self._findings.add("disagreement", item.file, message, key=owner.key, offset=item.start)
+            if framed is not None and given is not None:
+                crc = None if given.crc is None else framed.payload_crc
+                if found._replace(crc=crc) != given:
+                    message = "the manifest describes it in another way than its item does"
+                    self._findings.add("disagreement", item.file, message, key=owner.key, offset=item.start)
 
     def _check_crc(self, item: StoredItem, span: Span | CheckedRange, crc: int) -> None:
         if span.crc is not None and crc != span.crc:
