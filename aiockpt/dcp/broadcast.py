@@ -22,7 +22,7 @@ from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.keys import hint
 from aiockpt.options import LoadOptions, check_options
-from aiockpt.planning.ranges import boxes
+from aiockpt.planning.ranges import boxes, overlap, select
 from aiockpt.reading.targets import check_memory
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from aiockpt.dcp.adapter import Path
     from aiockpt.dcp.convert.torch_source import MappedState
-    from aiockpt.planning.ranges import RowBox
+    from aiockpt.planning.ranges import Selection
 
 _PIECE_BYTES = 32 << 20
 """How much of a tensor is broadcast at a time."""
@@ -201,18 +201,17 @@ class BroadcastingTorchSaveReader(StorageReader):
         for start, stop in _pieces(shape, dtype):
             piece = torch.empty(stop - start, dtype=dtype, device=device)
             parts = boxes(shape, start, stop)
-            views = [
-                v.view(_box_sizes(box, shape))
-                for box, v in zip(parts, torch.split(piece, [b.count for b in parts]), strict=True)
-            ]
+            values = torch.split(piece, [box.count for box in parts])
             if tensor is not None:
-                for box, view in zip(parts, views, strict=True):
-                    view.copy_(tensor[box.index].view(view.shape))
+                for box, part in zip(parts, values, strict=True):
+                    block = tensor[box.index]
+                    part.view(block.shape).copy_(block)
             if is_distributed():
                 dist.broadcast(piece.view(torch.uint8), src=self.coordinator_rank)
-            for box, view in zip(parts, views, strict=True):
+            for box, part in zip(parts, values, strict=True):
+                block_at = select(shape, box.index).selections
                 for region in regions:
-                    region.fill_from(_box_origin(box, shape), view)
+                    region.fill_from(block_at, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,18 +232,13 @@ class _WantedRegion:
     lengths: tuple[int, ...]
     target: torch.Tensor
 
-    def fill_from(self, origin: tuple[int, ...], values: torch.Tensor) -> None:
-        """Copy the overlap with ``values``, a block that begins at ``origin`` of the whole tensor."""
-        ours: list[slice] = []
-        theirs: list[slice] = []
-        for begin, count, at, size in zip(self.starts, self.lengths, origin, values.shape, strict=True):
-            first, last = max(begin, at), min(begin + count, at + size)
-            if first >= last:
-                return
-            ours.append(slice(first - begin, last - begin))
-            theirs.append(slice(first - at, last - at))
-        with torch.no_grad():
-            (self.target[tuple(ours)] if ours else self.target).copy_(values[tuple(theirs)] if theirs else values)
+    def fill_from(self, block: Sequence[Selection], values: torch.Tensor) -> None:
+        """Copy the overlap with a block of the whole tensor; ``values`` are its elements, row by row."""
+        common = overlap(self.starts, self.lengths, block)
+        if common is not None:
+            ours = tuple(slice(part.start, part.start + part.count) for part in common.chunk)
+            with torch.no_grad():
+                self.target[ours].copy_(values.view([part.count for part in block])[common.target])
 
 
 def _wanted_regions(
@@ -292,17 +286,6 @@ def _pieces(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, i
     step = most - most % row if 0 < row <= most else most
     for start in range(0, count, step):
         yield start, min(start + step, count)
-
-
-def _box_origin(box: RowBox, shape: tuple[int, ...]) -> tuple[int, ...]:
-    begun = tuple(part.start if isinstance(part, slice) else part for part in box.index)
-    return begun + (0,) * (len(shape) - len(begun))
-
-
-def _box_sizes(box: RowBox, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sizes of a box along all dimensions of its tensor."""
-    taken = tuple(part.stop - part.start if isinstance(part, slice) else 1 for part in box.index)
-    return taken + shape[len(taken) :]
 
 
 def _device() -> torch.device:

@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
 
 import torch
@@ -75,8 +76,7 @@ class _Conversion:
     staging_bytes: int | None = None
 
     def start(self, checkpointer: AnyCheckpointer) -> Call[None]:
-        run = functools.partial(self.run, checkpointer)
-        return EngineAccess(checkpointer).call(run, f"convert {self.path}")
+        return EngineAccess(checkpointer).call(partial(self.run, checkpointer), f"convert {self.path}")
 
 
 def _blocking(prepare: Callable[P, _Conversion]) -> Callable[P, None]:
@@ -142,11 +142,8 @@ def dcp_to_torch_save(
         WriteError, CommitError: the file can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    paths = dcp_checkpoint_dir, torch_save_path
-    return _Conversion(
-        dcp_checkpoint_dir,
-        lambda checkpointer, tools: write_torch_file(checkpointer, *paths, options, tools, overwrite=overwrite),
-    )
+    run = partial(write_torch_file, dcp_checkpoint_dir, torch_save_path, options, overwrite, ConversionProgress())
+    return _Conversion(dcp_checkpoint_dir, run)
 
 
 dcp_to_torch_save_async = _async_form(dcp_to_torch_save)
@@ -187,12 +184,8 @@ def torch_save_to_dcp(
         SaveError: the checkpoint can't be written.
     """
     options = _options(verify=verify, safe_globals=safe_globals, trust=trust)
-    paths = torch_save_path, dcp_checkpoint_dir
-    return _Conversion(
-        torch_save_path,
-        lambda checkpointer, tools: write_checkpoint(checkpointer, *paths, options, tools, overwrite=overwrite),
-        staging_bytes,
-    )
+    run = partial(write_checkpoint, torch_save_path, dcp_checkpoint_dir, options, overwrite)
+    return _Conversion(torch_save_path, run, staging_bytes)
 
 
 torch_save_to_dcp_async = _async_form(torch_save_to_dcp)
@@ -338,12 +331,7 @@ def convert_checkpoint(
     progress = progress or ConversionProgress()
     match to:
         case "torch":
-            return _Conversion(
-                path,
-                lambda checkpointer, tools: write_torch_file(
-                    checkpointer, path, target, options, tools, overwrite=overwrite, progress=progress
-                ),
-            )
+            return _Conversion(path, partial(write_torch_file, path, target, options, overwrite, progress))
         case "dcp":
             make_form: Callable[[dict[str, JsonValue]], FileFormat] = _dcp_format
         case "safetensors":

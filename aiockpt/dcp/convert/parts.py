@@ -8,17 +8,21 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.planning.ranges import Selection, boxes
+from aiockpt.planning.ranges import boxes, select
 from aiockpt.reading.executor import ReadExecutor, run_each
 from aiockpt.reading.read_plan import TensorRead, reads_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
-    from aiockpt.format.index import ChunkEntry, TensorEntry
+    from aiockpt.format.index import ChunkEntry, TensorEntry, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.open import OpenCheckpoint
+
+    StoredChunk = tuple[ChunkEntry, TensorItem]
 
 PART_BYTES = 8 << 20
 _AT_ONCE = 4
@@ -44,28 +48,57 @@ class PartReader:
         self.executor = ReadExecutor(opened.source, opened.path, options, tools)
         self._source = opened.source
         self._path = opened.path
+        self._verify = options.verify
         self._run = tools.workers.run
 
+    async def stored(self, name: str, entry: TensorEntry) -> list[StoredChunk]:
+        """Return the chunks of a tensor that have any bytes, with their items."""
+        reads = [TensorRead(name, entry.dtype, chunk, None) for chunk in entry.chunks if 0 not in chunk.sizes]
+        await self.executor.prepare(reads)
+        return [(read.chunk, await self.executor.locate(read)) for read in reads]
+
     async def check(self, name: str, entry: TensorEntry) -> None:
-        """Check the CRCs of a tensor that is too large to be read at once; raise CorruptCheckpointError."""
+        """Check the CRCs of a tensor that is too large to be read at once, unless the caller wants no checks."""
+        if self._verify:
+            chunks = [stored for stored in await self.stored(name, entry) if stored[1].crc is not None]
+            await self.stream(name, chunks, lambda *_: None)
 
-        async def check(chunk: ChunkEntry) -> None:
-            read = TensorRead(name, entry.dtype, chunk, None)
-            await self.executor.prepare([read])
-            item = await self.executor.locate(read)
-            crc, view = 0, memoryview(bytearray(PART_BYTES))
-            for at in range(0, item.nbytes if item.crc is not None else 0, PART_BYTES):
+    async def stream(
+        self,
+        name: str,
+        chunks: Sequence[StoredChunk],
+        write: Callable[[ChunkEntry, int, memoryview], None],
+        progress: ConversionProgress | None = None,
+    ) -> list[int]:
+        """Read chunks of a tensor part by part, check them, and return their CRCs.
+
+        Several chunks are read at once; ``write`` is called in threads, with a chunk, an offset in it and the bytes.
+        """
+        crcs: list[int] = []
+
+        async def stream(stored: StoredChunk) -> None:
+            chunk, item = stored
+            place, view, crc = chunk.place, memoryview(bytearray(min(PART_BYTES, item.nbytes))), 0
+
+            def copy(at: int, part: memoryview) -> int:
+                self._source.read(place.file, place.offset + item.payload_offset + at, part)
+                write(chunk, at, part)
+                return crc32(part, crc)
+
+            for at in range(0, item.nbytes, PART_BYTES):
                 part = view[: item.nbytes - at]
-                place = chunk.place
-                await self._run(self._source.read, place.file, place.offset + item.payload_offset + at, part)
-                crc = await self._run(crc32, part, crc)
-            if item.crc is not None and crc != item.crc:
+                crc = await self._run(copy, at, part)
+                if progress is not None:
+                    progress.done_bytes += len(part)
+            if self._verify and item.crc not in (None, crc):
                 raise CorruptCheckpointError(
-                    f"{self._path}/{chunk.place.file}: the bytes of {name} do not match their CRC: they changed since "
-                    "they were written. Use an older checkpoint."
+                    f"{self._path}/{place.file}: the bytes of {name} do not match their CRC: they changed since they "
+                    "were written. Use an older checkpoint."
                 )
+            crcs.append(crc)
 
-        await run_each(check, [chunk for chunk in entry.chunks if 0 not in chunk.sizes], _AT_ONCE)
+        await run_each(stream, chunks, _AT_ONCE)
+        return crcs
 
 
 def reads_of_part(name: str, entry: TensorEntry, start: int, values: torch.Tensor) -> list[TensorRead]:
@@ -73,8 +106,7 @@ def reads_of_part(name: str, entry: TensorEntry, start: int, values: torch.Tenso
     reads: list[TensorRead] = []
     at = 0
     for box in boxes(entry.shape, start, start + values.numel()):
-        index = [*box.index, *(slice(0, n) for n in entry.shape[len(box.index) :])]
-        wanted = [Selection(i.start, i.stop - i.start) if isinstance(i, slice) else Selection(i, 1) for i in index]
+        wanted = select(entry.shape, box.index).selections
         target = values[at : at + box.count].view([selection.count for selection in wanted])
         is_whole = box.count * entry.dtype.itemsize == entry.nbytes
         reads += reads_of(name, entry, target, None if is_whole else wanted)

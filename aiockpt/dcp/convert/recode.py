@@ -79,7 +79,7 @@ class Recoding:
             containers = _containers_of(index, entries, self.options.dtype)
             plan = await run(_plan, index, entries, blobs, form, self.options.dtype)
             self.progress.total_bytes = plan.layout.nbytes
-            filler = _Filler(PartReader(opened, self.options, tools), entries, plan, verify=self.options.verify)
+            filler = _Filler(PartReader(opened, self.options, tools), entries, plan)
             transaction = await storage.begin(target, overwrite=self.overwrite, workers=tools.workers)
             try:
                 documents = None
@@ -142,11 +142,10 @@ async def _abort(transaction: Transaction, error: BaseException) -> None:
 class _Filler:
     """Reads what belongs into the chunks of the new files."""
 
-    def __init__(self, reader: PartReader, entries: Mapping[str, Entry], plan: SavePlan, *, verify: bool) -> None:
+    def __init__(self, reader: PartReader, entries: Mapping[str, Entry], plan: SavePlan) -> None:
         self._reader = reader
         self._entries = entries
         self._plan = plan
-        self._verify = verify
 
     async def fill(self, image: FileImage, start: int, stop: int, memory: torch.Tensor) -> None:
         """Read the bytes ``start`` to ``stop`` of a new file into ``memory``, as far as they are of tensors."""
@@ -160,7 +159,7 @@ class _Filler:
             values = memory[piece.at : piece.at + nbytes].view(spec.dtype)
             reads += reads_of_part(name, entry, piece.start // spec.dtype.itemsize, values)
             is_cut = nbytes < entry.nbytes // entry.dtype.itemsize * spec.dtype.itemsize
-            if self._verify and is_cut and piece.start == 0:  # reads of parts can't check the CRC of the whole
+            if is_cut and piece.start == 0:  # reads of parts can't check the CRC of the whole
                 await self._reader.check(name, entry)
         await self._reader.executor.read(reads)
 

@@ -33,13 +33,7 @@ _OURS = ("__*.distcp", "__*.metadata", METADATA_NAME, MANIFEST_NAME)
 
 
 async def write_checkpoint(
-    checkpointer: AnyCheckpointer,
-    path: Path,
-    target: Path,
-    options: LoadOptions,
-    tools: LoadTools,
-    *,
-    overwrite: bool,
+    path: Path, target: Path, options: LoadOptions, overwrite: bool, checkpointer: AnyCheckpointer, tools: LoadTools
 ) -> None:
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.torch_save_to_dcp`."""
     engine = EngineAccess(checkpointer)

@@ -20,14 +20,13 @@ from isal.isal_zlib import crc32
 from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.dcp.convert.parts import PART_BYTES, ConversionProgress, PartReader, reads_of_part
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.errors import CheckpointExistsError, CommitError, CorruptCheckpointError, WriteError
+from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.item_framing import unbacked_tensor
 from aiockpt.format.item.ziparchive import CRC, FramingError, data_offset, read_directory
 from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.assemble import build_state
-from aiockpt.reading.executor import run_each
 from aiockpt.reading.jobs import memory_of
 from aiockpt.reading.load import chosen_entries
 from aiockpt.reading.open import open_checkpoint
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from aiockpt.dcp.adapter import AnyCheckpointer, Path
+    from aiockpt.dcp.convert.parts import StoredChunk
     from aiockpt.format.index import ChunkEntry, TensorItem
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
@@ -53,25 +53,23 @@ if TYPE_CHECKING:
 
 _WINDOW_BYTES = 32 << 20
 """Tensors are read together up to this size; larger ones are streamed."""
-_STREAMS = 4
 _ALIGNMENT = 64
 
 
 async def write_torch_file(
-    checkpointer: AnyCheckpointer,
     path: Path,
     target: Path,
     options: LoadOptions,
-    tools: LoadTools,
-    *,
     overwrite: bool,
-    progress: ConversionProgress | None = None,
+    progress: ConversionProgress,
+    checkpointer: AnyCheckpointer,
+    tools: LoadTools,
 ) -> None:
     """Convert, on the checkpointer's loop; see `aiockpt.dcp.format_utils.dcp_to_torch_save`."""
     storage, path = EngineAccess(checkpointer).locate(path)
     opened = await open_checkpoint(storage, path, options, tools)
     try:
-        conversion = _Conversion(opened, options, tools, progress or ConversionProgress())
+        conversion = _Conversion(opened, options, tools, progress)
         await conversion.run(absolute(target), overwrite=overwrite)
     finally:
         with anyio.CancelScope(shield=True):
@@ -96,7 +94,6 @@ class _Conversion:
     def __init__(
         self, opened: OpenCheckpoint, options: LoadOptions, tools: LoadTools, progress: ConversionProgress
     ) -> None:
-        self._source = opened.source
         self._path = opened.path
         self._index = opened.index
         self._entries, _ = chosen_entries(opened.path, opened.index, options)
@@ -178,7 +175,7 @@ class _Conversion:
 
     async def _stream_all(self, file: TorchFileWriter, large: Sequence[_Pending]) -> None:
         for each in large:
-            chunks = [(chunk, await self._item(each, chunk)) for chunk in each.entry.chunks if 0 not in chunk.sizes]
+            chunks = await self._parts.stored(each.name, each.entry)
             if all(_is_stream_of(each, chunk, item) for chunk, item in chunks):
                 await self._stream(file, each, chunks)
             else:
@@ -186,8 +183,7 @@ class _Conversion:
 
     async def _copy_parts(self, file: TorchFileWriter, each: _Pending) -> None:
         """Read a tensor part by part, in its new dtype and row by row, and write it."""
-        if self._options.verify:
-            await self._parts.check(each.name, each.entry)
+        await self._parts.check(each.name, each.entry)
         size = each.tensor.dtype.itemsize
         memory = self._window_memory(PART_BYTES)
         crc = 0
@@ -200,33 +196,18 @@ class _Conversion:
             self._progress.done_bytes += len(part)
         await self._run(file.seal, each.space, crc)
 
-    async def _item(self, each: _Pending, chunk: ChunkEntry) -> TensorItem:
-        read = TensorRead(each.name, each.entry.dtype, chunk, None)
-        await self._reader.prepare([read])
-        return await self._reader.locate(read)
+    async def _stream(self, file: TorchFileWriter, each: _Pending, chunks: Sequence[StoredChunk]) -> None:
+        """Copy the stored bytes of a tensor, part by part."""
+        size, strides = each.tensor.dtype.itemsize, each.tensor.stride()
 
-    async def _stream(
-        self, file: TorchFileWriter, each: _Pending, chunks: Sequence[tuple[ChunkEntry, TensorItem]]
-    ) -> None:
-        """Copy a tensor part by part, several of its chunks concurrently."""
-        crcs: list[int] = []
+        def write(chunk: ChunkEntry, at: int, part: memoryview) -> None:
+            origin = sum(o * step for o, step in zip(chunk.offsets, strides, strict=True))
+            done = 0
+            for first, count in as_stream(chunk.sizes, strides, origin).runs(at // size, (at + len(part)) // size):
+                file.write(part[done : done + count * size], each.space.offset + first * size)
+                done += count * size
 
-        async def copy(part: tuple[ChunkEntry, TensorItem]) -> None:
-            chunk, item = part
-            buffer = bytearray(min(PART_BYTES, item.nbytes))
-            crc, at = 0, 0
-            while at < item.nbytes:
-                before = at
-                crc, at = await self._run(self._copy_part, file, each, chunk, item, crc, at, buffer)
-                self._progress.done_bytes += at - before
-            if self._options.verify and item.crc is not None and crc != item.crc:
-                raise CorruptCheckpointError(
-                    f"{self._path}/{chunk.place.file}: the bytes of {each.name} do not match their CRC: they "
-                    "changed since they were written. Use an older checkpoint."
-                )
-            crcs.append(crc)
-
-        await run_each(copy, chunks, _STREAMS)
+        crcs = await self._parts.stream(each.name, chunks, write, self._progress)
         if len(chunks) == 1:
             await self._run(file.seal, each.space, crcs[0])
             return
@@ -234,31 +215,6 @@ class _Conversion:
         while at < each.space.nbytes:
             crc, at = await self._run(file.crc_of, each.space, crc, at)
         await self._run(file.seal, each.space, crc)
-
-    def _copy_part(
-        self,
-        file: TorchFileWriter,
-        each: _Pending,
-        chunk: ChunkEntry,
-        item: TensorItem,
-        crc: int,
-        at: int,
-        buffer: bytearray,
-    ) -> tuple[int, int]:
-        """Copy the next bytes of a chunk; return the CRC so far, and the next offset. Blocks."""
-        place, size = chunk.place, item.dtype.itemsize
-        view = memoryview(buffer)[: min(PART_BYTES, item.nbytes - at)]
-        self._source.read(place.file, place.offset + item.payload_offset + at, view)
-        if len(each.entry.chunks) == 1:
-            file.write(view, each.space.offset + at)
-        else:
-            strides = each.tensor.stride()
-            origin = sum(o * step for o, step in zip(chunk.offsets, strides, strict=True))
-            done = 0
-            for first, count in as_stream(chunk.sizes, strides, origin).runs(at // size, (at + len(view)) // size):
-                file.write(view[done : done + count * size], each.space.offset + first * size)
-                done += count * size
-        return crc32(view, crc), at + len(view)
 
 
 def _write_held(file: TorchFileWriter, space: ReservedSpace) -> None:
