@@ -58,7 +58,7 @@ class DescribedCheckpoint:
         locations: dict[MetadataIndex, _StorageInfo] = {}
         for name, entry in index.entries.items():
             described[name] = _describe(entry)
-            if isinstance(entry, TensorEntry) and _elements(entry) < math.prod(entry.shape):
+            if isinstance(entry, TensorEntry) and not entry.is_whole:
                 self._incomplete[name] = entry
             for key, item in _items(name, entry, transformed or {}):
                 locations[key] = item.info
@@ -89,10 +89,6 @@ class DescribedCheckpoint:
                     "checkpoint of one rank that saved alone, and fills only what that rank had; or it is damaged. "
                     "If all ranks saved to one directory, aiockpt's own load joins their parts"
                 )
-
-
-def _elements(entry: TensorEntry) -> int:
-    return sum(math.prod(chunk.sizes) for chunk in entry.chunks)
 
 
 def _common(chunk: ChunkEntry, box: Box) -> int:

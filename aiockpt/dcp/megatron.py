@@ -213,7 +213,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             self._msc.os.makedirs(self._path(), exist_ok=True)
             return plan
         plan = super().prepare_local_plan(plan)
-        hidden = shared_commit.ensure(self._path(), fsync=self.sync_files)
+        hidden = shared_commit.begin(self._path(), None, fsync=self.sync_files, keep=True)
         if self._is_coordinator:
             self.discard()
             self._unpublished = weakref.finalize(self, shared_commit.discard, hidden, shared_commit.hold(hidden))
@@ -378,11 +378,14 @@ class FileSystemWriterAsync(FileSystemWriter):
             try:
                 written = _write_buckets(options, write_buckets)
                 infos = [result.storage_data for each in written for result in each]
-                results = {"places": [_place_of(info) for info in infos]}
+                places = [(i.relative_path, i.offset, i.length, i.transform_descriptors or ()) for i in infos]
+                results = {"places": places}
             except Exception as exc:  # raised where the results are retrieved
                 results = {"error": f"{type(exc).__name__}: {exc}"}
             try:
-                _write_results(results_path, results)
+                with open(f"{results_path}.new", "w") as file:
+                    json.dump(results, file)
+                os.replace(f"{results_path}.new", results_path)
             except OSError:  # raising would end a persistent process, and its callers would wait forever
                 outcome = results.get("error", "nothing went wrong before")
                 _logger.exception("rank %d did not write its results to %s (%s)", rank, results_path, outcome)
@@ -602,18 +605,6 @@ def _write_bucket(
     (written,) = {place.file for place in places}
     os.replace(os.path.join(directory, written), path)
     return results_of([item for item, _ in pairs], [place._replace(file=name) for place in places])
-
-
-def _place_of(info: Any) -> ItemRange:
-    return ItemRange(info.relative_path, info.offset, info.length, tuple(info.transform_descriptors or ()))
-
-
-def _write_results(path: str, results: dict[str, Any]) -> None:
-    """Write a results file atomically."""
-    fresh = f"{path}.new"
-    with open(fresh, "w") as file:
-        json.dump(results, file)
-    os.replace(fresh, path)
 
 
 def _read_results(path: str, count: int) -> list[ItemRange]:

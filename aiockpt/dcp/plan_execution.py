@@ -104,12 +104,9 @@ class PlanExecution:
             raise
 
     def _add(self, request: _Request) -> None:
-        if request.is_object:
-            self._enqueue(request, request.nbytes)
-            return
-        if request.stored.chunk is None:
+        if request.stored.chunk is None and not request.is_object:
             raise CorruptCheckpointError(f"{self._path}: {request.item.storage_index.fqn} is an object, not a tensor")
-        if request.is_quantized:
+        if request.is_object or request.is_quantized:
             self._enqueue(request, request.nbytes)
             return
         alone = not self._ahead and request.nbytes >= _ALONE_BYTES

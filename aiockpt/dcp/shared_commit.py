@@ -37,8 +37,11 @@ def _hidden(path: str, rank: int | None) -> tuple[str, str]:
     return beside, os.path.join(path, f"{HIDDEN}dcp" if rank is None else f"{HIDDEN}dcp-{rank}")
 
 
-def begin(path: str, rank: int | None, *, fsync: bool) -> str:
-    """Create the hidden directory of all ranks (None), or of a rank that saves alone; discard an unfinished save."""
+def begin(path: str, rank: int | None, *, fsync: bool, keep: bool = False) -> str:
+    """Create the hidden directory of all ranks (None), or of a rank that saves alone, and return it.
+
+    An unfinished save is discarded, unless ``keep``: then another rank may have created the directory for this save.
+    """
     beside, within = _hidden(path, rank)
     try:
         if rank is not None:
@@ -46,22 +49,10 @@ def begin(path: str, rank: int | None, *, fsync: bool) -> str:
             remove(within)
             os.mkdir(within)
             return within
-        remove(beside)
-        remove(within)
-        hidden = within if os.path.isdir(path) else beside
-        make_directories(hidden, fsync)
-    except OSError as exc:
-        raise WriteError(f"can't make a directory for the files of {path}: {exc}") from exc
-    return hidden
-
-
-def ensure(path: str, *, fsync: bool) -> str:
-    """Create the hidden directory of all ranks, unless another rank has; its files stay."""
-    beside, within = _hidden(path, None)
-    if os.path.isdir(beside):
-        return beside
-    hidden = within if os.path.isdir(path) else beside
-    try:
+        if not keep:
+            remove(beside)
+            remove(within)
+        hidden = within if os.path.isdir(path) and not os.path.isdir(beside) else beside
         make_directories(hidden, fsync)
     except OSError as exc:
         raise WriteError(f"can't make a directory for the files of {path}: {exc}") from exc
@@ -69,7 +60,7 @@ def ensure(path: str, *, fsync: bool) -> str:
 
 
 def find(path: str, rank: int | None) -> str:
-    """Return the hidden directory that `begin` or `ensure` has created, maybe on another rank."""
+    """Return the hidden directory that `begin` has created, maybe on another rank."""
     for hidden in _hidden(path, rank)[1:] if rank is not None else _hidden(path, rank):
         if os.path.isdir(hidden):
             return hidden

@@ -323,12 +323,10 @@ def write_items(
     planner: LocalPlanner,
     *,
     files: int | None,
-    separation_hint: Sequence[str] = (),
     transforms: Sequence[Transform] = (),
 ) -> Sequence[ItemRange]:
     """Write items to files; return the location of each. Blocks; if it is interrupted, the files are removed."""
-    options: dict[str, Any] = {"files": files, "separation_hint": separation_hint, "transforms": transforms}
-    job = checkpointer.submit_items(values, directory, planner, **options)
+    job = checkpointer.submit_items(values, directory, planner, files=files, transforms=transforms)
     try:
         job.handle.written.result()
     except BaseException:

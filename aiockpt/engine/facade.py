@@ -100,20 +100,18 @@ class CheckpointerBase:
         planner: LocalPlanner,
         *,
         files: int | None = None,
-        separation_hint: Sequence[str] = (),
         transforms: Sequence[Transform] = (),
     ) -> SaveJob:
         """Start to write tensors, and bytes of objects, to files in an existing directory. For adapters.
 
         The caller makes a checkpoint of the directory. If the save fails, its files are removed. ``planner`` names the
         files and keeps their layout for the next call. ``files`` is the most files to write; None: one for each item.
-        Tensors whose names begin with a ``separation_hint`` go to files of their own, named after the hint.
         ``transforms`` are applied to each item, in order.
         """
         with importing():
             from aiockpt.planning.dcp_plan import DcpFormat
 
-        form = DcpFormat(files, separation_hint)
+        form = DcpFormat(files)
         return self._submitter.submit_items(items, directory, planner, form, transforms)
 
     def _delete(self, path: Path, storage: Storage | None) -> Call[None]:

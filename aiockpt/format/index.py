@@ -60,6 +60,11 @@ class TensorEntry(NamedTuple):
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the chunks, if they do not overlap, hold every element."""
+        return sum(math.prod(chunk.sizes) for chunk in self.chunks) >= math.prod(self.shape)
+
 
 class ObjectEntry(NamedTuple):
     """A pickled object of the checkpoint, in an item of its own."""

@@ -51,8 +51,7 @@ def rank_directories(files: Collection[str]) -> dict[int, str]:
 
 def is_part(index: Index) -> bool:
     """Return whether an index lacks chunks of a tensor, as that of one of several ranks does."""
-    tensors = [entry for entry in index.entries.values() if isinstance(entry, TensorEntry)]
-    return any(sum(math.prod(chunk.sizes) for chunk in each.chunks) < math.prod(each.shape) for each in tensors)
+    return any(isinstance(entry, TensorEntry) and not entry.is_whole for entry in index.entries.values())
 
 
 def in_directory(index: Index, folder: str) -> Index:
