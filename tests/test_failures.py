@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -244,10 +243,10 @@ state = {{f"w{{i}}": torch.arange(i, i + 500_000) for i in range(8)}}
     ],
     ids=["async", "sync-sys-exit", "asyncio-run"],
 )
-def test_a_process_that_ends_finishes_its_save(body: str, tmp_path: Path) -> None:
+def test_a_process_that_ends_finishes_its_save(body: str, python: list[str], tmp_path: Path) -> None:
     path = tmp_path / "c"
     done = subprocess.run(
-        [sys.executable, "-c", _EXIT.format(body=body), path], capture_output=True, text=True, timeout=120, check=False
+        [*python, "-c", _EXIT.format(body=body), path], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -255,15 +254,15 @@ def test_a_process_that_ends_finishes_its_save(body: str, tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_process_that_ends_tells_of_a_failed_save(tmp_path: Path) -> None:
+def test_a_process_that_ends_tells_of_a_failed_save(python: list[str]) -> None:
     body = "aiockpt.AsyncCheckpointer().save(state, '/proc/nowhere/c')"
     done = subprocess.run(
-        [sys.executable, "-c", _EXIT.format(body=body)], capture_output=True, text=True, timeout=120, check=False
+        [*python, "-c", _EXIT.format(body=body)], capture_output=True, text=True, timeout=120, check=False
     )
     assert "WriteError: can't make the directory for /proc/nowhere/c" in done.stderr
 
 
-def test_a_forked_process_is_told_to_make_its_own(tmp_path: Path) -> None:
+def test_a_forked_process_is_told_to_make_its_own(python: list[str], tmp_path: Path) -> None:
     body = """
 import os, warnings
 warnings.simplefilter("ignore")
@@ -279,7 +278,7 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 ckpt.close()
 """
     done = subprocess.run(
-        [sys.executable, "-c", _EXIT.format(body=body), tmp_path / "c"],
+        [*python, "-c", _EXIT.format(body=body), tmp_path / "c"],
         capture_output=True,
         text=True,
         timeout=120,

@@ -6,6 +6,7 @@ Run as ``python -m tests.faults.few_descriptors FOLDER LOOP WRITER``; it prints 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import resource
@@ -85,6 +86,7 @@ def main(folder: Path, loop: str, writer: str) -> None:
     if loop == "asyncio":
         sys.modules["uvloop"] = None  # type: ignore[assignment]  # as where it is not installed
     assert aiockpt.SyncCheckpointer  # which is imported at its first use
+    gc.freeze()  # or collections in the cases would copy the pages of all that is imported
     cases: dict[str, Callable[[Path], None]] = {}
     for left in range(21) if writer == "thread" else (0, 1, 2, 3, 5, 8, 13):
         cases[f"{left} left"] = lambda own, left=left: with_few_left(left, own, writer)  # type: ignore[misc]

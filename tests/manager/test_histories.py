@@ -16,7 +16,7 @@ def check(count: int) -> None:
 
 
 def test_the_last_good_step_is_never_lost_and_nothing_is_kept_or_restored_that_should_not_be() -> None:
-    check(25)
+    check(15)
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ TIMEOUT_S = 240
 class Program:
     """One process of a program, of which each step lasts until it is told to go on."""
 
-    def __init__(self, kind: str, rank: int, size: int, folder: Path, grace: str) -> None:
+    def __init__(self, kind: str, rank: int, size: int, folder: Path, grace: str, python: Sequence[str]) -> None:
         self.lines: list[list[str]] = []
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         self.process = subprocess.Popen(
             [
-                sys.executable,
+                *python,
                 "-m",
                 "tests.manager.program",
                 kind,
@@ -92,11 +92,13 @@ class Program:
 
 
 @contextlib.contextmanager
-def programs(kind: str, size: int, folder: Path, grace: str = "") -> Iterator[list[Program]]:
+def programs(
+    kind: str, size: int, folder: Path, grace: str = "", python: Sequence[str] = (sys.executable,)
+) -> Iterator[list[Program]]:
     made: list[Program] = []
     try:
         for rank in range(size):
-            made.append(Program(kind, rank, size, folder, grace))  # noqa: PERF401 - each is ended if the next fails
+            made.append(Program(kind, rank, size, folder, grace, python))  # noqa: PERF401 - each is ended if the next fails
         yield made
     finally:
         for each in made:
@@ -124,11 +126,13 @@ def restored(folder: Path) -> tuple[aiockpt.Restored | None, dict[str, Any]]:
         pytest.param("blocking", "alone", marks=pytest.mark.full),
     ],
 )
-def test_a_signal_within_a_long_step_leads_to_a_last_save(tmp_path: Path, kind: str, asked: Any) -> None:
+def test_a_signal_within_a_long_step_leads_to_a_last_save(
+    tmp_path: Path, python: list[str], kind: str, asked: Any
+) -> None:
     """It comes to one process alone, and the others agree with it; a resumed program ends as one without a break."""
     folder = tmp_path / "run"
     size, asked = (1, 0) if asked == "alone" else (2, asked)
-    with programs(kind, size, folder, grace="60") as ranks:
+    with programs(kind, size, folder, "60", python) as ranks:
         for each in ranks:
             each.is_in(1)
         for each in ranks:
@@ -160,9 +164,9 @@ def test_a_signal_within_a_long_step_leads_to_a_last_save(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_does_not_fit_into_the_notice_is_not_begun(tmp_path: Path, size: int) -> None:
+def test_what_does_not_fit_into_the_notice_is_not_begun(tmp_path: Path, python: list[str], size: int) -> None:
     folder = tmp_path / "run"
-    with programs("blocking", size, folder, grace="1e-9") as ranks:
+    with programs("blocking", size, folder, "1e-9", python) as ranks:
         for step in (1, 2, 3):
             for each in ranks:
                 each.is_in(step)
