@@ -161,7 +161,7 @@ class Leader:
             return self._give_up_on(peer)
         except LinkBrokenError:
             peer.link = None
-            if self._has_left(peer):
+            if self._rendezvous.is_explained("left", peer.rank, peer.generation, REASON_S):
                 return self._failure_it_left_with(peer, operation)
             self._dead_ranks[peer.rank] = peer.name
             return Dead(peer.name)
@@ -169,12 +169,6 @@ class Leader:
             return Arrived(*pickle.loads(message))
         except Exception as exc:  # a class of the value can't be imported here
             return to_remote_error(peer.rank, exc)
-
-    def _has_left(self, peer: _Peer) -> bool:
-        try:
-            return self._rendezvous.wait_for("left", peer.rank, peer.generation, REASON_S)
-        except RuntimeError:
-            return False  # with neither link nor store it can't be reached
 
     def _failure_it_left_with(self, peer: _Peer, operation: str) -> RemoteError | None:
         """Return the failure that a rank raised when it left, or None if it left an earlier round, not this one."""
@@ -251,7 +245,7 @@ class Follower:
             return link.receive(self._reply_s)
         except LinkBrokenError as exc:
             self._link = None
-            if self._was_missed():
+            if self._rendezvous.is_explained("missed", self._rank, self._generation, REASON_S):
                 return self._stored_reply(operation)
             self._dead_ranks[0] = self._leader_name
             raise CoordinationError(dead_rank_text(self._leader_name, operation)) from exc
@@ -271,12 +265,6 @@ class Follower:
             return rendezvous.link(rank, generation, side=1, timeout_s=min(self._timeout_s, CONNECT_S))
         except LinkBrokenError as exc:
             raise LinkTimeoutError("the link could not be made") from exc
-
-    def _was_missed(self) -> bool:
-        try:
-            return self._rendezvous.wait_for("missed", self._rank, self._generation, REASON_S)
-        except RuntimeError:
-            return False  # the store has ended with rank 0
 
     def _stored_reply(self, operation: str) -> bytes | None:
         """Wait for the reply in the store; return None if it is about another operation."""

@@ -90,6 +90,13 @@ class Rendezvous:
             time.sleep(interval_s)
         return False
 
+    def is_explained(self, key: StoreKey, rank: int, generation: int, within_s: float) -> bool:
+        """Return whether the other side, which has closed its link, sets this key in time, and so is alive."""
+        try:
+            return self.wait_for(key, rank, generation, within_s)
+        except RuntimeError:
+            return False  # with neither link nor store it can't be reached
+
     def get(self, key: StoreKey, rank: int, generation: int) -> bytes:
         """Return the value of a key that is set."""
         return self._store.get(f"{key}/{rank}/{generation}")
