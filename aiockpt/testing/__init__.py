@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.testing.faults import Chances, Fault
-from aiockpt.testing.storages import FaultyStorage, GatedStorage, HangingStorage
+from aiockpt.testing.storages import Chances, Fault, FaultyStorage, GatedStorage, HangingStorage
 
 if TYPE_CHECKING:
     from aiockpt.testing.conformance import StorageConformance

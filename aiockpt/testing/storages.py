@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 import time
 from collections import Counter
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import anyio
@@ -13,10 +17,9 @@ import anyio
 from aiockpt.core.futures import Completion
 from aiockpt.errors import CommitError, CorruptCheckpointError, LoadError, WriteError
 from aiockpt.storage.wrapper import WrapperStorage
-from aiockpt.testing.faults import Chances, Fault
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import SharedTransaction, Storage
@@ -98,6 +101,60 @@ class HangingStorage(WrapperStorage):
         if step == self._step and self._workers is not None:
             self.reached._settle(None)
             await self._workers.run(self._works.wait)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A planned fault.
+
+    Attributes:
+        step: the step that fails; see `aiockpt.storage.wrapper.Step`.
+        error: the error of the file system. Any other exception than an OSError is raised as it is, such as a
+            MemoryError. None: the step does not fail, but is slow, or a read is short.
+        nth: the first occurrence that fails, counted from 1, of those whose name matches.
+        times: how many occurrences fail; None for all from there on.
+        name: the file or path, as a pattern in which * stands for any text.
+        delay_s: how much longer the step takes, in seconds.
+        short_bytes: for "read": the file seems to end after so many bytes of the range.
+    """
+
+    step: str
+    error: Exception | None = None
+    nth: int = 1
+    times: int | None = 1
+    name: str = "*"
+    delay_s: float = 0.0
+    short_bytes: int | None = None
+
+    def concerns(self, step: str, name: str) -> bool:
+        """Return whether it is for this step and name."""
+        return step == self.step and fnmatchcase(name, self.name)
+
+    def strikes(self, occurrence: int) -> bool:
+        """Return whether this occurrence, counted from 1, fails."""
+        return occurrence >= self.nth and (self.times is None or occurrence < self.nth + self.times)
+
+
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """Random faults, the same ones each time for the same seed and order of steps.
+
+    Attributes:
+        of: for each step the probability that it fails.
+        seed: of the random numbers.
+        numbers: the error numbers to choose from.
+    """
+
+    of: Mapping[str, float]
+    seed: int = 0
+    numbers: Sequence[int] = field(default=(errno.EIO, errno.ENOSPC, errno.EACCES, errno.ESTALE))
+
+    def draw(self, step: str, source: random.Random) -> OSError | None:
+        """Return the error of a step, or None if it does not fail."""
+        if step not in self.of or source.random() >= self.of[step]:
+            return None
+        number = source.choice(self.numbers)
+        return OSError(number, os.strerror(number))
 
 
 class FaultyStorage(WrapperStorage):
