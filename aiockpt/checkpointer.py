@@ -9,13 +9,11 @@ import anyio.lowlevel
 
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
-from aiockpt.engine.facade import CheckpointerBase
+from aiockpt.engine.facade import CheckpointerBase, closing
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
-from aiockpt.errors import AiockptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
-    from types import TracebackType
 
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
@@ -47,16 +45,9 @@ class AsyncCheckpointer(CheckpointerBase):
         self._engine.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            with anyio.CancelScope(shield=True):
-                await self.aclose()
-        except AiockptError as exc:
-            if error is None:
-                raise
-            error.add_note(f"closing the checkpointer also failed: {exc}")
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with closing("checkpointer", error), anyio.CancelScope(shield=True):
+            await self.aclose()
 
     @parameters_of(SaveRequest)
     def save(self, request: SaveRequest) -> SaveHandle:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from aiockpt.core.parameters import parameters_of
-from aiockpt.engine.facade import CheckpointerBase
+from aiockpt.engine.facade import CheckpointerBase, closing
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
-from aiockpt.errors import AiockptError, SaveError
+from aiockpt.errors import SaveError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from aiockpt.options import Path
     from aiockpt.reading.reader import SyncCheckpointReader
     from aiockpt.saving.handle import SaveHandle
@@ -36,15 +34,9 @@ class SyncCheckpointer(CheckpointerBase):
         self._engine.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with closing("checkpointer", error):
             self.close()
-        except AiockptError as exc:
-            if error is None:
-                raise
-            error.add_note(f"closing the checkpointer also failed: {exc}")
 
     @parameters_of(SaveRequest)
     def save(self, request: SaveRequest) -> SaveResult:
@@ -52,7 +44,10 @@ class SyncCheckpointer(CheckpointerBase):
 
         With ``on_failure="warn"``, a failed write does not raise; the result has it as ``error``.
         """
-        handle = self._submitter.submit(request)
+        return self._written(self._submitter.submit(request))
+
+    def _written(self, handle: SaveHandle) -> SaveResult:
+        """Block until a save is durable; return its result, or with ``on_failure="warn"`` that of its failure."""
         try:
             return handle.written.result()
         except SaveError as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import deque
@@ -12,14 +13,14 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.engine import Engine
 from aiockpt.engine.queue import KEPT
 from aiockpt.engine.requests import locate
-from aiockpt.errors import DeleteError, SaveError
+from aiockpt.errors import AiockptError, DeleteError, SaveError
 from aiockpt.format.transforms.base import check_transforms
 from aiockpt.options import CheckpointerOptions
 from aiockpt.snapshot.live import resolve
 from aiockpt.storage.local.storage import LocalStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Sequence
 
     import torch
 
@@ -38,6 +39,17 @@ if TYPE_CHECKING:
     from aiockpt.telemetry.loads import LoadResult
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def closing(what: str, error: BaseException | None) -> Iterator[None]:
+    """Add the failure of closing, within this context, as a note to the error that has ended a `with` block, if any."""
+    try:
+        yield
+    except AiockptError as exc:
+        if error is None:
+            raise
+        error.add_note(f"closing the {what} also failed: {exc}")
 
 
 class CheckpointerBase:
@@ -108,11 +120,7 @@ class CheckpointerBase:
         files and keeps their layout for the next call. ``files`` is the most files to write; None: one for each item.
         ``transforms`` are applied to each item, in order.
         """
-        with importing():
-            from aiockpt.planning.dcp_plan import DcpFormat
-
-        form = DcpFormat(files)
-        return self._submitter.submit_items(items, directory, planner, form, transforms)
+        return self._submitter.submit_items(items, directory, planner, files, transforms)
 
     def _delete(self, path: Path, storage: Storage | None) -> Call[None]:
         storage, where = locate(path, storage, self._storage)

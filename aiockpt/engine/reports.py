@@ -66,8 +66,7 @@ class Reports:
         if result is not None:
             self._tell(lambda observer, event: observer.written(event, result), event)
         elif error is not None:
-            method = {"skipped": "skipped", "cancelled": "cancelled"}.get(outcome, "failed")
-            self._tell(lambda observer, event: getattr(observer, method)(event, error), event)
+            self._tell(lambda observer, event: getattr(observer, outcome)(event, error), event)
 
     # --- loads and deletions --------------------------------------------------------------------------
 

@@ -72,10 +72,14 @@ class Submitter:
         except BaseException as exc:
             if coordinator is not None:  # the other ranks have called too: they must fail, not wait
                 self._engine.refuse(SaveJob.of_refusal(path, self._storage, exc, started, self._engine.origin))
-            is_calm = self._options.warn_only and isinstance(exc, WriteError)
-            if is_calm or isinstance(exc, SaveSkippedError):
-                return self._failed(path, exc, started)
-            raise
+            is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
+            if not is_calm:
+                raise
+            job = SaveJob.of_failure(
+                path, self._storage, exc, started, self._engine.origin, warn_only=self._options.warn_only
+            )
+            self._engine.queue.record(job, None, exc)
+            return job.handle
         job.captured_s = time.perf_counter() - started
         return job.handle
 
@@ -84,7 +88,7 @@ class Submitter:
         items: Sequence[tuple[str, torch.Tensor | bytes]],
         directory: Path,
         planner: LocalPlanner,
-        form: DcpFormat,
+        files: int | None,
         transforms: Sequence[Transform],
     ) -> SaveJob:
         """Queue a save that adds files to a directory; see `CheckpointerBase.submit_items`."""
@@ -98,7 +102,7 @@ class Submitter:
             storage=storage,
             snapshot=capture_items(items, sampled=self._options.validate == "hash"),
             started=started,
-            form=form,
+            form=DcpFormat(files),
             append_planner=planner,
             transforms=transforms,
         )
@@ -106,13 +110,6 @@ class Submitter:
         self._engine.submit(job)
         job.captured_s = time.perf_counter() - started
         return job
-
-    def _failed(self, path: str, error: BaseException, started: float) -> SaveHandle:
-        """Return the handle of a save that ends with the call."""
-        warn_only = self._options.warn_only
-        job = SaveJob.of_failure(path, self._storage, error, started, self._engine.origin, warn_only=warn_only)
-        self._engine.queue.record(job, None, error)
-        return job.handle
 
     def _fallback_for(self, where: str, storage: Storage, *, together: bool) -> str | None:
         """Return the fallback path of a checkpoint."""
@@ -157,15 +154,7 @@ class Submitter:
             metadata = check_user_metadata({} if request.metadata is None else request.metadata)
         except TypeError as exc:
             raise SaveError(str(exc)) from None
-        form = choose_form(
-            format,
-            where,
-            metadata,
-            shard_bytes=request.shard_bytes,
-            fqn_to_index_mapping=request.fqn_to_index_mapping,
-            separation_hint=request.separation_hint,
-            files=self._options.writing_threads,
-        )
+        form = choose_form(request, format, where, metadata, files=self._options.writing_threads)
         validate = request.validate or self._options.validate
         check_choice("validate", validate, Validation)
         capture = capture_state(
@@ -273,14 +262,7 @@ def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
 
 
 def choose_form(
-    name: SaveFormat | None,
-    path: str,
-    metadata: Mapping[str, JsonValue],
-    *,
-    shard_bytes: int | None,
-    fqn_to_index_mapping: Mapping[str, int] | None,
-    separation_hint: str | Sequence[str] | None,
-    files: int,
+    request: SaveRequest, name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], *, files: int
 ) -> SafetensorsFormat | DcpFormat | None:
     """Return the options of a plan that is not in DCP's default form; None for that form.
 
@@ -288,7 +270,8 @@ def choose_form(
         ValueError: a format that is not known, or an option where it means nothing.
         SaveError: the metadata can't be stored in this format.
     """
-    hints = (separation_hint,) if isinstance(separation_hint, str) else tuple(separation_hint or ())
+    hint = request.separation_hint
+    hints = (hint,) if isinstance(hint, str) else tuple(hint or ())
     for hint in hints:
         if name != "dcp":
             raise ValueError("separation_hint is for format='dcp'")
@@ -299,12 +282,15 @@ def choose_form(
             )
     if name == "safetensors":
         return SafetensorsFormat(
-            metadata, single_file=path.endswith(SUFFIX), shard_bytes=shard_bytes, file_of=fqn_to_index_mapping
+            metadata,
+            single_file=path.endswith(SUFFIX),
+            shard_bytes=request.shard_bytes,
+            file_of=request.fqn_to_index_mapping,
         )
     if name != "dcp":
         raise ValueError(f"format is {name!r}; it must be 'dcp' or 'safetensors'")
-    if shard_bytes is not None:
+    if request.shard_bytes is not None:
         raise ValueError("shard_bytes is for format='safetensors'; the dcp format has io_threads files")
-    if fqn_to_index_mapping is not None:
+    if request.fqn_to_index_mapping is not None:
         raise ValueError("fqn_to_index_mapping is for format='safetensors'")
     return DcpFormat(files, hints) if hints else None
