@@ -107,9 +107,7 @@ class RunLock:
 
     def _is_own(self, fd: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False)) and (
-                self._is_locked or read_facts(fd) == self.facts
-            )
+            return _is_at(fd, self._path) and (self._is_locked or read_facts(fd) == self.facts)
         except OSError:
             return False
 
@@ -178,12 +176,9 @@ def is_finishing(directory: str) -> bool:
         ticket = read_ticket(name)
         if ticket is None or ticket.suffix or liveness(ticket.owner, here) != "dead":
             continue
-        try:
-            with open_directory(os.path.join(directory, name)) as fd:
-                if lock(fd, fcntl.LOCK_EX) == "refused":
-                    return True
-        except OSError:  # it was published or removed just now
-            continue
+        with contextlib.suppress(OSError), open_directory(os.path.join(directory, name)) as fd:  # it may go meanwhile
+            if lock(fd, fcntl.LOCK_EX) == "refused":
+                return True
     return False
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from aiockpt.manager.scan import StepInfo, is_usable
+from aiockpt.manager.scan import StepInfo, is_number, is_usable
 
 Mode = Literal["min", "max"]
 
@@ -276,7 +276,7 @@ def check_count(policy: object, name: str, value: object) -> None:
 
 def check_seconds(policy: object, value: object) -> None:
     """Raise TypeError or ValueError if the seconds of a policy are not a positive number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if not is_number(value):
         raise TypeError(f"seconds of {type(policy).__name__} must be a number, not {value!r}")
     if not value > 0:
         raise ValueError(f"seconds of {type(policy).__name__} must be more than 0, not {value!r}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import CoordinationError
+from aiockpt.manager.scan import is_number
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -38,7 +39,7 @@ class LastSaveRequests:
 
     def request(self, grace_s: float | None = None) -> None:
         """Request a last save, which is to be written within so many seconds from now; None: no limit."""
-        if grace_s is not None and (not _is_number(grace_s) or math.isnan(grace_s)):
+        if grace_s is not None and (not is_number(grace_s) or math.isnan(grace_s)):
             raise TypeError(f"grace_s must be a number of seconds, or None, not {grace_s!r}")
         deadline = math.inf if grace_s is None else time.monotonic() + grace_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
@@ -52,7 +53,7 @@ class LastSaveRequests:
         """Note signals from now on; see `CheckpointManager.on_signal`."""
         if not signals:
             raise TypeError("on_signal() needs at least one signal, such as signal.SIGTERM")
-        if grace_s is not None and not (_is_number(grace_s) and grace_s > 0):
+        if grace_s is not None and not (is_number(grace_s) and grace_s > 0):
             raise ValueError(f"grace_s must be a positive number of seconds, or None, not {grace_s!r}")
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("on_signal() must be called in the main thread, where Python handles signals")
@@ -89,10 +90,6 @@ class LastSaveRequests:
                 previous(number, frame)
         elif again:  # the handlers of Ctrl-C end the program, so only the second one gets there
             _pass_on(previous, number, frame)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _pass_on(handler: Handler, number: int, frame: FrameType | None) -> None:

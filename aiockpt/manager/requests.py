@@ -135,16 +135,12 @@ def check_metrics(metrics: object) -> dict[str, float]:
         return {}
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a mapping of names to numbers, not {metrics!r}")
-    return {_checked_name(name): _number(name, value) for name, value in metrics.items()}
+    return {name: _number(name, value) for name, value in metrics.items()}
 
 
-def _checked_name(name: object) -> str:
+def _number(name: object, value: Any) -> float:
     if not isinstance(name, str):
         raise TypeError(f"the name of a metric must be text, not {name!r}")
-    return name
-
-
-def _number(name: str, value: Any) -> float:
     is_scalar = getattr(value, "ndim", None) == 0  # of torch or NumPy
     try:
         if not is_scalar and not isinstance(value, int | float):

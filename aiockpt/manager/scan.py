@@ -90,24 +90,75 @@ def step_of(name: str) -> int | None:
     return step if name == f"step-{step:08d}" else None
 
 
-_Cache = dict[str, tuple[tuple[int, ...], "_Facts | None"]]
-
-
 class StepScanner:
     """Scans a run's directory again and again, in any thread; an unchanged manifest is read once."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._cache: _Cache = {}
+        self._cache: dict[str, tuple[tuple[int, ...], _Facts | None]] = {}  # by the identity of the manifest
         self._lock = threading.Lock()
 
     def scan(self, *, lenient: bool = False) -> tuple[StepInfo, ...]:
         """Return the steps of the directory; see `scan`. ``lenient``: a step that can't be read counts as damaged."""
         with self._lock:
-            infos = _scan(self._directory, self._cache, lenient=lenient)
+            infos = self._scan(lenient=lenient)
             for path in self._cache.keys() - {info.path for info in infos}:
                 del self._cache[path]
         return infos
+
+    def _scan(self, *, lenient: bool) -> tuple[StepInfo, ...]:
+        infos: list[StepInfo | None] = []
+        for _ in range(_MOST_LISTS):
+            try:
+                with os.scandir(self._directory) as found:
+                    steps = {step: e.path for e in found if (step := step_of(e.name)) is not None and _is_directory(e)}
+            except FileNotFoundError:
+                return ()
+            infos = [self.look(path, step, lenient=lenient) for step, path in sorted(steps.items())]
+            if None not in infos:  # else the list may lack what its owner has written before deleting that one
+                break
+        return tuple(info for info in infos if info is not None)
+
+    def look(self, path: str, step: int, *, lenient: bool = False) -> StepInfo | None:
+        """Return what is known of a step; None if it has been deleted meanwhile."""
+        try:
+            return self._look(path, step)
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.isdir(path):  # a file of it was removed just now
+                return StepInfo(step, path, "unfinished", problem="its files are being removed")
+            return None
+        except OSError as exc:
+            if not lenient:
+                raise
+            return StepInfo(step, path, "damaged", problem=f"it can't be read: {exc}")
+
+    def _look(self, path: str, step: int) -> StepInfo:
+        with os.scandir(path) as entries:
+            sizes = {e.name: e.stat(follow_symlinks=False).st_size for e in entries if not e.is_dir()}
+        changed_s = os.stat(path).st_mtime
+        info = StepInfo(step, path, "complete", sum(sizes.values()), changed_s)
+        if MANIFEST_NAME not in sizes:
+            return _without_manifest(info, sizes)
+        facts = self._facts_of(path)
+        if facts is None:
+            return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
+        known = replace(info, time=facts.time, metrics=facts.metrics, metadata=facts.metadata)
+        wrong = _wrong_file(facts.files, sizes)
+        if wrong is None:
+            return known
+        if METADATA_NAME in sizes and is_of_another_save(facts.manifest, _read(os.path.join(path, METADATA_NAME))):
+            return _without_manifest(info, sizes)
+        return replace(known, state="damaged", problem=wrong)
+
+    def _facts_of(self, path: str) -> _Facts | None:
+        """Return the facts in a manifest; None if it is damaged."""
+        name = os.path.join(path, MANIFEST_NAME)
+        found = os.stat(name)
+        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+        known = self._cache.get(path)
+        if known is None or known[0] != identity:
+            known = self._cache[path] = (identity, _decode(_read(name)))
+        return known[1]
 
 
 def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
@@ -122,27 +173,12 @@ def scan(directory: str | os.PathLike[str]) -> tuple[StepInfo, ...]:
     Raises:
         OSError: the directory, or a manifest, can't be read.
     """
-    return _scan(os.path.abspath(os.path.expanduser(os.fspath(directory))), {})
+    return StepScanner(os.path.abspath(os.path.expanduser(os.fspath(directory)))).scan()
 
 
 def look(path: str, step: int = -1) -> StepInfo | None:
     """Return what the directory of a checkpoint shows, whatever its name; None if it is not there."""
-    return _look(step, path, {})
-
-
-def _scan(directory: str, cache: _Cache, *, lenient: bool = False) -> tuple[StepInfo, ...]:
-    infos: list[StepInfo | None] = []
-    for _ in range(_MOST_LISTS):
-        try:
-            with os.scandir(directory) as entries:
-                steps = {step: e.path for e in entries if (step := step_of(e.name)) is not None and _is_directory(e)}
-        except FileNotFoundError:
-            return ()
-        look = _look_or_problem if lenient else _look
-        infos = [look(step, path, cache) for step, path in sorted(steps.items())]
-        if None not in infos:  # else what its owner has written before deleting that one may be missing from the list
-            break
-    return tuple(info for info in infos if info is not None)
+    return StepScanner(os.path.dirname(path)).look(path, step)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
@@ -168,44 +204,6 @@ class _Facts:
     metadata: Mapping[str, Any]
 
 
-def _look_or_problem(step: int, path: str, cache: _Cache) -> StepInfo | None:
-    try:
-        return _look(step, path, cache)
-    except OSError as exc:
-        return StepInfo(step, path, "damaged", problem=f"it can't be read: {exc}")
-
-
-def _look(step: int, path: str, cache: _Cache) -> StepInfo | None:
-    """Return what is known of a step; None if it has been deleted meanwhile."""
-    try:
-        with os.scandir(path) as entries:
-            sizes = {e.name: e.stat(follow_symlinks=False).st_size for e in entries if not e.is_dir()}
-        changed_s = os.stat(path).st_mtime
-        info = StepInfo(step, path, "complete", sum(sizes.values()), changed_s)
-        if MANIFEST_NAME not in sizes:
-            return _without_manifest(info, sizes)
-        facts = _facts_of(path, cache)
-        if facts is None:
-            return replace(info, state="damaged", problem=f"{MANIFEST_NAME} is damaged")
-        wrong = _wrong_file(facts.files, sizes)
-        if wrong is None:
-            return replace(info, time=facts.time, metrics=facts.metrics, metadata=facts.metadata)
-        if METADATA_NAME in sizes and is_of_another_save(facts.manifest, _read(os.path.join(path, METADATA_NAME))):
-            return _without_manifest(info, sizes)
-        return replace(
-            info,
-            state="damaged",
-            time=facts.time,
-            metrics=facts.metrics,
-            metadata=facts.metadata,
-            problem=wrong,
-        )
-    except (FileNotFoundError, NotADirectoryError):
-        if os.path.isdir(path):  # a file of it was removed just now
-            return StepInfo(step, path, "unfinished", problem="its files are being removed")
-        return None
-
-
 def _without_manifest(info: StepInfo, sizes: Mapping[str, int]) -> StepInfo:
     if METADATA_NAME in sizes:
         return info
@@ -219,17 +217,6 @@ def _wrong_file(files: Mapping[str, int], sizes: Mapping[str, int]) -> str | Non
         if sizes[name] != nbytes:
             return f"{printable_key(name)} has {sizes[name]} bytes, but was written with {nbytes}"
     return None
-
-
-def _facts_of(path: str, cache: _Cache) -> _Facts | None:
-    """Return the facts in a manifest; None if it is damaged."""
-    name = os.path.join(path, MANIFEST_NAME)
-    found = os.stat(name)
-    identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-    known = cache.get(path)
-    if known is None or known[0] != identity:
-        known = cache[path] = (identity, _decode(_read(name)))
-    return known[1]
 
 
 def _read(name: str) -> bytes:
@@ -266,7 +253,7 @@ def _decode(data: bytes) -> _Facts | None:
 
 def _time_of(time_s: object, created: str) -> float:
     """Return when a step was saved; ``time_s``: as its manager says, if that is a time at all."""
-    if _is_number(time_s) and 0 <= time_s < _MOST_S:
+    if is_number(time_s) and 0 <= time_s < _MOST_S:
         return float(time_s)
     return datetime.fromisoformat(created).timestamp()
 
@@ -274,10 +261,11 @@ def _time_of(time_s: object, created: str) -> float:
 def _metrics_of(value: object) -> dict[str, float]:
     if not isinstance(value, dict):
         return {}
-    return {str(name): float(number) for name, number in value.items() if _is_number(number)}
+    return {str(name): float(number) for name, number in value.items() if is_number(number)}
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a number; a bool is none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -59,13 +59,10 @@ class EverySteps(SavePolicy):
 
     n: int
 
+    by_step = True
+
     def __post_init__(self) -> None:
         check_count(self, "n", self.n)
-
-    @property
-    def by_step(self) -> bool:  # type: ignore[override]
-        """Return True: the steps are the same on every rank."""
-        return True
 
     def is_due(self, facts: StepFacts) -> bool:
         """Return whether a multiple has been reached since the step before."""

@@ -16,8 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import aiockpt
-from aiockpt.manager import scan as scanning
-from aiockpt.manager.scan import StepScanner, scan, step_of, step_path
+from aiockpt.manager.scan import StepInfo, StepScanner, scan, step_of, step_path
 
 FILLED = {"a": torch.arange(12.0), "b": {"c": torch.ones(3, 2)}}
 
@@ -167,15 +166,15 @@ def test_a_step_that_is_written_while_the_only_other_one_is_deleted_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 1)
-    real = scanning._look
+    real = StepScanner._look
 
-    def replace_first(step: int, path: str, cache: scanning._Cache) -> scanning.StepInfo | None:
+    def replace_first(scanner: StepScanner, path: str, step: int) -> StepInfo:
         if step == 1:
             write(tmp_path, 2)
             shutil.rmtree(path)
-        return real(step, path, cache)
+        return real(scanner, path, step)
 
-    monkeypatch.setattr(scanning, "_look", replace_first)
+    monkeypatch.setattr(StepScanner, "_look", replace_first)
     assert [(found.step, found.state) for found in scan(tmp_path)] == [(2, "complete")]
 
 
