@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
-from aiockpt.errors import AiockptError, CheckpointerClosedError, CheckpointNotFoundError, SaveError
+from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError
 from aiockpt.manager.display import html_table
-from aiockpt.manager.ops import Agree, Clean, Ready, Run, Steps, of_rank_0
 from aiockpt.manager.owner import RunLock, is_finishing, take
 from aiockpt.manager.policies import as_policy, check_metric, kept_text, metric_of, ranked, select
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
 from aiockpt.manager.requests import ManagerOptions, check_metadata, check_metrics, check_step
 from aiockpt.manager.restoring import Restore
 from aiockpt.manager.retention import Retention
+from aiockpt.manager.run import ManagedRun, of_rank_0
 from aiockpt.manager.scan import RUN_KEY, StepScanner, step_path
 from aiockpt.manager.when import SavePolicy, StepFacts, split
 from aiockpt.options import CheckpointerOptions, SaveOptions
 
 if TYPE_CHECKING:
-    import contextlib
     from collections.abc import Callable, Mapping
 
     from aiockpt.engine.requests import StateDict
@@ -40,7 +39,7 @@ _WRITER_S = 60.0  # for the writer process of a killed trainer to finish
 _WRITER_POLL_S = 0.05
 
 
-class ManagerBase:
+class ManagerBase(ManagedRun):
     """A manager without methods that wait."""
 
     _kind: type[CheckpointerBase] = CheckpointerBase
@@ -56,13 +55,13 @@ class ManagerBase:
         self._by_step, self._by_facts = split(options.save)
         self._owns_checkpointer = options.checkpointer is None
         self._checkpointer = _checkpointer_of(options, self._kind)
-        self._checkpointer_options = self._checkpointer._options
+        in_force = self._checkpointer._options
         self._access = EngineAccess(self._checkpointer)
         _, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
         self._scanner = StepScanner(self.directory)
-        self._drain_s = min(self._checkpointer_options.drain_timeout, threading.TIMEOUT_MAX)
-        self._retention = Retention(self.directory, self._keep, fsync=self._checkpointer_options.fsync)
+        self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)
+        self._retention = Retention(self.directory, self._keep, fsync=in_force.fsync)
         self._requests = LastSaveRequests()
         self._lock: RunLock | None = None
         self._is_open = False
@@ -73,64 +72,36 @@ class ManagerBase:
         self._pace = Pace()
         self._calls_left = 1  # until the next exchange with the other ranks
 
-    # --- the ranks ----------------------------------------------------------------------------------------
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0, which decides, or there are no other ranks."""
-        return self._access.leads
-
-    def _led(self, what: str, steps: Callable[[], Steps[Any]]) -> Steps[Any]:
-        """Do something on rank 0 alone; its result, or its error, is that of all ranks."""
-        value, error = None, None
-        if self.leads:
-            try:
-                value = yield from steps()
-            except BaseException as exc:  # raised below, once the other ranks have been notified
-                error = exc
-            if self._access.world_size == 1:
-                if error is not None:
-                    raise error
-                return value
-        told = error if isinstance(error, Exception | None) else AiockptError(f"{what} was interrupted: {error!r}")
-        try:
-            value = yield Agree(what, value if told is None else told, of_rank_0)
-        except AiockptError:
-            if error is not None:
-                raise error from None
-            raise
-        return value
-
     # --- opening and closing ------------------------------------------------------------------------------
 
-    def _opened(self) -> Steps[None]:
+    async def _opened(self) -> None:
         """Take the run's lock at the first use, unless the manager only reads."""
         if self._is_closed:
             raise CheckpointerClosedError(f"this manager of {self.directory} is closed; make a new one")
         if self._is_open:
             return
         if self.writes:
-            yield from self._led(f"the lock of {self.directory}", self._take_lock)
+            await self._led(f"the lock of {self.directory}", self._take_lock)
         self._is_open = True
 
-    def _take_lock(self) -> Steps[None]:
+    async def _take_lock(self) -> None:
         if self._lock is None:  # else it was taken, and what follows was interrupted
             try:
-                self._lock = yield Run(partial(take, self.directory))
+                self._lock = await self._run(take, self.directory)
             except OSError as exc:
                 raise AiockptError(
                     f"the run {self.directory} can't be locked: {exc}; to only read it, pass mode='read'"
                 ) from exc
         try:
-            yield Clean(self.directory)
+            await self._call("clean", self.directory)
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         deadline = time.monotonic() + _WRITER_S
-        while (yield Run(partial(is_finishing, self.directory))):  # else its step would appear later, out of the blue
+        while await self._run(is_finishing, self.directory):  # else its step would appear later, out of the blue
             if time.monotonic() > deadline:
                 logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
                 break
-            yield Run(partial(time.sleep, _WRITER_POLL_S))
+            await self._run(time.sleep, _WRITER_POLL_S)
 
     def _end(self) -> None:
         """End the deletions, and let others write to the run. Blocks; idempotent."""
@@ -203,29 +174,7 @@ class ManagerBase:
 
     # --- restoring --------------------------------------------------------------------------------------------
 
-    def _candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
-        """Return the steps that a restore tries, the preferred one first."""
-        try:
-            infos = self._scanner.scan(lenient=choice != "best")  # the load raises why a step can't be read
-        except OSError as exc:
-            raise AiockptError(f"the run {self.directory} can't be read: {exc}") from exc
-        if choice == "latest":
-            return list(reversed(infos))
-        if choice == "best":
-            found = ranked(infos, metric or "", mode)
-            if infos and not found:
-                raise CheckpointNotFoundError(f"no complete step of {self.directory} has the metric {metric!r}")
-            return found
-        found = [info for info in infos if info.step == choice]
-        if not found:
-            raise CheckpointNotFoundError(f"there is no step {choice} in {self.directory}")
-        return found
-
-    def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Keep a step from being deleted while it is read."""
-        return self._retention.reading(step)
-
-    def _restore(
+    async def _restore(
         self,
         state: StateDict,
         step: StepChoice,
@@ -233,7 +182,7 @@ class ManagerBase:
         mode: Mode | None,
         verify: Verification,
         options: Mapping[str, Any],
-    ) -> Steps[Restored | None]:
+    ) -> Restored | None:
         if verify not in ("auto", "before", "while"):
             raise ValueError(f"verify must be 'auto', 'before' or 'while', not {verify!r}")
         if step not in ("latest", "best"):
@@ -241,8 +190,8 @@ class ManagerBase:
                 raise ValueError(f"step must be 'latest', 'best' or a number, not {step!r}")
             step = check_step(step)
         chosen = self._metric(metric, mode) if step == "best" else ("", "min")
-        yield from self._opened()
-        restored = yield from Restore(self, state, step, *chosen, verify, options).steps()
+        await self._opened()
+        restored = await Restore(self, state, step, *chosen, verify, options).run()
         if restored is not None:
             self._previous = restored.step
             self._retention.restored(restored.step)
@@ -250,7 +199,7 @@ class ManagerBase:
 
     # --- saving -------------------------------------------------------------------------------------------------
 
-    def _save(self, request: StepRequest, start: Callable[[Mapping[str, Any]], SaveHandle]) -> Steps[SaveHandle]:
+    async def _save(self, request: StepRequest, start: Callable[..., SaveHandle]) -> SaveHandle:
         step = check_step(request.step)
         metrics = check_metrics(request.metrics)
         metadata = check_metadata(request.metadata)
@@ -258,14 +207,14 @@ class ManagerBase:
             raise ValueError("a manager saves to the directory of its run: leave storage out")
         if not self.writes:
             raise SaveError(f"this manager only reads {self.directory}; make one with mode='write'")
-        yield from self._opened()
-        if self._is_stopping or self._checkpointer_options.on_busy == "wait":
-            yield Ready()
+        await self._opened()
+        if self._is_stopping or self._checkpointer._options.on_busy == "wait":
+            await self._call("ready")
         while self._is_stopping and (failure := self._access.take_failure()) is not None:  # else `start` raises it
             logger.error("an earlier save has failed, and the last one is begun all the same", exc_info=failure)
         metadata[RUN_KEY] = {"step": step, "metrics": metrics, "time": time.time(), "keep": kept_text(self._keep)}
-        options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)}
-        handle = start({**options, "metadata": metadata, "path": self.path_of(step), "state_dict": request.state_dict})
+        options = {each.name: getattr(request, each.name) for each in fields(SaveOptions)} | {"metadata": metadata}
+        handle = start(request.state_dict, self.path_of(step), **options)
         if not handle.skipped:
             self._last_began = time.monotonic()
         self._retention.follow(handle, step, prunes=self.leads)
@@ -303,7 +252,8 @@ class ManagerBase:
         step = check_step(step)
         if self._is_stopping:
             return False
-        facts = StepFacts(step, self._previous, time.monotonic() - self._last_began, self._is_idle())
+        is_idle = self._checkpointer.statistics().in_flight == 0
+        facts = StepFacts(step, self._previous, time.monotonic() - self._last_began, is_idle)
         self._previous = step
         is_due = self._by_step.is_due(facts)
         self._calls_left -= 1
@@ -322,9 +272,6 @@ class ManagerBase:
                 )
             return answer.is_due
         return is_due or answer.is_due
-
-    def _is_idle(self) -> bool:
-        return self._checkpointer.statistics().in_flight == 0
 
     def _exchange(self, step: int, facts: StepFacts) -> Answer:
         mine = Asked(step, self._requests.remaining_s())

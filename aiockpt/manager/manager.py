@@ -11,17 +11,14 @@ import anyio
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
-from aiockpt.errors import AiockptError
+from aiockpt.engine.facade import closing
 from aiockpt.manager.base import ManagerBase
-from aiockpt.manager.ops import Agree, Clean, Inspect, Load, Ready, Run, Verify
 from aiockpt.manager.requests import RestoreOptions, StepRequest
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from types import TracebackType
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.ops import Op, Steps
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.requests import Restored, StepChoice, Verification
     from aiockpt.reading.reader import CheckpointReader
@@ -69,23 +66,16 @@ class CheckpointManager(ManagerBase):
     async def __aenter__(self) -> Self:
         check_asyncio("a CheckpointManager", _INSTEAD)
         try:
-            await self._drive(self._opened())
+            await self._opened()
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await self.aclose()
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            with anyio.CancelScope(shield=True):
-                await self.aclose()
-        except AiockptError as exc:
-            if error is None:
-                raise
-            error.add_note(f"closing the manager also failed: {exc}")
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with closing("manager", error), anyio.CancelScope(shield=True):
+            await self.aclose()
 
     async def restore(
         self,
@@ -131,7 +121,7 @@ class CheckpointManager(ManagerBase):
             RunLockedError: another manager writes to the run.
         """
         check_asyncio("restore()", _INSTEAD)
-        return await self._drive(self._restore(state_dict, step, metric, mode, verify, options))
+        return await self._restore(state_dict, step, metric, mode, verify, options)
 
     @parameters_of(StepRequest)
     async def save(self, request: StepRequest) -> SaveHandle:
@@ -151,7 +141,7 @@ class CheckpointManager(ManagerBase):
             RunLockedError: another manager writes to the run.
         """
         check_asyncio("save()", _INSTEAD)
-        return await self._drive(self._save(request, lambda arguments: self._checkpointer.save(**arguments)))
+        return await self._save(request, self._checkpointer.save)
 
     @asynccontextmanager
     async def open(self, step: int) -> AsyncIterator[CheckpointReader]:
@@ -164,7 +154,7 @@ class CheckpointManager(ManagerBase):
             CheckpointNotFoundError: there is no such step.
         """
         path = self.path_of(step)
-        with self._reading(step):
+        with self._retention.reading(step):
             async with self._checkpointer.open(path) as reader:
                 yield reader
 
@@ -189,37 +179,15 @@ class CheckpointManager(ManagerBase):
                 self._requests.close()
                 await asyncio.to_thread(self._end)
 
-    async def _drive(self, steps: Steps[T]) -> T:
-        """Do what a generator yields, and send it the answers."""
-        answer: Any = None
-        error: BaseException | None = None
-        while True:
-            try:
-                op = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                value: T = stop.value
-                return value
-            answer, error = None, None
-            try:
-                answer = await self._do(op)
-            except BaseException as exc:  # raised by the generator, or handled there
-                error = exc
+    async def _call(self, method: str, *args: object, **options: object) -> Any:
+        return await getattr(self._checkpointer, method)(*args, **options)
 
-    async def _do(self, op: Op) -> Any:
-        checkpointer = self._checkpointer
-        match op:
-            case Load(path, state, options):
-                return await checkpointer.load(path, state, **options)
-            case Verify(path):
-                return await checkpointer.verify(path)
-            case Inspect(path):
-                async with checkpointer.open(path) as reader:
-                    return dict(reader)
-            case Agree(what, value, decide):
-                return await self._access.agree(what, value, decide).wait()
-            case Ready():
-                return await checkpointer.ready()
-            case Clean(directory):
-                return await checkpointer.clean(directory)
-            case Run(function):
-                return await asyncio.to_thread(function)
+    async def _inspect(self, path: str) -> Mapping[str, Any]:
+        async with self._checkpointer.open(path) as reader:
+            return dict(reader)
+
+    async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
+        return await self._access.agree(what, value, decide).wait()
+
+    async def _run(self, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.to_thread(function, *args)

@@ -8,25 +8,27 @@ import os
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.errors import (
+    AiockptError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     DamagedCheckpointWarning,
     LoadError,
 )
-from aiockpt.manager.ops import Agree, Inspect, Load, Run, Steps, Verify
+from aiockpt.manager.policies import ranked
 from aiockpt.manager.requests import Restored, SkippedStep
 from aiockpt.reading.info import TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.requests import StepChoice, Verification
+    from aiockpt.manager.run import ManagedRun
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Identity
     from aiockpt.telemetry.verification import VerifyReport
@@ -35,26 +37,6 @@ logger = logging.getLogger("aiockpt")
 
 _MOST_NAMES = 1000
 _MOST_LISTS = 20  # of a run whose steps are deleted or replaced while they are read
-
-
-class ManagedRun(Protocol):
-    """The manager, as far as a restore needs it."""
-
-    directory: str
-    writes: bool
-
-    def _led(self, what: str, steps: Callable[[], Steps[Any]]) -> Steps[Any]:
-        """Do something on rank 0 alone; its result, or its error, is that of all ranks."""
-
-    def _candidates(self, choice: StepChoice, metric: str | None, mode: Mode) -> list[StepInfo]:
-        """Return the steps to try, the preferred one first."""
-
-    def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Keep a step while it is read."""
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is rank 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +57,24 @@ class Restore:
     is verified before the load begins.
     """
 
-    run: ManagedRun
+    manager: ManagedRun
     state: StateDict
     choice: StepChoice
-    metric: str | None
+    metric: str
     mode: Mode
     verify: Verification
     options: Mapping[str, Any]
 
-    def steps(self) -> Steps[Restored | None]:
+    async def run(self) -> Restored | None:
         """Restore; return the step, or None if the run has none."""
-        run = self.run
+        run = self.manager
         touched_by = last = ""  # paths of steps: whose load has failed after it had filled tensors; that has gone
         for _ in range(_MOST_LISTS):
-            listed: list[tuple[StepInfo, Identity | None]]
-            listed = yield from run._led(f"the steps of {run.directory}", self._list)
+            listed = await run._led(f"the steps of {run.directory}", partial(run._run, self._listed))
             with contextlib.ExitStack() as reading:
                 for info, _ in listed:  # an older one may be needed to undo the load of a newer one
-                    reading.enter_context(run._reading(info.step))
-                found = yield from self._try(listed, touched_by)
+                    reading.enter_context(run._retention.reading(info.step))
+                found = await self._try(listed, touched_by)
             if not isinstance(found, _Gone):
                 return found
             touched_by, last = found.touched_by, found.path
@@ -102,23 +83,24 @@ class Restore:
             f"the run keep more of them{_touched(touched_by)}"
         )
 
-    def _try(
+    async def _try(
         self, listed: Sequence[tuple[StepInfo, Identity | None]], touched_by: str
-    ) -> Steps[Restored | _Gone | None]:
-        run = self.run
+    ) -> Restored | _Gone | None:
+        run = self.manager
         infos = [info for info, _ in listed]
         skipped: list[tuple[StepInfo, LoadError]] = []
         for at, (info, own) in enumerate(listed):
             try:
                 judge = partial(self._judge, infos[at:], bool(touched_by))
-                yield from run._led(f"the load of {info.path}", judge)
-                yield Load(info.path, self.state, self.options)
+                await run._led(f"the load of {info.path}", judge)
+                await run._call("load", info.path, self.state, **self.options)
             except (CorruptCheckpointError, CheckpointNotFoundError) as exc:
                 if isinstance(exc, CorruptCheckpointError):
                     filled = bool(exc.placed or exc.partly_placed)
-                    if (yield Agree("the end of a failed restore", filled, any)):
+                    if await run._agree("the end of a failed restore", filled, any):
                         touched_by = info.path
-                if (yield from run._led(f"the place of {info.path}", partial(self._is_gone, info, own))):
+                is_gone = partial(run._run, _is_gone, info.path, own)
+                if await run._led(f"the place of {info.path}", is_gone):
                     return _Gone(info.path, touched_by)
                 if isinstance(self.choice, int):
                     raise
@@ -128,7 +110,7 @@ class Restore:
                 if touched_by:
                     exc.add_note(f"tensors were filled by the load of {touched_by}, which failed")
                 raise
-            moved: tuple[SkippedStep, ...] = yield from run._led("the damaged steps", partial(self._set_aside, skipped))
+            moved = await run._led("the damaged steps", partial(self._set_aside, skipped))
             if moved and run.leads:
                 self._warn(info, moved)
             return Restored(info.step, info.path, info.metrics, info.metadata, moved)
@@ -141,40 +123,48 @@ class Restore:
 
     # --- on rank 0 --------------------------------------------------------------------------------------
 
-    def _list(self) -> Steps[list[tuple[StepInfo, Identity | None]]]:
+    def _listed(self) -> list[tuple[StepInfo, Identity | None]]:
         """Return the steps to try, each with what distinguishes it from another one that takes its place."""
+        return [(info, _identity(info.path)) for info in self._candidates()]
 
-        def listed() -> list[tuple[StepInfo, Identity | None]]:
-            found = self.run._candidates(self.choice, self.metric, self.mode)
-            return [(info, _identity(info.path)) for info in found]
-
-        found: list[tuple[StepInfo, Identity | None]] = yield Run(listed)
+    def _candidates(self) -> Sequence[StepInfo]:
+        """Return the steps to try, the preferred one first."""
+        directory, choice = self.manager.directory, self.choice
+        try:
+            infos = self.manager._scanner.scan(lenient=choice != "best")  # the load raises why a step can't be read
+        except OSError as exc:
+            raise AiockptError(f"the run {directory} can't be read: {exc}") from exc
+        if choice == "latest":
+            return infos[::-1]
+        if choice == "best":
+            found = ranked(infos, self.metric, self.mode)
+            if infos and not found:
+                raise CheckpointNotFoundError(f"no complete step of {directory} has the metric {self.metric!r}")
+            return found
+        found = [info for info in infos if info.step == choice]
+        if not found:
+            raise CheckpointNotFoundError(f"there is no step {choice} in {directory}")
         return found
 
-    def _is_gone(self, info: StepInfo, own: Identity | None) -> Steps[bool]:
-        """Return whether a step was deleted or replaced since it was listed."""
-        now: Identity | None = yield Run(partial(_identity, info.path))
-        return now is None or now != own
-
-    def _judge(self, infos: Sequence[StepInfo], is_touched: bool) -> Steps[None]:
+    async def _judge(self, infos: Sequence[StepInfo], is_touched: bool) -> None:
         """Check the first step as far as it must be before the load; raise CorruptCheckpointError if it is damaged."""
         first, *older = infos
-        found = yield Inspect(first.path)
+        found = await self.manager._inspect(first.path)
         if self.verify == "while":
             return
-        if self.verify == "auto" and not is_touched and (yield from self._can_be_undone(found, older)):
+        if self.verify == "auto" and not is_touched and await self._can_be_undone(found, older):
             return
-        report: VerifyReport = yield Verify(first.path)
+        report: VerifyReport = await self.manager._call("verify", first.path)
         unreadable = [problem for problem in report.errors if problem.kind == "unreadable"]
         if unreadable:  # the disk or a server failed, which does not prove that the checkpoint is damaged
             raise LoadError(f"{first.path} can't be read: {unreadable[0]}; nothing was changed")
         report.raise_if_bad()
 
-    def _can_be_undone(self, found: Mapping[str, Any], older: Sequence[StepInfo]) -> Steps[bool]:
+    async def _can_be_undone(self, found: Mapping[str, Any], older: Sequence[StepInfo]) -> bool:
         """Return whether the next older step that opens would overwrite every tensor that this one fills."""
         for info in older:
             try:
-                below = yield Inspect(info.path)
+                below = await self.manager._inspect(info.path)
             except (CorruptCheckpointError, CheckpointNotFoundError):
                 continue
             except LoadError:  # it may be sound, but can't be read now
@@ -182,22 +172,20 @@ class Restore:
             return _covers(below, found)
         return False
 
-    def _set_aside(self, skipped: Sequence[tuple[StepInfo, LoadError]]) -> Steps[tuple[SkippedStep, ...]]:
+    async def _set_aside(self, skipped: Sequence[tuple[StepInfo, LoadError]]) -> tuple[SkippedStep, ...]:
         """Rename the damaged steps, as an older one was restored in their place."""
         found = []
         for info, error in skipped:
             path = info.path
-            if self.run.writes and isinstance(error, CorruptCheckpointError):
-                path = yield Run(partial(set_aside, path))
+            if self.manager.writes and isinstance(error, CorruptCheckpointError):
+                path = await self.manager._run(set_aside, path)
             found.append(SkippedStep(info.step, path, str(error)))
         return tuple(found)
 
     def _warn(self, info: StepInfo, skipped: tuple[SkippedStep, ...]) -> None:
         what = "; ".join(f"step {each.step}, which is now {each.path} ({each.reason})" for each in skipped)
-        warnings.warn(
-            DamagedCheckpointWarning(f"the run goes on from step {info.step} of {self.run.directory}: {what}", skipped),
-            stacklevel=outer_stacklevel(),
-        )
+        message = f"the run goes on from step {info.step} of {self.manager.directory}: {what}"
+        warnings.warn(DamagedCheckpointWarning(message, skipped), stacklevel=outer_stacklevel())
 
 
 def set_aside(path: str) -> str:
@@ -216,6 +204,12 @@ def set_aside(path: str) -> str:
             return path
         return aside
     return path
+
+
+def _is_gone(path: str, own: Identity | None) -> bool:
+    """Return whether a step was deleted or replaced since it was listed."""
+    now = _identity(path)
+    return now is None or now != own
 
 
 def _identity(path: str) -> Identity | None:

@@ -7,18 +7,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from aiockpt.core.parameters import parameters_of
-from aiockpt.errors import AiockptError, SaveError
+from aiockpt.engine.facade import closing
 from aiockpt.manager.base import ManagerBase
-from aiockpt.manager.ops import Agree, Clean, Inspect, Load, Ready, Run, Verify
 from aiockpt.manager.requests import RestoreOptions, StepRequest
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
     from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.ops import Op, Steps
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.requests import Restored, StepChoice, Verification
     from aiockpt.reading.reader import SyncCheckpointReader
@@ -53,21 +50,15 @@ class SyncCheckpointManager(ManagerBase):
 
     def __enter__(self) -> Self:
         try:
-            self._drive(self._opened())
+            self._finish(self._opened())
         except BaseException:
             self.close()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        with closing("manager", error):
             self.close()
-        except AiockptError as exc:
-            if error is None:
-                raise
-            error.add_note(f"closing the manager also failed: {exc}")
 
     def restore(
         self,
@@ -80,7 +71,7 @@ class SyncCheckpointManager(ManagerBase):
         **options: Unpack[RestoreOptions],
     ) -> Restored | None:
         """Load the newest valid step, the best one, or a certain one, blocking; see `CheckpointManager.restore`."""
-        return self._drive(self._restore(state_dict, step, metric, mode, verify, options))
+        return self._finish(self._restore(state_dict, step, metric, mode, verify, options))
 
     @parameters_of(StepRequest)
     def save(self, request: StepRequest) -> SaveResult:
@@ -88,15 +79,7 @@ class SyncCheckpointManager(ManagerBase):
 
         With ``on_failure="warn"``, a failed write does not raise; the result has it as ``error``.
         """
-        handle = self._submit(request)
-        try:
-            return handle.written.result()
-        except SaveError as exc:
-            if not self._checkpointer_options.warn_only:
-                raise
-            from aiockpt.telemetry.saves import SaveResult
-
-            return SaveResult.of_failure(handle.path, exc, handle._elapsed())
+        return self._checkpointer._written(self._finish(self._save(request, self._checkpointer.submit)))
 
     @parameters_of(StepRequest)
     def submit(self, request: StepRequest) -> SaveHandle:
@@ -105,16 +88,13 @@ class SyncCheckpointManager(ManagerBase):
         Returns:
             The handle; ``stage, write = submit(...)`` unpacks its two futures.
         """
-        return self._submit(request)
-
-    def _submit(self, request: StepRequest) -> SaveHandle:
-        return self._drive(self._save(request, lambda arguments: self._checkpointer.submit(**arguments)))
+        return self._finish(self._save(request, self._checkpointer.submit))
 
     @contextmanager
     def open(self, step: int) -> Iterator[SyncCheckpointReader]:
         """Inspect a step: ``with run.open(100) as reader:``; see `CheckpointManager.open`."""
         path = self.path_of(step)
-        with self._reading(step), self._checkpointer.open(path) as reader:
+        with self._retention.reading(step), self._checkpointer.open(path) as reader:
             yield reader
 
     def close(self) -> None:
@@ -131,37 +111,24 @@ class SyncCheckpointManager(ManagerBase):
                 self._requests.close()
                 self._end()
 
-    def _drive(self, steps: Steps[T]) -> T:
-        """Do what a generator yields, and send it the answers."""
-        answer: Any = None
-        error: BaseException | None = None
-        while True:
-            try:
-                op = steps.send(answer) if error is None else steps.throw(error)
-            except StopIteration as stop:
-                value: T = stop.value
-                return value
-            answer, error = None, None
-            try:
-                answer = self._do(op)
-            except BaseException as exc:  # raised by the generator, or handled there
-                error = exc
+    def _finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, whose end the first step reaches: what it awaits here blocks instead of suspending it."""
+        try:
+            work.send(None)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        raise AssertionError("a blocking manager awaits nothing that suspends")
 
-    def _do(self, op: Op) -> Any:
-        checkpointer = self._checkpointer
-        match op:
-            case Load(path, state, options):
-                return checkpointer.load(path, state, **options)
-            case Verify(path):
-                return checkpointer.verify(path)
-            case Inspect(path):
-                with checkpointer.open(path) as reader:
-                    return dict(reader)
-            case Agree(what, value, decide):
-                return self._access.agree(what, value, decide).result()
-            case Ready():
-                return checkpointer.ready()
-            case Clean(directory):
-                return checkpointer.clean(directory)
-            case Run(function):
-                return function()
+    async def _call(self, method: str, *args: object, **options: object) -> Any:
+        return getattr(self._checkpointer, method)(*args, **options)
+
+    async def _inspect(self, path: str) -> Mapping[str, Any]:
+        with self._checkpointer.open(path) as reader:
+            return dict(reader)
+
+    async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
+        return self._access.agree(what, value, decide).result()
+
+    async def _run(self, function: Callable[..., T], *args: object) -> T:
+        return function(*args)
