@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from aiockpt.coordination.coordinator import ProcessGroupCoordinator
+from aiockpt.coordination.coordinator import Coordinator as GroupCoordinator
 from benchmarks import limits, machine, rank_savers
 from benchmarks.bars import Bar
 from benchmarks.imagined import Imagined
@@ -130,7 +130,7 @@ def measure_rounds(rank: Rank, count: int, payload: int) -> Sample:
     async def run() -> Sample:
         gc.collect()
         files, memory, threads = _descriptors(), resident_bytes(), _threads()
-        coordinator = ProcessGroupCoordinator(dist.group.WORLD, timeout_s=120)  # type: ignore[arg-type]
+        coordinator = GroupCoordinator(dist.group.WORLD, timeout_s=120)  # type: ignore[arg-type]
         took: Sample = {}
         used: Sample = {}
         for what, value in (("round_s", b""), ("large_s", bytes(payload))):

@@ -9,7 +9,7 @@ import torch.distributed
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    from aiockpt.coordination.base import Coordinator
+    from aiockpt.coordination.coordinator import Coordinator
 
 ProcessGroupLike = torch.distributed.ProcessGroup | Literal["default"] | None
 """A group of ranks; ``"default"`` for all ranks of the program, if it is distributed; None for this process alone."""
@@ -46,9 +46,9 @@ def choose_coordinator(group: ProcessGroupLike, timeout_s: float, *, was_distrib
     if chosen is None or chosen.size() == 1:
         return None
     # Only now: it imports gloo, which a torch without distributed does not have.
-    from aiockpt.coordination.coordinator import ProcessGroupCoordinator
+    from aiockpt.coordination.coordinator import Coordinator
 
-    return ProcessGroupCoordinator(chosen, timeout_s=timeout_s)
+    return Coordinator(chosen, timeout_s=timeout_s)
 
 
 def is_distributed() -> bool:

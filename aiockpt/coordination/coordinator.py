@@ -1,4 +1,4 @@
-"""Ranks that agree over connections of their own, never over the caller's process group."""
+"""Rounds, in which all ranks agree or all fail, over connections of their own, not the caller's process group."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import pickle
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import anyio
 
-from aiockpt.coordination.base import Coordinator, Lane
 from aiockpt.coordination.outcome import (
     Arrived,
     RemoteError,
@@ -28,16 +28,24 @@ from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Coroutine
 
     from torch.distributed import ProcessGroup
 
-    from aiockpt.coordination.base import Decide, Undo
     from aiockpt.coordination.outcome import Arrival
 
 logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
+
+Lane = Literal["plan", "finish", "load", "agree"]
+"""Rounds of one lane run one after the other, in the same order on every rank. Rounds of different lanes don't wait
+for each other, so that the next save is planned while this one is written."""
+
+Decide = Callable[[Sequence[Any]], Awaitable[Sequence[Any]]]
+"""Takes the values of all ranks, in rank order; returns a reply for each rank."""
+
+Undo = Callable[[], Awaitable[None]]
 
 _END_S = 5.0
 
@@ -62,8 +70,8 @@ class _Outcome(NamedTuple):
     cause: BaseException | None = None
 
 
-class ProcessGroupCoordinator(Coordinator):
-    """Coordinates the ranks of a `torch.distributed` process group, of any backend.
+class Coordinator:
+    """One rank's connection to the other ranks of a `torch.distributed` process group of any backend. Rank 0 leads.
 
     The group only names the ranks and provides the store in which they meet: nothing is ever sent over it,
     and no group is registered with `torch.distributed`, so the program's own collectives and ``new_group`` calls
@@ -76,7 +84,7 @@ class ProcessGroupCoordinator(Coordinator):
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
         self._address = RankAddress(group)
-        self.rank = self._address.rank
+        self.rank = self._address.rank  # in the group, from 0
         self.world_size = self._address.world_size
         self._timeout_s = timeout_s
         self._dead_ranks: dict[int, str] = {}
@@ -87,17 +95,34 @@ class ProcessGroupCoordinator(Coordinator):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
     def leader_lives(self) -> bool:
-        """Whether rank 0 can still be reached; see `Coordinator.leader_lives`."""
+        """Whether rank 0 can still be reached, as far as this rank has noticed."""
         return 0 not in self._dead_ranks
 
     async def round(self, lane: Lane, operation: str, value: Any, decide: Decide, undo: Undo | None = None) -> Any:
-        """Run one round; see `Coordinator.round`."""
+        """Send a value, or this rank's error, to rank 0 and return rank 0's reply.
+
+        Every rank calls it once for each round of a lane, in the same order, with the same ``operation`` (such as
+        ``the save of runs/a``, for messages) and with a value that can be pickled, or an exception. ``decide`` and
+        ``undo`` run on rank 0 only, in the event loop.
+
+        If all ranks sent values, rank 0 runs ``decide`` with them. If a rank sent an error, is dead, or does not
+        come within the timeout, or if ``decide`` fails, rank 0 runs ``undo``, and then every rank's call raises
+        the same error, which names the rank. Once ``decide`` has succeeded, the round has succeeded: if a rank dies
+        before its reply reaches it, only the next round fails.
+
+        A cancellation is delivered when the round is over: a rank that left alone would leave the others waiting.
+        """
         self._loop = asyncio.get_running_loop()
         return await _run_to_completion(self._round_in_turn(self._lanes[lane], operation, value, decide, undo))
 
     def abandon(self) -> None:
-        """Stop waiting for other ranks; see `Coordinator.abandon`."""
+        """Make current and later rounds of this rank fail instead of wait. From any thread; does not block."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits in it
                 self._loop.call_soon_threadsafe(self._abandoned.set)

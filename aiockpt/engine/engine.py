@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from anyio.abc import TaskGroup
 
-    from aiockpt.coordination.base import Coordinator
+    from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.engine.loop import Owner
     from aiockpt.engine.queue import Failures, Statistics
     from aiockpt.format.transforms.base import Transform

@@ -22,7 +22,7 @@ from aiockpt.errors import AiockptError, LoadError
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
-    from aiockpt.coordination.base import Coordinator
+    from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.reading.apply_live import Filled
 
 _leavers: set[asyncio.Future[None]] = set()

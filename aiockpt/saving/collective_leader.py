@@ -16,7 +16,7 @@ from aiockpt.writing.collective_commit import WorldFacts, publish_together
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from aiockpt.coordination.base import Coordinator
+    from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.cache import GlobalPlanCache
     from aiockpt.planning.collective.local import LocalPlanner

@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from aiockpt.coordination.base import Lane
-from aiockpt.coordination.coordinator import ProcessGroupCoordinator
+from aiockpt.coordination.coordinator import Coordinator, Lane
 from aiockpt.errors import CoordinationError, WriteError
 from tests.ranks.failing import die, expect_no_reason
 from tests.ranks.world import RankFailure, World
@@ -33,8 +32,8 @@ def default_group() -> Any:
 
 
 @contextlib.asynccontextmanager
-async def coordinator(timeout_s: float = LONG_S, group: Any = None) -> AsyncIterator[ProcessGroupCoordinator]:
-    made = ProcessGroupCoordinator(group or default_group(), timeout_s=timeout_s)
+async def coordinator(timeout_s: float = LONG_S, group: Any = None) -> AsyncIterator[Coordinator]:
+    made = Coordinator(group or default_group(), timeout_s=timeout_s)
     try:
         yield made
     finally:
@@ -278,7 +277,7 @@ CASES: list[Case] = [
 ]
 
 
-async def misses_some(ranks: ProcessGroupCoordinator, absent: Sequence[int]) -> str:
+async def misses_some(ranks: Coordinator, absent: Sequence[int]) -> str:
     if ranks.rank in absent:
         return ""
     with pytest.raises(CoordinationError) as raised:
@@ -475,10 +474,10 @@ def test_the_groups_of_the_caller_are_left_alone(world4: World) -> None:
 
 
 def waits_in_new_group(rank: int, world_size: int) -> Any:
-    async def first_round(ranks: ProcessGroupCoordinator) -> Any:
+    async def first_round(ranks: Coordinator) -> Any:
         return await ranks.round("plan", "the save of a", rank, tagged)
 
-    ranks = ProcessGroupCoordinator(default_group(), timeout_s=LONG_S)
+    ranks = Coordinator(default_group(), timeout_s=LONG_S)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(asyncio.run(first_round(ranks))))
     if rank == 1:
@@ -529,7 +528,7 @@ async def in_a_subgroup(rank: int, world_size: int) -> Any:
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         with pytest.raises(CoordinationError, match="not a member"):
-            ProcessGroupCoordinator(group, timeout_s=LONG_S)
+            Coordinator(group, timeout_s=LONG_S)
         return None
     async with coordinator(group=group) as ranks, coordinator(group=group) as second:
         place = ranks.rank, ranks.world_size
