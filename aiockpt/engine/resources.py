@@ -141,8 +141,8 @@ def shared_memory(options: CheckpointerOptions) -> SharedMemory | None:
     import aiockpt.writing.process.supervisor  # noqa: F401
 
     is_bounded = options.staging_bytes is not None
-    most = _chunks(options) * options.chunk if is_bounded else available_memory_bytes() // 2
-    return SharedMemory(max(1, most // options.chunk) * options.chunk)
+    chunks = _chunks(options) if is_bounded else max(1, available_memory_bytes() // 2 // options.chunk)
+    return SharedMemory(chunks * options.chunk)
 
 
 def _chunks(options: CheckpointerOptions) -> int:

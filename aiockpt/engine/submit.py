@@ -251,11 +251,7 @@ def check_portable(*tools: Storage | Transform) -> None:
 
 
 def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
-    """Return the format to save in: the one that was asked for, or else the one that the path's ending means.
-
-    Raises:
-        ValueError: they contradict each other.
-    """
+    """Return the format that was asked for, or else the one that the path's ending means; they must not differ."""
     if name == "dcp" and path.endswith(SUFFIX):
         raise ValueError(f"{path} ends in {SUFFIX}, which contradicts format='dcp'; rename it, or leave out format")
     return name or ("safetensors" if path.endswith(SUFFIX) else "dcp")
@@ -264,12 +260,7 @@ def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
 def choose_form(
     request: SaveRequest, name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], *, files: int
 ) -> SafetensorsFormat | DcpFormat | None:
-    """Return the options of a plan that is not in DCP's default form; None for that form.
-
-    Raises:
-        ValueError: a format that is not known, or an option where it means nothing.
-        SaveError: the metadata can't be stored in this format.
-    """
+    """Return the options of a plan that is not in DCP's default form, None for that form; refuse what contradicts."""
     hint = request.separation_hint
     hints = (hint,) if isinstance(hint, str) else tuple(hint or ())
     for hint in hints:
