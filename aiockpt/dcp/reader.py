@@ -115,7 +115,7 @@ class FileSystemReader(filesystem.FileSystemReader):
             if rank is not None:
                 return read_rank(source, path, int(rank))
             options = self._options
-            return read_index(source, path, safe_globals=options.safe_globals, trust=options.trust, as_stored=True)[0]
+            return read_index(source, path, safe_globals=options.safe_globals, trust=options.trust, as_stored=True)
 
         with borrowed(self._checkpointer, **self._settings) as checkpointer:
             engine = EngineAccess(checkpointer)

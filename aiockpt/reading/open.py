@@ -81,7 +81,7 @@ _HOLE = bytes(64 << 10)
 
 def read_index(
     source: Source, path: str, *, safe_globals: Sequence[Any] = (), trust: bool = False, as_stored: bool = False
-) -> tuple[Index, Manifest | None]:
+) -> Index:
     """Read and check the index of a checkpoint, and its manifest, if it has one. Blocks.
 
     ``trust``: unpickle objects without restriction, and do not limit their decoded size. ``as_stored``: return what
@@ -91,18 +91,18 @@ def read_index(
     try:
         check_place(source, path)
         if METADATA_NAME in source.files:
-            index, manifest = _read_dcp(source, path, trust=trust, as_stored=as_stored)
+            index = _read_dcp(source, path, trust=trust, as_stored=as_stored)
         elif ranks := find_ranks(source, path):
-            index, manifest = _read_ranks(source, path, ranks, trust=trust, as_stored=as_stored), None
+            index = _read_ranks(source, path, ranks, trust=trust, as_stored=as_stored)
         else:
             with _located(path):
                 index = _read_other(source, path, safe_globals, trust)
             check_index(path, index, source.files)
-            manifest = read_manifest(source, path)
+            _read_manifest(source, path)  # refuses a damaged one
     except LoadError as exc:
         sanitize_error(exc)
         raise
-    return index, manifest
+    return index
 
 
 def check_place(source: Source, path: str) -> None:
@@ -179,8 +179,8 @@ def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], i
     return CheckpointNotFoundError(f"there is no checkpoint: the directory has no {METADATA_NAME} and no safetensors")
 
 
-def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> tuple[Index, Manifest | None]:
-    manifest = read_manifest(source, path)
+def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> Index:
+    manifest = _read_manifest(source, path)
     if manifest is not None and _is_replaced(source, path, manifest):
         logger.warning("%s: %s", path, NOT_ITS_MANIFEST)
         manifest = None
@@ -188,7 +188,7 @@ def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> tup
         _check_files(source, path, manifest)
         if manifest.index is not None and isinstance(manifest.index.entries, IndexedEntries):
             manifest.index.entries.check(source.files, path)
-            return manifest.index, manifest
+            return manifest.index
     metadata = read_document(source, METADATA_NAME, path)
     facts = None if manifest is None else manifest.files.get(METADATA_NAME)
     if facts is not None and crc32(metadata) != facts.crc:
@@ -203,7 +203,7 @@ def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> tup
             check_arrays(index.entries, index.paths, index.containers)
         except ValueError as exc:
             raise CorruptCheckpointError(f"{path}/{MANIFEST_NAME} does not fit {METADATA_NAME}: {exc}") from exc
-    return index, manifest
+    return index
 
 
 def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
@@ -281,8 +281,7 @@ def presented(
     return index
 
 
-def read_manifest(source: Source, path: str) -> Manifest | None:
-    """Read the manifest of a checkpoint, if it has one. Blocks."""
+def _read_manifest(source: Source, path: str) -> Manifest | None:
     if MANIFEST_NAME not in source.files:
         return None
     data = read_document(source, MANIFEST_NAME, path)
@@ -433,7 +432,7 @@ async def open_checkpoint(storage: Storage, path: str, options: LoadOptions, too
     """Open the files of a checkpoint and read its index; the caller closes `OpenCheckpoint.source`."""
     source = DecodedSource(await storage.open(path, workers=tools.workers), path, tools.transforms)
     try:
-        index, _ = await tools.workers.run(
+        index = await tools.workers.run(
             read_index, source, path, safe_globals=options.safe_globals, trust=options.trust
         )
     except BaseException:

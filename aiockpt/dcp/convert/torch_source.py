@@ -58,7 +58,7 @@ async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tool
 
 
 def _mapped(source: Source, path: str, options: LoadOptions) -> MappedState:
-    index, _ = read_index(source, path, safe_globals=options.safe_globals, trust=options.trust)
+    index = read_index(source, path, safe_globals=options.safe_globals, trust=options.trust)
     reader = MapReader(source, path)
     tensors = {name: entry for name, entry in index.entries.items() if isinstance(entry, TensorEntry)}
     values: dict[str, Any] = dict(reader.tensors(tensors))

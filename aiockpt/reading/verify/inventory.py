@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from aiockpt.format.index import Entry, Index, TensorItem
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.telemetry.verification import Findings
+    from aiockpt.telemetry.verification import Findings, ProblemKind
 
 # --- extents that belong together, and the segments to read them in -------------------------------
 
@@ -329,20 +329,18 @@ class Inventory:
 
     def _is_placed(self, place: ItemRange, key: str | None) -> bool:
         self._referenced.add(place.file)
-        if not self._is_there(place.file):
-            if is_outside(place.file):
-                message = "its file is outside of the checkpoint and was not read"
-                self._findings.add("unsafe path", place.file, message, key=key, offset=place.offset)
-            else:
-                message = f"its {place.length} bytes are in a file that is missing"
-                self._findings.add("missing file", place.file, message, key=key, offset=place.offset)
-            return False
-        end, size = place.offset + place.length, self._sizes[place.file]
-        if end > size:
-            message = f"it should be at bytes {place.offset} to {end}, but the file ends at byte {size}"
-            self._findings.add("place", place.file, message, key=key, offset=place.offset)
-            return False
-        return True
+        kind: ProblemKind
+        if self._is_there(place.file):
+            end, size = place.offset + place.length, self._sizes[place.file]
+            if end <= size:
+                return True
+            kind, message = "place", f"it should be at bytes {place.offset} to {end}, but the file ends at byte {size}"
+        elif is_outside(place.file):
+            kind, message = "unsafe path", "its file is outside of the checkpoint and was not read"
+        else:
+            kind, message = "missing file", f"its {place.length} bytes are in a file that is missing"
+        self._findings.add(kind, place.file, message, key=key, offset=place.offset)
+        return False
 
     def find_overlaps(self) -> None:
         """Add a problem for each item whose bytes overlap those of another."""

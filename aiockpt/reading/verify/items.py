@@ -129,8 +129,7 @@ class ItemVerifier:
         except FramingError as exc:
             self._report(item, "framing", str(exc))
         except LoadError as exc:
-            self._unreadable(item.file, item.start, None, exc)
-            self._unreadable(item.file, item.start, item, exc)
+            self._unreadable(item.file, item.start, [item], exc)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -166,10 +165,9 @@ class ItemVerifier:
                 part = self._read_segment(file, segment, buffer)
             except LoadError as exc:
                 file.unread = True
-                self._unreadable(file.name, segment.start, None, exc)
-                for extent in segment.extents:
-                    item = extent.owner.item if isinstance(extent.owner, CheckedRange) else extent.owner
-                    self._unreadable(file.name, segment.start, item, exc)
+                owners = [extent.owner for extent in segment.extents]
+                items = [owner.item if isinstance(owner, CheckedRange) else owner for owner in owners]
+                self._unreadable(file.name, segment.start, items, exc)
                 continue
             self._counts.append(nbytes)
             crc, length = crc32_combine(crc, part, nbytes), length + nbytes
@@ -263,13 +261,12 @@ class ItemVerifier:
         for owner in item.inner.get(at, item.owners):
             self._findings.add(kind, item.file, message, key=owner.key, offset=item.start + at)
 
-    def _unreadable(self, file: str, offset: int, item: StoredItem | None, exc: LoadError) -> None:
+    def _unreadable(self, file: str, offset: int, items: Sequence[StoredItem], exc: LoadError) -> None:
         kind: ProblemKind = "unreadable"
         if isinstance(exc, UnsafeCheckpointError):  # a symlink that leaves the checkpoint concerns the whole file
             kind, offset = "unsafe path", 0
-        if item is None:
-            self._findings.add(kind, file, str(exc), offset=offset)
-        else:
+        self._findings.add(kind, file, str(exc), offset=offset)
+        for item in items:
             self._report(item, kind, "it could not be read", max(0, offset - item.start))
 
 

@@ -204,7 +204,7 @@ class _Reading:
         """Add the items of a torch.save or safetensors checkpoint."""
         names = [name for name in self.source.files if name != MANIFEST_NAME]
         try:
-            index, _ = read_index(self.source, self.path)
+            index = read_index(self.source, self.path)
         except CheckpointNotFoundError:
             raise
         except LoadError as exc:
