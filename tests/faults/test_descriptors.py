@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("writer", ["thread", "process"])
-@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+@pytest.mark.parametrize(
+    ("loop", "writer"),
+    [
+        ("uvloop", "thread"),
+        ("asyncio", "thread"),
+        ("uvloop", "process"),
+        pytest.param("asyncio", "process", marks=pytest.mark.full),
+    ],
+)
 def test_a_program_with_few_descriptors_goes_on(loop: str, writer: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.few_descriptors", tmp_path, loop, writer],
