@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.dcp.adapter import borrowed, finished
-from aiockpt.dcp.convert.torch_source import map_torch_file
+from aiockpt.dcp.convert.from_torch import map_torch_file
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.keys import hint
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
     from aiockpt.dcp.adapter import Path
-    from aiockpt.dcp.convert.torch_source import MappedState
+    from aiockpt.dcp.convert.from_torch import MappedState
     from aiockpt.planning.ranges import Selection
 
 _PIECE_BYTES = 32 << 20

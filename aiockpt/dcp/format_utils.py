@@ -18,9 +18,9 @@ import torch
 
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.dcp.broadcast import BroadcastingTorchSaveReader
+from aiockpt.dcp.convert.from_torch import write_checkpoint
 from aiockpt.dcp.convert.parts import ConversionProgress
 from aiockpt.dcp.convert.recode import Recoding
-from aiockpt.dcp.convert.to_dcp import write_checkpoint
 from aiockpt.dcp.convert.to_torch import write_torch_file
 from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlanner, _EmptyStateDictLoadPlanner
 from aiockpt.engine.facade import EngineAccess

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from aiockpt.errors import SaveError, WriteError
+from aiockpt.dcp.adapter import write_errors
+from aiockpt.errors import SaveError
 from aiockpt.format.index import ItemRange
 from aiockpt.format.safetensors.writer import Stored, describe_tensors, encode_header, file_order, has_name
 
@@ -41,30 +42,22 @@ def write_safetensors(
     for number, group in enumerate(_files(items, one_file=one_file)):
         name = f"{prefix}{number}.distcp"
         path = os.path.join(directory, name)
+        task = f"write {path}"
         is_object = group[0][1].type == WriteItemType.BYTE_IO
         parts = _objects(group, resolve) if is_object else _tensors(group, resolve)
         with contextlib.ExitStack() as stack:
-            with _named_errors(path):
+            with write_errors(task):  # a planner's own errors pass
                 file = stack.enter_context(open(path, "xb"))
             for at, part in parts:
-                with _named_errors(path):
+                with write_errors(task):
                     if at is not None:
                         places[at] = ItemRange(name, file.tell(), len(part))
                     file.write(part)
-            with _named_errors(path):
+            with write_errors(task):
                 file.flush()
                 if fsync:
                     os.fsync(file.fileno())
     return [places[number] for number in range(len(items))]
-
-
-@contextlib.contextmanager
-def _named_errors(path: str) -> Iterator[None]:
-    """Raise WriteError instead of OSError; a planner's own errors pass."""
-    try:
-        yield
-    except OSError as exc:
-        raise WriteError(f"can't write {path}: {exc}") from exc
 
 
 def _files(items: Sequence[WriteItem], *, one_file: bool) -> list[list[_Numbered]]:

@@ -13,6 +13,7 @@ import os
 import uuid
 from typing import TYPE_CHECKING
 
+from aiockpt.dcp.adapter import write_errors
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
 from aiockpt.format.names import HIDDEN, MANIFEST_NAME, METADATA_NAME
 from aiockpt.storage.local.belonging import data_files_of, remove
@@ -43,7 +44,7 @@ def begin(path: str, rank: int | None, *, fsync: bool, keep: bool = False) -> st
     An unfinished save is discarded, unless ``keep``: then another rank may have created the directory for this save.
     """
     beside, within = _hidden(path, rank)
-    try:
+    with write_errors(f"make a directory for the files of {path}"):
         if rank is not None:
             make_directories(path, fsync)
             remove(within)
@@ -54,9 +55,7 @@ def begin(path: str, rank: int | None, *, fsync: bool, keep: bool = False) -> st
             remove(within)
         hidden = within if os.path.isdir(path) and not os.path.isdir(beside) else beside
         make_directories(hidden, fsync)
-    except OSError as exc:
-        raise WriteError(f"can't make a directory for the files of {path}: {exc}") from exc
-    return hidden
+        return hidden
 
 
 def find(path: str, rank: int | None) -> str:
@@ -94,14 +93,12 @@ def names_for(files: Iterable[str], hidden: str, path: str) -> dict[str, str]:
 
 def write_metadata(hidden: str, name: str, data: bytes, *, fsync: bool) -> None:
     """Write the metadata into the hidden directory."""
-    try:
-        with open(os.path.join(hidden, name), "xb") as file:
-            file.write(data)
-            file.flush()
-            if fsync:
-                os.fsync(file.fileno())
-    except OSError as exc:
-        raise WriteError(f"can't write {os.path.join(hidden, name)}: {exc}") from exc
+    path = os.path.join(hidden, name)
+    with write_errors(f"write {path}"), open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        if fsync:
+            os.fsync(file.fileno())
 
 
 def publish(

@@ -18,6 +18,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import is_dense, row_strides
+from aiockpt.dcp.adapter import write_errors
 from aiockpt.dcp.convert.parts import PART_BYTES, ConversionProgress, PartReader, reads_of_part
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
@@ -341,13 +342,11 @@ class TorchFileWriter:
         """Write everything except the storages' bytes; return the space of each storage that has any."""
         order = _StorageOrder()
         order.dump(value)
-        try:
+        with write_errors(f"write {self._path}"):
             with os.fdopen(os.dup(self._fd), "r+b") as file, torch.serialization.skip_data():
                 torch.save(value, file, pickle_module=_PickleModule)
             length = os.fstat(self._fd).st_size
             allocate(self._fd, length)
-        except OSError as exc:
-            raise WriteError(f"can't write {self._path}: {exc}") from exc
         return self._spaces(list(order.found.values()), length)
 
     def _spaces(self, storages: list[torch.UntypedStorage], length: int) -> list[ReservedSpace]:
