@@ -132,9 +132,7 @@ def _item_at(
     chunk: ChunkEntry | None = None,
 ) -> StoredItem:
     virtual = transformed.get(place.file)
-    if virtual is None:
-        return StoredItem(_StorageInfo(*place[:3]), dtype, chunk)
-    return StoredItem(storage_info(virtual.place), dtype, chunk, virtual=virtual)
+    return StoredItem(storage_info(place if virtual is None else virtual.place), dtype, chunk, virtual=virtual)
 
 
 def storage_info(place: ItemRange) -> _StorageInfo:

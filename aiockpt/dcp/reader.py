@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from aiockpt.checkpointer import AsyncCheckpointer
     from aiockpt.dcp.adapter import Path
     from aiockpt.format.index import Index
-    from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.virtual_files import VirtualFile
     from aiockpt.storage.base import Storage
     from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -120,11 +119,8 @@ class FileSystemReader(filesystem.FileSystemReader):
         with borrowed(self._checkpointer, **self._settings) as checkpointer:
             engine = EngineAccess(checkpointer)
             with self._opened(engine) as (source, path):
-
-                async def run(tools: LoadTools) -> Index:
-                    return await tools.workers.run(read, source, path)
-
-                index = engine.call(run, f"metadata of {path}").result()
+                call = engine.call(lambda tools: tools.workers.run(read, source, path), f"metadata of {path}")
+                index = call.result()
                 self._transformed = source.items
         self._described = DescribedCheckpoint(index, self._transformed)
         metadata = self._described.metadata

@@ -96,11 +96,9 @@ class _Tensor:
 
 
 def join_ranks(parts: Mapping[int, Index], files: Collection[str]) -> Index:
-    """Join the ranks' indexes; ``files`` are those of the checkpoint. The result is still to be checked.
+    """Join the ranks' indexes, unless some are missing or do not fit; the result is still to be checked.
 
-    Raises:
-        CorruptCheckpointError: ranks are missing; it names them.
-        LoadError: ranks have different things of one name.
+    ``files`` are those of the checkpoint, from which missing ranks are known.
     """
     entries: dict[str, Entry] = {}
     paths: dict[str, ObjPath] = {}

@@ -360,7 +360,7 @@ def _can_be_listed(names: Iterable[str]) -> bool:
 
 
 _GETATTR = "builtins.getattr"
-_PLAIN_NAMES = (HARMLESS_NAMES | _named(HARMLESS).keys()) - {_GETATTR}
+_PLAIN_NAMES = HARMLESS_NAMES - {_GETATTR}
 _OTHER = object()
 
 

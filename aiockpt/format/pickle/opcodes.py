@@ -34,8 +34,8 @@ def _refused(m: Machine, at: int) -> int:
     raise PickleError(f"opcode {m.data[at - 1]:#04x} at byte {at - 1} is not one that plain data needs")
 
 
-def _ignored(width: int) -> Handler:
-    return lambda _m, at: at + width
+def _frame(_m: Machine, at: int) -> int:
+    return at + 8  # it says only how much to read ahead
 
 
 def _proto(m: Machine, at: int) -> int:
@@ -371,7 +371,7 @@ def _persistent(m: Machine, at: int) -> int:
 
 OPCODES: dict[str, Handler] = {
     "\x80": _proto,
-    "\x95": _ignored(8),  # a frame, which says only how much to read ahead
+    "\x95": _frame,
     ".": _stop,
     "(": _mark,
     "0": _pop,

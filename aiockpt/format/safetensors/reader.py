@@ -69,10 +69,6 @@ def decode_header(name: str, data: bytes, file_bytes: int) -> Index:
 
     ``data`` is the beginning of the file, at least up to `header_end`. `with_shared_names` adds the names that share a
     tensor.
-
-    Raises:
-        CorruptCheckpointError: the header is damaged, or does not fit the file.
-        LoadError: a tensor has a dtype that torch lacks.
     """
     end = header_end(name, data, file_bytes)
     if len(data) < end:
@@ -243,12 +239,7 @@ class ShardIndex:
 
 
 def decode_shard_index(name: str, data: bytes) -> ShardIndex:
-    """Decode the index of a set of safetensors files.
-
-    Raises:
-        CorruptCheckpointError: it is not such an index.
-        UnsafeCheckpointError: it names a file outside of its directory.
-    """
+    """Decode the index of a set of safetensors files; raise UnsafeCheckpointError if it leads out of its directory."""
     try:
         document = parse_object(data)
         weight_map, metadata = document.get("weight_map"), document.get("metadata")

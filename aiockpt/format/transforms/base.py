@@ -67,12 +67,7 @@ class Transform(Protocol):
 
 
 def check_transforms(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
-    """Return the transforms passed by a caller as a tuple.
-
-    Raises:
-        TypeError: one of them is no transform.
-        ValueError: a descriptor is malformed or duplicate.
-    """
+    """Return a caller's transforms as a tuple; raise TypeError or ValueError if they can't be used."""
     checked = tuple(transforms)
     seen: set[str] = set()
     for each in checked:

@@ -49,11 +49,7 @@ class FrameWalker:
         self._has_checksum = False
 
     def cut(self, data: memoryview, blocks: int) -> Iterator[memoryview]:
-        """Yield the bytes again, in parts that end at most ``blocks`` blocks each.
-
-        Raises:
-            FrameError: something other than a frame begins, or bytes follow the frame.
-        """
+        """Yield the bytes again, in parts that end at most ``blocks`` blocks each; they must be of one frame."""
         begin = at = ended = 0
         while at < len(data):
             if self.over:
