@@ -119,8 +119,7 @@ class DcpPlan(SavePlan):
         layout = self.layout
         if layout.index_head is None:
             return None
-        places = (place for _, place in self.objects)
-        objects = [(leaf, place.offset, place.length) for leaf, place in zip(layout.objects, places, strict=True)]
+        objects = [(leaf, place.offset, place.length) for leaf, place in self.object_places.items()]
         return IndexDraft(layout.index_head, len(layout.specs), layout.slot_leaves, layout.summary.tied, objects)
 
 

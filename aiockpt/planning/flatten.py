@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 _MEMO_KEYS = 1000
-_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Types that hold their values directly; subclasses may not."""
 
 
 class StructureError(ValueError):
@@ -118,7 +119,7 @@ def flatten(
 
 def _walk(flat: FlatState, path: ObjPath, name: str, value: Any) -> None:
     kind = type(value)
-    if kind in _TENSORS:
+    if kind in TENSOR_TYPES:
         pass
     elif isinstance(value, Mapping):
         _walk_mapping(flat, path, name, value)
@@ -148,7 +149,7 @@ def _walk_mapping(flat: FlatState, path: ObjPath, name: str, mapping: Mapping[An
             record["module_metadata"] = attribute
         flat.containers.append(record)
     dot = name + "." if path else ""
-    if set(map(type, mapping.values())) <= _TENSORS and len(kinds) == 1 and str in kinds:
+    if set(map(type, mapping.values())) <= TENSOR_TYPES and len(kinds) == 1 and str in kinds:
         names, paths = _names_of(flat, path, dot, list(mapping))
         flat.names += names
         flat.paths += paths

@@ -23,6 +23,7 @@ from aiockpt.planning.dtensor import (
     whole_dtype,
     whole_shape,
 )
+from aiockpt.planning.flatten import TENSOR_TYPES
 from aiockpt.planning.ranges import Selection
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def check_target(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dty
     if _fits_plainly(entry, leaf, dtype) or not isinstance(leaf, torch.Tensor):
         return
     if not isinstance(entry, TensorEntry):
-        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_quantized:
+        if type(leaf) in TENSOR_TYPES and leaf.layout is torch.strided and not leaf.is_quantized:
             raise ShapeMismatchError(f"{name} is a tensor in the target but an object in {path}")
         return
     if torch.nn.parameter.is_lazy(leaf):
@@ -156,7 +157,7 @@ def _fits_plainly(entry: Entry, leaf: Any, dtype: torch.dtype | None) -> bool:
     """Return True for most tensors that fit; a fast path for 100,000 of them."""
     return (
         isinstance(entry, TensorEntry)
-        and type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        and type(leaf) in TENSOR_TYPES
         and not leaf.is_nested
         and leaf.dtype is cast(entry.dtype, dtype)
         and leaf.shape == entry.shape
@@ -217,7 +218,7 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
     distinct: dict[object, Region] = {}
     for each in regions:
         tensor = each.tensor
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+        if type(tensor) in TENSOR_TYPES and tensor.numel():
             # Tied tensors that are stored once count once.
             distinct.setdefault((_view_key(tensor), each.wanted, tuple(c.place for c in each.entry.chunks)), each)
     found: list[tuple[Region, Region]] = []
@@ -242,7 +243,7 @@ def _may_overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether two tensors may have bytes in common; it never is False if they have."""
     spans: dict[torch.device, list[tuple[int, int]]] = defaultdict(list)
     for tensor in tensors:
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+        if type(tensor) in TENSOR_TYPES and tensor.numel():
             begin = tensor.data_ptr()
             is_dense = tensor.is_contiguous()
             end = begin + tensor.nbytes if is_dense else tensor.untyped_storage().data_ptr() + reach_bytes(tensor)

@@ -31,7 +31,7 @@ from aiockpt.planning.dtensor import (
     whole_shape,
 )
 from aiockpt.planning.filters import filter_leaves
-from aiockpt.planning.flatten import FlatState, StructureError, flatten
+from aiockpt.planning.flatten import TENSOR_TYPES, FlatState, StructureError, flatten
 from aiockpt.planning.planner import CHECKED_AHEAD
 from aiockpt.planning.snapshot import Shard, Snapshot, Structure
 from aiockpt.planning.specs import unstorable
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
     from aiockpt.snapshot.live import LiveObject
 
 # --- shards of distributed tensors, and encoded tensors -------------------------------------------
-
-
-PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types that hold their values directly; subclasses may not."""
 
 
 def take_local_parts(
@@ -108,7 +104,7 @@ def _parts_of(name: str, value: Any, *, together: bool) -> list[LocalPart]:
         raise SaveError(str(exc)) from None
     parts = [part._replace(tensor=dense_form(name, part.tensor)) for part in parts]
     for part in parts:
-        if type(part.tensor) not in PLAIN_TYPES:
+        if type(part.tensor) not in TENSOR_TYPES:
             raise SaveError(
                 f"{name} is a {type(value).__name__} whose part here is a {type(part.tensor).__name__}, which can't be "
                 "saved as a part of a tensor; put a plain tensor in its place"
@@ -132,7 +128,7 @@ def is_encoded(value: Any) -> bool:
     kind = type(value)
     return (
         isinstance(value, torch.Tensor)
-        and kind not in PLAIN_TYPES
+        and kind not in TENSOR_TYPES
         and kind.dequantize is not torch.Tensor.dequantize
         and not is_distributed(value)
     )
@@ -144,7 +140,7 @@ def dense_form(name: str, value: Any) -> Any:
         return value
     with torch.no_grad():
         dense = value.dequantize()
-    if type(dense) not in PLAIN_TYPES:
+    if type(dense) not in TENSOR_TYPES:
         raise SaveError(f"{name} is a {type(value).__name__} whose dequantize() gave a {type(dense).__name__}")
     return dense.detach()
 
@@ -222,9 +218,9 @@ def _hold(
     foreign: dict[int, tuple[str, dict[str, bool]]] = {}
     kinds = set(map(type, leaves))
     arrays = set() if kinds.isdisjoint(ARRAY_TYPES) else _replace_arrays(flat)
-    if not kinds <= PLAIN_TYPES:
+    if not kinds <= TENSOR_TYPES:
         for leaf, value in enumerate(leaves):
-            if type(value) not in PLAIN_TYPES and leaf not in blobs:
+            if type(value) not in TENSOR_TYPES and leaf not in blobs:
                 _capture_object(flat.names[leaf], leaf, value, values, blobs, foreign)
                 leaves[leaf] = None
     tensors = leaves
