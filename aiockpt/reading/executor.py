@@ -169,7 +169,7 @@ class ReadExecutor:
             read.item = read.item or read.chunk.item or self._known.get(read.chunk.place)
             if read.item is None and _is_large(read):
                 unknown.append(read)
-        await self._in_threads(self._locate_run, _neighbours(unknown, self._source))
+        await self._in_threads(self._locate_run, _neighbours(unknown, self._source, self._tools.workers.count))
 
     async def locate(self, read: TensorRead) -> TensorItem:
         """Return the item of a read; read its framing if `prepare` left that for later."""
@@ -375,13 +375,14 @@ def _is_large(read: TensorRead) -> bool:
     return not read.fills or read.chunk.place.length >= SMALL_BYTES
 
 
-def _neighbours(reads: Sequence[TensorRead], source: DecodedSource) -> list[list[TensorRead]]:
-    """Group items of the same file; those of virtual files stay alone, since each is a file of its own."""
+def _neighbours(reads: Sequence[TensorRead], source: DecodedSource, threads: int) -> list[list[TensorRead]]:
+    """Group items of the same file for some threads; those of virtual files stay alone, each is a file of its own."""
+    most = min(_FRAMINGS_AT_ONCE, -(-len(reads) // threads))
     groups: list[list[TensorRead]] = []
     file = ""
     for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
         place = read.chunk.place
-        if place.file == file and len(groups[-1]) < _FRAMINGS_AT_ONCE and not source.is_virtual(file):
+        if place.file == file and len(groups[-1]) < most and not source.is_virtual(file):
             groups[-1].append(read)
         else:
             groups.append([read])
