@@ -305,8 +305,12 @@ def _make(path: str) -> Hold:
 
 
 def _remove_empty(path: str) -> None:
-    with contextlib.suppress(OSError):  # the first error counts
+    try:
         os.rmdir(path)
+    except FileNotFoundError:
+        pass
+    except OSError as exc:  # the first error counts
+        logger.warning("can't remove the unfinished checkpoint %s: %s; the next run does", path, exc)
 
 
 def _is_own(directory: int) -> bool:
