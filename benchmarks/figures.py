@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OURS = "aiockpt"
-LIMITS = ("raw", "CRC", "fresh", "memmove", "idle", "no save", "no checkpoints")
+LIMITS = ("raw", "CRC", "copy", "fresh", "memmove", "idle", "no save", "no checkpoints")
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,13 +59,18 @@ def in_threads(jobs: Sequence[Callable[[], object]]) -> None:
             future.result()
 
 
-def write_direct(directory: Path, arena: Arena, nbytes: int, threads: int) -> None:
-    """Write ``nbytes`` past the page cache and sync them: one file for each thread, from the arena, round and round."""
+def write_direct(directory: Path, arena: Arena, nbytes: int, threads: int, buffers: Sequence[Arena] = ()) -> None:
+    """Write ``nbytes`` past the page cache and sync them: one file for each thread, from the arena, round and round.
+
+    With ``buffers``, one for each thread, each piece is copied before, and its CRC computed, as a save does both.
+    """
     directory.mkdir()
     in_threads(
         [
-            lambda start=start, stop=stop: _write_file(directory / f"{start}.raw", arena.view, start, stop)
-            for start, stop in shares(nbytes, threads)
+            lambda start=start, stop=stop, buffer=buffer: _write_file(
+                directory / f"{start}.raw", arena, start, stop, buffer
+            )
+            for (start, stop), buffer in itertools.zip_longest(shares(nbytes, threads), buffers)
         ]
     )
 
@@ -75,12 +80,18 @@ def create_direct(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644)
 
 
-def _write_file(path: Path, view: memoryview, start: int, stop: int) -> None:
-    fd = create_direct(path)
+def _write_file(path: Path, arena: Arena, start: int, stop: int, buffer: Arena | None) -> None:
+    fd, view = create_direct(path), arena.view
     try:
         while start < stop:
             at = start % len(view)
-            start += os.write(fd, view[at : at + min(WRITE_BYTES, stop - start, len(view) - at)])
+            piece = view[at : at + min(WRITE_BYTES, stop - start, len(view) - at)]
+            if buffer is not None:
+                ctypes.memmove(buffer.address, arena.address + at, len(piece))
+                piece = buffer.view[: len(piece)]
+                for begin in range(0, len(piece), CHECKED_BYTES):
+                    crc32(piece[begin : begin + CHECKED_BYTES])
+            start += os.write(fd, piece)
         os.fsync(fd)
     finally:
         os.close(fd)

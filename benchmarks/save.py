@@ -39,6 +39,7 @@ def savers(state: State) -> list[Saver]:
     arena = raw.Arena(size_of(state))
     return [
         *(RawWrite(threads, arena) for threads in (1, 2, 4)),
+        RawWrite(4, arena, staged=True),
         *(Memmove(threads, arena) for threads in (1, 2)),
         Aiockpt(),
         PrewarmedAiockpt(),
@@ -101,7 +102,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         "GiB/s": speed("durable_s", nbytes),
         "of limit": of_limit("durable_s", limit_s),
         "extra memory, MiB": most_mib("extra_bytes"),
-        "longest stall": lambda run: "-" if run.name.startswith("raw") else median_time("stall_s")(run),
+        "longest stall": lambda run: "-" if run.name.startswith(("raw", "copy")) else median_time("stall_s")(run),
         "p99 lag": lambda run: median_time("lag_p99_s")(run) if _is_async(run) else "-",
     }
     title = f"save: {nbytes / 2**30:.2f} GiB in {len(state)} tensors, medians of {options.rounds or ROUNDS} rounds"
@@ -149,6 +150,7 @@ def bars(runs: Sequence[Runs]) -> list[Bar]:
     peers = those(runs, "dcp.save, thread_count=2", "torch", "safetensors")
     return [
         compare("aiockpt : raw O_DIRECT, speed", limits, ours, what, 0.95),
+        compare("aiockpt : raw O_DIRECT with a copy and its CRC, speed", those(runs, "copy"), ours, what),
         compare("aiockpt : dcp.save with its defaults, speed", default, ours, what, 4),
         compare("aiockpt : best dcp.async_save, speed", those(runs, "dcp.async_save"), ours, what, 2),
         compare("aiockpt with 256 MiB of pool : with all it wants, speed", [ours], small, what, 0.95),
