@@ -137,7 +137,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 def bars(text: str, runs: list, name: str, what: str) -> list[Bar]:
     """Compare with every peer."""
-    peers = [run for run in runs if not run.name.startswith(("aiockpt", "raw", "CRC", "fresh"))]
+    peers = [run for run in runs if not run.name.startswith(("aiockpt", "raw", "copy", "CRC", "fresh"))]
     return [
         compare(f"{text}: aiockpt : {peer.name}, speed", [peer], one(runs, name), what)
         for peer in [*peers, *those(runs, "raw O_DIRECT, 1")]
