@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,21 +117,28 @@ def test_runs(source: LocalSource, data: bytes) -> None:
     assert bytes(buffer) == b"".join(data[at : at + length] for at, length in runs)
 
 
-def test_direct_reads_are_whole_blocks_of_a_huge_page(
-    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def cold(tmp_path: Path, data: bytes) -> Iterator[int]:
+    """A descriptor of the file ``f``, of which nothing is in the page cache."""
     path = tmp_path / "f"
     path.write_bytes(data)
     fd = os.open(path, os.O_RDWR)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         if cached_pages(fd, 0, SIZE):
             pytest.skip("this file system keeps its pages in memory")
+        yield fd
     except UnsupportedError:
         pytest.skip("this kernel does not tell what is cached")
     finally:
         os.close(fd)
+
+
+@pytest.mark.usefixtures("cold")
+def test_direct_reads_are_whole_blocks_of_a_huge_page(
+    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = open_source(str(tmp_path), direct_io=True)
     calls: list[tuple[int, int]] = []
 
@@ -149,25 +157,13 @@ def test_direct_reads_are_whole_blocks_of_a_huge_page(
     assert {nbytes for _, nbytes in calls[:-1]} == {2 << 20}
 
 
-def test_nothing_is_read_twice(tmp_path: Path, data: bytes) -> None:
+def test_nothing_is_read_twice(tmp_path: Path, cold: int) -> None:
     """What is read past the page cache does not come into it as well."""
-    path = tmp_path / "f"
-    path.write_bytes(data)
-    fd = os.open(path, os.O_RDWR)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    try:
-        if cached_pages(fd, 0, SIZE):
-            pytest.skip("this file system keeps its pages in memory")
-        source = open_source(str(tmp_path), direct_io=True)
-        source.read_bytes("f", 0, 2048)  # as the framing of an item is read before the item
-        source.read("f", 0, memoryview(bytearray(10 << 20)))
-        source.close()
-        assert cached_pages(fd, 0, SIZE) <= 2
-    except UnsupportedError:
-        pytest.skip("this kernel does not tell what is cached")
-    finally:
-        os.close(fd)
+    source = open_source(str(tmp_path), direct_io=True)
+    source.read_bytes("f", 0, 2048)  # as the framing of an item is read before the item
+    source.read("f", 0, memoryview(bytearray(10 << 20)))
+    source.close()
+    assert cached_pages(cold, 0, SIZE) <= 2
 
 
 def test_memory_of_direct_reads_ends_with_the_checkpointer(
