@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import math
 import threading
+import time
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import FINISHED
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 T = TypeVar("T")
+
+_WAIT_S = 1.0
+"""How long a thread waits for a lock at once: of a signal that comes right before, Python takes notice only after."""
 
 
 class Completion(Future[T]):
@@ -135,7 +140,7 @@ class Completion(Future[T]):
     def ended(self, timeout: float | None) -> None:
         """Block until it completes, without its value or error; raise TimeoutError if it does not in time."""
         with self._condition:
-            if not self._condition.wait_for(self.done, timeout):
+            if not self._wait_done(timeout):
                 raise TimeoutError(f"{self._what} has not come within {timeout} s")
 
     def _check(self) -> None:
@@ -157,10 +162,17 @@ class Completion(Future[T]):
         with self._condition:
             self._waiting += 1
             try:
-                if not self._condition.wait_for(self.done, timeout):
+                if not self._wait_done(timeout):
                     raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
             finally:
                 self._waiting -= 1
+
+    def _wait_done(self, timeout: float | None) -> bool:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._condition.wait_for(self.done, min(_WAIT_S, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     @property
     def _waiters(self) -> list[Any]:

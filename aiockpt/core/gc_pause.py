@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from aiockpt.core.forks import ModuleLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _RARELY = 50_000_001
 
-_lock = threading.RLock()  # a signal handler may come here in the midst of it
+_lock = ModuleLock(threading.RLock)  # a signal handler may come here in the midst of it
 _users = 0
 _before = gc.get_threshold()
 
@@ -24,7 +27,8 @@ def gc_pause() -> Iterator[None]:
     The collector is not disabled, which is up to the program: a setting that the program changes meanwhile is kept.
     """
     global _users, _before
-    with _lock:
+    process = os.getpid()
+    with _lock.held():
         _users += 1
         if _users == 1:
             _before = gc.get_threshold()
@@ -32,7 +36,24 @@ def gc_pause() -> Iterator[None]:
     try:
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if not _users and gc.get_threshold()[0] == _RARELY:
-                gc.set_threshold(*_before)
+        if os.getpid() == process:
+            with _lock.held():
+                _users -= 1
+                if not _users:
+                    _end()
+
+
+def _end() -> None:
+    if gc.get_threshold()[0] == _RARELY:
+        gc.set_threshold(*_before)
+
+
+def _end_in_child() -> None:
+    """End the pause of the parent, whose threads don't leave it here."""
+    global _users
+    if _users:
+        _users = 0
+        _end()
+
+
+os.register_at_fork(after_in_child=_end_in_child)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import threading
 import time
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from aiockpt.core.forks import ModuleLock
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -55,7 +56,7 @@ class PageChoice:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ModuleLock()
         self._small_ns: float = _SMALL_NS
         self._huge_ns: float = 0.0
         self._small_left = 0  # bytes in small pages before the next huge one is tried
@@ -68,7 +69,7 @@ class PageChoice:
 
     def next_step(self, most: int) -> tuple[bool, int]:
         """Return whether the next pages are to be huge, and how many bytes of them, of at most ``most``."""
-        with self._lock:
+        with self._lock.held():
             if not self._small_left:
                 return True, min(most, HUGE_PAGE_BYTES)
             step = min(most, self._small_left)
@@ -78,7 +79,7 @@ class PageChoice:
     def record(self, nbytes: int, cost_ns: int, *, huge: bool) -> None:
         """Take the cost of a step into account."""
         cost = cost_ns * HUGE_PAGE_BYTES / nbytes
-        with self._lock:
+        with self._lock.held():
             if not huge:
                 self._small_ns += _NEWEST * (cost - self._small_ns)
                 return

@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
+import torch
 
 from aiockpt.core.threads import Duty, new_event_loop
 
@@ -45,10 +46,11 @@ class EngineLoop:
     def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``main`` in a new thread, without waiting for it; raise OSError, ImportError or RuntimeError if it can't.
 
-        All modules are imported before there is a thread: a process that is forked in the middle of an import would
-        lack the rest of it.
+        All modules are imported before there is a thread, and operators are called for the first time: a process that
+        is forked in the middle of that would lack the rest of it.
         """
         _import_all()
+        _call_operators()
         loop = new_event_loop()
         try:
             # In an empty context: the caller's may name the async library of the caller's loop.
@@ -130,3 +132,14 @@ def _import_all() -> None:
     importlib.import_module("anyio._backends._asyncio")
     with contextlib.suppress(ImportError):  # a private place of torch's, which may change
         importlib.import_module("torch.utils.serialization.config")
+
+
+def _call_operators() -> None:
+    """Call torch's operators that the engine's threads call first.
+
+    The first call of each initialises a static variable of C++. In a process that is forked meanwhile it stays locked,
+    and the next call there never returns.
+    """
+    values = torch.frombuffer(bytearray(8), dtype=torch.uint8).view(torch.float32).as_strided((2,), (1,))
+    torch.empty((2,), dtype=torch.float32, device="cpu").copy_(values)
+    torch.empty_strided((2,), (1,), dtype=torch.float32, device="cpu").detach()

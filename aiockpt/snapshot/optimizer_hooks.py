@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Mapping
 from functools import cache
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from aiockpt.core.forks import ModuleLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -34,13 +35,13 @@ class Token:
 
 
 _live: weakref.WeakSet[Token] = weakref.WeakSet()
-_live_lock = threading.Lock()
+_live_lock = ModuleLock()
 
 
 def follow_steps(snapshot: Snapshot, samples: Samples | None = None) -> None:
     """Follow the steps of optimizers from now on, until the snapshot is released."""
     snapshot.token = token = Token(samples)
-    with _live_lock:
+    with _live_lock.held():
         _live.add(token)
 
 
@@ -65,7 +66,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             type(optimizer).__name__,
             exc_info=True,
         )
-        with _live_lock:
+        with _live_lock.held():
             for token in _live:
                 token.is_blind = True
 

@@ -106,7 +106,7 @@ def test_each_command_describes_itself():
 
 
 BODY = """
-import signal, sys, typer
+import sys, time, typer
 from aiockpt.cli.app import Commands
 app = typer.Typer(cls=Commands)
 app.callback()(lambda: None)
@@ -114,7 +114,8 @@ app.callback()(lambda: None)
 def it():
     try:
         print("waiting", flush=True)
-        signal.pause()
+        while True:
+            time.sleep(0.01)  # signal.pause() would sleep on if the signal came just before it
     finally:
         print("cleaned up", flush=True)
 app(prog_name="aiockpt", args=["it"])
@@ -123,7 +124,9 @@ app(prog_name="aiockpt", args=["it"])
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_let_a_command_clean_up(number, code):
+    was = signal.signal(number, signal.default_int_handler)  # a child would inherit that it is ignored, as by nohup
     process = subprocess.Popen([sys.executable, "-c", BODY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(number, was)
     try:
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(number)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -135,6 +137,38 @@ async def test_who_goes_leaves_nothing_and_the_save_goes_on(tmp_path: Path) -> N
 
 
 # --- callbacks ------------------------------------------------------------------------------------------
+
+
+def test_a_signal_that_another_thread_takes_ends_the_wait() -> None:
+    """Then the kernel does not wake the main thread, nor does it if the signal comes right before the wait begins."""
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(*_: object) -> None:
+        noticed.set()
+        raise Interrupt
+
+    def take() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        in_time.append(noticed.wait(30))
+        future._settle(None)
+
+    noticed, in_time = threading.Event(), []
+    future = Completion[None]("the end")
+    was = signal.signal(signal.SIGUSR1, interrupt)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    taker = threading.Timer(0.2, take)  # when this thread waits
+    try:
+        taker.start()
+        with pytest.raises(Interrupt):
+            future.result()
+    finally:
+        taker.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        signal.signal(signal.SIGUSR1, was)
+    assert in_time == [True]
 
 
 def test_callbacks_are_called_in_order_and_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -135,7 +135,8 @@ def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> A
             ckpt.save(failing.state_of(rank, size, 1), folder / "c")
             if dies:  # when the new one is in the place of the old, which is still there under the hidden name
                 commit.remove = lambda *_, **__: failing.die()
-        storage = Gate(folder / f"gate{rank}").storage("write") if dies and moment == "before" else None
+        # What a writer that is killed has to write waits, or it could have written all before.
+        storage = Gate(folder / f"gate{rank}").storage("write") if dies and moment in ("before", "writer") else None
         replaces = moment == "replacing"
         save = ckpt.submit(failing.state_of(rank, size, 2), folder / "c", storage=storage, overwrite=replaces)
         if not dies or moment != "before":

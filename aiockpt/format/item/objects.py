@@ -8,7 +8,6 @@ import errno
 import io
 import pickle
 import sys
-import threading
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.extent import freed_message, is_freed
+from aiockpt.core.forks import ModuleLock
 from aiockpt.errors import CorruptCheckpointError, LoadError, SaveError, UnsafeCheckpointError
 from aiockpt.format.item.harmless import HARMLESS, HARMLESS_NAMES, UnknownMemberError, build_harmless, is_no_member
 from aiockpt.format.item.item_check import ItemChecker
@@ -36,7 +36,7 @@ _SCALARS = frozenset({int, float, bool, str, type(None)})
 _SHORT_BYTES = 256  # pickles of scalars up to this size are framed here; a state dict may hold thousands
 _INTERPRETED_BYTES = 256 << 10  # longer pickles take too long to interpret
 _framings: dict[int, Framing] = {}  # of scalars, by length of the pickle
-_allow_list_lock = threading.Lock()  # torch's allow-list is global to the process
+_allow_list_lock = ModuleLock()  # torch's allow-list is global to the process
 
 
 def is_frozen(value: Any) -> bool:
@@ -262,7 +262,7 @@ def _enums(data: bytes, member_of: type[enum.Enum] | None) -> list[Any]:
     """Return the Enum classes that are allowed besides ``safe_globals``: the target's, and those on torch's list."""
     found: list[Any] = [] if member_of is None else [member_of]
     if b"getattr" in data:  # torch does not read members by name
-        with _allow_list_lock:
+        with _allow_list_lock.held():
             found += [each for each in torch.serialization.get_safe_globals() if isinstance(each, enum.EnumMeta)]
     return found
 
@@ -270,7 +270,7 @@ def _enums(data: bytes, member_of: type[enum.Enum] | None) -> list[Any]:
 @contextlib.contextmanager
 def extended_allow_list(safe_globals: Sequence[Any]) -> Iterator[None]:
     """Add plain types and ``safe_globals`` to torch's allow-list; loads that do so take turns."""
-    with _allow_list_lock:
+    with _allow_list_lock.held():
         allowed = torch.serialization.get_safe_globals()
         # On exit torch removes all that it was given, even if the process had allowed it before.
         with torch.serialization.safe_globals([each for each in (*HARMLESS, *safe_globals) if each not in allowed]):

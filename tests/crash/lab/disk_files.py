@@ -129,7 +129,7 @@ class File:
     def __init__(self, data: bytes = b"") -> None:
         self._durable = Content.of(data)
         self.changes: list[DataChange] = []
-        self._left = functools.cache(self._after)
+        self._left = functools.lru_cache(maxsize=64)(self._after)  # contents are large, and a cut may leave thousands
 
     def add(self, change: DataChange) -> None:
         """Change it."""
