@@ -55,33 +55,35 @@ class OpenTelemetryObserver(Observer):
         self._read = meter.create_counter("aiockpt.load.io", "By", "Bytes that loads have read")
         self._loaded = meter.create_histogram("aiockpt.load.duration", "s", "Until everything was loaded")
         self._deletions = meter.create_counter("aiockpt.deletions", "{deletion}", "Deletions that have ended")
-        self._spans: dict[int, Span] = {}
+        self._spans: dict[int, tuple[Span, float]] = {}  # with the times at which they began, as of time.time
 
     # --- saves --------------------------------------------------------------------------------------
 
     def save_started(self, event: SaveEvent) -> None:
         """Begin the span: this is called in the context of the caller, whose span is the parent."""
         self._in_flight.add(1)
-        self._spans[event.number] = self._begin("aiockpt.save", event, event.time - event.elapsed_s)
+        started = event.time - event.elapsed_s  # all times are counted from here: two clocks would drift apart
+        self._spans[event.number] = self._begin("aiockpt.save", event, started), started
 
     def staged(self, event: SaveEvent) -> None:
         """Add an event to the span."""
         self._staged.record(event.elapsed_s)
         if event.number in self._spans:
-            self._spans[event.number].add_event("staged", {"aiockpt.bytes": event.nbytes}, _ns(event.time))
+            span, started = self._spans[event.number]
+            span.add_event("staged", {"aiockpt.bytes": event.nbytes}, _ns(started + event.elapsed_s))
 
     def written(self, event: SaveEvent, result: SaveResult) -> None:
         """End the span, and add spans of the phases."""
         self._captured.record(result.captured_s)
         self._written.record(result.written_s)
         self._saved.add(result.nbytes)
-        span = self._spans.get(event.number)
-        if span is not None:
+        if event.number in self._spans:
+            span, started = self._spans[event.number]
             facts = {"tensors": result.tensors, "objects": result.objects, "files": len(result.files)}
             span.set_attributes({f"aiockpt.{name}": value for name, value in facts.items()})
             span.set_attribute("aiockpt.bytes", result.nbytes)
             span.set_attribute("aiockpt.path", result.path)  # the fallback, if it went there
-            self._add_phases(span, result, event.time - event.elapsed_s)
+            self._add_phases(span, result, started)
         self._end(event, "written")
 
     def failed(self, event: SaveEvent, error: BaseException) -> None:
@@ -98,10 +100,10 @@ class OpenTelemetryObserver(Observer):
 
     def _end(self, event: SaveEvent, outcome: str, error: BaseException | None = None) -> None:
         self._saves.add(1, {"aiockpt.outcome": outcome})
-        span = self._spans.pop(event.number, None)
-        if span is not None:
+        if event.number in self._spans:
+            span, started = self._spans.pop(event.number)
             self._in_flight.add(-1)
-            self._close(span, event.time, outcome, error)
+            self._close(span, started + event.elapsed_s, outcome, error)
 
     # --- loads and deletions --------------------------------------------------------------------------
 

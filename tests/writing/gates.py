@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -111,9 +112,19 @@ class Gate:
             os.close(fd)
 
     def open(self) -> None:
-        """Let the process continue."""
-        with (self.folder / "go").open("wb") as go:
-            go.write(b"x")
+        """Let the process continue; wait until it is there."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                go = os.open(self.folder / "go", os.O_WRONLY | os.O_NONBLOCK)
+                break
+            except OSError as exc:
+                if exc.errno != errno.ENXIO:
+                    raise
+                assert time.monotonic() < deadline, "no process waits for the gate"
+                time.sleep(0.01)
+        with open(go, "wb") as pipe:
+            pipe.write(b"x")
 
 
 def writers_of(pid: int) -> list[psutil.Process]:

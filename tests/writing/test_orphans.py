@@ -158,7 +158,7 @@ def _run(folder: Path, dead: list[int], moment: str) -> list[Any]:
     """Save with three ranks; wait until the writers of all have ended."""
     with World(3, may_start=True) as world:
         outcomes = world.run(_save, folder, dead, moment)
-        for gate in folder.glob("gate*"):
+        for gate in folder.glob("gate*") if moment != "writer" else ():  # nobody is left who would go through
             Gate.of(gate).open()
         for rank in range(3):
             assert ended(int((folder / f"pid{rank}").read_text()))
