@@ -1,22 +1,69 @@
-"""Very many very small tensors: where the cost for each tensor shows."""
+"""Very many very small tensors: where the cost for each tensor shows, also beside a thread that needs the GIL."""
 
 from __future__ import annotations
 
+import threading
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import machine
 from benchmarks.bars import Bar, compare, one, those
 from benchmarks.contenders import Aiockpt, dcp_save, safetensors_save, torch_save
-from benchmarks.measure import Runs
+from benchmarks.load import measure as measure_loads
+from benchmarks.loaders import Aiockpt as AiockptLoader
+from benchmarks.loaders import Loader, safetensors_load, torch_load
+from benchmarks.measure import Runs, Sample
 from benchmarks.report import Report, Table, duration, median_time, most_mib, spread
 from benchmarks.save import measure
 from benchmarks.selection import chosen
-from benchmarks.states import small_state
+from benchmarks.states import State, empty_like, small_state
 
 OPTIONS = ("count", "nbytes", "rounds", "only")
 ROUNDS = 2
+
+NEW, TARGET = "aiockpt, new tensors", "aiockpt, into a target"
+BESIDE = ", beside a busy thread"
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """Count in a thread: it wants the GIL all the time, and gives it away only when asked to."""
+    over = False
+
+    def count() -> None:
+        number = 0
+        while not over:
+            number += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        yield
+    finally:
+        over = True
+        thread.join()
+
+
+class Beside(AiockptLoader):
+    """Loads beside a busy thread."""
+
+    async def measured(self) -> tuple[State | None, Sample]:
+        with busy_thread():
+            return await super().measured()
+
+
+def loaders(directory: Path, target: State) -> list[Loader]:
+    """Give everybody who loads them; dcp.load would take minutes."""
+    return [
+        AiockptLoader(directory / "aiockpt", name=NEW),
+        AiockptLoader(directory / "aiockpt", target, name=TARGET),
+        Beside(directory / "aiockpt", name=NEW + BESIDE),
+        Beside(directory / "aiockpt", target, name=TARGET + BESIDE),
+        torch_load(directory / "state.pt"),
+        *safetensors_load(directory / "state.safetensors"),
+    ]
 
 
 async def run(options: Namespace, directory: Path) -> Report:
@@ -34,13 +81,19 @@ async def run(options: Namespace, directory: Path) -> Report:
         "extra memory, MiB": most_mib("extra_bytes"),
         "longest stall": median_time("stall_s"),
     }
-    title = f"small: {len(state)} tensors of {options.nbytes} bytes, medians of {rounds} rounds"
+    title = f"{len(state)} tensors of {options.nbytes} bytes, medians of {rounds} rounds"
+    target = empty_like(state)
+    loads, _ = await measure_loads(chosen(loaders(directory, target), options.only), state, target, rounds, cold=False)
+    load_columns = {"loaded (min..max)": spread("loaded_s"), "extra memory, MiB": most_mib("extra_bytes")}
     return Report(
         "small",
         vars(options),
         machine.facts(directory),
-        [Table(title, columns, runs, "durable_s")],
-        bars(runs),
+        [
+            Table(f"small: {title}", columns, runs, "durable_s"),
+            Table(f"small, load: {title}, from the page cache", load_columns, loads, "loaded_s"),
+        ],
+        [*bars(runs), *load_bars(loads)],
         remarks(runs),
     )
 
@@ -55,6 +108,18 @@ def bars(runs: Sequence[Runs]) -> list[Bar]:
         Bar("aiockpt: the caller is blocked for", ours.median("blocked_s") * 1e3, 100, True, "ms"),
         *(compare(f"aiockpt : {peer.name}, speed", [peer], ours, what) for peer in peers),
     ]
+
+
+def load_bars(runs: Sequence[Runs]) -> list[Bar]:
+    """Hold the loads against the project's own figures."""
+    found, what = [], "loaded_s"
+    for name in (NEW, TARGET):
+        alone, beside = one(runs, name), one(runs, name + BESIDE)
+        found += [
+            Bar(f"{name}: loaded in", alone.median(what), 2, True, "s"),
+            compare(f"{name}{BESIDE} : alone, time", [beside], alone, what, 3, at_most=True),
+        ]
+    return found
 
 
 def remarks(runs: Sequence[Runs]) -> list[str]:

@@ -34,7 +34,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")  # which would start workers of its own, and these others
     if whole and not is_worker and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 4, "loadfile", False
+    if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None and not config.option.full:
+        config.option.timeout = LONGEST_TEST_S
 
+
+LONGEST_TEST_S = 300  # then it fails, with the stacks of all threads
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 BOTH = {"cancellation", "core", "engine", "environments"}

@@ -47,11 +47,11 @@ class TensorSpec(NamedTuple):
             and tensor.dtype is self.dtype
             and tensor.stride() == self.stride
             and tensor.device == self.device
-            and _lazy(tensor) == (self.is_conj, self.is_neg)
+            and lazy_bits(tensor) == (self.is_conj, self.is_neg)
         )
 
 
-def _lazy(tensor: torch.Tensor) -> tuple[bool, bool]:
+def lazy_bits(tensor: torch.Tensor) -> tuple[bool, bool]:
     """Return whether values are lazily conjugated, and negated.
 
     `is_conj` and `is_neg` release the GIL, and taking it back costs milliseconds while other threads want it; the
@@ -71,7 +71,7 @@ def describe(tensor: torch.Tensor, *, by_rows: bool = False) -> TensorSpec | Non
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     shape, dtype, stride, device = tensor.shape, tensor.dtype, tensor.stride(), tensor.device
-    conj, neg = _lazy(tensor)
+    conj, neg = lazy_bits(tensor)
     if (tensor.is_contiguous() or (not by_rows and is_dense(shape, stride))) and not (conj or neg):
         return TensorSpec(shape, dtype, stride, stride, True, device)
     if by_rows:

@@ -55,7 +55,9 @@ def _build_tensors(new: NewTensor, values: dict[str, Any], move: Any) -> None:
     """Add the tensors of all keys that share memory."""
     tensor = new.tensor if new.tensor is not None else new.reads[0].made
     if tensor is not None:
-        tensor = (relocated(tensor, move) if move else tensor).to(new.dtype)
+        tensor = relocated(tensor, move) if move else tensor
+        if tensor.dtype != new.dtype:
+            tensor = tensor.to(new.dtype)
         first, *others = new.keys
         values[first] = tensor
         for name in others:

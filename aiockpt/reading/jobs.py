@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,12 +23,13 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.core import pages
 from aiockpt.core.gc_pause import gc_pause
-from aiockpt.core.strides import is_dense
+from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.ranges import StoredStream, as_stream, boxes
+from aiockpt.planning.specs import lazy_bits
 from aiockpt.reading.targets import check_memory
 from aiockpt.staging.pool import copy_small
 from aiockpt.staging.scatter import Placement
@@ -265,6 +267,7 @@ class CoalescedRead:
                 found.append((read, item, start))
             at += span.end - span.begin
         # No target is changed before all items of the batch were checked.
+        _make_tensors([(read, item) for read, item, _ in found])
         left: list[Placement] = []
         for read, item, start in found:
             read.begun = True
@@ -311,17 +314,35 @@ def coalesce(reads: Sequence[TensorRead], most_bytes: int, framing: FramingReade
     return [*jobs, CoalescedRead(spans, framing)] if spans else jobs
 
 
+def _make_tensors(found: Sequence[tuple[TensorRead, TensorItem]]) -> None:
+    """Make the new tensors that get payloads as they are, in `TensorRead.made`; those of a kind in one call.
+
+    Each call of an operator releases the GIL, and beside a busy thread may have to wait for it.
+    """
+    kinds: defaultdict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]], list[TensorRead]] = defaultdict(list)
+    for read, item in found:
+        is_plain = not (read.shared or item.storage_offset or item.conj or item.neg)
+        if read.target is None and is_plain and item.nbytes == math.prod(item.shape) * item.dtype.itemsize:
+            kinds[item.dtype, item.shape, item.stride].append(read)
+    for (dtype, shape, stride), reads in kinds.items():
+        if is_dense(shape, stride):
+            made = [torch.empty_strided(shape, stride, dtype=dtype, device="cpu")]
+            if stride != row_strides(shape):
+                made += [torch.empty_strided(shape, stride, dtype=dtype, device="cpu") for _ in reads[1:]]
+            elif reads[1:]:  # as copies, with values yet to come
+                made += torch.unbind_copy(made[0].expand(len(reads) - 1, *shape))  # type: ignore[arg-type, func-returns-value]
+            for read, tensor in zip(reads, made, strict=True):
+                read.made = tensor
+
+
 def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, address: int) -> Placement | None:
     """Copy a payload to its target, or into new memory; return a placement if that needs a conversion."""
     target = read.target
     read.item = item
     if target is None:
-        if not (read.shared or item.storage_offset or item.conj or item.neg):
-            made = torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
-            if made.nbytes == item.nbytes and (made.is_contiguous() or is_dense(item.shape, item.stride)):
-                copy_small(made.data_ptr(), address, item.nbytes)
-                read.made = made
-                return None
+        if read.made is not None:
+            copy_small(read.made.data_ptr(), address, item.nbytes)
+            return None
         read.memory = torch.empty(item.nbytes, dtype=torch.uint8, device="cpu")
         copy_small(read.memory.data_ptr(), address, item.nbytes)
         return None
@@ -358,7 +379,7 @@ def _is_image(target: torch.Tensor, item: TensorItem) -> bool:
         and target.device.type == "cpu"
         and _has_strides(target, item)
         and (target.is_contiguous() or is_dense(item.shape, item.stride))
-        and not (item.storage_offset or item.conj or item.neg or target.is_conj() or target.is_neg())
+        and not (item.storage_offset or item.conj or item.neg or any(lazy_bits(target)))
     )
 
 
@@ -508,7 +529,7 @@ class ChunkRead:
             or target.device.type != "cpu"
             or type(target) is not torch.Tensor
             or target.dtype != item.dtype
-            or (item.conj or item.neg or target.is_conj() or target.is_neg())
+            or (item.conj or item.neg or any(lazy_bits(target)))
         ):
             return None
         expected = 1

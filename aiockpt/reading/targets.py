@@ -62,7 +62,9 @@ def target_of(path: str, name: str, entry: Entry, leaf: Any, dtype: torch.dtype 
     check_target(path, name, entry, leaf, dtype)
     if not (isinstance(entry, TensorEntry) and isinstance(leaf, torch.Tensor)):
         return None
-    return Target([Region(name, entry, leaf.detach())], [leaf])
+    # `detach` releases the GIL, and beside a busy thread may have to wait for it.
+    is_plain = type(leaf) is torch.Tensor and not leaf.requires_grad
+    return Target([Region(name, entry, leaf if is_plain else leaf.detach())], [leaf])
 
 
 def _array_target(

@@ -46,10 +46,8 @@ def follow_steps(snapshot: Snapshot, samples: Samples | None = None) -> None:
 
 
 def count_change(tensors: Iterable[torch.Tensor]) -> None:
-    """Advance the version counters of tensors that are changed without torch's operators."""
-    for tensor in tensors:
-        if not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    """Advance the version counters of tensors that no operator of torch changes; inference tensors have none."""
+    torch.autograd.graph.increment_version(tensors)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -77,6 +77,31 @@ def test_into_tensors_of_any_strides(ckpt, tmp_path: Path) -> None:
         assert torch.equal(target["t"].detach().view(torch.int32), values.t().view(torch.int32))
 
 
+def test_many_small_tensors_of_a_kind_have_memory_of_their_own(ckpt, tmp_path: Path) -> None:
+    """Though they are made together."""
+    kinds = {
+        "rows": lambda: torch.randn(3, 5),
+        "columns": lambda: torch.randn(5, 3).t(),
+        "one row": lambda: torch.randn(7).as_strided((1, 7), (3, 1)),  # no step along a dimension of size 1 matters
+        "scalars": lambda: torch.randn(()),
+        "none": lambda: torch.empty(0, 4),
+        "halves": lambda: torch.randn(9).bfloat16(),
+        "eighths": lambda: torch.randn(6).to(torch.float8_e4m3fn),
+        "complex": lambda: torch.randn(4, dtype=torch.complex64),
+    }
+    state = {f"{name} {number}": make() for number in range(4) for name, make in kinds.items()}
+    ckpt.save(state, tmp_path / "c")
+    loaded = ckpt.load(tmp_path / "c")
+    assert_same(state, loaded)
+    assert {name: each.stride() for name, each in loaded.items()} == {n: each.stride() for n, each in state.items()}
+    for each in loaded.values():
+        assert each.untyped_storage().nbytes() == each.nbytes
+        assert not each._is_view()
+        each.resize_(each.numel() + 1)
+    begins = [each.data_ptr() for each in loaded.values()]
+    assert len(set(begins)) == len(state)
+
+
 def test_objects_in_tuples_are_replaced(ckpt, tmp_path: Path) -> None:
     ckpt.save({"t": (torch.ones(2), {"k": 5}, [1]), "l": [{"a": 1}, {"a": 2}]}, tmp_path / "c")
     target = {"t": (torch.zeros(2), {"k": 0}, [9]), "l": [{"a": 0}, {"a": 0}]}
