@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt import errors
+from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, CoordinationError, LoadError, SaveError
 
 if TYPE_CHECKING:
@@ -94,13 +95,8 @@ def timeout_text(rank_names: str, operation: str, after_s: float) -> str:
 def _timeout_failure(arrivals: Sequence[Arrival], operation: str) -> RemoteError:
     late = {rank: arrival for rank, arrival in enumerate(arrivals) if isinstance(arrival, TimedOut)}
     after_s = max(arrival.after_s for arrival in late.values())
-    rank_names = _listed([arrival.rank_name for arrival in late.values()])
+    rank_names = some_of([arrival.rank_name for arrival in late.values()], 8)
     return coordination_failure(min(late), timeout_text(rank_names, operation, after_s))
-
-
-def _listed(names: Sequence[str], most: int = 8) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} others"
 
 
 def to_remote_error(rank: int, error: BaseException) -> RemoteError:

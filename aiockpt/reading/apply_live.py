@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
+from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, MissingKeysWarning
 from aiockpt.snapshot.live import refuse_awaitable
 
@@ -56,7 +57,7 @@ class Filled:
         if missing is not None:
             missing.extend(self.missing)
         problems = [
-            f"{what} {_listed(names)}"
+            f"{what} {some_of(names, 10)}"
             for names, what in (
                 (self.missing, f"lacks {len(self.missing)} of the keys asked for, which stay as they are:"),
                 (self.unexpected, f"has {len(self.unexpected)} keys that the target does not know:"),
@@ -137,7 +138,3 @@ def _takes_strict(load: Callable[..., Any]) -> bool:
 def _with(names: Sequence[str], prefix: str, more: object) -> list[str]:
     keys: Iterable[Any] = more if isinstance(more, list | tuple) else ()
     return list(dict.fromkeys([*names, *(f"{prefix}.{key}" if prefix else str(key) for key in keys)]))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -14,6 +14,7 @@ import anyio
 import torch
 from isal.isal_zlib import crc32
 
+from aiockpt.core.wording import some_of
 from aiockpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -160,10 +161,9 @@ def _not_a_checkpoint(path: str, files: Mapping[str, int], tensors: list[str], i
     is_file = os.path.basename(path) in files and len(files) == 1
     below = [] if is_file or tensors or indexes else checkpoints_below(files)
     if below:
-        more = f" and {len(below) - _MOST_SHOWN} more" if len(below) > _MOST_SHOWN else ""
         return CheckpointNotFoundError(
-            f"it is no checkpoint, but has {'some' if below[1:] else 'one'} below: {', '.join(below[:_MOST_SHOWN])}"
-            f"{more}; add {'one of these' if below[1:] else 'this'} to the path"
+            f"it is no checkpoint, but has {'some' if below[1:] else 'one'} below: {some_of(below, _MOST_SHOWN)}; "
+            f"add {'one of these' if below[1:] else 'this'} to the path"
         )
     if any(name.endswith(".distcp") for name in files):
         return CorruptCheckpointError(

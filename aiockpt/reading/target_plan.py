@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aiockpt.core.gc_pause import gc_pause
+from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, MissingKeysError, ShapeMismatchError, printable_key
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES
@@ -259,10 +260,9 @@ class _Planner:
         """Raise MissingKeysError if keys are missing, unless that is allowed."""
         missing = list(dict.fromkeys(self.plan.missing))
         if missing and self._options.strict:
-            more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
             raise MissingKeysError(
                 f"{self._path} lacks {len(missing)} of the keys asked for: "
-                f"{', '.join(map(printable_key, missing[:10]))}{more}."
+                f"{some_of([printable_key(name) for name in missing], 10)}."
                 f"{hint(missing, self._index.entries, set(flat.names), fills=True)} Pass strict=False to leave missing "
                 "keys as they are, or keys= to load a part: a save with include= or exclude= leaves keys out.",
                 tuple(missing),

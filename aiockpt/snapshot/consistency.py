@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from aiockpt.core.wording import some_of
 from aiockpt.errors import TornSnapshotError
 from aiockpt.planning.dtensor import ShardingError, is_distributed, local_parts
 from aiockpt.snapshot.optimizer_hooks import samples_of, saw_all
@@ -141,9 +142,8 @@ class Consistency:
         raise self._torn(changed or ["what a step of an optimizer changes (see the log)"])
 
     def _torn(self, changed: Sequence[str], how: str = "") -> TornSnapshotError:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
         return TornSnapshotError(
-            f"{', '.join(changed[:3])}{more} changed between save() and staged{how}, so the copy of {self._path} may "
+            f"{some_of(changed, 3)} changed between save() and staged{how}, so the copy of {self._path} may "
             "mix two states and was dropped. Await `staged` before the optimizer's step (or whatever changed it), "
             "call fence() before it, or save a clone."
         )

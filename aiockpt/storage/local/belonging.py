@@ -23,6 +23,7 @@ import stat
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
+from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.manifest.manifest import files_listed
@@ -183,8 +184,7 @@ def why_not_of_contents(directory: int) -> str | None:
 
 def several(names: Collection[str]) -> str:
     """Return the first few names, printable, and how many more there are."""
-    shown = ", ".join(map(printable_key, list(names)[:_SHOWN]))
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+    return some_of([printable_key(name) for name in names], _SHOWN)
 
 
 def is_empty(path: str) -> bool:
