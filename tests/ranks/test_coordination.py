@@ -397,6 +397,13 @@ def test_rounds_of_a_lane_keep_their_order(world4: World) -> None:
         assert found == [(rank, [(n, r) for r in range(4)]) for n in range(6)]
 
 
+async def cancels_twice(ranks: Coordinator, rank: int, task: asyncio.Task[Any]) -> None:
+    for _ in range(2):
+        await asyncio.sleep(0)
+        task.cancel()
+    await ranks.round("finish", "the cancellation", rank, tagged)
+
+
 async def is_cancelled(rank: int, world_size: int, victim: int, how: str) -> Any:
     decided, others = asyncio.Event(), []
 
@@ -420,17 +427,18 @@ async def is_cancelled(rank: int, world_size: int, victim: int, how: str) -> Any
             if how == "before":
                 task.cancel()
             else:
-                asyncio.get_running_loop().call_later(0.05, task.cancel)
-                asyncio.get_running_loop().call_later(0.1, task.cancel)
+                told = asyncio.ensure_future(cancels_twice(ranks, rank, task))
             try:
                 await ranks.round("plan", "the save of a", rank, decide)
             except asyncio.CancelledError:
                 while task.cancelling():
                     task.uncancel()
                 outcome = "cancelled"
-        else:
             if how == "during":
-                await asyncio.sleep(0.3)  # it is cancelled while it waits for this rank
+                await told
+        else:
+            if how == "during":  # it is cancelled while it waits for this rank
+                await ranks.round("finish", "the cancellation", rank, tagged)
             outcome = await ranks.round("plan", "the save of a", rank, decide)
         return outcome, others, await ranks.round("plan", "the save of b", rank, tagged)
 
