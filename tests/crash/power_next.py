@@ -52,7 +52,9 @@ class NextRun:
 def saves_again(folder: Path, announce: Announce, name: str) -> None:
     """Save under a new name, then over what there is."""
     scenario = SCENARIOS[name]
-    names = [scenario.file("next"), *sorted(path.name for path in folder.iterdir() if is_shown(path.name))]
+    shown = [path for path in folder.iterdir() if is_shown(path.name)]
+    checkpoints = [path for path in shown if path.is_file() or not any(each.is_dir() for each in path.iterdir())]
+    names = [scenario.file("next"), *sorted(path.name for path in checkpoints)]
     with checkpointer() as ckpt:
         program = Program(ckpt, folder, announce, flat=scenario.flat)
         for each in dict.fromkeys(names):

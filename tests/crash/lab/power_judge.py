@@ -90,5 +90,10 @@ def _checkpoints(content: Folder, above: str, known: Mapping[str, object]) -> It
         path = f"{above}{name}"
         if path not in known and isinstance(entry, Folder) and any(other.startswith(f"{path}/") for other in known):
             yield from _checkpoints(entry, f"{path}/", known)
-        elif path in known or not name.startswith("."):
+        elif path in known or not (name.startswith(".") or _shows_nothing(entry)):
             yield path, entry
+
+
+def _shows_nothing(entry: Left) -> bool:
+    """Tell whether it is a directory with nothing or only hidden names in it, made for checkpoints to come."""
+    return isinstance(entry, Folder) and all(name.startswith(HIDDEN) for name in entry.entries)
