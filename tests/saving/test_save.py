@@ -51,6 +51,7 @@ async def test_handle_gives_both_moments(tmp_path: Path) -> None:
         assert result.path == str(tmp_path / "runs" / "a" / "c")
         assert result.files["__0_0.distcp"] == (tmp_path / "runs" / "a" / "c" / "__0_0.distcp").stat().st_size
         assert 0 < result.captured_s <= result.staged_s <= result.written_s
+        assert 0 < result.planned_s < result.staged_s
         assert "written" in repr(save)
         assert await save.cancel() is False
         assert_same(state, await ckpt.load(result.path))
