@@ -55,7 +55,7 @@ class Beside(AiockptLoader):
 
 
 def loaders(directory: Path, target: State) -> list[Loader]:
-    """Give everybody who loads them; dcp.load would take minutes."""
+    """Return the loaders that take part; dcp.load would take minutes."""
     return [
         AiockptLoader(directory / "aiockpt", name=NEW),
         AiockptLoader(directory / "aiockpt", target, name=TARGET),

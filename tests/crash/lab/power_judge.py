@@ -95,5 +95,5 @@ def _checkpoints(content: Folder, above: str, known: Mapping[str, object]) -> It
 
 
 def _shows_nothing(entry: Left) -> bool:
-    """Tell whether it is a directory with nothing or only hidden names in it, made for checkpoints to come."""
+    """Return whether it is a directory with nothing or only hidden names in it, made for checkpoints to come."""
     return isinstance(entry, Folder) and all(name.startswith(HIDDEN) for name in entry.entries)
