@@ -1,0 +1,30 @@
+"""Comparing stored items byte by byte, in pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiockpt.format.index import ItemRange
+from aiockpt.reading import copies
+
+
+class Bytes:
+    """Files in memory."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.files = files
+
+    def read_bytes(self, file: str, offset: int, size: int) -> bytes:
+        return self.files[file][offset : offset + size]
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 10])
+def test_pieces_end_with_their_items(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_PIECE_BYTES", 4)
+    item = bytes(range(length))
+    one, other = ItemRange("a", 2, length), ItemRange("b", 3, length)
+    assert copies._is_same(Bytes(a=b"__" + item + b"x" * 9, b=b"___" + item + b"y" * 9), one, other)
+    for at in range(length):
+        changed = item[:at] + b"\xff" + item[at + 1 :]
+        assert not copies._is_same(Bytes(a=b"__" + item, b=b"___" + changed), one, other)
+    assert not copies._is_same(Bytes(a=b"__" + item, b=b"___" + item), one, ItemRange("b", 3, length - 1))
