@@ -50,7 +50,10 @@ class EngineLoop:
         is forked in the middle of that would lack the rest of it.
         """
         _import_all()
-        _call_operators()
+        # Not in this thread: modes of the caller's, as that of fake tensors, would get these calls.
+        caller = threading.Thread(target=_call_operators, name="aiockpt-operators", daemon=True)
+        caller.start()
+        caller.join()
         loop = new_event_loop()
         try:
             # In an empty context: the caller's may name the async library of the caller's loop.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import aiockpt
 from aiockpt.dcp import FileSystemReader
@@ -100,6 +101,15 @@ def test_many_small_tensors_of_a_kind_have_memory_of_their_own(ckpt, tmp_path: P
         each.resize_(each.numel() + 1)
     begins = [each.data_ptr() for each in loaded.values()]
     assert len(set(begins)) == len(state)
+
+
+def test_the_first_load_within_a_mode_of_the_program(tmp_path: Path) -> None:
+    """What the engine does with tensors of its own is not for the mode."""
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"x": torch.arange(5)}, tmp_path / "c")
+    with FakeTensorMode(), aiockpt.SyncCheckpointer() as ckpt:
+        loaded = ckpt.load(tmp_path / "c")
+    assert loaded["x"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_objects_in_tuples_are_replaced(ckpt, tmp_path: Path) -> None:
