@@ -45,6 +45,7 @@ class Line:
     def run(self, main: Callable[[], Any]) -> Any:
         """Run a coroutine function as `asyncio.run` does."""
         with asyncio.Runner(loop_factory=LOOPS[self.loop]) as runner:
+            _tick(runner.get_loop())
             return runner.run(main())
 
     async def hold(self, submit: Callable[..., aiockpt.SaveHandle]) -> Held:
@@ -133,6 +134,11 @@ def _serve(program: Program, make: Callable[[], Line], options: dict[str, Any]) 
         # What a main program that catches nothing would end with.
         line.say(type(exc).__name__, *getattr(exc, "__notes__", ()))
         sys.exit(1)
+
+
+def _tick(loop: asyncio.AbstractEventLoop) -> None:
+    """Wake the loop again and again: asyncio's notices a signal that comes right before it waits only when it wakes."""
+    loop.call_later(0.2, _tick, loop)
 
 
 # --- programs ---------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import aiockpt
+from aiockpt.engine.loop import EngineLoop
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.storage.wrapper import WrapperStorage
 from tests.cancellation.moments import DRAIN_S
@@ -48,16 +50,21 @@ def _empty() -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, -1) for name, tensor in STATE.items()}
 
 
-def _open_when_told(task: asyncio.Task[object], storage: HeldReads, steps: int = 10) -> None:
-    """Let the threads go on some steps of the loop after the task was cancelled, and not a moment before."""
+def _open_when_told(task: asyncio.Task[object], storage: HeldReads, engine: EngineLoop, steps: int = 10) -> None:
+    """Let the threads go on some steps of both loops after the task was cancelled, and not a moment before."""
     if task.cancelling():
         steps -= 1
     if steps:
-        asyncio.get_running_loop().call_soon(_open_when_told, task, storage, steps)
+        asyncio.get_running_loop().call_soon(_open_when_told, task, storage, engine, steps)
         return
     if task.done():  # which the test is to see as the failure that it is
         task.get_loop().call_exception_handler({"message": "the load has ended while its threads were at work"})
-    storage.let_go()
+    _open_in_engine(storage, engine)
+
+
+def _open_in_engine(storage: HeldReads, engine: EngineLoop, steps: int = 10) -> None:
+    """Let the threads go on when the engine has had the time to hear of the cancellation."""
+    engine.post(partial(_open_in_engine, storage, engine, steps - 1) if steps else storage.let_go)
 
 
 @pytest.mark.asyncio
@@ -77,7 +84,7 @@ async def test_who_waits_for_a_load_stops_it_and_stays_until_its_threads_have(wa
         async def waits() -> None:
             await loading
 
-        _open_when_told(loading, storage)
+        _open_when_told(loading, storage, ckpt._engine.loop)
         await WAYS[way](waits)
         assert loading.cancelled()
         await _assert_stopped(ckpt, tmp_path / "c", storage, target)
@@ -102,7 +109,7 @@ def test_a_load_in_a_run_that_ends_stops_too(tmp_path: Path) -> None:
     async def main(ckpt: aiockpt.AsyncCheckpointer) -> None:
         loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
         await asyncio.to_thread(storage.reached.wait, WAIT_S)
-        _open_when_told(loading, storage)
+        _open_when_told(loading, storage, ckpt._engine.loop)
 
     async def after(ckpt: aiockpt.AsyncCheckpointer) -> None:
         await _assert_stopped(ckpt, tmp_path / "c", storage, target)
