@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from isal.isal_zlib import crc32
@@ -38,7 +38,7 @@ from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle
 from aiockpt.format.pickle.machine import PickleError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 # --- records and placeholders of storages ---------------------------------------------------------
 
@@ -417,65 +417,27 @@ _NODES_PER_BYTE = 64
 _LEAST_NODES = 2_000_000
 _LEAST_LETTERS = 64 << 20
 _MANY = 1 << 62
-_SEQUENCES = (list, tuple, set, frozenset, deque)
-_CONTAINERS = (Mapping, *_SEQUENCES)
-
-
-class _Expansion(NamedTuple):
-    """The size of a flattened value."""
-
-    nodes: int  # itself and everything in it, as often as it is there
-    letters: int  # of the names of these, below the value's own
-
-
-_LEAF = _Expansion(1, 0)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 
 
 def _expands_too_much(value: Any, nbytes: int) -> bool:
-    """Return whether a value holds itself, or is larger when flattened than an honest pickle of ``nbytes`` bytes.
-
-    Takes time in proportion to its distinct nodes.
-    """
-    expansion = _expansion(value)
-    return (
-        expansion is None
-        or expansion.nodes > _NODES_PER_BYTE * nbytes + _LEAST_NODES
-        or expansion.letters > _NODES_PER_BYTE * nbytes + _LEAST_LETTERS
-    )
+    """Return whether a value holds itself, or is larger when flattened than an honest pickle of ``nbytes`` bytes."""
+    try:
+        nodes, letters = _expansion(value, {})
+    except RecursionError:
+        return True
+    return nodes > _NODES_PER_BYTE * nbytes + _LEAST_NODES or letters > _NODES_PER_BYTE * nbytes + _LEAST_LETTERS
 
 
-def _expansion(value: Any) -> _Expansion | None:
-    """Add up each container once; return None if one holds itself."""
-    known: dict[int, _Expansion | None] = {}  # None: its children are being added up
-    pending = [(value, _children(value))]
-    known[id(value)] = None
-    while pending:
-        container, children = pending[-1]
-        for _, child in children:
-            if not isinstance(child, _CONTAINERS):
-                continue
-            if id(child) not in known:
-                known[id(child)] = None
-                pending.append((child, _children(child)))
-                break
-            if known[id(child)] is None:
-                return None
-        else:
-            known[id(container)] = _sum(container, known)
-            pending.pop()
+def _expansion(value: Any, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return the nodes of a value, and the letters of their names below its own; takes time for distinct ones only."""
+    if not isinstance(value, _CONTAINERS):
+        return 1, 0
+    if id(value) not in known:
+        nodes, letters = 1, 0
+        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+            count, below = _expansion(child, known)
+            nodes += count
+            letters += below + count * (len(key) if type(key) is str else 8)
+        known[id(value)] = min(nodes, _MANY), min(letters, _MANY)
     return known[id(value)]
-
-
-def _children(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return iter(value.items())
-    return ((None, child) for child in value) if isinstance(value, _SEQUENCES) else iter(())
-
-
-def _sum(container: Any, known: Mapping[int, _Expansion | None]) -> _Expansion:
-    count, letters = 1, 0
-    for key, child in _children(container):
-        within = known.get(id(child)) or _LEAF
-        count += within.nodes
-        letters += within.letters + within.nodes * (len(key) if type(key) is str else 8)
-    return _Expansion(min(count, _MANY), min(letters, _MANY))
