@@ -26,8 +26,16 @@ import torch
 
 from aiockpt.format.dtypes import DTYPES
 from aiockpt.format.pickle.guard import check_object_pickle
-from aiockpt.format.pickle.machine import Handler, Machine, PickleError
-from aiockpt.format.pickle.opcodes import dict_handlers, handler_table, list_handlers, push_new, tuple_handlers
+from aiockpt.format.pickle.machine import (
+    Handler,
+    Machine,
+    PickleError,
+    dict_handlers,
+    handler_table,
+    list_handlers,
+    push_new,
+    tuple_handlers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

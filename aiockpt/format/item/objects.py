@@ -23,8 +23,7 @@ from aiockpt.format.item.item_check import ItemChecker
 from aiockpt.format.item.item_framing import pickle_framing
 from aiockpt.format.item.ziparchive import FramingError, read_archive
 from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle, needs_of, torch_names
-from aiockpt.format.pickle.machine import Machine, PickleError
-from aiockpt.format.pickle.opcodes import HANDLERS
+from aiockpt.format.pickle.machine import HANDLERS, Machine, PickleError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,17 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.format.pickle.machine import ONCE, Function, Handler, Machine, Record, pop_mark
-from aiockpt.format.pickle.opcodes import HANDLERS, build, is_record_kind, memoize, set_items
+from aiockpt.format.pickle.machine import (
+    HANDLERS,
+    ONCE,
+    Handler,
+    Machine,
+    Record,
+    build,
+    is_record_kind,
+    pop_mark,
+    set_items,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,13 +29,11 @@ _INT = rb"(?:K.|M..|J.{4})"
 # A function called with one tuple of a few numbers: torch.Size.
 _CALL = _REF + rb"(?:\)|" + _INT + rb"{1,3}[\x85-\x87]\x94|\(" + _INT + rb"{4,64}t\x94)\x85\x94R\x94"
 _ATOM = rb"(N|" + _INT + rb"|" + _CALL + rb"|" + _REF + rb")"
-_PAIR_END = b"\x94\x86\x94"  # what follows a text that is the second of a pair
 _HEAD = b")\x81\x94}\x94("  # a new object and the beginning of its state
 _FIELD = rb"(" + _REF + rb")" + _ATOM
 # A new object of two or three fields.
 _FLAT = rb"(" + _REF + rb")\)\x81(?:\x94}\x94|})\(" + _FIELD + _FIELD + rb"(?:" + _FIELD + rb")?ub"
 
-_match_call = re.compile(_CALL, re.DOTALL).match
 _match_flat = re.compile(_FLAT, re.DOTALL).match
 
 _SHORTEST_CALL = 7
@@ -35,7 +42,6 @@ _RUN_LENGTHS = 16
 _MEMOIZE = 0x94
 _BUILD = ord("b")
 _SIGNED = ord("J")
-_LONG_BINPUT = ord("r")
 
 
 class _Operands(dict[bytes, Any]):
@@ -92,22 +98,6 @@ class _FastMachine(Machine):
         return known
 
 
-def _push_referred(m: _FastMachine, value: Any, at: int, end: int) -> int:
-    """Push a value from the memo, or the record or call result that the next opcodes make of it."""
-    kind = type(value)
-    if kind is type and issubclass(value, Record):
-        return _push_record(m, value, at, end)
-    if kind is Function:
-        match = _match_call(m.data, at)
-        if match is not None:
-            opcodes, m.at = match.group(), at
-            value = m.operands[opcodes]
-            m.memo += m.calls[opcodes]
-            end = match.end()
-    m.stack.append(value)
-    return end
-
-
 def _push_record(m: _FastMachine, kind: Any, at: int, end: int) -> int:
     data = m.data
     if kind.repeats:
@@ -157,27 +147,18 @@ def _push_flats(m: _FastMachine, at: int) -> int:
     return at
 
 
-def _binget(m: _FastMachine, at: int) -> int:
-    value = m.memo[m.data[at]]
-    if type(value) is str:
+def _get(width: int) -> Handler:
+    """Return the handler that pushes a value from the memo, or the record that the next opcodes make of it."""
+
+    def push(m: _FastMachine, at: int) -> int:
+        end = at + width
+        value = m.memo[int.from_bytes(m.data[at:end], "little")]
+        if type(value) is type and issubclass(value, Record):
+            return _push_record(m, value, at - 1, end)
         m.stack.append(value)
-        return at + 1
-    return _push_referred(m, value, at - 1, at + 1)
+        return end
 
-
-def _long_binget(m: _FastMachine, at: int) -> int:
-    value = m.memo[int.from_bytes(m.data[at : at + 4], "little")]
-    if type(value) is str:
-        m.stack.append(value)
-        return at + 4
-    return _push_referred(m, value, at - 1, at + 4)
-
-
-def _long_binput(m: _FastMachine, at: int) -> int:
-    if int.from_bytes(m.data[at : at + 4], "little") != len(m.memo):
-        return HANDLERS[_LONG_BINPUT](m, at)
-    memoize(m, at)
-    return at + 4
+    return push
 
 
 def _setitems(m: _FastMachine, at: int) -> int:
@@ -196,29 +177,8 @@ def _setitems(m: _FastMachine, at: int) -> int:
     return at
 
 
-def _short_text(m: _FastMachine, at: int) -> int:
-    data = m.data
-    begin = at + 1
-    end = begin + data[at]
-    text = str(data[begin:end], "utf-8", "surrogatepass")
-    if data.startswith(_PAIR_END, end) and m.stack and type(m.stack[-1]) is str:
-        pair = m.stack[-1] = (m.stack[-1], text)
-        m.memo += (text, pair)
-        return end + len(_PAIR_END)
-    m.stack.append(text)
-    return end
-
-
-_FAST: list[Handler] = [
-    {
-        ord("h"): _binget,
-        ord("j"): _long_binget,
-        _LONG_BINPUT: _long_binput,
-        ord("u"): _setitems,
-        0x8C: _short_text,
-    }.get(code, handler)
-    for code, handler in enumerate(HANDLERS)
-]
+_OWN = {"h": _get(1), "j": _get(4), "u": _setitems}
+_FAST = [_OWN.get(chr(code), handler) for code, handler in enumerate(HANDLERS)]
 
 
 def read_pickle(

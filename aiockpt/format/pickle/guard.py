@@ -18,8 +18,17 @@ from typing import TYPE_CHECKING, Any
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
 from aiockpt.format.dtypes import DTYPES, QUANTIZED_STORAGE_DTYPES, STORAGE_DTYPES
-from aiockpt.format.pickle.machine import Handler, Machine, PickleError, read_line
-from aiockpt.format.pickle.opcodes import dict_handlers, handler_table, list_handlers, push_new, tuple_handlers
+from aiockpt.format.pickle.machine import (
+    Handler,
+    Machine,
+    PickleError,
+    dict_handlers,
+    handler_table,
+    list_handlers,
+    push_new,
+    read_line,
+    tuple_handlers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

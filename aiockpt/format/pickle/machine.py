@@ -2,15 +2,21 @@
 
 CPython's unpickler trusts its input: a memo index makes it resize an array, an announced length makes it allocate, and
 any global that is not forbidden runs. Here every step costs time and memory in proportion to the bytes of the pickle
-that asked for it, and globals mean what the caller says they mean.
+that asked for it, and globals mean what the caller says they mean. Opcodes that plain data does not need are refused.
+
+Source of the opcodes: ``pickletools.py`` of CPython.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+_MAX_PROTOCOL = 5
+_KEY_LIMIT = 1 << 60  # below, an int is its own hash: keys that all collide can't be chosen
+_MAX_FIELDS = 64
+_MAX_ARGS = 256
 _MAX_DIGITS = 640
 
 
@@ -110,3 +116,397 @@ def pop_mark(m: Machine) -> list[Any]:
     items = m.stack
     m.stack = m.stacks.pop()
     return items
+
+
+# --- opcodes of plain values ------------------------------------------------------------------------
+
+
+def _refused(m: Machine, at: int) -> int:
+    raise PickleError(f"opcode {m.data[at - 1]:#04x} at byte {at - 1} is not one that plain data needs")
+
+
+def _frame(_m: Machine, at: int) -> int:
+    return at + 8  # it says only how much to read ahead
+
+
+def _proto(m: Machine, at: int) -> int:
+    if m.data[at] > _MAX_PROTOCOL:
+        raise PickleError(f"pickle protocol {m.data[at]} is not known")
+    return at + 1
+
+
+def _constant(value: Any) -> Handler:
+    def push(m: Machine, at: int) -> int:
+        m.stack.append(value)
+        return at
+
+    return push
+
+
+def _fixed(width: int, *, signed: bool = False) -> Handler:
+    def push(m: Machine, at: int) -> int:
+        m.stack.append(int.from_bytes(m.data[at : at + width], "little", signed=signed))
+        return at + width
+
+    return push
+
+
+def _long1(m: Machine, at: int) -> int:
+    end = at + 1 + m.data[at]
+    m.stack.append(int.from_bytes(m.data[at + 1 : end], "little", signed=True))
+    return end
+
+
+def _binfloat(m: Machine, at: int) -> int:
+    m.stack.extend(struct.unpack_from(">d", m.data, at))
+    return at + 8
+
+
+def _number(convert: Callable[[bytes], Any]) -> Handler:
+    def push(m: Machine, at: int) -> int:
+        text, end = read_line(m, at)
+        try:
+            m.stack.append(convert(text))
+        except ValueError:
+            raise PickleError(f"no number at byte {at}") from None
+        return end
+
+    return push
+
+
+def _int(text: bytes) -> int:
+    return text == b"01" if text in (b"00", b"01") else int(text)
+
+
+def _long(text: bytes) -> int:
+    return int(text.removesuffix(b"L"))
+
+
+def _push_text(m: Machine, text: str) -> None:
+    # Equal texts are one object.
+    m.stack.append(m.texts.setdefault(text, text))
+
+
+def _text(width: int) -> Handler:
+    def push(m: Machine, at: int) -> int:
+        begin = at + width
+        end = begin + int.from_bytes(m.data[at:begin], "little")
+        _push_text(m, str(m.data[begin:end], "utf-8", "surrogatepass"))
+        return end
+
+    return push
+
+
+def _unicode(m: Machine, at: int) -> int:
+    line, end = read_line(m, at, None)
+    _push_text(m, str(line, "raw-unicode-escape"))
+    return end
+
+
+def _mark(m: Machine, at: int) -> int:
+    m.stacks.append(m.stack)
+    m.stack = []
+    return at
+
+
+def _pop(m: Machine, at: int) -> int:
+    m.stack.pop()
+    return at
+
+
+def _pop_marked(m: Machine, at: int) -> int:
+    pop_mark(m)
+    return at
+
+
+def _stop(_m: Machine, _at: int) -> int:
+    return -1
+
+
+# --- containers; other machines make their own with these factories ---------------------------------
+
+
+def push_new(make: Callable[[], Any]) -> Handler:
+    """Return the handler of an opcode that pushes a new empty container."""
+
+    def push(m: Machine, at: int) -> int:
+        m.stack.append(make())
+        return at
+
+    return push
+
+
+def tuple_handlers(make: Callable[[list[Any]], Any]) -> dict[str, Handler]:
+    """Return handlers of the opcodes that push ``make(items)`` for the topmost values."""
+
+    def push_marked(m: Machine, at: int) -> int:
+        items = pop_mark(m)  # replaces the stack
+        m.stack.append(make(items))
+        return at
+
+    def push_n(count: int) -> Handler:
+        def push(m: Machine, at: int) -> int:
+            stack = m.stack
+            if len(stack) < count:
+                raise PickleError(f"a tuple of too few values at byte {at - 1}")
+            stack[-count:] = [make(stack[-count:])]
+            return at
+
+        return push
+
+    return {"t": push_marked, "\x85": push_n(1), "\x86": push_n(2), "\x87": push_n(3)}
+
+
+def list_handlers(extend: Callable[[Any, list[Any]], None]) -> dict[str, Handler]:
+    """Return handlers of the opcodes that add items to the list below them with ``extend(machine, items)``."""
+
+    def append(m: Machine, at: int) -> int:
+        extend(m, [m.stack.pop()])
+        return at
+
+    def appends(m: Machine, at: int) -> int:
+        extend(m, pop_mark(m))
+        return at
+
+    return {"a": append, "e": appends}
+
+
+def dict_handlers(update: Callable[[Any, list[Any]], None]) -> dict[str, Handler]:
+    """Return handlers of the opcodes that add alternating keys and values with ``update(machine, items)``."""
+
+    def setitem(m: Machine, at: int) -> int:
+        value, key = m.stack.pop(), m.stack.pop()
+        update(m, [key, value])
+        return at
+
+    def setitems(m: Machine, at: int) -> int:
+        update(m, pop_mark(m))
+        return at
+
+    return {"s": setitem, "u": setitems}
+
+
+def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
+    return tuple(items) if CONTAINERS.isdisjoint(map(type, items)) else Nest(items)
+
+
+def _list(m: Machine, at: int) -> int:
+    items = pop_mark(m)
+    m.stack.append(items)
+    return at
+
+
+def _extend(m: Machine, items: list[Any]) -> None:
+    target = m.stack[-1]
+    if type(target) is not list:
+        raise PickleError(f"an append to a {type(target).__name__}")
+    target += items
+
+
+def set_items(m: Machine, items: list[Any]) -> None:
+    """Add alternating keys and values to the dict on top of the stack."""
+    target, keys = m.stack[-1], items[::2]
+    if type(target) is not dict or len(items) % 2:
+        raise PickleError(f"{len(items)} keys and values for a {type(target).__name__}")
+    for kind in set(map(type, keys)):
+        small = kind is int and all(type(key) is not int or abs(key) < _KEY_LIMIT for key in keys)
+        if not (kind is str or small or issubclass(kind, Record)):
+            raise PickleError(f"a {kind.__name__} stands as the key of a dict")
+    target.update(zip(keys, items[1::2], strict=True))
+
+
+def _dict(m: Machine, at: int) -> int:
+    items = pop_mark(m)
+    m.stack.append({})
+    set_items(m, items)
+    return at
+
+
+# --- the memo ---------------------------------------------------------------------------------------
+
+
+def memoize(m: Machine, at: int) -> int:
+    """Add the value on top of the stack to the memo."""
+    top = m.stack[-1]
+    m.memo.append(ONCE if type(top) is Nest else top)
+    return at
+
+
+def _put(m: Machine, index: int) -> None:
+    if index != len(m.memo):
+        raise PickleError(f"value {index} is put into the memo where {len(m.memo)} would be next")
+    memoize(m, 0)
+
+
+def _put_n(width: int) -> Handler:
+    def put(m: Machine, at: int) -> int:
+        _put(m, int.from_bytes(m.data[at : at + width], "little"))
+        return at + width
+
+    return put
+
+
+def _put_line(m: Machine, at: int) -> int:
+    text, end = read_line(m, at)
+    _put(m, _index(text, at))
+    return end
+
+
+def _index(text: bytes, at: int) -> int:
+    if not text.isdigit():
+        raise PickleError(f"no number at byte {at}")
+    return int(text)
+
+
+def _get_line(m: Machine, at: int) -> int:
+    text, end = read_line(m, at)
+    m.stack.append(m.memo[_index(text, at)])
+    return end
+
+
+def _get_n(width: int) -> Handler:
+    def get(m: Machine, at: int) -> int:
+        m.stack.append(m.memo[int.from_bytes(m.data[at : at + width], "little")])
+        return at + width
+
+    return get
+
+
+# --- globals, calls and objects ---------------------------------------------------------------------
+
+
+def _reconstruct(kind: Any, base: Any, state: Any) -> Record:
+    if base is not object or state is not None:
+        raise PickleError("an object that is made from another")
+    return _new(kind)
+
+
+# How protocols 0 and 1 make an object.
+_OBJECT_NAMES = {("copy_reg", "_reconstructor"): Function(_reconstruct), ("__builtin__", "object"): object}
+
+
+def _push_global(m: Machine, module: str, name: str) -> None:
+    known = _OBJECT_NAMES.get((module, name))
+    m.stack.append(m.find_global(module, name) if known is None else known)
+
+
+def _global_of_lines(m: Machine, at: int) -> int:
+    module, at = read_line(m, at)
+    name, at = read_line(m, at)
+    _push_global(m, module.decode(), name.decode())
+    return at
+
+
+def _global_of_texts(m: Machine, at: int) -> int:
+    name, module = m.stack.pop(), m.stack.pop()
+    if type(name) is not str or type(module) is not str:
+        raise PickleError("a name that is no text")
+    _push_global(m, module, name)
+    return at
+
+
+def _call(m: Machine, at: int) -> int:
+    args = m.stack.pop()
+    function = m.stack[-1]
+    if type(function) is not Function or not isinstance(args, tuple) or len(args) > _MAX_ARGS:
+        raise PickleError(f"a call of a {type(function).__name__} with a {type(args).__name__}")
+    try:
+        m.stack[-1] = function.call(*args)
+    except TypeError as exc:
+        raise PickleError(f"a call with the wrong arguments: {exc}") from exc
+    return at
+
+
+def is_record_kind(kind: Any) -> bool:
+    """Return whether a value is a subclass of `Record`."""
+    return type(kind) is type and issubclass(kind, Record)
+
+
+def _new(kind: Any) -> Record:
+    if not is_record_kind(kind):
+        raise PickleError(f"a {type(kind).__name__} stands where a class belongs")
+    record: Record = kind()
+    return record
+
+
+def _new_object(m: Machine, at: int) -> int:
+    if m.stack.pop() != ():
+        raise PickleError("an object that is made with arguments")
+    m.stack[-1] = _new(m.stack[-1])
+    return at
+
+
+def build(m: Machine, at: int) -> int:
+    """Set the state of the record below it."""
+    state = m.stack.pop()
+    record = m.stack[-1]
+    if not isinstance(record, Record) or record.values is not None:
+        raise PickleError(f"a state is given to a {type(record).__name__}, or for the second time")
+    if type(state) is dict and len(state) <= _MAX_FIELDS and set(map(type, state)) <= {str}:
+        record.names, record.values = tuple(state), tuple(state.values())
+    elif isinstance(state, tuple):
+        record.values = state
+    else:
+        raise PickleError(f"a {type(record).__name__} is given a {type(state).__name__} as its state")
+    return at
+
+
+def _persistent(m: Machine, at: int) -> int:
+    if m.persistent_load is None:
+        raise PickleError("the pickle refers to something outside itself")
+    m.stack[-1] = m.persistent_load(m.stack[-1])
+    return at
+
+
+OPCODES: dict[str, Handler] = {
+    "\x80": _proto,
+    "\x95": _frame,
+    ".": _stop,
+    "(": _mark,
+    "0": _pop,
+    "1": _pop_marked,
+    "N": _constant(None),
+    "\x88": _constant(True),
+    "\x89": _constant(False),
+    "K": _fixed(1),
+    "M": _fixed(2),
+    "J": _fixed(4, signed=True),
+    "\x8a": _long1,
+    "I": _number(_int),
+    "L": _number(_long),
+    "F": _number(float),
+    "G": _binfloat,
+    "\x8c": _text(1),
+    "X": _text(4),
+    "V": _unicode,
+    ")": _constant(()),
+    **tuple_handlers(_tuple_of),
+    "]": push_new(list),
+    "l": _list,
+    **list_handlers(_extend),
+    "}": push_new(dict),
+    "d": _dict,
+    **dict_handlers(set_items),
+    "\x94": memoize,
+    "p": _put_line,
+    "q": _put_n(1),
+    "r": _put_n(4),
+    "g": _get_line,
+    "h": _get_n(1),
+    "j": _get_n(4),
+    "c": _global_of_lines,
+    "\x93": _global_of_texts,
+    "R": _call,
+    "\x81": _new_object,
+    "b": build,
+    "Q": _persistent,
+}
+
+
+def handler_table(own: Mapping[str, Handler], shared: str, refuse: Handler) -> list[Handler]:
+    """Return handlers by opcode: a machine's own, those of ``OPCODES`` that it shares, and ``refuse`` for the rest."""
+    table = {**{code: OPCODES[code] for code in shared}, **own}
+    return [table.get(chr(code), refuse) for code in range(256)]
+
+
+HANDLERS: list[Handler] = handler_table(OPCODES, "", _refused)
