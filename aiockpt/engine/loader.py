@@ -145,7 +145,6 @@ class Loader:
         return CheckpointLoad(storage, report.path, request, state_dict, target, ready, report)
 
     def verify(self, path: Path, storage: Storage | None, progress: OnReadProgress | None) -> Verifying:
-        """Check all of a checkpoint; see `AsyncCheckpointer.verify`."""
         with importing():
             from aiockpt.reading.verify.verify import verify_checkpoint
 
@@ -166,13 +165,11 @@ class Verifying:
     _report: ReadReport
 
     async def wait(self) -> VerifyReport:
-        """Wait for its end."""
         with self._report:
             self._report.result = result = await self._call.wait()
             return result
 
     def result(self) -> VerifyReport:
-        """Block for its end."""
         with self._report:
             self._report.result = result = self._call.result()
             return result

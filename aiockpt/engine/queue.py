@@ -101,7 +101,6 @@ class SaveQueue:
 
     @property
     def jobs(self) -> list[SaveJob]:
-        """The saves in flight."""
         with self.lock:
             return list(self._jobs)
 
@@ -170,7 +169,6 @@ class SaveQueue:
     # --- saves enter and leave --------------------------------------------------------------------------
 
     def add(self, job: SaveJob) -> None:
-        """Append a save."""
         with self.lock:
             job.on_end = self.record
             self._jobs.append(job)

@@ -53,12 +53,10 @@ class Reports:
             self._tell(lambda observer, event: context.copy().run(observer.save_started, event), _event_of(job))
 
     def staged(self, job: SaveJob) -> None:
-        """Report that a save is staged."""
         if job.number:
             self._tell(lambda observer, event: observer.staged(event), _event_of(job))
 
     def over(self, job: SaveJob, outcome: Outcome, result: SaveResult | None, error: BaseException | None) -> None:
-        """Report how a save has ended."""
         if not self._observers:
             return
         job.number = job.number or next(_numbers)  # skipped at the call
@@ -91,7 +89,6 @@ class Reports:
         return report
 
     def deleted(self, path: str, elapsed_s: float, error: BaseException | None) -> None:
-        """Report the end of a deletion."""
         self._tell(lambda observer, event: observer.deleted(event), CallEvent(path, time.time(), elapsed_s, error))
 
     # --- calling --------------------------------------------------------------------------------------

@@ -107,15 +107,12 @@ class DcpPlan(SavePlan):
 
     @property
     def object_places(self) -> Mapping[int, ItemRange]:
-        """Where each object is stored."""
         return dict(zip(self.layout.objects, (place for _, place in self.objects), strict=True))
 
     def documents(self) -> dict[str, bytes]:
-        """Encode `.metadata`."""
         return {METADATA_NAME: finish_metadata(self.layout.metadata_head, self.objects)}
 
     def index(self) -> IndexDraft | None:
-        """Return a draft of the manifest's index, without CRCs."""
         layout = self.layout
         if layout.index_head is None:
             return None
@@ -140,7 +137,6 @@ class DcpFormat(FileFormat):
         return describe(tensor)
 
     def framing(self, name: str, spec: TensorSpec | None) -> Framing:
-        """Return the framing of a tensor's item; raise `SaveError` for a tensor that can't be stored."""
         if spec is None:
             raise TypeError(f"{name} is no tensor")
         wrong = unstorable(spec.dtype, len(spec.shape))

@@ -85,11 +85,9 @@ class SafetensorsPlan(SavePlan):
 
     @property
     def is_single_file(self) -> bool:
-        """Whether the checkpoint is one file, with nothing beside it."""
         return self.layout.is_single_file
 
     def documents(self) -> dict[str, bytes]:
-        """Encode the index of a set of files."""
         return self.layout.documents
 
 
@@ -147,7 +145,6 @@ class SafetensorsFormat(FileFormat):
         snapshot.containers = []
 
     def check(self, names: Sequence[str], specs: Sequence[TensorSpec | None]) -> None:
-        """Refuse tensors of a dtype that the format has no name for."""
         for name, spec in zip(names, specs, strict=True):
             if spec is not None:
                 self._check_form(name, spec.dtype, torch.strided, len(spec.shape))

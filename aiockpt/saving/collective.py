@@ -155,11 +155,9 @@ class CollectiveSave(SaveStrategy):
         return self._transaction
 
     async def ticket(self) -> str:
-        """Return the ticket of the transaction that rank 0 has begun."""
         return (await self.begin()).ticket
 
     async def recovery_record(self, plan: SavePlan) -> bytes | None:
-        """Return what the writer processes of the ranks need to commit without the trainers."""
         return await self._compute.run(self._recovery_record, plan)
 
     def _recovery_record(self, plan: SavePlan) -> bytes:

@@ -122,13 +122,11 @@ class SaveJob:
         return {self.path, self.spec.path, self.spec.fallback or self.path}
 
     def enter_loop(self, scope: anyio.CancelScope, turn: Turn) -> None:
-        """Take what belongs to the engine's loop."""
         self.scope, self.turn = scope, turn
 
     # --- for the caller -----------------------------------------------------------------------------
 
     def cancel(self) -> Completion[bool]:
-        """See `SaveHandle.cancel`."""
         if not self.cancelled.done():
             self.origin.check_process()
         self.cancel_asked = True
@@ -141,7 +139,6 @@ class SaveJob:
         self.throttle.unthrottle()
 
     def fence(self, timeout: float | None) -> None:
-        """See `SaveHandle.fence`."""
         timeout = check_timeout(timeout)
         if any(map(is_capturing, list(self.snapshot.events))):
             raise AiockptError(

@@ -110,7 +110,6 @@ class _Progress:
         self._total_bytes = 0
 
     def report(self, phase: Phase) -> None:
-        """Report a phase."""
         numbers = (self._staged_bytes, self._written_bytes, self._total_bytes)
         self._handle._report(ProgressEvent(phase, *numbers, self._handle._elapsed()))
 

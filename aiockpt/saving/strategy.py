@@ -73,7 +73,6 @@ class _SaveAlone(SaveStrategy):
         self._transaction: Transaction | None = None
 
     async def fail(self, error: BaseException) -> BaseException:
-        """Remove what was written; if that fails too, add a note to the error that led here."""
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             try:
@@ -93,25 +92,20 @@ class LocalSave(_SaveAlone):
         self._planner = planner
 
     async def plan(self) -> SavePlan:
-        """Lay out the whole snapshot."""
         return await self._compute.run(self._planner.plan, self._job.snapshot, self._job.spec.form)
 
     def invalidate_plan(self) -> None:
-        """Drop the kept layouts."""
         self._planner.invalidate()
 
     async def begin(self) -> Transaction:
-        """Begin the transaction."""
         job = self._job
         self._transaction = await job.spec.storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
         return self._transaction
 
     async def documents(self, plan: SavePlan) -> CommitDocuments | None:
-        """Encode the metadata and the manifest."""
         return await self._io.run(documents_of, self._job, plan)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
-        """Write the documents, and publish."""
         await writer.write_documents()
         self._job.consistency.raise_if_aborted()  # by its save_timeout, say
         sizes = await writer.commit()
@@ -127,7 +121,6 @@ class AppendSave(_SaveAlone):
         self._planner = planner
 
     async def plan(self) -> SavePlan:
-        """Lay out the whole snapshot."""
         return await self._compute.run(self._plan)
 
     def _plan(self) -> SavePlan:

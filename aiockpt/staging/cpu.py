@@ -39,7 +39,6 @@ class CpuStager(Stager):
         self._workers = workers
 
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
-        """Copy ``pieces`` into ``chunk``; see `Stager.issue`."""
         await self._workers.run(copy_pieces, pieces, chunk, snapshot, layout)
         return Done()
 

@@ -72,16 +72,13 @@ class AcceleratorStager(Stager):
         self._pins = True
 
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
-        """Enqueue the copies of ``pieces`` into ``chunk``; see `Stager.issue`."""
         event, sources = await self._issuer.run(self._enqueue, pieces, chunk, snapshot, layout)
         return Copies(event, self._runtime, self._waiter, sources)
 
     def fence(self) -> None:
-        """Make this thread's current stream wait for all copies issued so far; see `Stager.fence`."""
         self._runtime.order_behind(self._runtime.record())
 
     async def pin(self, chunk: Chunk) -> None:
-        """Lock a chunk's memory ahead of its first use."""
         await self._issuer.run(self._pin, chunk)
 
     def _pin(self, chunk: Chunk) -> None:
@@ -100,7 +97,6 @@ class AcceleratorStager(Stager):
             )
 
     def close(self) -> None:
-        """Unlock the chunks, end the threads, and release the stream."""
         self._waiter.close()
         self._issuer.submit(self._unpin).result()
         self._issuer.close()

@@ -231,11 +231,9 @@ class CudaRuntime(Runtime):
             _thread.allows_captures = allow_captures()
 
     def stream(self) -> AbstractContextManager[object]:
-        """Make the staging stream current in this thread."""
         return torch.cuda.stream(self._stream)
 
     def wait_for(self, event: torch.Event) -> None:
-        """Make the staging stream wait for an event."""
         self._stream.wait_event(event)
 
     def record(self) -> torch.Event:
@@ -243,15 +241,12 @@ class CudaRuntime(Runtime):
         return _cuda_event(self._stream, blocking=True)
 
     def record_current(self) -> torch.Event:
-        """Record an event in this thread's current stream of the device."""
         return _cuda_event(torch.cuda.current_stream(self._device))
 
     def order_behind(self, event: torch.Event) -> None:
-        """Make this thread's current stream of the device wait for an event."""
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def sleep_until(self, event: torch.Event) -> None:
-        """Block until an event is reached."""
         self.enter()
         event.synchronize()
 
@@ -266,11 +261,9 @@ class CudaRuntime(Runtime):
         return False
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`."""
         _cudart().cudaHostUnregister(address)
 
     def close(self) -> None:
-        """Return the stream for reuse."""
         give_stream_back(self._stream)
 
 

@@ -79,7 +79,6 @@ class AcceleratorPlacer:
         return Copies(event, self._runtime, self._waiter, sources)
 
     def close(self) -> None:
-        """End the threads, and release the stream."""
         self._waiter.close()
         self._issuer.close()
         self._runtime.close()

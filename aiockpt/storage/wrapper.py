@@ -65,21 +65,17 @@ class WrapperStorage(SharedStorage):
         """Run before each read from a file, in the thread that reads."""
 
     def resolve(self, path: str) -> str:
-        """See `Storage.resolve`."""
         return self.inner.resolve(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:
-        """See `Storage.check`."""
         self.inner.check(path, overwrite=overwrite)
 
     def new_ticket(self, path: str) -> str:
-        """See `SharedStorage.new_ticket`."""
         return shared_storage(self.inner).new_ticket(path)
 
     async def begin(
         self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None
     ) -> SharedTransaction:
-        """See `SharedStorage.begin`."""
         await self.before("begin", path)
         inner: Transaction
         if ticket is None:
@@ -90,31 +86,26 @@ class WrapperStorage(SharedStorage):
         return _WrapperTransaction(self, inner, path)
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
-        """See `SharedStorage.join`."""
         await self.before("join", path)
         return _WrapperTransaction(self, await shared_storage(self.inner).join(path, ticket, workers=workers), path)
 
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
     ) -> SharedTransaction:
-        """See `SharedStorage.take_over`."""
         await self.before("take_over", path)
         shared = shared_storage(self.inner)
         inner = await shared.take_over(path, ticket, overwrite=overwrite, workers=workers, identity=identity)
         return _WrapperTransaction(self, inner, path)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
-        """See `Storage.delete`."""
         await self.before("delete", path)
         await self.inner.delete(path, workers=workers)
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
-        """See `Storage.clean`."""
         await self.before("clean", directory)
         return await self.inner.clean(directory, older_than_s=older_than_s, workers=workers)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        """See `Storage.open`."""
         await self.before("open", path)
         return _WrapperSource(self, await self.inner.open(path, workers=workers))
 

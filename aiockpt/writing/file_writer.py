@@ -169,11 +169,9 @@ class FileWriter(ChunkWriter):
 
     @property
     def crcs(self) -> list[list[int]]:
-        """The CRC-32 of each slot's payload, for each image."""
         return [sealer.crcs for sealer in self._sealers]
 
     def start(self, tasks: TaskGroup) -> None:
-        """Start the tasks that write; they end when all files are written."""
         # The first io_workers files are written at once, in order: the first of them can always go on, whatever chunks
         # the others hold.
         turn = anyio.Semaphore(self._threads.io_workers.count)
@@ -193,7 +191,6 @@ class FileWriter(ChunkWriter):
         self._begun.set()
 
     async def put(self, number: int, chunk: FilledChunk) -> None:
-        """Take the next chunk of a file."""
         self.put_nowait(number, chunk)
 
     def put_nowait(self, number: int, chunk: FilledChunk) -> None:
@@ -203,15 +200,12 @@ class FileWriter(ChunkWriter):
             self._inputs[number].send_nowait(chunk)
 
     def end(self, number: int) -> None:
-        """Take note that a file has no more chunks, or will not get them."""
         self._inputs[number].close()
 
     async def hand_over(self, inputs: CommitInputs) -> None:
-        """Keep what the commit needs."""
         self._commit_inputs = inputs
 
     async def write_documents(self) -> None:
-        """Write the metadata and the manifest."""
         inputs, transaction = self._commit_inputs, self._transaction
         if inputs is None or transaction is None:
             raise RuntimeError("a save can't be committed before it is staged")
@@ -227,7 +221,6 @@ class FileWriter(ChunkWriter):
             self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
 
     async def commit(self) -> dict[str, int]:
-        """Commit the transaction."""
         if self._transaction is None:
             raise RuntimeError("a save can't be committed before it has begun")
         with span("publish"):
@@ -235,7 +228,6 @@ class FileWriter(ChunkWriter):
         return self._sizes
 
     def revoke(self) -> None:
-        """Revoke the transaction."""
         if self._transaction is not None:
             self._transaction.revoke()
 
@@ -292,7 +284,6 @@ class FileWriter(ChunkWriter):
             return await self._threads.seal_workers.run(output.fill, buffer)
 
     async def _write(self, number: int, receive: MemoryObjectReceiveStream[FilledChunk], turn: anyio.Semaphore) -> None:
-        """Write the chunks of one file as they come."""
         image, name, is_encoded = self._images[number], self._names[number], self._encoders is not None
         with receive, self._inputs[number]:
             async with turn:

@@ -225,7 +225,6 @@ class SharedPlanCache(GlobalPlanCache):
         return facts
 
     def files_beside(self, results: Sequence[Written]) -> Mapping[str, bytes | bytearray]:
-        """Return the index of a set of files."""
         return self._index
 
 

@@ -90,7 +90,6 @@ class LocalSink(FileSink):
         return not await self._workers.run(os.path.lexists, self.path)
 
     async def write(self, view: memoryview) -> None:
-        """Write the next bytes, in one or more system calls."""
         rest = view
         try:
             while rest:
@@ -143,7 +142,6 @@ class LocalSink(FileSink):
         self._direct = False
 
     async def finish(self) -> None:
-        """Cut off the padding, sync and close."""
         try:
             if self._nbytes is not None and self._written != self._nbytes:
                 await self._again(f"truncate {self._final}", self._truncate)
@@ -211,7 +209,6 @@ class LocalPartSink(PartSink):
                 self._direct_fd = os.open(self.path, _PART_FLAGS | _O_DIRECT)
 
     async def write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Write runs of ``view``."""
         try:
             await self._again(f"write {self._final}", partial(self._workers.run, self._write, view, runs))
         except OSError as exc:
@@ -252,7 +249,6 @@ class LocalPartSink(PartSink):
             part, offset = part[count:], offset + count
 
     async def finish(self) -> None:
-        """Sync and close."""
         try:
             if self._fsync:
                 await self._workers.run(sync_fd, self._fd)

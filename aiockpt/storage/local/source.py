@@ -149,7 +149,6 @@ class LocalFile:
             raise LoadError(f"can't read {self.path} at offset {offset}: {exc}") from exc
 
     def read_runs(self, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        """Read many short runs of bytes."""
         at = 0
         for first in range(0, len(runs), _WINDOW):
             window = runs[first : first + _WINDOW]
@@ -165,7 +164,6 @@ class LocalFile:
                 at += length
 
     def map(self) -> mmap.mmap:
-        """Map it, copy-on-write."""
         try:
             return mmap.mmap(self._fd, self.nbytes, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as exc:
@@ -179,7 +177,6 @@ class LocalFile:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def close(self) -> None:
-        """Close the descriptors, once."""
         os.close(self._fd)
         if self._direct_fd >= 0:
             os.close(self._direct_fd)
@@ -331,7 +328,6 @@ class _Opened:
             self.files.clear()
 
     def let_go(self, file: LocalFile) -> None:
-        """Stop using a file."""
         with self.lock:
             file.users -= 1
             if self.closed and not file.users:
@@ -361,7 +357,6 @@ class LocalSource(Source):
 
     @property
     def files(self) -> Mapping[str, int]:
-        """The size in bytes of each file, by name relative to the checkpoint."""
         return self._sizes
 
     def is_current(self, path: str) -> bool:
@@ -375,29 +370,24 @@ class LocalSource(Source):
     def read(
         self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
     ) -> None:
-        """Fill ``view`` with bytes of a file."""
         with self._file(name) as file:
             file.read(offset, view, seen)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        """Read many short runs of bytes."""
         with self._file(name) as file:
             file.read_runs(runs, view)
 
     def map(self, name: str) -> mmap.mmap:
-        """Map a file into memory, copy-on-write."""
         with self._file(name) as file:
             return file.map()
 
     def share(self) -> None:
-        """Read through the page cache, which other processes of this host share."""
         self._shared = True
         with self._opened.lock:
             for file in self._opened.files.values():
                 file.share()
 
     def close(self) -> None:
-        """Close all files, each when its last read is over. Idempotent."""
         self._opened.close()
 
     @contextlib.contextmanager

@@ -67,7 +67,6 @@ class LocalStorage(SharedStorage):
         ), ()
 
     def resolve(self, path: str) -> str:
-        """Return the absolute path."""
         if "://" in path:
             raise AiockptError(f"{path} is a URL; this version keeps checkpoints in directories, so give a path")
         if not path:
@@ -75,7 +74,6 @@ class LocalStorage(SharedStorage):
         return absolute(path)
 
     def check(self, path: str, *, overwrite: bool) -> None:
-        """Refuse a path that is taken, unless it holds a checkpoint that may be overwritten."""
         try:
             check_free(self.resolve(path), overwrite=overwrite)
         except OSError as exc:
@@ -84,7 +82,6 @@ class LocalStorage(SharedStorage):
             raise WriteError(f"can't look at {path}: {exc}") from exc
 
     def new_ticket(self, path: str) -> str:
-        """Choose a name for the temporary directory."""
         return new_ticket()
 
     async def begin(
@@ -122,7 +119,6 @@ class LocalStorage(SharedStorage):
         raise AssertionError("the last attempt returns or raises")
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> SharedTransaction:
-        """Write to the temporary directory that another process has made."""
         path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
@@ -140,7 +136,6 @@ class LocalStorage(SharedStorage):
     async def take_over(
         self, path: str, ticket: str, *, overwrite: bool, workers: Workers, identity: Identity | None
     ) -> SharedTransaction:
-        """Take over the temporary directory that another process has made."""
         path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
@@ -162,7 +157,6 @@ class LocalStorage(SharedStorage):
         await workers.run(delete, path, hidden, policy.fsync, policy.orphans.add)
 
     async def clean(self, directory: str, *, older_than_s: float | None = None, workers: Workers) -> list[str]:
-        """Remove the orphans in a directory."""
         directory = self.resolve(directory)
         try:
             fsync = self._policy.fsync
@@ -172,7 +166,6 @@ class LocalStorage(SharedStorage):
         return removed
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        """Open a checkpoint: its directory, and its files if they are few."""
         return await workers.run(open_source, self.resolve(path), direct_io=self._policy.direct_io)
 
 

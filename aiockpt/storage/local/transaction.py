@@ -73,7 +73,6 @@ class LocalTransaction(SharedTransaction):
         self._identity = own  # of the temporary directory; None if it is not known
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
-        """Create a file in the temporary directory."""
         sink = LocalSink(self._new_file(name), nbytes)
         self._sinks.append(sink)
         await sink.open(direct=self._policy.direct_io)
@@ -86,11 +85,9 @@ class LocalTransaction(SharedTransaction):
             self._single = SINGLE_NAME
 
     async def reserve(self, name: str, nbytes: int) -> None:
-        """Create a file in the temporary directory."""
         await self._part(name).reserve(nbytes)
 
     async def open_part(self, name: str) -> PartSink:
-        """Open a file in the temporary directory."""
         sink = self._part(name)
         await sink.open(direct=self._policy.direct_io)
         return sink
@@ -107,7 +104,6 @@ class LocalTransaction(SharedTransaction):
         return NewFile(path, final if name else self._path, self._policy.fsync, self._workers, self._policy.repeater)
 
     async def commit(self) -> None:
-        """Publish the checkpoint."""
         policy = self._policy
         publication = Publication(
             self._hidden, self._path, self._single, self._overwrite, policy.fsync, self._identity, self._check
@@ -124,7 +120,6 @@ class LocalTransaction(SharedTransaction):
         await self.release()
 
     def revoke(self) -> None:
-        """Make a commit fail that has not renamed yet."""
         self._revoked = True
 
     def _check(self) -> None:
@@ -132,7 +127,6 @@ class LocalTransaction(SharedTransaction):
             raise CommitError(f"{self._path} was given up before it was published")
 
     async def abort(self) -> None:
-        """Remove the temporary directory."""
         if self._over:
             return
         self._over = True
@@ -157,7 +151,6 @@ class LocalTransaction(SharedTransaction):
             await self.release()
 
     async def release(self) -> None:
-        """Release the lock on the temporary directory."""
         if self._held is not None:
             await self._workers.run(self._held.release)
 
@@ -175,35 +168,28 @@ class LocalTransaction(SharedTransaction):
 
     @property
     def ticket(self) -> str:
-        """The name of the temporary directory."""
         return os.path.basename(self._hidden)
 
     async def sizes(self) -> Mapping[str, int]:
-        """Return the sizes of the files in the temporary directory."""
         return await self._look("look at", sizes_in, self._hidden)
 
     @property
     def identity(self) -> Identity | None:
-        """Device and inode of the temporary directory."""
         return self._identity
 
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        """Write a sidecar file beside the temporary directory."""
         try:
             await self._workers.run(write_sidecar, f"{self._hidden}-{name}", data)
         except OSError as exc:
             raise WriteError(f"can't write a sidecar file beside {self._path}: {exc}") from exc
 
     async def get_sidecar(self, name: str) -> bytes | None:
-        """Read a sidecar file."""
         return await self._look("read", read_sidecar, f"{self._hidden}-{name}")
 
     async def delete_sidecar(self, name: str) -> None:
-        """Remove a sidecar file."""
         await self._remove(f"{self._hidden}-{name}")
 
     async def delete_file(self, name: str) -> None:
-        """Remove a file from the temporary directory."""
         await self._remove(os.path.join(self._hidden, name))
 
     async def _remove(self, path: str) -> None:
@@ -213,7 +199,6 @@ class LocalTransaction(SharedTransaction):
             raise WriteError(f"can't remove {path}: {exc}; remove it by hand") from exc
 
     async def status(self) -> Status:
-        """Find out what has become of the temporary directory."""
         return await self._look("look for", self._status)
 
     def _status(self) -> Status:
@@ -232,7 +217,6 @@ class LocalTransaction(SharedTransaction):
         return "published" if identity(path) == own else "gone"
 
     async def finalize(self) -> None:
-        """Sync the parent directory, and remove what was replaced."""
         self._over = True
         try:
             if await self._workers.run(self._status) == "published":
@@ -259,13 +243,11 @@ class JoinedTransaction(LocalTransaction):
                 raise CommitError(f"can't make the files of {self._path} durable: {exc}") from exc
 
     async def abort(self) -> None:
-        """Close the files of this process."""
         for sink in self._sinks:
             await sink.close()
         await self.release()
 
     async def discard_all(self) -> None:
-        """Remove the temporary directory, whose owner is dead."""
         await self.abort()
         try:
             await self._workers.run(sweep, self._hidden, self._identity)

@@ -33,7 +33,6 @@ class Channel:
         self.ended = False  # the other end has closed, and all that it sent was received
 
     def fileno(self) -> int:
-        """Return the descriptor, to poll it."""
         return self._socket.fileno()
 
     def post(self, message: Message) -> None:

@@ -54,7 +54,6 @@ class SharedState:
     layouts: dict[int, list[FileImage]] = field(default_factory=dict)  # by number
 
     def chunk(self, number: int) -> memoryview:
-        """Return a chunk of the memory."""
         return self.memory[number * self.chunk_bytes : (number + 1) * self.chunk_bytes]
 
 
@@ -85,7 +84,6 @@ class ChildSave:
     # --- messages from the trainer -----------------------------------------------------------------
 
     def handle(self, message: Message) -> None:
-        """Handle a message from the trainer."""
         match message:
             case messages.ChunkFilled():
                 self._put(message)

@@ -72,13 +72,11 @@ class RemoteWriter(ChunkWriter):
 
     @property
     def crcs(self) -> Sequence[Sequence[int]]:
-        """For each image the CRC-32 of each slot's payload, once all files are written."""
         return () if self._written is None else self._written.crcs
 
     # --- messages from the process -----------------------------------------------------------------
 
     def on_message(self, message: Message) -> None:
-        """Handle a message from the process."""
         match message:
             case messages.ChunkWritten():
                 self._release_chunk.pop(message.chunk)()
@@ -115,7 +113,6 @@ class RemoteWriter(ChunkWriter):
     # --- calls of the save -------------------------------------------------------------------------
 
     def start(self, tasks: TaskGroup) -> None:
-        """Start a task that ends when all files are written."""
         tasks.start_soon(self._run)
 
     async def _run(self) -> None:
@@ -180,7 +177,6 @@ class RemoteWriter(ChunkWriter):
         self._changed = anyio.Event()
 
     async def put(self, number: int, chunk: FilledChunk) -> None:
-        """Send a filled chunk."""
         connection = await self._connected()
         self._release_chunk[chunk.number] = chunk.release
         connection.post(messages.ChunkFilled(self._number, number, chunk.start, chunk.stop, chunk.number))
@@ -212,7 +208,6 @@ class RemoteWriter(ChunkWriter):
         return {} if self._sizes is None else self._sizes
 
     async def abandon(self) -> None:
-        """Cancel the save in the process, and wait until nothing of it is left."""
         if self._connection is not None and not self._ended:
             await self._connection.send(messages.Cancel(self._number))
             while not self._ended:
@@ -238,13 +233,11 @@ class RemoteWriter(ChunkWriter):
         return status
 
     async def agree(self) -> None:
-        """Have the writer processes of all ranks commit without the trainers."""
         connection = await self._connected()
         await connection.send(messages.CommitAsOrphan(self._number))
         await self._wait_until(lambda: self._sizes is not None)
 
     async def close(self) -> None:
-        """Notify the process that rank 0 has published."""
         if self._connection is not None and not self._ended:
             await self._connection.send(messages.Finish(self._number))
             self._end()

@@ -52,7 +52,6 @@ class PackedImage(NamedTuple):
         return packed
 
     def unpack(self) -> FileImage:
-        """Return the image."""
         slots: list[Slot] = []
         for leaf, offset, number in zip(self.leaves, self.offsets, self.framing_of, strict=True):
             framing = self.framings[number]
