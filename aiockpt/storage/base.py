@@ -33,7 +33,10 @@ Identity = tuple[int, int]
 
 
 class FileSink(ABC):
-    """A file that is being written, from its beginning to its end."""
+    """A file that is being written, from its beginning to its end.
+
+    The methods raise `WriteError`, with the cause chained.
+    """
 
     @abstractmethod
     async def write(self, view: memoryview) -> None:
@@ -42,22 +45,18 @@ class FileSink(ABC):
         Every write except the last one is of whole blocks of 4096 bytes. The last one may be padded with zeros to a
         whole block, beyond the announced size; without an announced size the file ends where the last write ends.
         If cancelled, it returns only when ``view`` is no longer in use.
-
-        Raises:
-            WriteError: with the cause chained.
         """
 
     @abstractmethod
     async def finish(self) -> None:
-        """Make the file durable at its announced size, or with all that was written, and close it.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Make the file durable at its announced size, or with all that was written, and close it."""
 
 
 class PartSink(ABC):
-    """One process's part of a file that several processes write at the same time, each its own bytes."""
+    """One process's part of a file that several processes write at the same time, each its own bytes.
+
+    The methods raise `WriteError`, with the cause chained.
+    """
 
     @abstractmethod
     async def write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
@@ -68,22 +67,18 @@ class PartSink(ABC):
         Args:
             view: the bytes.
             runs: for each part its offset in the file, its position in ``view``, and its length, in bytes.
-
-        Raises:
-            WriteError: with the cause chained.
         """
 
     @abstractmethod
     async def finish(self) -> None:
-        """Make all that this process has written to the file durable, and close it.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Make all that this process has written to the file durable, and close it."""
 
 
 class Transaction(ABC):
-    """A checkpoint that is being written. It is invisible before `commit`."""
+    """A checkpoint that is being written. It is invisible before `commit`.
+
+    Besides what is listed, its methods raise `WriteError`, with the cause chained.
+    """
 
     @abstractmethod
     async def create(self, name: str, nbytes: int | None) -> FileSink:
@@ -93,9 +88,6 @@ class Transaction(ABC):
             name: its path relative to the checkpoint. The empty name is the checkpoint itself, which then is
                 this one file instead of a directory; no other file is created beside it.
             nbytes: its size; None if it is known only when everything is written.
-
-        Raises:
-            WriteError: with the cause chained.
         """
 
     @abstractmethod
@@ -126,7 +118,7 @@ class SharedTransaction(Transaction):
 
     For a process that has joined it, `commit` makes its own files durable and `abort` closes them; the owner
     publishes or removes all of them. Sidecar files are messages between the processes; they are never part of the
-    checkpoint.
+    checkpoint. For errors see `Transaction`.
     """
 
     @property
@@ -141,11 +133,7 @@ class SharedTransaction(Transaction):
 
     @abstractmethod
     async def sizes(self) -> Mapping[str, int]:
-        """Return the size in bytes of each file that this process can see, whichever process wrote it.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Return the size in bytes of each file that this process can see, whichever process wrote it."""
 
     async def reserve(self, name: str, nbytes: int) -> None:
         """Create a file of its final size, for all processes to write their parts with `open_part`.
@@ -155,7 +143,6 @@ class SharedTransaction(Transaction):
             nbytes: its size.
 
         Raises:
-            WriteError: with the cause chained.
             SaveError: this storage has no such files.
         """
         raise SaveError(_no_parts(self))
@@ -164,58 +151,33 @@ class SharedTransaction(Transaction):
         """Open a file that was reserved, maybe by another process, to write a part of it.
 
         Raises:
-            WriteError: with the cause chained.
             SaveError: this storage has no such files.
         """
         raise SaveError(_no_parts(self))
 
     @abstractmethod
     async def put_sidecar(self, name: str, data: bytes) -> None:
-        """Write a sidecar file for the other processes.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Write a sidecar file for the other processes."""
 
     @abstractmethod
     async def get_sidecar(self, name: str) -> bytes | None:
-        """Return the contents of a sidecar file, which may be incomplete; None if there is none.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Return the contents of a sidecar file, which may be incomplete; None if there is none."""
 
     @abstractmethod
     async def delete_sidecar(self, name: str) -> None:
-        """Remove a sidecar file, if it exists.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Remove a sidecar file, if it exists."""
 
     @abstractmethod
     async def delete_file(self, name: str) -> None:
-        """Remove a file of the checkpoint that another process has written, if it exists.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Remove a file of the checkpoint that another process has written, if it exists."""
 
     @abstractmethod
     async def status(self) -> Status:
-        """Return what has become of a transaction that was joined or taken over.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Return what has become of a transaction that was joined or taken over."""
 
     @abstractmethod
     async def finalize(self) -> None:
-        """Make a published checkpoint durable and remove what it replaced, though its publisher is dead.
-
-        Raises:
-            WriteError: with the cause chained.
-        """
+        """Make a published checkpoint durable and remove what it replaced, though its publisher is dead."""
 
     @abstractmethod
     async def release(self) -> None:
