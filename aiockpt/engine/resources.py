@@ -66,7 +66,7 @@ class EngineResources:
         if options.process_writer is not None and shared is not None:
             from aiockpt.writing.process.supervisor import WriterHost  # imported already, by `shared_memory`
 
-            self.writer = WriterHost(options.process_writer, options.chunk, count, shared)
+            self.writer = WriterHost(options.process_writer, options.chunk, count, shared.fd)
         self.pool = ChunkPool(options.chunk, capacity, self._shared)
         self.growth = PoolSizer(self.pool, self.copy_workers, files=count, bounded=is_bounded, is_unwanted=is_unwanted)
         self._world = world

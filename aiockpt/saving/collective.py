@@ -46,6 +46,8 @@ logger = logging.getLogger("aiockpt")
 class CollectiveSave(SaveStrategy):
     """A save with other ranks."""
 
+    _assignment: RankAssignment  # since `plan`
+
     def __init__(
         self,
         job: SaveJob,
@@ -62,7 +64,6 @@ class CollectiveSave(SaveStrategy):
         self._what = f"the save of {job.path}"
         self._transaction: SharedTransaction | None = None
         self._global = GlobalSave(job, form, world, compute, io)
-        self._assignment: RankAssignment | None = None
         self._inventory: RankInventory | None = None
         self._over = False
         # Where files are shared, every byte has its place before any rank writes.
@@ -85,12 +86,6 @@ class CollectiveSave(SaveStrategy):
             with anyio.CancelScope(shield=True):
                 error = await self.fail(exc)
             raise error from error.__cause__
-
-    @property
-    def _assigned(self) -> RankAssignment:
-        if self._assignment is None:
-            raise RuntimeError("a save goes on before rank 0 has planned it")
-        return self._assignment
 
     async def _connect(self) -> None:
         """Connect the lane of the second round first, so that a rank that dies after planning is noticed at once."""
@@ -150,7 +145,7 @@ class CollectiveSave(SaveStrategy):
         if self._transaction is None:
             job = self._job
             self._transaction = await shared_storage(job.spec.storage).join(
-                job.path, self._assigned.ticket or "", workers=self._io
+                job.path, self._assignment.ticket or "", workers=self._io
             )
         return self._transaction
 
@@ -168,13 +163,13 @@ class CollectiveSave(SaveStrategy):
             lead = Leadership(None if book is None else book.pickled(), facts, self._job.overwrite)
         written = self._written(plan, {})
         return pickle.dumps(
-            RecoveryRecord(coordinator.rank, coordinator.world_size, self._assigned.secret, written, lead)
+            RecoveryRecord(coordinator.rank, coordinator.world_size, self._assignment.secret, written, lead)
         )
 
     def _written(self, plan: SavePlan, files: dict[str, FileFacts]) -> Written:
-        places = places_of(plan.layout) if self._assigned.report_places else None
+        places = places_of(plan.layout) if self._assignment.report_places else None
         items = sum(len(image.slots) for image in plan.layout.images)
-        return Written(files, items, dict(plan.object_places), places, self._inventory, self._assigned.token)
+        return Written(files, items, dict(plan.object_places), places, self._inventory, self._assignment.token)
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         """Report what this rank has written, and wait until rank 0 has published everything."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import pickle
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -233,20 +234,20 @@ class _Save:
         if job.spec.is_transformed and isinstance(plan, DcpPlan):
             codings = codings_of(plan, job.spec.compression, job.spec.transforms)
         if tools.writer is not None and job.spec.append_planner is None:
-            from aiockpt.writing.process.client import RemoteWriter, WriteOrder  # imported already, by `shared_memory`
+            from aiockpt.writing.process import messages  # imported already, by `shared_memory`
+            from aiockpt.writing.process.client import RemoteWriter
 
-            order = WriteOrder(
+            order = messages.Begin(
+                save=next(tools.writer.save_numbers),
                 path=job.path,
-                storage=job.spec.storage,
+                storage=pickle.dumps(job.spec.storage),
                 overwrite=job.overwrite,
                 names=names,
-                layout=layout,
                 heads=plan.heads,
-                started=job.spec.started,
-                codings=codings,
+                codings=None if codings is None else pickle.dumps(codings),
                 again=job.fallback_error is not None,
             )
-            return RemoteWriter(tools.writer, order, self._progress, tools.io_workers)
+            return RemoteWriter(tools.writer, order, job.spec.storage, layout, self._progress, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
         return FileWriter(

@@ -157,7 +157,7 @@ class _WrapperTransaction(SharedTransaction):
 
     async def open_part(self, name: str) -> PartSink:
         await self._storage.before("open_part", name)
-        return _WrapperPartSink(self._storage, await self._shared.open_part(name), name)
+        return _WrapperSink(self._storage, await self._shared.open_part(name), name)
 
     async def release(self) -> None:
         await self._shared.release()
@@ -173,30 +173,15 @@ class _WrapperTransaction(SharedTransaction):
     discard_all = _passed_on("discard_all")
 
 
-class _WrapperSink(FileSink):
-    def __init__(self, storage: WrapperStorage, inner: FileSink, name: str) -> None:
+class _WrapperSink(FileSink, PartSink):
+    def __init__(self, storage: WrapperStorage, inner: FileSink | PartSink, name: str) -> None:
         self._storage = storage
-        self._inner = inner
+        self._inner: Any = inner
         self._name = name
 
-    async def write(self, view: memoryview) -> None:
+    async def write(self, view: memoryview, *runs: Any) -> None:
         await self._storage.before("write", self._name)
-        await self._inner.write(view)
-
-    async def finish(self) -> None:
-        await self._storage.before("finish", self._name)
-        await self._inner.finish()
-
-
-class _WrapperPartSink(PartSink):
-    def __init__(self, storage: WrapperStorage, inner: PartSink, name: str) -> None:
-        self._storage = storage
-        self._inner = inner
-        self._name = name
-
-    async def write(self, view: memoryview, runs: Sequence[tuple[int, int, int]]) -> None:
-        await self._storage.before("write", self._name)
-        await self._inner.write(view, runs)
+        await self._inner.write(view, *runs)
 
     async def finish(self) -> None:
         await self._storage.before("finish", self._name)

@@ -59,7 +59,7 @@ class CommitInputs:
     documents: CommitDocuments | None  # None: rank 0 writes them, or there are none
     times_s: Mapping[str, float]
     started: float  # when the save was called, by time.perf_counter(), which all processes of a host share
-    waits: bool = False  # a pre_commit hook decides: not to be committed unless asked to
+    waits: bool = False  # a pre_commit hook decides: not to be committed unless asked to, even if the trainer dies
     recovery: bytes | None = None  # several ranks: the pickled RecoveryRecord of this one
 
 
@@ -89,11 +89,6 @@ class ChunkWriter(ABC):
     encoded: Sequence[Sequence[EncodedItem]] | None = None  # of each image, once written; None: they are as planned
     spans: Sequence[Span] = ()  # of another process, once it has committed
     outlives_trainer = False  # it goes on when this process dies, and can `agree` with those of other ranks
-
-    @property
-    @abstractmethod
-    def crcs(self) -> Sequence[Sequence[int]]:
-        """The CRC-32 of each slot's payload, for each image."""
 
     @abstractmethod
     def start(self, tasks: TaskGroup) -> None:
@@ -140,6 +135,9 @@ class FileWriter(ChunkWriter):
     they are.
     """
 
+    _transaction: Transaction  # since `begin`
+    _commit_inputs: CommitInputs  # since `hand_over`
+
     def __init__(
         self,
         images: Sequence[FileImage],
@@ -156,20 +154,14 @@ class FileWriter(ChunkWriter):
         self._threads = threads
         self._after = after
         self._progress = progress
-        self._transaction: Transaction | None = None
         self._begun = anyio.Event()
         self._sealers = [_sealer_of(image, head) for image, head in zip(images, heads, strict=True)]
         self._inputs: list[MemoryObjectSendStream[FilledChunk]] = []
-        self._commit_inputs: CommitInputs | None = None
         self._finished = 0
         self._sizes: dict[str, int] = {}
         self._encoders = None if codings is None else [ImageEncoder(coding) for coding in codings]
         self.encoded = None if self._encoders is None else [encoder.encoded for encoder in self._encoders]
         self.files: dict[str, FileFacts] = {}
-
-    @property
-    def crcs(self) -> list[list[int]]:
-        return [sealer.crcs for sealer in self._sealers]
 
     def start(self, tasks: TaskGroup) -> None:
         # The first io_workers files are written at once, in order: the first of them can always go on, whatever chunks
@@ -206,29 +198,25 @@ class FileWriter(ChunkWriter):
         self._commit_inputs = inputs
 
     async def write_documents(self) -> None:
-        inputs, transaction = self._commit_inputs, self._transaction
-        if inputs is None or transaction is None:
-            raise RuntimeError("a save can't be committed before it is staged")
+        inputs = self._commit_inputs
         if self._finished != len(self._images):
             raise SaveError(f"{self._finished} of {len(self._images)} files were written; nothing is published")
         self._sizes = {name: facts.nbytes for name, facts in self.files.items()}
         if inputs.documents is not None:
             times_s = {**inputs.times_s, "data_written": time.perf_counter() - inputs.started}
-            encode = inputs.documents.encode
+            encode, crcs = inputs.documents.encode, [sealer.crcs for sealer in self._sealers]
             with span("documents"):
-                documents = await self._threads.io_workers.run(encode, self.files, self.crcs, times_s, self.encoded)
-                await write_documents(transaction, documents)
+                documents = await self._threads.io_workers.run(encode, self.files, crcs, times_s, self.encoded)
+                await write_documents(self._transaction, documents)
             self._sizes |= {name: len(data) for name, data in documents.items() if name != MANIFEST_NAME}
 
     async def commit(self) -> dict[str, int]:
-        if self._transaction is None:
-            raise RuntimeError("a save can't be committed before it has begun")
         with span("publish"):
             await self._transaction.commit()
         return self._sizes
 
     def revoke(self) -> None:
-        if self._transaction is not None:
+        if self._begun.is_set():
             self._transaction.revoke()
 
     async def _seal(
@@ -290,8 +278,6 @@ class FileWriter(ChunkWriter):
                 if self._after is not None:
                     await self._after.wait()
                 await self._begun.wait()
-                if self._transaction is None:
-                    raise RuntimeError("a save has begun without a transaction")
                 if isinstance(image, PartImage):
                     await self._write_part(image, name, receive)
                     return
@@ -313,8 +299,6 @@ class FileWriter(ChunkWriter):
 
     async def _write_part(self, image: PartImage, name: str, receive: MemoryObjectReceiveStream[FilledChunk]) -> None:
         """Write the chunks of a part of a file, each piece to its place."""
-        if self._transaction is None:
-            raise RuntimeError("a save has begun without a transaction")
         sink = await shared_transaction(self._transaction).open_part(name)
         async for chunk in receive:
             runs = image.runs(chunk.start, chunk.stop)

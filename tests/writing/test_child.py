@@ -61,11 +61,7 @@ async def test_a_save_that_has_failed_ends_after_those_before_it(tmp_path: Path)
             overwrite=False,
             names=["f"],
             layout=1,
-            images=None,
             heads=[b""],
-            ticket=None,
-            joins=False,
-            started=0.0,
             codings=None,
         )
         return ChildSave(begin, [image], shared, previous)

@@ -51,7 +51,7 @@ async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object]
     leave(folder / f"{begun.ticket}-part-1")
     lead = None if rank else Leadership(None, WorldFacts(7, {}, {}, 0.0), overwrite=False)
     record = pickle.dumps(RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead))
-    begin = Begin(0, path, b"", False, (), 0, None, (), begun.ticket, True, 0.0, None)
+    begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
     try:
         await OrphanCommit(begin, record, storage, joined, 0.02, workers).run({})
     finally:

@@ -23,7 +23,7 @@ import anyio
 from aiockpt.core.spans import Span, record_to
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError
-from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
+from aiockpt.writing.file_writer import FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.channel import Channel
 from aiockpt.writing.process.error_transport import as_save_error, dump_error
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.layout import FileImage
     from aiockpt.storage.base import SharedStorage, SharedTransaction
+    from aiockpt.writing.file_writer import CommitInputs
     from aiockpt.writing.process.messages import Message
 
 
@@ -60,6 +61,8 @@ class SharedState:
 class ChildSave:
     """Writes and commits one save."""
 
+    _storage: SharedStorage  # since `run`
+
     def __init__(
         self, begin: Begin, images: Sequence[FileImage], shared: SharedState, previous: ChildSave | None
     ) -> None:
@@ -69,9 +72,8 @@ class ChildSave:
         self._shared = shared
         self._previous = previous
         self._scope = anyio.CancelScope()
-        self._storage: SharedStorage | None = None
         self._transaction: SharedTransaction | None = None
-        self._staged: messages.Staged | None = None
+        self._inputs: CommitInputs | None = None  # once all is staged
         self._all_staged = anyio.Event()
         self._may_publish = anyio.Event()
         self._may_finish = anyio.Event()  # with several ranks: rank 0 has published, or this process is to commit
@@ -88,7 +90,7 @@ class ChildSave:
             case messages.ChunkFilled():
                 self._put(message)
             case messages.Staged():
-                self._staged = message
+                self._inputs = message.inputs
                 self._all_staged.set()
             case messages.Publish() | messages.Finish():
                 self._may_publish.set()
@@ -103,7 +105,7 @@ class ChildSave:
         """Complete the save without the trainer if it was staged; otherwise cancel it."""
         self._orphan = True
         self._may_finish.set()
-        if self._staged is None or (self._staged.waits and not self._may_publish.is_set()):
+        if self._inputs is None or (self._inputs.waits and not self._may_publish.is_set()):
             self._scope.cancel()
         self._may_publish.set()
 
@@ -161,17 +163,15 @@ class ChildSave:
                 self._write(writer, number, chunk)
             self._early_chunks.clear()
         await self._all_staged.wait()
-        if self._staged is None:
+        if self._inputs is None:
             raise RuntimeError("a save goes on before it is staged")
         if begin.joins:
-            await self._finish_part(writer, self._staged)
+            await self._finish_part(writer, self._inputs)
         else:
-            await self._publish(writer, self._staged)
+            await self._publish(writer, self._inputs)
 
     async def _open(self, writer: FileWriter) -> None:
         begin, storage = self._begin, self._storage
-        if storage is None:
-            raise RuntimeError("a transaction is opened before its storage is known")
         workers = self._shared.threads.io_workers
         if begin.joins:
             self._transaction = await storage.join(begin.path, begin.ticket or "", workers=workers)
@@ -182,29 +182,29 @@ class ChildSave:
             self._shared.post(messages.Began(self.number, self._transaction.identity))
         writer.begin(self._transaction)
 
-    async def _publish(self, writer: FileWriter, staged: messages.Staged) -> None:
+    async def _publish(self, writer: FileWriter, inputs: CommitInputs) -> None:
         """Publish the transaction that this process has begun."""
-        self._shared.post(messages.FilesWritten(self.number, writer.files, ()))
+        self._shared.post(messages.FilesWritten(self.number, writer.files))
         await self._may_publish.wait()
-        await writer.hand_over(CommitInputs(staged.documents, staged.times_s, self._begin.started))
+        await writer.hand_over(inputs)
         with anyio.CancelScope(shield=True):  # from here on it is completed or undone, never half
             await writer.write_documents()
             sizes = await writer.commit()
             self._transaction = None
             self._shared.post(messages.Published(self.number, sizes, self._recorded()))
 
-    async def _finish_part(self, writer: FileWriter, staged: messages.Staged) -> None:
+    async def _finish_part(self, writer: FileWriter, inputs: CommitInputs) -> None:
         """Make this rank's files durable; rank 0 publishes, or the writers of all ranks do if a trainer has died."""
         transaction = self._transaction
         if transaction is None:
             raise RuntimeError("a rank's files were written without a transaction")
         await transaction.commit()
-        self._shared.post(messages.FilesWritten(self.number, writer.files, writer.crcs, self._recorded()))
+        self._shared.post(messages.FilesWritten(self.number, writer.files, self._recorded()))
         try:
             await self._may_finish.wait()
             if self._orphan:
                 with anyio.CancelScope(shield=True):
-                    await self._commit_as_orphan(writer, staged)
+                    await self._commit_as_orphan(writer, inputs)
                 sizes = {name: facts.nbytes for name, facts in writer.files.items()}
                 self._shared.post(messages.Published(self.number, sizes))
         finally:
@@ -215,10 +215,10 @@ class ChildSave:
         pid = os.getpid()
         return [span._replace(pid=pid) for span in self._spans]
 
-    async def _commit_as_orphan(self, writer: FileWriter, staged: messages.Staged) -> None:
+    async def _commit_as_orphan(self, writer: FileWriter, inputs: CommitInputs) -> None:
         """Commit together with the writers of the other ranks, without the trainers."""
         transaction, self._transaction = self._transaction, None
-        if transaction is None or self._storage is None or staged.recovery is None:
+        if transaction is None or inputs.recovery is None:
             raise SaveError("nothing is known of the other ranks")
         # The plan can't be unpickled without torch, whose import takes seconds. All ranks import it before they wait
         # for each other: else they would take the import on rank 0 for a lack of progress, and give up.
@@ -226,7 +226,7 @@ class ChildSave:
         orphan_commit = importlib.import_module("aiockpt.writing.process.orphan_commit").OrphanCommit
         await orphan_commit(
             self._begin,
-            staged.recovery,
+            inputs.recovery,
             self._storage,
             transaction,
             self._shared.agreement_timeout_s,

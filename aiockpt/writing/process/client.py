@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import anyio
@@ -15,13 +14,12 @@ from aiockpt.writing.process import messages
 from aiockpt.writing.process.error_transport import load_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from anyio.abc import TaskGroup
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.encoding import ImageCoding
     from aiockpt.planning.planner import Layout
     from aiockpt.storage.base import Identity, Status, Storage
     from aiockpt.writing.file_writer import WriteProgress
@@ -29,32 +27,27 @@ if TYPE_CHECKING:
     from aiockpt.writing.process.supervisor import WriterConnection, WriterHost
 
 
-@dataclass(frozen=True, slots=True)
-class WriteOrder:
-    """The files to write, and their destination."""
-
-    path: str
-    storage: Storage = field(repr=False)
-    overwrite: bool
-    names: Sequence[str] = field(repr=False)  # of the files
-    layout: Layout = field(repr=False)
-    heads: Sequence[bytes] = field(repr=False)  # the first bytes of each file
-    started: float  # when the save was called
-    codings: Sequence[ImageCoding] | None = field(repr=False, default=None)  # None: items are stored unchanged
-    again: bool = False  # a retry: later saves have begun already
-
-
 class RemoteWriter(ChunkWriter):
-    """Has the files of one save written by a writer process."""
+    """Has the files of one save written by a writer process: those of ``layout``, as ``order`` says."""
 
     outlives_trainer = True
 
-    def __init__(self, host: WriterHost, order: WriteOrder, progress: WriteProgress, workers: Workers) -> None:
+    def __init__(
+        self,
+        host: WriterHost,
+        order: messages.Begin,
+        storage: Storage,
+        layout: Layout,
+        progress: WriteProgress,
+        workers: Workers,
+    ) -> None:
         self._host = host
         self._order = order
+        self._storage = storage
+        self._layout = layout
         self._progress = progress
         self._workers = workers  # for cleaning up
-        self._number = host.new_save_number()
+        self._number = order.save
         self._may_begin = anyio.Event()
         self._joined: str | None = None
         self._begun = anyio.Event()
@@ -69,10 +62,6 @@ class RemoteWriter(ChunkWriter):
         self._ticket: str | None = None
         self._identity: Identity | None = None
         self.files: dict[str, FileFacts] = {}
-
-    @property
-    def crcs(self) -> Sequence[Sequence[int]]:
-        return () if self._written is None else self._written.crcs
 
     # --- messages from the process -----------------------------------------------------------------
 
@@ -132,28 +121,13 @@ class RemoteWriter(ChunkWriter):
     async def _begin(self) -> None:
         await self._may_begin.wait()
         order, joined = self._order, self._joined
-        self._ticket = shared_storage(order.storage).new_ticket(order.path) if joined is None else None
+        self._ticket = shared_storage(self._storage).new_ticket(order.path) if joined is None else None
         connection = await self._host.connect()
-        layout, images = await self._host.images_for(connection, order.layout)
+        layout, images = await self._host.images_for(connection, self._layout)
         connection.register(self._number, self)
         self._connection = connection
-        await connection.send(
-            messages.Begin(
-                save=self._number,
-                path=order.path,
-                storage=pickle.dumps(order.storage),
-                overwrite=order.overwrite,
-                names=order.names,
-                layout=layout,
-                images=images,
-                heads=order.heads,
-                ticket=self._ticket if joined is None else joined,
-                joins=joined is not None,
-                started=order.started,
-                codings=None if order.codings is None else pickle.dumps(order.codings),
-                again=order.again,
-            )
-        )
+        ticket, joins = joined or self._ticket, joined is not None
+        await connection.send(replace(order, layout=layout, images=images, ticket=ticket, joins=joins))
         self._begun.set()
 
     async def _connected(self) -> WriterConnection:
@@ -187,8 +161,7 @@ class RemoteWriter(ChunkWriter):
     async def hand_over(self, inputs: CommitInputs) -> None:
         """Send what the process needs to complete the checkpoint if the trainer dies."""
         connection = await self._connected()
-        staged = (inputs.documents, inputs.times_s, inputs.waits, inputs.recovery)
-        await connection.send(messages.Staged(self._number, *staged))
+        await connection.send(messages.Staged(self._number, inputs))
         if self._error is not None:  # the process has died, and with it what was staged
             raise self._error
 
@@ -221,7 +194,7 @@ class RemoteWriter(ChunkWriter):
             return "gone"
         self._must_clean_up = False
         try:
-            adopted = await shared_storage(order.storage).take_over(
+            adopted = await shared_storage(self._storage).take_over(
                 order.path, self._ticket, overwrite=order.overwrite, workers=self._workers, identity=self._identity
             )
             status = await adopted.status()

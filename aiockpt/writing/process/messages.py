@@ -10,13 +10,13 @@ from aiockpt.planning.layout import FileImage, Slot
 from aiockpt.planning.parts import PartImage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from aiockpt.core.spans import Span
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.ranges import StoredStream
-    from aiockpt.writing.commit import CommitDocuments
+    from aiockpt.writing.file_writer import CommitInputs
 
 
 class PackedImage(NamedTuple):
@@ -86,14 +86,14 @@ class Begin:
     storage: bytes  # pickled
     overwrite: bool
     names: Sequence[str] = field(repr=False)  # of the files
-    layout: int  # its number
-    images: Sequence[PackedImage] | None = field(repr=False)  # None: as sent before for this layout
     heads: Sequence[bytes] = field(repr=False)  # the first bytes of each file
-    ticket: str | None  # of the transaction to join, or for the one to begin
-    joins: bool  # rank 0 has begun the transaction
-    started: float  # when the save was called, by the clock that all processes share, in seconds
     codings: bytes | None = field(repr=False)  # pickled transforms of each file's items; None: stored unchanged
     again: bool = False  # a retry: later saves have begun already, so it waits for none
+    # known when it begins
+    layout: int = 0  # its number
+    images: Sequence[PackedImage] | None = field(repr=False, default=None)  # None: as sent before for this layout
+    ticket: str | None = None  # of the transaction to join, or for the one to begin
+    joins: bool = False  # rank 0 has begun the transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,7 @@ class Staged:
     """All chunks are filled: from now on the writer process can complete the checkpoint alone."""
 
     save: int
-    documents: CommitDocuments | None = field(repr=False)  # None for a single file, or if rank 0 commits
-    times_s: Mapping[str, float]
-    waits: bool  # for Publish; if the trainer dies before, nothing is published
-    recovery: bytes | None = field(repr=False, default=None)  # a pickled RecoveryRecord, with several ranks
+    inputs: CommitInputs = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -170,7 +167,6 @@ class FilesWritten:
 
     save: int
     files: dict[str, FileFacts]
-    crcs: Sequence[Sequence[int]] = field(repr=False)  # of each slot's payload; empty if this process commits
     spans: Sequence[Span] = field(repr=False, default=())  # of this process, if it does not commit
 
 

@@ -177,10 +177,6 @@ class WriterConnection:
     def __repr__(self) -> str:
         return f"<writer process {self._process.pid}, {len(self._saves)} saves>"
 
-    def start(self, tasks: TaskGroup) -> None:
-        """Start the task that serves the process until it ends."""
-        tasks.start_soon(self._supervise)
-
     def register(self, number: int, save: SaveListener) -> None:
         """Dispatch messages about a save to it; raise WriteError if the process has died."""
         if self._error is not None:
@@ -218,7 +214,8 @@ class WriterConnection:
             self.kill()
             await self._closed.wait()
 
-    async def _supervise(self) -> None:
+    async def supervise(self) -> None:
+        """Serve the process until it ends."""
         how = "has died"
         try:
             await self._serve()
@@ -280,22 +277,16 @@ class WriterConnection:
 # --- the host ------------------------------------------------------------------------------------------
 
 
-class SharedFile(Protocol):
-    """Memory in a file that the process maps too."""
-
-    fd: int
-
-
 class WriterHost:
     """Keeps one writer process running for the saves of an engine. For the engine's loop, except `kill`."""
 
-    def __init__(self, options: ProcessWriter, chunk_bytes: int, io_threads: int, memory: SharedFile) -> None:
+    def __init__(self, options: ProcessWriter, chunk_bytes: int, io_threads: int, memory_fd: int) -> None:
         self._hello = Hello(chunk_bytes, io_threads, options.nice, options.ionice_numbers, options.agreement_timeout)
-        self._memory = memory  # with the chunks
+        self._memory_fd = memory_fd  # of the memory with the chunks, which the process maps too
         self._worker = Workers(1, "aiockpt-writer")
         self._starting = anyio.Lock()
         self._connection: WriterConnection | None = None
-        self._save_numbers = itertools.count(1)
+        self.save_numbers = itertools.count(1)
         self._layout: Layout | None = None
         self._layout_number = 0
         self._images: Sequence[PackedImage] = ()
@@ -320,18 +311,14 @@ class WriterHost:
                 if self._tasks is None:
                     raise WriteError("no writer process is started any more: the checkpointer is being closed")
                 try:
-                    process = await self._worker.run(WriterProcess, self._memory.fd)
+                    process = await self._worker.run(WriterProcess, self._memory_fd)
                 except Warning:  # an error only because the program turns warnings into errors
                     raise
                 except Exception as exc:  # from the system, or from what is in sys.path
                     raise WriteError(f"the writer process can't be started: {exc}") from exc
                 self._connection = WriterConnection(process, self._hello)
-                self._connection.start(self._tasks)
+                self._tasks.start_soon(self._connection.supervise)
             return self._connection
-
-    def new_save_number(self) -> int:
-        """Return a new number for a save."""
-        return next(self._save_numbers)
 
     async def images_for(
         self, connection: WriterConnection, layout: Layout
