@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import pathlib
 import uuid
+from bisect import bisect_left
+from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType
 
+from aiockpt.core.extent import reach_bytes
 from aiockpt.dcp.adapter import borrowed, finished, text_of
 from aiockpt.dcp.extensions import registered
 from aiockpt.dcp.index import DescribedCheckpoint, stored_item
-from aiockpt.dcp.plan_execution import PlanExecution
 from aiockpt.engine.facade import EngineAccess
-from aiockpt.errors import LoadError
+from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
+from aiockpt.format.dtypes import QUANTIZED_DTYPES
+from aiockpt.format.item.objects import decode_object
 from aiockpt.options import LoadOptions, check_options
+from aiockpt.planning.ranges import Selection
 from aiockpt.reading.decoded import DecodedSource
+from aiockpt.reading.executor import ReadExecutor
 from aiockpt.reading.open import read_index, read_rank
+from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
+from aiockpt.reading.targets import check_memory
+from aiockpt.snapshot.capture import ready_events
+from aiockpt.snapshot.optimizer_hooks import count_change
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
 
     from aiockpt.checkpointer import AsyncCheckpointer
     from aiockpt.dcp.adapter import Path
-    from aiockpt.format.index import Index
+    from aiockpt.dcp.index import StoredItem
+    from aiockpt.format.index import Index, ItemRange, TensorItem
+    from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.virtual_files import VirtualFile
     from aiockpt.storage.base import Storage
     from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -191,3 +209,279 @@ class FileSystemReader(filesystem.FileSystemReader):
 def _fs_path(path: Path) -> Path:
     text = text_of(path)
     return text if "://" in text else pathlib.Path(text)
+
+
+# --- the execution of a plan ------------------------------------------------------------------------
+
+
+_WINDOW_BYTES = 128 << 20
+"""At most so much is read ahead of the planner."""
+_ALONE_BYTES = 32 << 20
+"""Parts of at least this size are read directly into their targets, if need be one at a time."""
+_OBJECTS_AT_A_TIME = 64
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """An item of a plan, and its state."""
+
+    item: ReadItem
+    stored: StoredItem
+    target: torch.Tensor | None = None  # the planner's, once resolved
+    staged: torch.Tensor | None = None  # holds the values until they are copied to the target; None: read directly
+    read: TensorRead | None = None  # of a tensor's part that has any bytes
+    blob: bytes | None = None  # the bytes of an object, once read
+
+    @property
+    def is_object(self) -> bool:
+        return bool(self.item.type == LoadItemType.BYTE_IO)
+
+    @property
+    def is_quantized(self) -> bool:
+        return not self.is_object and self.stored.dtype in QUANTIZED_DTYPES
+
+    @property
+    def nbytes(self) -> int:
+        if self.is_object or self.is_quantized or self.stored.dtype is None:
+            return self.stored.range.length
+        return math.prod(self.item.lengths) * self.stored.dtype.itemsize
+
+
+class PlanExecution:
+    """Reads the items of a plan.
+
+    A planner with torch's own ``commit_tensor`` is asked for all its tensors at once, and they are read directly into
+    these. A planner that overrides it may depend on the order: it is asked for one tensor at a time, and called back
+    right after that tensor is filled. Its smaller tensors are read ahead, up to 128 MiB.
+    """
+
+    def __init__(
+        self, engine: EngineAccess, source: DecodedSource, path: str, options: LoadOptions, planner: LoadPlanner
+    ) -> None:
+        self._engine = engine
+        self._source = source
+        self._path = path
+        self._options = options
+        self._planner = planner
+        self._ahead = getattr(type(planner), "commit_tensor", None) is DefaultLoadPlanner.commit_tensor
+        self._known: dict[ItemRange, TensorItem] = {}
+        self._aliases = AliasIndex()
+        self._window: list[_Request] = []
+        self._window_bytes = 0
+        self._reads: list[TensorRead] = []
+
+    def run(self, items: Sequence[tuple[ReadItem, StoredItem]]) -> None:
+        """Read all items. Blocks; see `aiockpt.dcp.reader.FileSystemReader.read_data`."""
+        try:
+            for item, stored in items:
+                self._add(_Request(item, stored))
+            self._flush()
+        except LoadError as exc:
+            if any(read.fills for read in self._reads):
+                annotate_partial_load(exc, self._reads)
+            raise
+
+    def _add(self, request: _Request) -> None:
+        if request.stored.chunk is None and not request.is_object:
+            raise CorruptCheckpointError(f"{self._path}: {request.item.storage_index.fqn} is an object, not a tensor")
+        if request.is_object or request.is_quantized:
+            self._enqueue(request, request.nbytes)
+            return
+        alone = not self._ahead and request.nbytes >= _ALONE_BYTES
+        if alone:
+            self._flush()
+        if alone or self._ahead:
+            self._resolve(request)
+        held = request.nbytes
+        if request.target is not None and self._is_direct(request, request.target):
+            held = 0
+        elif request.target is None or not request.target.is_meta:
+            request.staged = torch.empty(tuple(request.item.lengths), dtype=request.stored.dtype, device="cpu")
+        self._plan(request)
+        self._enqueue(request, held)
+        if alone:
+            self._flush()
+
+    def _enqueue(self, request: _Request, held: int) -> None:
+        """Add a request to the window; read the window first if it is full."""
+        if self._window_bytes + held > _WINDOW_BYTES:
+            self._flush()
+        self._window.append(request)
+        self._window_bytes += held
+
+    def _resolve(self, request: _Request) -> None:
+        """Ask the planner for its tensor."""
+        item = request.item
+        target = self._planner.resolve_tensor(item)
+        # A copy into a quantized tensor sets its scales too, which a detached one has for itself.
+        request.target = target = target if target.is_quantized else target.detach()
+        if tuple(target.size()) != tuple(item.lengths):
+            raise ShapeMismatchError(
+                f"{item.dest_index.fqn}: the planner gave a tensor of the shape {tuple(target.size())} for a part of "
+                f"{self._path} of the shape {tuple(item.lengths)}"
+            )
+        check_memory(item.dest_index.fqn, target)
+
+    def _is_direct(self, request: _Request, target: torch.Tensor) -> bool:
+        """Return whether a target can be read into directly; if not, torch copies its values, in the plan's order."""
+        if type(target) is not torch.Tensor or target.layout is not torch.strided or target.is_quantized:
+            return False
+        accelerator = torch.accelerator.current_accelerator()
+        if target.device.type != "cpu" and (accelerator is None or target.device.type != accelerator.type):
+            return False
+        if any(step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)):
+            return False
+        return not self._ahead or self._aliases.claim(request.item.dest_index.fqn, target)
+
+    def _plan(self, request: _Request) -> None:
+        """Plan the read of a tensor's part, if it has any bytes."""
+        item, stored = request.item, request.stored
+        target = request.staged if request.staged is not None else request.target
+        if target is None or target.is_meta or 0 in target.shape or stored.chunk is None or stored.dtype is None:
+            return
+        offsets, sizes = tuple(item.storage_offsets), stored.chunk.sizes
+        wanted = tuple(Selection(at, count) for at, count in zip(offsets, item.lengths, strict=True))
+        if any(s.start < 0 or s.start + s.count > size for s, size in zip(wanted, sizes, strict=True)):
+            raise ShapeMismatchError(
+                f"the plan wants {tuple(item.lengths)} at {offsets} of {item.storage_index}, which has {sizes}"
+            )
+        is_whole = tuple(item.lengths) == sizes
+        request.read = TensorRead(
+            item.dest_index.fqn,
+            stored.dtype,
+            stored.chunk,
+            None if is_whole else wanted,
+            target,
+            fills=request.staged is None,
+        )
+        self._reads.append(request.read)
+
+    def _flush(self) -> None:
+        """Read the requests of the window, and hand them to the planner in the order of the plan."""
+        window, self._window, self._window_bytes = self._window, [], 0
+        if not window:
+            return
+        filled = [r.target for r in window if r.target is not None and r.staged is None and not r.target.is_meta]
+        ready = ready_events({str(number): target for number, target in enumerate(filled)})
+
+        async def read(tools: LoadTools) -> None:
+            for device, event in ready.items():
+                await tools.placer_for(device).begin(event)
+            objects = [request for request in window if request.is_object or request.is_quantized]
+            for at in range(0, len(objects), _OBJECTS_AT_A_TIME):
+                await tools.workers.run(self._read_objects, objects[at : at + _OBJECTS_AT_A_TIME])
+            reader = ReadExecutor(self._source, self._path, self._options, tools, self._known)
+            await reader.read([request.read for request in window if request.read is not None])
+
+        count_change(filled)
+        try:
+            self._engine.call(read, f"load {self._path}").result()
+        finally:
+            count_change(filled)
+        for request in window:
+            self._deliver(request)
+
+    def _read_objects(self, requests: Sequence[_Request]) -> None:
+        """Read objects, and check that unpickling them is safe. Blocks."""
+        for request in requests:
+            if request.is_quantized:
+                request.staged = self._read_quantized(request)
+            else:
+                request.blob = self._read_object(request)
+
+    def _read_object(self, request: _Request) -> bytes:
+        if request.stored.inline is not None:
+            buffer = io.BytesIO()
+            torch.save(request.stored.inline.value, buffer)
+            return buffer.getvalue()
+        blob = self._read_blob(request)
+        if not self._options.trust:
+            self._decode(request, blob)
+        return blob
+
+    def _read_quantized(self, request: _Request) -> torch.Tensor:
+        """Read a quantized tensor: values and parameters are several storages of one item, so it is unpickled."""
+        tensor, item, chunk = self._decode(request, self._read_blob(request)), request.item, request.stored.chunk
+        sizes = () if chunk is None else chunk.sizes
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != sizes:
+            raise CorruptCheckpointError(
+                f"{self._path}/{request.stored.range.file}: the item of {item.storage_index.fqn} is no tensor of the "
+                f"shape {sizes}; its metadata is damaged"
+            )
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            tensor = tensor if length == tensor.shape[dim] else tensor.narrow(dim, start, length)
+        return tensor
+
+    def _read_blob(self, request: _Request) -> bytes:
+        place = self._source.exact_range(request.stored.range)
+        return self._source.read_bytes(place.file, place.offset, place.length)
+
+    def _decode(self, request: _Request, blob: bytes) -> Any:
+        try:
+            name, allowed = request.item.storage_index.fqn, self._options.safe_globals
+            return decode_object(name, blob, safe_globals=allowed, map_location="cpu")
+        except LoadError as exc:
+            raise type(exc)(f"{self._path}/{request.stored.range.file}: {exc}") from exc
+
+    def _deliver(self, request: _Request) -> None:
+        item = request.item
+        if request.blob is not None:
+            self._planner.load_bytes(item, io.BytesIO(request.blob))
+            return
+        if request.target is None:
+            self._resolve(request)
+        target: Any = request.target
+        if request.staged is not None:
+            self._check_scale(item, target, request.staged)
+            with torch.no_grad():
+                target.copy_(request.staged)
+            request.staged = None
+            if request.read is not None:
+                request.read.target = None
+        self._planner.commit_tensor(item, target)
+
+    def _check_scale(self, item: ReadItem, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Refuse to fill a part of a quantized tensor of another scale: its values would change their meaning."""
+        if not (target.is_quantized and target._is_view() and values.is_quantized):
+            return
+        if target.qscheme() is not torch.per_tensor_affine or (target.q_scale(), target.q_zero_point()) != (
+            values.q_scale(),
+            values.q_zero_point(),
+        ):
+            raise ShapeMismatchError(
+                f"{item.dest_index.fqn}: a part of it can't be filled from {self._path}, where its scale is another; "
+                "load it as a whole"
+            )
+
+
+_CONTESTED = "\0"  # no key of a state dict
+
+
+class AliasIndex:
+    """The memory ranges that the tensors of each key cover, to find keys that share memory.
+
+    The ranges of a storage are sorted and disjoint. Ranges of different keys that overlap are merged to one that is
+    contested: it belongs to no key.
+    """
+
+    def __init__(self) -> None:
+        self._kept: defaultdict[tuple[torch.device, int], list[tuple[int, int, str]]] = defaultdict(list)
+
+    def claim(self, name: str, tensor: torch.Tensor) -> bool:
+        """Add a tensor's memory to a key; return False if another key may cover some of it too."""
+        if not tensor.numel():
+            return True
+        storage = tensor.untyped_storage()
+        low = tensor.data_ptr()
+        high = storage.data_ptr() + reach_bytes(tensor)
+        kept = self._kept[tensor.device, storage.data_ptr()]
+        at = bisect_left(kept, (low, 0, ""))
+        begin = at - 1 if at and kept[at - 1][1] > low else at
+        end = begin
+        while end < len(kept) and kept[end][0] < high:
+            end += 1
+        touched = kept[begin:end]
+        is_mine = all(owner == name for _, _, owner in touched)
+        low, high = min([low, *(each[0] for each in touched)]), max([high, *(each[1] for each in touched)])
+        kept[begin:end] = [(low, high, name if is_mine else _CONTESTED)]
+        return is_mine

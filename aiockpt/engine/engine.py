@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.saving.collective_leader import CollectiveResources
+    from aiockpt.saving.collective import CollectiveResources
     from aiockpt.saving.job import SaveJob
     from aiockpt.staging.pool import SharedMemory
 
@@ -187,7 +187,7 @@ class Engine:
                     import aiockpt.saving.collective  # noqa: F401 - before the engine's thread wants it
                     from aiockpt.planning.collective.local import LocalPlanner
                     from aiockpt.planning.dcp_plan import prefix_of
-                    from aiockpt.saving.collective_leader import CollectiveResources
+                    from aiockpt.saving.collective import CollectiveResources
 
                 decentralized = self.options.planning == "decentralized"
                 planner = LocalPlanner(prefix_of(coordinator.rank))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.saving.collective_leader import CollectiveResources
+    from aiockpt.saving.collective import CollectiveResources
     from aiockpt.saving.pipeline import SaveTools
     from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import Lease

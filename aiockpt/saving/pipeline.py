@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from aiockpt.options import Hook
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner, SavePlan
-    from aiockpt.saving.collective_leader import CollectiveResources
+    from aiockpt.saving.collective import CollectiveResources
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.saving.job import SaveJob
     from aiockpt.saving.strategy import SaveStrategy

@@ -1,4 +1,4 @@
-"""How a save is planned, begun and committed: by one process, by several ranks, or into a directory that is there."""
+"""How a save is planned, begun and committed, alone or into a directory that is there; its documents and its result."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError, SaveError
+from aiockpt.format.manifest.manifest import Manifest
 from aiockpt.planning.dcp_plan import DcpPlan
-from aiockpt.planning.encoding import item_ranges
-from aiockpt.planning.planner import summarize
-from aiockpt.saving.result import documents_of, result_of, summary_of
+from aiockpt.planning.encoding import draft_of, item_ranges
+from aiockpt.planning.planner import Summary, summarize
 from aiockpt.storage.local.storage import LocalStorage
+from aiockpt.telemetry.saves import SaveResult
+from aiockpt.writing.commit import CommitDocuments, now, writer_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
-    from aiockpt.telemetry.saves import SaveResult
-    from aiockpt.writing.commit import CommitDocuments
     from aiockpt.writing.file_writer import ChunkWriter
 
 
@@ -147,3 +147,61 @@ class AppendSave(_SaveAlone):
         self._job.item_ranges = item_ranges(plan, writer.encoded)
         sizes = {name: facts.nbytes for name, facts in writer.files.items()}
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
+
+
+# --- the commit documents and the result ------------------------------------------------------------
+
+
+def documents_of(job: SaveJob, plan: SavePlan) -> CommitDocuments | None:
+    """Encode the metadata and the manifest; None if the checkpoint is one file. Slow for many tensors."""
+    if plan.is_single_file:
+        return None
+    tensors, objects = _counts(plan)
+    manifest = Manifest(
+        writer=writer_name(),
+        created=now(),
+        metadata=dict(job.spec.metadata),
+        totals={
+            "tensors": tensors,
+            "objects": objects,
+            "tensor_bytes": plan.layout.tensor_bytes,
+            "file_bytes": plan.layout.nbytes,
+        },
+        containers=job.snapshot.containers,
+    )
+    names = [image.name for image in plan.layout.images]
+    if job.spec.is_transformed and isinstance(plan, DcpPlan):
+        return CommitDocuments(names, {}, manifest, None, draft_of(plan))
+    return CommitDocuments(names, plan.documents(), manifest, plan.index())
+
+
+def summary_of(job: SaveJob, plan: SavePlan, sizes: dict[str, int]) -> Summary:
+    """Return the summary of a committed checkpoint of one process."""
+    nbytes = plan.layout.nbytes
+    if job.spec.is_transformed:
+        nbytes = sum(sizes[image.name] for image in plan.layout.images)
+    return Summary(sizes, nbytes, plan.layout.tensor_bytes, *_counts(plan))
+
+
+def result_of(job: SaveJob, plan: SavePlan, summary: Summary, times_s: Mapping[str, float]) -> SaveResult:
+    """Return the result of a save; of several ranks with the times of this one."""
+    files = summary.files or {}
+    if plan.is_single_file:
+        files = {job.path.rpartition("/")[2]: nbytes for nbytes in files.values()}
+    return SaveResult(
+        path=job.path,
+        nbytes=summary.file_bytes,
+        tensor_bytes=summary.tensor_bytes,
+        tensors=summary.tensors,
+        objects=summary.objects,
+        files=files,
+        captured_s=times_s["captured"],
+        planned_s=times_s["planned"],
+        staged_s=times_s["staged"],
+        written_s=job.handle._elapsed(),
+    )
+
+
+def _counts(plan: SavePlan) -> tuple[int, int]:
+    objects = len(plan.layout.summary.object_leaves)
+    return len(plan.layout.specs) - objects, objects
