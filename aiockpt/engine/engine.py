@@ -453,7 +453,7 @@ class _SaveRun:
         if job.committed:  # nothing can undo it any more: only its post_commit hook is left
             return
         what = f"the save of {job.path} was not done after save_timeout = {timeout_s:g} s and was given up"
-        job.time_out(SaveTimeoutError(f"{what}; nothing of it is left"))
+        job.abort(SaveTimeoutError(f"{what}; nothing of it is left"), though_copied=True)
         grace_s = min(_TIMEOUT_GRACE_S, timeout_s)
         await anyio.sleep(grace_s / 2)
         if self._resources.writer is not None:

@@ -153,7 +153,7 @@ class SaveQueue:
             jobs = self._running
             given = [jobs[at] for at in superseded([job.handle.staged.done() for job in jobs], self._most)]
         for job in given:
-            job.supersede(SaveSkippedError(f"the save of {job.path} gave way to that of {path}; nothing of it is left"))
+            job.abort(SaveSkippedError(f"the save of {job.path} gave way to that of {path}; nothing of it is left"))
 
     def ready(self) -> Completion[None]:
         """Return a future that completes when a save would find the checkpointer not busy."""

@@ -8,22 +8,18 @@ import torch
 
 from aiockpt.core.strides import is_dense, row_strides
 from aiockpt.format.checks import MAX_DIMS
+from aiockpt.format.dtypes import QUANTIZED_DTYPES
 
 _KEYS: Any = getattr(torch._C, "_dispatch_keys", None)
 _KEY: Any = getattr(torch._C, "DispatchKey", None)
 _CONJUGATE, _NEGATIVE = getattr(_KEY, "Conjugate", None), getattr(_KEY, "Negative", None)
 
 
-_QUANTIZED = frozenset(
-    dtype for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if (dtype := getattr(torch, name, None))
-)
-
-
 def unstorable(dtype: torch.dtype, dims: int) -> str | None:
     """Return why a strided tensor of this form could be stored but not loaded; None if it could."""
     if dims > MAX_DIMS:
         return f"has {dims} dimensions, and torch can't copy one of more than {MAX_DIMS}; reshape it"
-    if dtype in _QUANTIZED:
+    if dtype in QUANTIZED_DTYPES:
         return f"has the dtype {dtype} but no scale, as only a view of whole numbers has; save these"
     return None
 

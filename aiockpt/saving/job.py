@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from aiockpt.core.spans import Span
     from aiockpt.core.threads import Origin
-    from aiockpt.errors import SaveTimeoutError
     from aiockpt.format.index import ItemRange
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.format.transforms.base import Transform
@@ -174,17 +173,13 @@ class SaveJob:
 
     def give_up(self, reason: str) -> None:
         """Fail, unless all is copied: the tensors are about to change. From any thread."""
-        self._abort(TornSnapshotError(f"the snapshot of {self.path} was given up: {reason}"))
+        self.abort(TornSnapshotError(f"the snapshot of {self.path} was given up: {reason}"))
 
-    def supersede(self, error: SaveSkippedError) -> None:
-        """End without a checkpoint, unless all is copied; the tensors may change. From any thread."""
-        self._abort(error)
+    def abort(self, error: SaveError, *, though_copied: bool = False) -> None:
+        """End without a checkpoint, unless all is copied; the tensors may change. From any thread.
 
-    def time_out(self, error: SaveTimeoutError) -> None:
-        """Fail in whatever phase, unless it is just being published. On the engine's loop."""
-        self._abort(error, though_copied=True)
-
-    def _abort(self, error: SaveError, *, though_copied: bool = False) -> None:
+        ``though_copied``: in whatever phase, unless it is just being published; on the engine's loop only.
+        """
         if self.consistency.abort(error, though_copied=though_copied):
             self._settle_staged(error)
             self.post(lambda: self.scope.cancel())

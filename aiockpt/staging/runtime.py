@@ -194,9 +194,7 @@ def runtime_of(device: torch.device) -> Runtime:
 
 def ready_event(device: torch.device) -> torch.Event | None:
     """Record an event in this thread's current stream of a device; None if such devices have no events."""
-    if device.type == "cuda":
-        return _cuda_event(torch.cuda.current_stream(device))
-    return _event(device, torch.accelerator.current_stream(device)) if _has_streams(device.type) else None
+    return _recorded(device, _current_stream(device)) if has_events(device) else None
 
 
 def has_events(device: torch.device) -> bool:
@@ -211,18 +209,52 @@ def is_capturing(device: torch.device) -> bool:
             return torch.cuda.is_current_stream_capturing()
     if not _has_streams(device.type):
         return False
-    asked = getattr(torch.accelerator.current_stream(device), "is_capturing", None)
+    asked = getattr(_current_stream(device), "is_capturing", None)
     return bool(asked()) if asked is not None else False
 
 
-class CudaRuntime(Runtime):
-    """A CUDA device."""
+class _StreamRuntime(Runtime):
+    """A device with streams and events, through ``torch.accelerator``, which can't register memory."""
 
     non_blocking = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = take_stream(device)
+        self._stream = self._new_stream()
+
+    def _new_stream(self) -> Any:
+        return torch.Stream(self._device)
+
+    def enter(self) -> None:
+        torch.accelerator.set_device_index(self._device.index or 0)
+
+    def stream(self) -> AbstractContextManager[object]:
+        # For good: the thread belongs to staging.
+        torch.accelerator.set_stream(self._stream)
+        return contextlib.nullcontext()
+
+    def wait_for(self, event: torch.Event) -> None:
+        self._stream.wait_event(event)
+
+    def record(self) -> torch.Event:
+        return _recorded(self._device, self._stream)
+
+    def record_current(self) -> torch.Event:
+        return _recorded(self._device, _current_stream(self._device))
+
+    def order_behind(self, event: torch.Event) -> None:
+        _current_stream(self._device).wait_event(event)
+
+    def sleep_until(self, event: torch.Event) -> None:
+        self.enter()
+        event.synchronize()
+
+
+class CudaRuntime(_StreamRuntime):
+    """A CUDA device."""
+
+    def _new_stream(self) -> Any:
+        return take_stream(self._device)
 
     def enter(self) -> None:
         """Make the device current in this thread; otherwise device 0 would get a context."""
@@ -233,22 +265,9 @@ class CudaRuntime(Runtime):
     def stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def wait_for(self, event: torch.Event) -> None:
-        self._stream.wait_event(event)
-
     def record(self) -> torch.Event:
         """Record an event in the staging stream; a wait for it sleeps."""
-        return _cuda_event(self._stream, blocking=True)
-
-    def record_current(self) -> torch.Event:
-        return _cuda_event(torch.cuda.current_stream(self._device))
-
-    def order_behind(self, event: torch.Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)
-
-    def sleep_until(self, event: torch.Event) -> None:
-        self.enter()
-        event.synchronize()
+        return _recorded(self._device, self._stream, blocking=True)
 
     def pin(self, address: int, nbytes: int) -> bool:
         """Register the memory with the CUDA driver, for all devices."""
@@ -267,54 +286,19 @@ class CudaRuntime(Runtime):
         give_stream_back(self._stream)
 
 
-class _StreamRuntime(Runtime):
-    """A device of another kind with streams and events, through ``torch.accelerator``, which can't register memory."""
-
-    non_blocking = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
-
-    def enter(self) -> None:
-        torch.accelerator.set_device_index(self._device.index or 0)
-
-    def stream(self) -> AbstractContextManager[object]:
-        # For good: the thread belongs to staging.
-        torch.accelerator.set_stream(self._stream)
-        return contextlib.nullcontext()
-
-    def wait_for(self, event: torch.Event) -> None:
-        self._stream.wait_event(event)
-
-    def record(self) -> torch.Event:
-        return _event(self._device, self._stream)
-
-    def record_current(self) -> torch.Event:
-        return _event(self._device, torch.accelerator.current_stream(self._device))
-
-    def order_behind(self, event: torch.Event) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(event)
-
-    def sleep_until(self, event: torch.Event) -> None:
-        self.enter()
-        event.synchronize()
-
-
 _PAST = cast("torch.Event", object())  # stands for an event that was reached
 _thread = threading.local()
 
 
-def _event(device: torch.device, stream: torch.Stream) -> torch.Event:
-    event = torch.Event(device)
-    event.record(stream)
-    return event
+def _current_stream(device: torch.device) -> Any:
+    return (torch.cuda if device.type == "cuda" else torch.accelerator).current_stream(device)
 
 
-def _cuda_event(stream: Any, *, blocking: bool = False) -> torch.Event:
-    # Not torch.Event: it ignores `blocking`, so that a waiter spins; and it restores the thread's device in a way that
-    # creates a context there, even if that device is never used.
-    event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+def _recorded(device: torch.device, stream: Any, *, blocking: bool = False) -> torch.Event:
+    """Return an event that is recorded in a stream; a wait for a CUDA event spins, unless it is ``blocking``."""
+    # Not torch.Event for CUDA: it ignores `blocking`; and it restores the thread's device in a way that creates a
+    # context there, even if that device is never used.
+    event: Any = torch.cuda.Event(blocking=blocking) if device.type == "cuda" else torch.Event(device)  # type: ignore[no-untyped-call]
     event.record(stream)
     return cast("torch.Event", event)
 

@@ -72,8 +72,7 @@ async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tool
     else:
         return mapped
     finally:
-        with anyio.CancelScope(shield=True):
-            await tools.workers.run(source.close)
+        await tools.workers.run(source.close)
 
 
 def _mapped(source: Source, path: str, options: LoadOptions) -> MappedState:

@@ -91,8 +91,7 @@ class Recoding:
                     await _abort(transaction, unwrapped(exc))
                 raise unwrapped(exc) from unwrapped(exc).__cause__
         finally:
-            with anyio.CancelScope(shield=True):
-                await run(opened.source.close)
+            await run(opened.source.close)
 
     async def _write(
         self,

@@ -13,7 +13,6 @@ import pickle
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import torch
 from isal.isal_zlib import crc32
 
@@ -73,8 +72,7 @@ async def write_torch_file(
         conversion = _Conversion(opened, options, tools, progress)
         await conversion.run(absolute(target), overwrite=overwrite)
     finally:
-        with anyio.CancelScope(shield=True):
-            await tools.workers.run(opened.source.close)
+        await tools.workers.run(opened.source.close)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,8 +120,7 @@ class _Conversion:
             await self._stream_all(file, [each for each in pending if each.is_large])
             await self._run(file.publish)
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._run(file.discard)
+            await self._run(file.discard)
 
     def _frame(self, file: TorchFileWriter, values: dict[str, Any]) -> tuple[list[_Pending], list[ReservedSpace]]:
         """Write the framing; return the tensors to be written, and the spaces of storages that are in memory."""

@@ -42,32 +42,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOTHING_DONE = ("EAGAIN", "ENOBUFS", "ENOMEM", "EMFILE", "ENFILE", "EBUSY", "ENOLCK")
-_MAYBE_DONE = (
-    "EINTR",
-    "ETIMEDOUT",
-    "ESTALE",
-    "EHOSTDOWN",
-    "EHOSTUNREACH",
-    "ENETDOWN",
-    "ENETUNREACH",
-    "ENETRESET",
-    "ECONNABORTED",
-    "ECONNREFUSED",
-    "ECONNRESET",
-    "ESHUTDOWN",
-)
-
-
-def _numbers(names: tuple[str, ...]) -> frozenset[int]:
-    """Return the numbers of the errors that this system defines."""
-    return frozenset(getattr(errno, name) for name in names if hasattr(errno, name))
-
-
-AMBIGUOUS = _numbers(_MAYBE_DONE)
+AMBIGUOUS = {
+    errno.EINTR,
+    errno.ETIMEDOUT,
+    errno.ESTALE,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENETRESET,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ESHUTDOWN,
+}
 """Errors after which the operation may have happened all the same."""
 
-TRANSIENT = _numbers(_NOTHING_DONE) | AMBIGUOUS
+_NOTHING_DONE = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.ENOLCK}
+TRANSIENT = AMBIGUOUS | _NOTHING_DONE
 """Errors of a file system that may pass by themselves."""
 
 _draw = Random().random  # of its own: the program's must not be advanced
