@@ -35,45 +35,19 @@ Sizes = tuple[int, ...]
 _Chunk = tuple[Sizes, Sizes, str]
 
 
-class _Metadata(Record):
-    __slots__ = ()
+def _kind(name: str, *, repeats: bool = False) -> type[Record]:
+    return type(name, (Record,), {"__slots__": (), "repeats": repeats})
 
 
-class _TensorStorageMetadata(Record):
-    __slots__ = ()
-    repeats = True
-
-
-class _TensorProperties(Record):
-    # A tuple of five fields up to torch 2.14, six since; older files carry a dict.
-    __slots__ = ()
-
-
-class _ChunkStorageMetadata(Record):
-    __slots__ = ()
-
-
-class _BytesStorageMetadata(Record):
-    __slots__ = ()
-
-
-class _MetadataIndex(Record):
-    __slots__ = ()
-
-
-class _StorageInfo(Record):
-    __slots__ = ()
-
-
-class _StorageMeta(Record):
-    __slots__ = ()
-
-
-class _Plan(Record):
-    """A piece of the plans that Megatron-Core leaves in `.metadata` for its next save; it is not used."""
-
-    __slots__ = ()
-
+_Metadata = _kind("Metadata")
+_TensorStorageMetadata = _kind("TensorStorageMetadata", repeats=True)
+_TensorProperties = _kind("TensorProperties")  # a tuple of five fields up to torch 2.14, six since; older: a dict
+_ChunkStorageMetadata = _kind("ChunkStorageMetadata")
+_BytesStorageMetadata = _kind("BytesStorageMetadata")
+_MetadataIndex = _kind("MetadataIndex")
+_StorageInfo = _kind("_StorageInfo")
+_StorageMeta = _kind("StorageMeta")
+_Plan = _kind("Plan")  # a piece of the plans that Megatron-Core leaves for its next save; it is not used
 
 _INDEX_NAMES = ("fqn", "index", "offset")
 _INFO_NAMES = ("relative_path", "offset", "length")

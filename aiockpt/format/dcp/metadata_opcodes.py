@@ -157,10 +157,7 @@ def _tail(remembered: int, rows: Sequence[Row]) -> bytes:
 def storage_data(ops: Opcodes, items: Sequence[Row]) -> None:
     """Add entries to the dict on top of the stack: opcodes of the name; number and offsets of the chunk; byte range."""
     out = ops.out
-    index_head = ops.prepared(ops.name, DCP_MODULE, "MetadataIndex") + b")\x81}(" + ops.prepared(ops.text, "fqn")
-    info = ops.prepared(ops.name, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    info_head = b"ub" + info + b")\x81}(" + ops.prepared(ops.text, "relative_path")
-    index, offset, length = (ops.prepared(ops.text, key) for key in ("index", "offset", "length"))
+    index_head, index, info_head, offset, length = row_opcodes(ops)
     index_tails = {
         chunk: index + (b"N" if chunk is None else int_opcodes(chunk[0]) + offset + ops.prepared(ops.size, chunk[1]))
         for chunk in {item[1] for item in items}
@@ -185,6 +182,15 @@ def storage_data(ops: Opcodes, items: Sequence[Row]) -> None:
         for name, chunk, where in items
     )
     out.append(b"u")
+
+
+def row_opcodes(ops: Opcodes) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+    """Return what stands in an entry before the tensor's name, the chunk's number, the file, the offset and length."""
+    index_head = ops.prepared(ops.name, DCP_MODULE, "MetadataIndex") + b")\x81}(" + ops.prepared(ops.text, "fqn")
+    info = ops.prepared(ops.name, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    info_head = b"ub" + info + b")\x81}(" + ops.prepared(ops.text, "relative_path")
+    index, offset, length = (ops.prepared(ops.text, key) for key in ("index", "offset", "length"))
+    return index_head, index, info_head, offset, length
 
 
 def _transforms(ops: Opcodes, descriptors: tuple[str, ...]) -> bytes:

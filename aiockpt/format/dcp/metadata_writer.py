@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from aiockpt.format.dcp.metadata_opcodes import MetadataHead, Opcodes, int_opcodes, storage_data, text_opcodes
+from aiockpt.format.dcp.metadata_opcodes import (
+    MetadataHead,
+    Opcodes,
+    int_opcodes,
+    row_opcodes,
+    storage_data,
+    text_opcodes,
+)
 from aiockpt.format.index import Entry, ObjPath, TensorEntry
 from aiockpt.format.names import DCP_MODULE
 
@@ -23,10 +30,11 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    _Begins = tuple[tuple[int, ...], ...]
     Chunks = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # offsets and sizes
 
 _MOST_ROWS = 1 << 18
-_REFERENCE_BYTES = 5
+_REFERENCE = np.dtype("V5")  # the opcodes that push a value from the memo
 
 
 class ShardedEntry(NamedTuple):
@@ -167,72 +175,57 @@ def _properties(ops: Opcodes, dtype: torch.dtype) -> None:
 # and two numbers. So their rows are one array, whose columns are filled in at once.
 
 
-class _RowTemplate(NamedTuple):
-    """The opcodes of the rows of one tensor, without those that differ from tensor to tensor."""
-
-    head: bytes  # before the reference to the name
-    tails: Sequence[bytes]  # by shard: between name and file
-    info: bytes  # before the reference to the file
-    offset: bytes  # before the offset in the file
-    length: bytes  # before the length
-    files: Sequence[bytes]  # references to the files, all of the same length
-
-
 def _sharded_storage(ops: Opcodes, items: Sequence[tuple[bytes, ShardedEntry]], table: RangeTable) -> None:
     """Add a row for every shard; each item is a reference to the name, and the tensor."""
-    out = ops.out
-    head = ops.prepared(ops.name, DCP_MODULE, "MetadataIndex") + b")\x81}(" + ops.prepared(ops.text, "fqn")
-    info = ops.prepared(ops.name, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    info_head = b"ub" + info + b")\x81}(" + ops.prepared(ops.text, "relative_path")
-    index, offset, length = (ops.prepared(ops.text, key) for key in ("index", "offset", "length"))
-    files = [ops.prepared(ops.text, file) for file in table.files]
-    begins_of: dict[int, tuple[tuple[int, ...], ...]] = {}
-    alike: dict[tuple[tuple[int, ...], ...], list[tuple[bytes, ShardedEntry]]] = {}
+    files = np.frombuffer(b"".join([ops.prepared(ops.text, file) for file in table.files]), _REFERENCE)
+    begins_of: dict[int, _Begins] = {}
+    alike: dict[_Begins, list[tuple[bytes, ShardedEntry]]] = {}
     for reference, entry in items:
         begins = begins_of.get(id(entry.chunks))
         if begins is None:
             begins = begins_of[id(entry.chunks)] = tuple(offsets for offsets, _ in entry.chunks)
         alike.setdefault(begins, []).append((reference, entry))
     for begins, group in alike.items():
-        numbers = (index + b"J" + number.to_bytes(4, "little") + offset for number in range(len(begins)))
-        tails = [number + ops.prepared(ops.size, begin) for number, begin in zip(numbers, begins, strict=True)]
-        template = _RowTemplate(head, tails, info_head, offset, length, files)
-        names, tensors = zip(*group, strict=True)
-        for rows in _shard_rows(names, tensors, table, template):
-            out.append(b"(" + rows + b"u")
+        for rows in _shard_rows(ops, begins, group, files, table):
+            ops.out.append(b"(" + rows + b"u")
 
 
 def _shard_rows(
-    names: Sequence[bytes], tensors: Sequence[ShardedEntry], table: RangeTable, template: _RowTemplate
+    ops: Opcodes,
+    begins: _Begins,
+    items: Sequence[tuple[bytes, ShardedEntry]],
+    files: NDArray[np.void],
+    table: RangeTable,
 ) -> Iterator[bytes]:
-    """Yield the rows of tensors whose shards begin at the same offsets; ``names`` are references to theirs."""
+    """Yield the rows of tensors whose shards begin at the same offsets; ``files`` are references to the files."""
+    head, index, info, before_offset, before_length = row_opcodes(ops)
+    numbers = (index + b"J" + number.to_bytes(4, "little") + before_offset for number in range(len(begins)))
+    tails = [number + ops.prepared(ops.size, begin) for number, begin in zip(numbers, begins, strict=True)]
     far = max(int(column.max(initial=0)) for column in (table.offsets, table.lengths)) >= 1 << 31
     number, value = (b"\x8a\x08", "<i8") if far else (b"J", "<i4")
-    blank = bytes(_REFERENCE_BYTES)
+    blank = bytes(_REFERENCE.itemsize)
     zero = bytes(np.dtype(value).itemsize)
-    between = (number + zero).join((template.offset, template.length, b"ub"))
-    opcodes = [template.head + blank + tail + template.info + blank + between for tail in template.tails]
-    begin = len(template.head) + _REFERENCE_BYTES
-    file = begin + len(template.tails[0]) + len(template.info)
-    offset = file + _REFERENCE_BYTES + len(template.offset) + len(number)
-    length = offset + len(zero) + len(template.length) + len(number)
+    between = (number + zero).join((before_offset, before_length, b"ub"))
+    opcodes = [head + blank + tail + info + blank + between for tail in tails]
+    file = len(head) + len(blank) + len(tails[0]) + len(info)
+    offset = file + len(blank) + len(before_offset) + len(number)
+    length = offset + len(zero) + len(before_length) + len(number)
     row = np.dtype(
         {
             "names": ["name", "file", "offset", "length"],
-            "formats": [f"V{_REFERENCE_BYTES}", f"V{_REFERENCE_BYTES}", value, value],
-            "offsets": [len(template.head), file, offset, length],
+            "formats": [_REFERENCE, _REFERENCE, value, value],
+            "offsets": [len(head), file, offset, length],
             "itemsize": len(opcodes[0]),
         }
     )
     one = np.frombuffer(b"".join(opcodes), row)
-    files = np.frombuffer(b"".join(template.files), f"V{_REFERENCE_BYTES}")
     step = max(1, _MOST_ROWS // len(one))
-    for at in range(0, len(tensors), step):
-        batch = tensors[at : at + step]
-        where = table.begin_of[[tensor.ranks for tensor in batch]] + np.array([tensor.leaves for tensor in batch])
-        rows = np.empty((len(batch), len(one)), row)
+    for at in range(0, len(items), step):
+        names, tensors = zip(*items[at : at + step], strict=True)
+        where = table.begin_of[[tensor.ranks for tensor in tensors]] + np.array([tensor.leaves for tensor in tensors])
+        rows = np.empty((len(names), len(one)), row)
         rows.view(f"V{row.itemsize}")[:] = one.view(f"V{row.itemsize}")
-        rows["name"] = np.frombuffer(b"".join(names[at : at + step]), f"V{_REFERENCE_BYTES}")[:, None]
+        rows["name"] = np.frombuffer(b"".join(names), _REFERENCE)[:, None]
         rows["file"] = files[table.file_of[where]]
         rows["offset"] = table.offsets[where]
         rows["length"] = table.lengths[where]
