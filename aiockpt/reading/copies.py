@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import LoadError
-from aiockpt.format.dcp.joined import copies_of
+from aiockpt.format.index import ObjectEntry, TensorEntry
 from aiockpt.format.item.objects import decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
@@ -14,8 +14,7 @@ from aiockpt.reading.jobs import ItemWindow
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from aiockpt.format.dcp.joined import Copy
-    from aiockpt.format.index import Index, ItemRange, TensorItem
+    from aiockpt.format.index import Entry, Index, ItemRange, TensorItem
     from aiockpt.storage.base import Source
 
 _PIECE_BYTES = 1 << 20
@@ -24,25 +23,36 @@ _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 Verdict = Literal["same", "different", "unknown"]
 
 
-def differing_copies(source: Source, parts: Mapping[int, Index]) -> Iterator[tuple[Copy, str, bool]]:
-    """Yield each copy that is not that of the lowest rank, with a message, and whether that is an error. Blocks.
+def differing_copies(source: Source, parts: Mapping[int, Index]) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield key and file of each copy unlike the lowest rank's, a message, and whether it is an error. Blocks.
 
     Tensors and plain values must be equal. Other objects may belong to their ranks, such as the states of generators.
     """
-    for copy in copies_of(parts):
-        verdict = (_compare_tensors if copy.is_tensor else _compare_objects)(source, copy.first, copy.place)
-        if verdict == "same":
-            continue
-        which = f"ranks {copy.first_rank} and {copy.rank}, which saved alone, have different values of {copy.name}"
-        if verdict == "different":
-            message = (
-                f"{which}: their files may be of different saves, of which the last was interrupted. Use an older "
-                "checkpoint, and give each save a directory of its own; data that differs between ranks needs names "
-                "that differ"
-            )
-        else:
-            message = f"{which}, or store them in different ways; that of rank {copy.first_rank} is used"
-        yield copy, message, verdict == "different"
+    seen: dict[tuple[str, str], tuple[int, ItemRange]] = {}
+    for rank, part in sorted(parts.items()):
+        for name, box, place in [(name, *each) for name, entry in part.entries.items() for each in _places(entry)]:
+            first_rank, first = seen.setdefault((name, box), (rank, place))
+            if first_rank == rank:
+                continue
+            verdict = (_compare_tensors if box else _compare_objects)(source, first, place)
+            which = f"ranks {first_rank} and {rank}, which saved alone, have different values of {name}"
+            if verdict == "different":
+                message = (
+                    f"{which}: their files may be of different saves, of which the last was interrupted. Use an older "
+                    "checkpoint, and give each save a directory of its own; data that differs between ranks needs "
+                    "names that differ"
+                )
+                yield name, place.file, message, True
+            elif verdict == "unknown":
+                message = f"{which}, or store them in different ways; that of rank {first_rank} is used"
+                yield name, place.file, message, False
+
+
+def _places(entry: Entry) -> list[tuple[str, ItemRange]]:
+    """Return where an entry is stored, chunk by chunk; an object has no box."""
+    if isinstance(entry, TensorEntry):
+        return [(f"{chunk.offsets} {chunk.sizes}", chunk.place) for chunk in entry.chunks]
+    return [("", entry.place)] if isinstance(entry, ObjectEntry) else []
 
 
 def _compare_tensors(source: Source, one: ItemRange, other: ItemRange) -> Verdict:

@@ -261,7 +261,7 @@ def _read_ranks(source: Source, path: str, ranks: Mapping[int, str], *, trust: b
         index = join_ranks(parts, source.files)
     for each in (index, *parts.values()):
         check_index(path, each, source.files, is_part=each is not index)
-    for _, message, is_error in differing_copies(source, parts):
+    for _, _, message, is_error in differing_copies(source, parts):
         if is_error:
             raise CorruptCheckpointError(f"{path}: {message}")
         logger.warning("%s: %s", path, printable(message))

@@ -11,14 +11,14 @@ import math
 import re
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.format.index import Index, ObjectEntry, TensorEntry
 from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjPath
 
@@ -119,33 +119,6 @@ def join_ranks(parts: Mapping[int, Index], files: Collection[str]) -> Index:
     for name, tensor in tensors.items():
         entries[name] = tensor.entry._replace(chunks=tuple(tensor.chunks.values()))
     return Index(entries, paths, is_transformed=any(part.is_transformed for part in parts.values()))
-
-
-class Copy(NamedTuple):
-    """An object or a chunk of a tensor that a rank has too, and its place in the files of the lowest such rank."""
-
-    name: str
-    is_tensor: bool
-    first_rank: int
-    first: ItemRange
-    rank: int
-    place: ItemRange
-
-
-def copies_of(parts: Mapping[int, Index]) -> Iterator[Copy]:
-    """Yield what several ranks have."""
-    seen: dict[tuple[str, str], tuple[int, ItemRange]] = {}
-    for rank, part in sorted(parts.items()):
-        for name, entry in part.entries.items():
-            places: list[tuple[str, ItemRange]] = []
-            if isinstance(entry, TensorEntry):
-                places = [(f"{chunk.offsets} {chunk.sizes}", chunk.place) for chunk in entry.chunks]
-            elif isinstance(entry, ObjectEntry):
-                places = [("", entry.place)]
-            for box, place in places:
-                first = seen.setdefault((name, box), (rank, place))
-                if first[0] != rank:
-                    yield Copy(name, bool(box), *first, rank, place)
 
 
 def _different(name: str, rank: int) -> LoadError:

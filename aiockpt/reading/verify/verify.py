@@ -180,9 +180,9 @@ class _Reading:
         if any(problem.severity == "error" for problem in self.findings.problems):
             return  # the copies may not be where they should
         try:
-            for copy, message, is_error in differing_copies(self.source, parts):
+            for key, file, message, is_error in differing_copies(self.source, parts):
                 severity: Severity = "error" if is_error else "warning"
-                self.findings.add("disagreement", copy.place.file, message, key=copy.name, severity=severity)
+                self.findings.add("disagreement", file, message, key=key, severity=severity)
         except LoadError as exc:
             self.findings.add("unreadable", METADATA_NAME, str(exc))
 
