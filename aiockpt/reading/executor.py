@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
@@ -169,14 +169,13 @@ class ReadExecutor:
             read.item = read.item or read.chunk.item or self._known.get(read.chunk.place)
             if read.item is None and _is_large(read):
                 unknown.append(read)
-        await self._in_threads(self._locate_run, _neighbours(unknown, self._source, self._tools.workers.count))
+        await self._in_threads(self._framing.locate, _neighbours(unknown, self._tools.workers.count))
 
     async def locate(self, read: TensorRead) -> TensorItem:
         """Return the item of a read; read its framing if `prepare` left that for later."""
-        item = read.item
-        if item is None:
-            item = read.item = await self._tools.workers.run(self._framing.locate, read)
-        return item
+        if read.item is None:
+            await self._tools.workers.run(self._framing.locate, [read])
+        return cast("TensorItem", read.item)
 
     async def read(self, reads: Sequence[TensorRead]) -> None:
         """Read tensors into place; targets may be on several devices."""
@@ -361,12 +360,6 @@ class ReadExecutor:
         for read in reads:
             read.chunk = read.chunk._replace(place=self._source.exact_range(read.chunk.place))
 
-    def _locate_run(self, reads: Sequence[TensorRead]) -> None:
-        if len(reads) == 1:
-            reads[0].item = self._framing.locate(reads[0])
-        else:
-            self._framing.locate_all(reads)
-
 
 def _is_large(read: TensorRead) -> bool:
     """Return whether an item is read on its own instead of whole and together with its neighbours."""
@@ -375,14 +368,14 @@ def _is_large(read: TensorRead) -> bool:
     return not read.fills or read.chunk.place.length >= SMALL_BYTES
 
 
-def _neighbours(reads: Sequence[TensorRead], source: DecodedSource, threads: int) -> list[list[TensorRead]]:
-    """Group items of the same file for some threads; those of virtual files stay alone, each is a file of its own."""
+def _neighbours(reads: Sequence[TensorRead], threads: int) -> list[list[TensorRead]]:
+    """Group items of the same file for some threads."""
     most = min(_FRAMINGS_AT_ONCE, -(-len(reads) // threads))
     groups: list[list[TensorRead]] = []
     file = ""
     for read in sorted(reads, key=lambda read: (read.chunk.place.file, read.chunk.place.offset)):
         place = read.chunk.place
-        if place.file == file and len(groups[-1]) < most and not source.is_virtual(file):
+        if place.file == file and len(groups[-1]) < most:
             groups[-1].append(read)
         else:
             groups.append([read])

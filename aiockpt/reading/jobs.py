@@ -16,7 +16,7 @@ import ctypes
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from isal.isal_zlib import crc32, crc32_combine
@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from aiockpt.format.index import ItemRange, TensorItem
     from aiockpt.planning.ranges import Selection
     from aiockpt.reading.read_plan import TensorRead
+    from aiockpt.staging.pool import Chunk, MappedMemory
     from aiockpt.storage.base import Source
+
+    Buffer = Chunk | MappedMemory  # a chunk of staging memory, or a thread's own
 
 _PAGE_BYTES = 4096
 _MAX_GAP_BYTES = 64 << 10  # reading over a gap costs less than another system call
@@ -48,36 +51,6 @@ _MAX_SPANS = 64  # of one batch
 _MAX_RUNS = 16_384  # of one part; bounds the list of runs in memory
 _MAX_FETCH_BYTES = 1 << 20
 _BLOCK_BYTES = 1024
-
-
-class Buffer(Protocol):
-    """The memory that a job reads into: a chunk of staging memory, or a thread's own."""
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes."""
-
-    @property
-    def address(self) -> int:
-        """The address of the first byte."""
-
-
-class ReadJob(Protocol):
-    """The work of one thread."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it reads."""
-
-    @property
-    def file(self) -> str:
-        """The file, or the first one, that it reads."""
-
-    def read(self, buffer: Buffer) -> list[Placement]:
-        """Read and check bytes; return the copies out of the buffer that are left to do. Blocks."""
-
-    def finish(self) -> None:
-        """Record that the placements are done; raise if a CRC turns out wrong with the last part."""
 
 
 # --- framing --------------------------------------------------------------------------------------------
@@ -132,13 +105,8 @@ class FramingReader:
         self._path = path
         self._parser = ItemParser()
 
-    def locate(self, read: TensorRead) -> TensorItem:
-        """Read the head and tail of an item, without its payload. Blocks."""
-        window = ItemWindow(self.source, read.chunk.place)
-        return parse_checked(self._path, read, parse_tensor_item, read.chunk.place.length, window.fetch)
-
-    def locate_all(self, reads: Sequence[TensorRead]) -> None:
-        """Do `locate` for items of one file that are no virtual files: their heads and tails come together. Blocks."""
+    def locate(self, reads: Sequence[TensorRead]) -> None:
+        """Read the heads and tails of items of one file together, without their payloads; set their items. Blocks."""
         runs: list[tuple[int, int]] = []
         for read in reads:
             place = read.chunk.place
@@ -249,7 +217,7 @@ class CoalescedRead:
 
     @gc_pause()
     def read(self, buffer: Buffer) -> list[Placement]:
-        """Read all items, check them, and copy those that need no conversion; see `ReadJob`."""
+        """Read all items, check them, and copy those that need no conversion; return the other copies. Blocks."""
         framing, view, address = self._framing, buffer.view, buffer.address
         found: list[tuple[TensorRead, TensorItem, int]] = []
         at = 0
@@ -444,7 +412,7 @@ class ChunkRead:
         return self._stream.run == self._stream.count
 
     def read_part(self, number: int, buffer: Buffer) -> list[Placement]:
-        """Read a part; see `ReadJob.read`."""
+        """Read a part; return the copies out of the buffer that are left to do. Blocks."""
         start = number * self.part_bytes
         stop = min(start + self.part_bytes, self.nbytes)
         if self._memory is not None:
@@ -558,7 +526,7 @@ class ChunkPart:
         return self.chunk.file
 
     def read(self, buffer: Buffer) -> list[Placement]:
-        """Read the part; see `ReadJob`."""
+        """Read the part; see `ChunkRead.read_part`."""
         return self.chunk.read_part(self.number, buffer)
 
     def finish(self) -> None:
@@ -567,6 +535,9 @@ class ChunkPart:
         if read.pending == 1:
             self.chunk.check_crc()
         read.pending -= 1
+
+
+ReadJob = CoalescedRead | ChunkPart
 
 
 def _stream_of(read: TensorRead, item: TensorItem) -> StoredStream:

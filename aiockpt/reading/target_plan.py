@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from aiockpt.reading.read_plan import TensorRead, reads_of
 from aiockpt.reading.targets import cast, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from aiockpt.planning.flatten import FlatState
     from aiockpt.reading.targets import Region, Target
     from aiockpt.snapshot.live import LiveObject, ResolvedState
+
+    _OwnerOf = Callable[[ObjPath], LiveObject | None]
 
 _FEW_BYTES = 16 << 20
 """Up to this, it makes no difference whether ranks of a host share their reads."""
@@ -93,7 +96,7 @@ class _Planner:
         self._target = target
         self._entries = dict(index.entries.items())
         self._stored = Subtrees(index.paths, index.containers)
-        self._owner_of = _Owners(target.objects)
+        self._owner_of = _owners(target.objects)
         self._wanted: set[str] = set()  # the names that the options ask for
         self._open: dict[str, ObjPath] = {}  # containers and Nones that can take a subtree
         self.plan = TargetPlan(self._stored)
@@ -289,27 +292,19 @@ class _Planner:
             raise LoadError(f"can't load into this state dict: {exc}; nothing was changed") from None
 
 
-class _Owners:
-    """Finds the innermost live object that contains a path."""
+def _owners(objects: Iterable[LiveObject]) -> _OwnerOf:
+    """Return a function that finds the innermost live object that contains a path."""
+    owners = {each.path: each for each in objects}
 
-    def __init__(self, objects: Iterable[LiveObject]) -> None:
-        self._found: dict[ObjPath, LiveObject | None] = {each.path: each for each in objects}
-        self._any = bool(self._found)
+    @cache
+    def owner_of(path: ObjPath) -> LiveObject | None:
+        return owners.get(path) or (owner_of(path[:-1]) if path and owners else None)
 
-    def __call__(self, path: ObjPath) -> LiveObject | None:
-        """Return the object, or None."""
-        if not self._any:
-            return None
-        if path in self._found or not path:
-            return self._found.get(path)
-        parent = path[:-1]
-        if parent not in self._found:
-            self._found[parent] = self(parent)
-        return self._found[parent]
+    return owner_of
 
 
 def _open_containers(
-    flat: FlatState, entries: Mapping[str, Entry], stored: Subtrees, owner_of: _Owners
+    flat: FlatState, entries: Mapping[str, Entry], stored: Subtrees, owner_of: _OwnerOf
 ) -> dict[str, ObjPath]:
     """Return the empty containers of a target, and the Nones where a container is stored, outside of live objects."""
     found: dict[str, ObjPath] = {}
