@@ -57,7 +57,6 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property

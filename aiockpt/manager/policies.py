@@ -62,7 +62,6 @@ class KeepLatest(KeepPolicy):
         check_count(self, "n", self.n)
 
     def select(self, infos: Sequence[StepInfo], now: float) -> Selection:
-        """Return the steps to keep; see `KeepPolicy.select`."""
         return self._because(info.step for info in infos[-self.n :])
 
     def __repr__(self) -> str:
@@ -83,7 +82,6 @@ class KeepEvery(KeepPolicy):
         check_count(self, "steps", self.steps)
 
     def select(self, infos: Sequence[StepInfo], now: float) -> Selection:
-        """Return the steps to keep; see `KeepPolicy.select`."""
         return self._because(info.step for info in infos if info.step % self.steps == 0)
 
     def __repr__(self) -> str:
@@ -104,7 +102,6 @@ class KeepWithin(KeepPolicy):
         check_seconds(self, self.seconds)
 
     def select(self, infos: Sequence[StepInfo], now: float) -> Selection:
-        """Return the steps to keep; see `KeepPolicy.select`."""
         return self._because(info.step for info in infos if now - info.time <= self.seconds)
 
     def __repr__(self) -> str:
@@ -132,7 +129,6 @@ class KeepBest(KeepPolicy):
         check_metric(self.metric, self.mode)
 
     def select(self, infos: Sequence[StepInfo], now: float) -> Selection:
-        """Return the steps to keep; see `KeepPolicy.select`."""
         return self._because(info.step for info in ranked(infos, self.metric, self.mode)[: self.n])
 
     def __repr__(self) -> str:
@@ -154,7 +150,6 @@ class KeepIf(KeepPolicy):
             raise TypeError(f"KeepIf takes a function of a StepInfo, not {self.predicate!r}")
 
     def select(self, infos: Sequence[StepInfo], now: float) -> Selection:
-        """Return the steps to keep; see `KeepPolicy.select`."""
         return self._because(info.step for info in infos if self.predicate(info))
 
     def __repr__(self) -> str:
@@ -172,7 +167,6 @@ class KeepAny(KeepPolicy):
     policies: tuple[KeepPolicy, ...]
 
     def select(self, infos: Sequence[StepInfo], now: float) -> Selection:
-        """Return the steps to keep; see `KeepPolicy.select`."""
         kept: Selection = {}
         for policy in self.policies:
             for step, reasons in policy.select(infos, now).items():
@@ -194,7 +188,6 @@ class KeepAll(KeepPolicy):
     policies: tuple[KeepPolicy, ...]
 
     def select(self, infos: Sequence[StepInfo], now: float) -> Selection:
-        """Return the steps to keep; see `KeepPolicy.select`."""
         chosen = [policy.select(infos, now) for policy in self.policies]
         common = set.intersection(*(set(each) for each in chosen)) if chosen else set()
         return {step: [" & ".join(" | ".join(each[step]) for each in chosen)] for step in common}

@@ -67,23 +67,19 @@ class Retention:
             logger.warning("no thread can be had to follow the save of %s: %s", handle.path, exc)
 
     def restored(self, step: int) -> None:
-        """Protect the step that the run was restored from, until another one is written."""
         with self._lock:
             self._last = step
 
     def pin(self, step: int) -> None:
-        """Keep a step until `unpin`."""
         with self._lock:
             self._pinned.add(step)
 
     def unpin(self, step: int) -> None:
-        """End `pin`."""
         with self._lock:
             self._pinned.discard(step)
 
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Keep a step while it is read."""
         with self._lock:
             self._held[step] += 1
         try:
@@ -94,7 +90,6 @@ class Retention:
 
     @property
     def pinned(self) -> frozenset[int]:
-        """The steps that are pinned."""
         return frozenset(self._pinned)
 
     def expected_s(self) -> float:

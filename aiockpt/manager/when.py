@@ -65,7 +65,6 @@ class EverySteps(SavePolicy):
         check_count(self, "n", self.n)
 
     def is_due(self, facts: StepFacts) -> bool:
-        """Return whether a multiple has been reached since the step before."""
         if facts.previous is None or facts.step <= facts.previous:
             return facts.step > 0 and facts.step % self.n == 0
         return facts.step // self.n > facts.previous // self.n
@@ -85,7 +84,6 @@ class EverySeconds(SavePolicy):
         check_seconds(self, self.seconds)
 
     def is_due(self, facts: StepFacts) -> bool:
-        """Return whether the time has passed."""
         return facts.elapsed_s >= self.seconds
 
 
@@ -94,7 +92,6 @@ class WhenIdle(SavePolicy):
     """A save is due whenever the one before it is written: as often as the disk allows."""
 
     def is_due(self, facts: StepFacts) -> bool:
-        """Return whether no save is in flight."""
         return facts.is_idle
 
 
@@ -110,11 +107,9 @@ class SaveAny(SavePolicy):
 
     @property
     def by_step(self) -> bool:  # type: ignore[override]
-        """Return whether all of them go by the step alone."""
         return all(policy.by_step for policy in self.policies)
 
     def is_due(self, facts: StepFacts) -> bool:
-        """Return whether any says so."""
         return any(policy.is_due(facts) for policy in self.policies)
 
 

@@ -105,7 +105,6 @@ class TargetValues:
     copies: list[tuple[NDArray[Any], NDArray[Any]]]  # arrays of the target, with the stored ones
 
     def put(self, tree: Any, state_dict: Any) -> None:
-        """Change the target."""
         for array, value in self.copies:
             np.copyto(array, value)
         if () in self.values:

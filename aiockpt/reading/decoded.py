@@ -153,7 +153,6 @@ class DecodedSource(Source):
     def read(
         self, name: str, offset: int, view: memoryview, seen: Callable[[memoryview], object] | None = None
     ) -> None:
-        """Fill ``view``; see `Source.read`."""
         item = self.items.get(name)
         if item is None:
             self._inner.read(name, offset, view, seen)
@@ -165,7 +164,6 @@ class DecodedSource(Source):
                 seen(view)
 
     def read_runs(self, name: str, runs: Sequence[tuple[int, int]], view: memoryview) -> None:
-        """Read many short runs; see `Source.read_runs`."""
         if name not in self.items:
             self._inner.read_runs(name, runs, view)
             return
@@ -185,11 +183,9 @@ class DecodedSource(Source):
         )
 
     def share(self) -> None:
-        """See `Source.share`."""
         self._inner.share()
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
         self._cache.clear()
         self._inner.close()
 
@@ -384,7 +380,6 @@ class DecodedCache:
     _closed: bool = False
 
     def has(self, name: str) -> bool:
-        """Return whether an item is cached or being decoded."""
         return name in self._items or name in self._making
 
     def get(self, name: str, make: Callable[[], memoryview]) -> memoryview:

@@ -151,7 +151,6 @@ class ReadExecutor:
             count_change(filled)
 
     async def read_objects(self, objects: Sequence[ObjectRead]) -> None:
-        """Read and unpickle objects."""
         report, nbytes = self._tools.report, sum(read.place.length for read in objects)
         report.objects += len(objects)
         report.expect(nbytes)
@@ -422,7 +421,6 @@ class MapReader:
 
     @property
     def maps(self) -> tuple[mmap.mmap, ...]:
-        """The mappings made so far."""
         return tuple(self._maps.values())
 
     def tensors(self, entries: Mapping[str, TensorEntry]) -> dict[str, torch.Tensor]:

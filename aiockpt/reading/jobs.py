@@ -245,7 +245,6 @@ class CoalescedRead:
         return left
 
     def finish(self) -> None:
-        """Mark all reads as done."""
         for span in self._spans:
             for read in span.reads:
                 read.pending = 0
@@ -404,7 +403,6 @@ class ChunkRead:
 
     @property
     def parts(self) -> list[ChunkPart]:
-        """One job for each part."""
         return [ChunkPart(self, number) for number in range(len(self._crcs))]
 
     @property
@@ -517,16 +515,13 @@ class ChunkPart:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the part."""
         return min(self.chunk.part_bytes, self.chunk.nbytes - self.number * self.chunk.part_bytes)
 
     @property
     def file(self) -> str:
-        """The file of the chunk."""
         return self.chunk.file
 
     def read(self, buffer: Buffer) -> list[Placement]:
-        """Read the part; see `ChunkRead.read_part`."""
         return self.chunk.read_part(self.number, buffer)
 
     def finish(self) -> None:

@@ -49,7 +49,6 @@ class Consistency:
         return True
 
     def raise_if_aborted(self) -> None:
-        """Raise the error that the save was aborted with, if any."""
         if self.abort_error is not None:
             raise self.abort_error
 

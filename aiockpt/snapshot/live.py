@@ -45,7 +45,6 @@ class LiveObject(NamedTuple):
 
     @property
     def described(self) -> str:
-        """The name and the class, for messages."""
         return f"{self.name or 'the state'} ({type(self.value).__name__})"
 
     @property

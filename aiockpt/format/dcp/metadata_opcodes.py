@@ -43,13 +43,11 @@ class Opcodes:
         return True
 
     def text(self, value: str) -> None:
-        """Push a string."""
         if not self.get(value):
             self.out.append(text_opcodes(value))
             self.put(value)
 
     def name(self, module: str, name: str) -> None:
-        """Push a global."""
         if not self.get((module, name)):
             self.text(module)
             self.text(name)
@@ -57,7 +55,6 @@ class Opcodes:
             self.put((module, name))
 
     def size(self, sizes: tuple[int, ...]) -> None:
-        """Push ``torch.Size(sizes)``."""
         key = ("size", sizes)
         if not self.get(key):
             self.name("torch", "Size")

@@ -188,12 +188,10 @@ class TemplateCache(Generic[T]):
         return len(self._templates)
 
     def find(self, item: memoryview) -> T | None:
-        """Return the template of an item, or None."""
         length = len(item)
         return self._templates.get((bytes(item[: self._prefix_bytes.get(length, 0)]), length))
 
     def add(self, item: memoryview, payload_offset: int, template: T) -> None:
-        """Remember the template of an item."""
         self._prefix_bytes[len(item)] = payload_offset
         self._templates[bytes(item[:payload_offset]), len(item)] = template
 

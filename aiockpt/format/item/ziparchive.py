@@ -41,7 +41,6 @@ class Framing:
 
     @property
     def length(self) -> int:
-        """The length of the whole item in bytes."""
         return len(self.prefix) + self.nbytes + len(self.suffix)
 
     def sealed_suffix(self, crc: int) -> bytes:

@@ -101,7 +101,6 @@ class _AbstractValue:
 
     @classmethod
     def of_tuple(cls, items: list[Any]) -> _AbstractValue:
-        """Return a tuple of the items."""
         value = cls("tuple", items=items, depth=1)
         for item in items:
             value.add(item)
@@ -110,7 +109,6 @@ class _AbstractValue:
         return value
 
     def add(self, item: Any) -> None:
-        """Count one more element."""
         self.size += 1
         self.hashes = min(self.hashes + _hash_cost(item), _ENDLESS)
         self.depth = max(self.depth, _depth_of(item) + (self.kind == "tuple"))
@@ -170,7 +168,6 @@ class _Guard(Machine):
         """Handle an object that gets a state or, if ``filled``, elements."""
 
     def invoke(self, function: Any, args: list[Any]) -> Any:
-        """Return the abstract result of a call, and charge its cost."""
         if not isinstance(function, _AbstractValue) or function.kind != "global":
             raise PickleError("it calls what is no function")
         rule = _CALLS.get(function.name)
@@ -187,7 +184,6 @@ class _Guard(Machine):
         raise ForeignNameError(name)
 
     def storage(self, pid: Any) -> _AbstractValue:
-        """Return the storage of a persistent id."""
         if not isinstance(pid, _AbstractValue) or pid.items is None or len(pid.items) != 5 or pid.items[0] != "storage":
             raise PickleError("it refers to something other than a storage")
         _, kind, key, _, numel = pid.items

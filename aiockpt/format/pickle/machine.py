@@ -36,7 +36,6 @@ class Record:
         self.values: Any = None  # a sequence of the fields; None if there is no state
 
     def fields(self) -> dict[str, Any]:
-        """Return the named fields."""
         return dict(zip(self.names or (), self.values or (), strict=False))
 
 

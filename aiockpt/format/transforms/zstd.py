@@ -153,15 +153,12 @@ class Zstd:
 
     @property
     def descriptor(self) -> str:
-        """Name and version that torch uses."""
         return ZSTD_DESCRIPTOR
 
     def encoder(self, nbytes: int = -1) -> ZstdEncoder:
-        """Return an encoder of an item of so many bytes; -1 if that is not known."""
         return ZstdEncoder(self.level, nbytes)
 
     def decoder(self) -> ZstdDecoder:
-        """Return a decoder of an item, for any level."""
         return ZstdDecoder()
 
     def compressed_bytes(self, data: memoryview) -> int:
@@ -177,13 +174,11 @@ class ZstdEncoder:
         self._frame = compressor.compressobj(size=nbytes)
 
     def update(self, data: memoryview) -> bytes:
-        """See `aiockpt.format.transforms.base.Encoder`."""
         if len(data) <= _STEP_BYTES:
             return bytes(self._frame.compress(data))
         return b"".join(self._frame.compress(data[at : at + _STEP_BYTES]) for at in range(0, len(data), _STEP_BYTES))
 
     def finish(self) -> bytes:
-        """See `aiockpt.format.transforms.base.Encoder`."""
         return bytes(self._frame.flush())
 
 
@@ -207,7 +202,6 @@ class ZstdDecoder:
                 yield made
 
     def update(self, data: memoryview, most: int) -> bytes:
-        """See `aiockpt.format.transforms.base.Decoder`."""
         made: list[bytes] = []
         for part in self.parts(data):
             most -= len(part)
@@ -217,7 +211,6 @@ class ZstdDecoder:
         return b"".join(made)
 
     def finish(self, most: int) -> bytes:
-        """Raise `FrameError` unless the frame is complete."""
         if not self._walker.over:
             raise FrameError("the zstd frame is cut short")
         return b""

@@ -161,7 +161,6 @@ class StoredItem:
         return self.length >= _LARGE_BYTES
 
     def extents(self) -> list[Extent[StoredItem | CheckedRange]]:
-        """Return the byte ranges to read."""
         if not self.is_large:
             return [Extent(self.start, self.start + self.length, self, streamed=False)]
         return [
@@ -252,7 +251,6 @@ class Inventory:
                 self._add_tensor(key, entry, other, framed=framed)
 
     def add_archive(self, name: str) -> StoredItem:
-        """Add a whole ``torch.save`` file."""
         file = self.files.setdefault(name, StoredFile(name, self._sizes[name], None))
         item = StoredItem(name, 0, file.nbytes, "object", covered=file.crc is not None, owners=[KeyRef(None)])
         file.items.append(item)
