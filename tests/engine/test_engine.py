@@ -105,7 +105,7 @@ def test_whichever_callback_raises_nothing_is_left_pending(
         "Throttle._open",
         "Throttle._unthrottle",
         "SaveJob.cancel",
-        "SaveJob._abort",
+        "SaveJob.abort",
         "Call._cancel",
     }
     for number in range(len(counted.names)):

@@ -213,7 +213,7 @@ def test_a_timeout_while_the_metadata_is_written_leaves_nothing(tmp_path: Path) 
     class Late(WrapperStorage):
         async def before(self, step: str, name: str) -> None:
             if step == "finish" and name.endswith(".metadata"):
-                save._control.time_out(aiockpt.SaveTimeoutError("too late"))
+                save._control.abort(aiockpt.SaveTimeoutError("too late"), though_copied=True)
 
     started = threading.Event()
     with aiockpt.SyncCheckpointer() as ckpt:
