@@ -298,6 +298,12 @@ def test_what_is_missing_or_contradicts_is_told(world4: World, tmp_path: Path) -
         with pytest.raises(CheckpointException, match=r"no checkpoint of rank 2 alone.* has those of ranks 0, 1, 3"):
             dcp.load({"step": 0}, storage_reader=_OfRank(without("__2.metadata"), 2))
 
+        short = without("none")
+        data = (short / "__2_0.distcp").read_bytes()
+        (short / "__2_0.distcp").write_bytes(data[: len(data) // 2])
+        with pytest.raises(CheckpointException, match=r"__2_0\.distcp"):
+            dcp.load({"step": 0}, storage_reader=_OfRank(short, 2))
+
         contradicting = without("nothing")
         metadata = _metadata_of(contradicting, 3)
         metadata.state_dict_metadata["plain"].properties.dtype = torch.float32

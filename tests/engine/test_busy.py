@@ -65,6 +65,20 @@ async def test_saves_wait_in_line_and_are_published_in_order(tmp_path: Path) -> 
 
 
 @pytest.mark.asyncio
+async def test_a_save_is_staged_while_one_before_is_published_and_one_between_was_called_off(tmp_path: Path) -> None:
+    storage = GatedStorage(LocalStorage(), ["commit"])
+    async with aiockpt.AsyncCheckpointer() as ckpt:
+        first, second, third = (ckpt.save(state_of(step), tmp_path / str(step), storage=storage) for step in range(3))
+        await storage.reached["commit"]
+        assert await second.cancel()
+        await third.staged
+        assert not first.written.done()
+        storage.open("commit")
+        await third
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+
+
+@pytest.mark.asyncio
 async def test_a_save_is_skipped_while_another_is_in_flight(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer(on_busy="skip", drain_timeout=5) as ckpt:

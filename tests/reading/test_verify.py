@@ -241,6 +241,7 @@ def test_several_damages_at_once(tmp_path: Path) -> None:
         expected |= {("file crc", files[key], None)} if files[key] != grown else set()
     report = verify(path)
     assert found(report) == expected
+    assert len(report.problems) == len(expected)  # each is reported once
     assert set(report.damaged_keys) == gone | {"w0", "w1", "w2", "text", "model.0.bias"}
     assert len(str(report).splitlines()) == len(report.problems) + 1
 

@@ -145,6 +145,25 @@ def test_a_rename_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, 
     assert sorted(os.listdir(tmp_path)) == ["asked", "c"]
 
 
+def test_an_empty_directory_that_somebody_makes_between_the_renames_is_replaced(
+    ckpt, tmp_path: Path, monkeypatch
+) -> None:
+    ckpt.save(OLD, tmp_path / "c")
+    real, made = replacing.rename_noreplace, []
+
+    def rename(source: str, target: str) -> None:
+        real(source, target)
+        if source == str(tmp_path / "c"):
+            (tmp_path / "c").mkdir()
+            made.append(source)
+
+    monkeypatch.setattr(replacing, "rename_noreplace", rename)
+    ckpt.save(NEW, tmp_path / "c", overwrite=True)
+    assert made
+    assert value_at(ckpt, tmp_path / "c") == 1
+    assert os.listdir(tmp_path) == ["c"]
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_sync_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, monkeypatch) -> None:
     """Of the parent directory: of the record, between the renames, and behind them."""

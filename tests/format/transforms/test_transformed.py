@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import mmap
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from aiockpt.dcp.format_utils import dcp_to_torch_save
 from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing.storages import FaultyStorage, GatedStorage
+from aiockpt.writing import encode
 from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same, large_state, random_tensor, raw_bytes
 from tests.stock import ALONE
@@ -110,6 +113,19 @@ def test_a_writer_process_compresses_and_encrypts(tmp_path: Path) -> None:
     assert transforms_of(tmp_path / "c")["tokens"] == [lock[0].descriptor, ZSTD_DESCRIPTOR]
     assert_same(state, load(tmp_path / "c", transforms=lock))
     assert verify(tmp_path / "c", lock).ok
+
+
+def test_encoded_bytes_pass_through_two_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, lock, made = {"random": random_tensor(torch.uint8, (24 << 20,), 1)}, [ChaCha20(KEY)], []
+
+    def allocate(*args: Any, **kwargs: Any) -> mmap.mmap:
+        made.append(args)
+        return mmap.mmap(*args, **kwargs)
+
+    monkeypatch.setattr(encode, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": allocate}))
+    save(state, tmp_path / "c", transforms=lock)
+    assert len(made) == 2
+    assert_same(state, load(tmp_path / "c", transforms=lock))
 
 
 def test_torch_reads_ours(tmp_path: Path) -> None:
