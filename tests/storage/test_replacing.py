@@ -145,9 +145,7 @@ def test_a_rename_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, 
     assert sorted(os.listdir(tmp_path)) == ["asked", "c"]
 
 
-def test_an_empty_directory_that_somebody_makes_between_the_renames_is_replaced(
-    ckpt, tmp_path: Path, monkeypatch
-) -> None:
+def test_an_empty_directory_that_is_made_between_the_renames_is_replaced(ckpt, tmp_path: Path, monkeypatch) -> None:
     ckpt.save(OLD, tmp_path / "c")
     real, made = replacing.rename_noreplace, []
 

@@ -123,7 +123,9 @@ def test_encoded_bytes_pass_through_two_buffers(tmp_path: Path, monkeypatch: pyt
         return mmap.mmap(*args, **kwargs)
 
     monkeypatch.setattr(encode, "mmap", SimpleNamespace(**{**vars(mmap), "mmap": allocate}))
-    save(state, tmp_path / "c", transforms=lock)
+    with aiockpt.SyncCheckpointer(transforms=lock, io_threads=1) as ckpt:
+        ckpt.save(state, tmp_path / "c")
+    assert (tmp_path / "c" / "__0_0.distcp").stat().st_size > 24 << 20
     assert len(made) == 2
     assert_same(state, load(tmp_path / "c", transforms=lock))
 
