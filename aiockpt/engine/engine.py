@@ -70,7 +70,9 @@ class Engine:
         self.queue.on_over = self.reports.over
         self.loop = EngineLoop(self.origin, self._fail)
         self._lock = self.queue.lock
-        self._throttle = Throttle(options.staging_window, self.loop.post)
+        self._throttle: Throttle | None = None
+        if options.staging_window is not None:
+            self._throttle = Throttle(options.staging_window, self.loop.post)
         self._tools: EngineResources | None = None
         self._world: CollectiveResources | None = None
         self._calls: weakref.WeakSet[Call[Any]] = weakref.WeakSet()
@@ -206,7 +208,8 @@ class Engine:
             self._start()
             if self.leads:
                 self.queue.supersede(job.path)
-            job.throttle = self._throttle.for_next_save()
+            if self._throttle is not None:
+                job.throttle = self._throttle.for_next_save()
             job.on_staged = self.reports.staged
             self.reports.started(job)
             self._enqueue(job)
@@ -248,7 +251,7 @@ class Engine:
         """Allow staging to copy for one more window; see `StagingWindow`."""
         self.origin.check_process()
         with self._lock:
-            if self.loop.thread is not None:
+            if self.loop.thread is not None and self._throttle is not None:
                 self._throttle.open()
 
     def statistics(self) -> Statistics:

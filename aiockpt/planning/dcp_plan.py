@@ -136,9 +136,7 @@ class DcpFormat(FileFormat):
         """Describe a tensor; its dense strides are kept."""
         return describe(tensor)
 
-    def framing(self, name: str, spec: TensorSpec | None) -> Framing:
-        if spec is None:
-            raise TypeError(f"{name} is no tensor")
+    def framing(self, name: str, spec: TensorSpec) -> Framing:
         wrong = unstorable(spec.dtype, len(spec.shape))
         if wrong is not None:
             raise SaveError(f"{name} {wrong}")
@@ -169,14 +167,13 @@ class DcpFormat(FileFormat):
             objects_here = object_bytes if not hint else 0
             if not group and not objects_here and (hint or not alone or len(groups) > 1):
                 continue  # a rank with nothing to write makes no file
-            framings = [(leaf, self.framing(summary.structure.names[leaf], summary.specs[leaf])) for leaf in group]
-            sizes = [framing.length for _, framing in framings]
+            sizes = [framing.length for _, framing in group]
             buckets = assign_buckets(sizes, bucket_count(sum(sizes) + objects_here, self._max_buckets))
             images += [
                 lay_out(
                     f"{hint}{written.prefix}{len(images) + number}.distcp",
                     head_bytes if not images and number == 0 else 0,
-                    [framings[i] for i in bucket],
+                    [group[i] for i in bucket],
                 )
                 for number, bucket in enumerate(buckets)
             ]
@@ -187,19 +184,19 @@ class DcpFormat(FileFormat):
         names = summary.structure.names
         images = [lay_out(f"{written.prefix}{n}.distcp", len(blob), []) for n, blob in enumerate(blobs.values())]
         for leaf in written.leaves:
-            if leaf not in blobs:
-                framing = self.framing(names[leaf], summary.specs[leaf])
+            if (spec := summary.specs[leaf]) is not None:
+                framing = self.framing(names[leaf], spec)
                 images.append(lay_out(f"{written.prefix}{len(images)}.distcp", 0, [(leaf, framing)]))
         return _with_objects(DcpLayout(summary, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
 
-    def _separated(self, summary: StateSummary, leaves: Sequence[int]) -> dict[str, list[int]]:
-        """Group the tensors by the hint that their names begin with; those without one come first."""
-        groups: dict[str, list[int]] = {"": []}
+    def _separated(self, summary: StateSummary, leaves: Sequence[int]) -> dict[str, list[tuple[int, Framing]]]:
+        """Group the tensors, with their framing, by the hint that their names begin with; without one come first."""
+        groups: dict[str, list[tuple[int, Framing]]] = {"": []}
         for leaf in leaves:
-            if summary.specs[leaf] is not None:
-                name = summary.structure.names[leaf]
+            name, spec = summary.structure.names[leaf], summary.specs[leaf]
+            if spec is not None:
                 hint = next((hint for hint in self._hints if name.startswith(hint)), "") if self._hints else ""
-                groups.setdefault(hint, []).append(leaf)
+                groups.setdefault(hint, []).append((leaf, self.framing(name, spec)))
         return groups
 
     def fill(self, layout: Layout, snapshot: Snapshot) -> DcpPlan | None:

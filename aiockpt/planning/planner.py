@@ -35,11 +35,6 @@ class StateSummary:
     tied: Mapping[int, int]  # leaves with the memory of an earlier leaf, and that leaf; stored once
     addresses: int  # number of distinct addresses of the tensors
 
-    @lazy_property
-    def object_leaves(self) -> list[int]:
-        """Leaves that are stored as objects."""
-        return sorted(self.structure.objects | self.late_objects)
-
 
 @dataclass
 class Layout:
@@ -146,7 +141,7 @@ class FileFormat(ABC):
         """Return how a tensor is stored; None if it is stored as an object."""
 
     @abstractmethod
-    def framing(self, name: str, spec: TensorSpec | None) -> Framing:
+    def framing(self, name: str, spec: TensorSpec) -> Framing:
         """Return the framing of a tensor; raise `SaveError` for one that can't be stored."""
 
     @abstractmethod

@@ -203,5 +203,6 @@ def result_of(job: SaveJob, plan: SavePlan, summary: Summary, times_s: Mapping[s
 
 
 def _counts(plan: SavePlan) -> tuple[int, int]:
-    objects = len(plan.layout.summary.object_leaves)
-    return len(plan.layout.specs) - objects, objects
+    summary = plan.layout.summary
+    objects = len(summary.structure.objects | summary.late_objects)
+    return len(summary.specs) - objects, objects

@@ -53,15 +53,14 @@ class Budget:
 
 
 class Throttle:
-    """Delays the copies of all saves of an engine, as a window requires; None: not at all.
+    """Delays the copies of all saves of an engine, as a window requires.
 
     ``post`` schedules a function on the engine's loop from any thread, and never raises.
     """
 
-    def __init__(self, window: StagingWindow | None, post: Callable[[Callable[[], object]], object]) -> None:
-        self._budget = None if window is None else Budget(window)
-        self._patience_s = math.inf if window is None else window.patience_s
-        self._has_windows = window is not None and window.bytes_per_window is not None
+    def __init__(self, window: StagingWindow, post: Callable[[Callable[[], object]], object]) -> None:
+        self._budget = Budget(window)
+        self._patience_s = window.patience_s
         self._post = post
         self._numbers = itertools.count(1)
         self._unthrottled = 0  # the number of the last save that is no longer delayed
@@ -74,24 +73,21 @@ class Throttle:
 
     def open(self) -> None:
         """Open a window. Thread-safe; does not wait."""
-        if self._has_windows:
-            self._post(self._open)
+        self._post(self._open)
 
     def unthrottle(self, number: int) -> None:
         """Stop delaying a save and those before it. Thread-safe."""
-        if self._budget is not None and number > self._unthrottled:
+        if number > self._unthrottled:
             self._post(partial(self._unthrottle, number))
 
     def wait_s(self, number: int) -> float:
         """Return how long the next copy of a save would wait."""
-        if self._budget is None or number <= self._unthrottled:
+        if number <= self._unthrottled:
             return 0.0
         return self._budget.wait_s(anyio.current_time())
 
     async def acquire(self, number: int, nbytes: int) -> None:
         """Wait until a save may copy so many bytes. Safe to cancel."""
-        if self._budget is None:
-            return
         begun = anyio.current_time()
         while wait_s := self.wait_s(number):
             if math.isinf(wait_s):  # a rate always applies, but the program may have stopped calling window()
@@ -108,8 +104,7 @@ class Throttle:
             self._budget.take(nbytes, anyio.current_time())
 
     def _open(self) -> None:
-        if self._budget is not None:
-            self._budget.open()
+        self._budget.open()
         self._opened_at = anyio.current_time()
         self._wake()
 

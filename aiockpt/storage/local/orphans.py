@@ -170,8 +170,8 @@ class _Cleaning:
 
     def _clean(self, base: str, tickets: list[Ticket]) -> None:
         """Remove the directories of a ticket, then their sidecar files, which are useless without them."""
-        owner = tickets[0].owner
-        if self._is_running(owner):
+        owner, here = tickets[0].owner, self._by.here
+        if owner is not None and here is not None and owner.space == here.space and is_running(owner):
             return
         names = [base + ticket.suffix for ticket in tickets]
         if is_between(self._path(base)) and not self._settle(base, owner):
@@ -214,10 +214,6 @@ class _Cleaning:
     def _sync(self) -> None:
         if self._fsync:
             os.fsync(self._fd)
-
-    def _is_running(self, owner: Owner | None) -> bool:
-        here = self._by.here
-        return owner is not None and here is not None and owner.space == here.space and is_running(owner)
 
     def _clean_directory(self, name: str, owner: Owner | None) -> None:
         with open_directory(name, dir_fd=self._fd) as fd:

@@ -22,7 +22,7 @@ from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.replacing import ask_file_system
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
 from aiockpt.storage.local.source import open_source
-from aiockpt.storage.local.temp_dir import hold_if_there, make_hidden, new_ticket
+from aiockpt.storage.local.temp_dir import hold, make_hidden, new_ticket
 from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, WithinTransaction, WritePolicy
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ class LocalStorage(SharedStorage):
         await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
         make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
         hidden, held = await again(f"make the directory for {path}", make)
-        return LocalTransaction(
-            self._policy, path, hidden, overwrite=overwrite, workers=workers, held=held, own=held.identity
-        )
+        return LocalTransaction(self._policy, path, hidden, workers, held, held.identity, overwrite=overwrite)
 
     def _make_hidden(self, path: str, ticket: str | None, overwrite: bool) -> tuple[str, Hold]:
         try:
@@ -127,9 +125,7 @@ class LocalStorage(SharedStorage):
                 f"{hidden}, which rank 0 has made for {path}, can't be seen on {socket.gethostname()}: all ranks must "
                 "save to one file system that every host has mounted"
             )
-        joined = JoinedTransaction(
-            self._policy, path, hidden, overwrite=False, workers=workers, held=held, own=held.identity
-        )
+        joined = JoinedTransaction(self._policy, path, hidden, workers, held, held.identity)
         await joined.look_for_single_file()
         return joined
 
@@ -139,16 +135,14 @@ class LocalStorage(SharedStorage):
         path = self.resolve(path)
         hidden = _beside(path, ticket)
         held = await workers.run(_hold, hidden, path)
-        taken = LocalTransaction(
-            self._policy, path, hidden, overwrite=overwrite, workers=workers, held=held, own=identity
-        )
+        taken = LocalTransaction(self._policy, path, hidden, workers, held, identity, overwrite=overwrite)
         await taken.look_for_single_file()
         return taken
 
     def append_to(self, path: str, *, workers: Workers) -> SharedTransaction:
         """Add files to an existing directory, which the caller publishes by other means."""
         path = self.resolve(path)
-        return WithinTransaction(self._policy, path, path, overwrite=False, workers=workers, held=None, own=None)
+        return WithinTransaction(self._policy, path, path, workers)
 
     async def delete(self, path: str, *, workers: Workers) -> None:
         """Rename a checkpoint to a temporary name, durably, and remove it."""
@@ -193,6 +187,8 @@ def _beside(path: str, ticket: str) -> str:
 def _hold(hidden: str, path: str) -> Hold | None:
     """Hold a temporary directory that another process has made; None if it is not there."""
     try:
-        return hold_if_there(hidden)
+        return hold(hidden)
+    except FileNotFoundError:
+        return None
     except OSError as exc:
         raise WriteError(f"can't look at what was written for {path}: {exc}") from exc

@@ -215,14 +215,6 @@ def hold(path: str) -> Hold:
         raise
 
 
-def hold_if_there(path: str) -> Hold | None:
-    """Hold a directory; None if it is not there."""
-    try:
-        return hold(path)
-    except FileNotFoundError:
-        return None
-
-
 def lock(fd: int, kind: int) -> LockResult:
     """Lock a directory without waiting for others, shared or exclusively; OSError if the outcome is unknown."""
     for attempt in range(1, _LOCK_ATTEMPTS + 1):

@@ -53,11 +53,11 @@ class LocalTransaction(SharedTransaction):
         policy: WritePolicy,
         path: str,
         hidden: str,
-        *,
-        overwrite: bool,
         workers: Workers,
-        held: Hold | None,
-        own: Identity | None,
+        held: Hold | None = None,
+        own: Identity | None = None,
+        *,
+        overwrite: bool = False,
     ) -> None:
         self._policy = policy
         self._path = path  # the final name
