@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
-from aiockpt.coordination.choose import check_group
+from aiockpt.coordination.choose import ProcessGroupLike, check_group
 from aiockpt.core.machine import BLOCK_BYTES
-from aiockpt.storage.local.retries import DEFAULT_RETRIES
+from aiockpt.storage.local.retries import DEFAULT_RETRIES, Retries
 from aiockpt.telemetry.observer import Observer
 
 if TYPE_CHECKING:
-    from aiockpt.coordination.choose import ProcessGroupLike
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.rules import CompressRule
     from aiockpt.planning.filters import Filter
     from aiockpt.storage.base import Storage
-    from aiockpt.storage.local.retries import Retries
     from aiockpt.telemetry.loads import OnReadProgress
 
 Path = str | os.PathLike[str]

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import pickle
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import anyio
 
 from aiockpt.coordination.outcome import (
+    Arrival,
     Arrived,
     RemoteError,
     coordination_failure,
@@ -28,11 +29,8 @@ from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from torch.distributed import ProcessGroup
 
-    from aiockpt.coordination.outcome import Arrival
 
 logger = logging.getLogger("aiockpt")
 

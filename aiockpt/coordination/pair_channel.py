@@ -9,11 +9,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, Work
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-    from torch.distributed import Work
 
 _Gloo: Any = ProcessGroupGloo  # its type stubs lack most of it
 _LENGTH = struct.Struct("<Q")

@@ -34,15 +34,13 @@ from aiockpt.coordination.outcome import (
     timeout_text,
     to_remote_error,
 )
-from aiockpt.coordination.pair_channel import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError
-from aiockpt.coordination.rendezvous import poll_intervals
+from aiockpt.coordination.pair_channel import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError, Sending
+from aiockpt.coordination.rendezvous import RankAddress, Rendezvous, poll_intervals
 from aiockpt.errors import CoordinationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from aiockpt.coordination.pair_channel import Sending
-    from aiockpt.coordination.rendezvous import RankAddress, Rendezvous
 
 CONNECT_S = 30.0
 """Limit for connecting two ranks that are both there."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from aiockpt.coordination.pair_channel import Link, make_device
 from aiockpt.errors import CoordinationError
@@ -19,7 +19,6 @@ from aiockpt.errors import CoordinationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch._C._distributed_c10d import Store
 
 _SHORTEST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.1

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anyio
 
-from aiockpt.core.threads import check_asyncio
+from aiockpt.core.threads import Origin, check_asyncio
 from aiockpt.errors import AiockptError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator
 
-    from aiockpt.core.threads import Origin
 
 logger = logging.getLogger("aiockpt")
 

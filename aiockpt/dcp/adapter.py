@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.futures import Future
 
+from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.errors import WriteError
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from aiockpt.checkpointer import AsyncCheckpointer
+    from aiockpt.options import Path
 
-    AnyCheckpointer = SyncCheckpointer | AsyncCheckpointer
-    Path = str | os.PathLike[str]
-
+AnyCheckpointer = SyncCheckpointer | AsyncCheckpointer
 T = TypeVar("T")
 
 

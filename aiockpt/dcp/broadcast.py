@@ -12,28 +12,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.dcp.adapter import borrowed, finished
-from aiockpt.dcp.convert.from_torch import map_torch_file
+from aiockpt.dcp.convert.from_torch import MappedState, map_torch_file
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
 from aiockpt.format.keys import hint
-from aiockpt.options import LoadOptions, check_options
-from aiockpt.planning.ranges import boxes, overlap, select
+from aiockpt.options import LoadOptions, Path, check_options
+from aiockpt.planning.ranges import Selection, boxes, overlap, select
 from aiockpt.reading.targets import check_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
 
-    from aiockpt.dcp.adapter import Path
-    from aiockpt.dcp.convert.from_torch import MappedState
-    from aiockpt.planning.ranges import Selection
 
 _PIECE_BYTES = 32 << 20
 """How much of a tensor is broadcast at a time."""

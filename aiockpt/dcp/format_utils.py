@@ -26,9 +26,9 @@ from aiockpt.dcp.planners import DynamicMetaLoadPlanner, EmptyStateDictLoadPlann
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError
 from aiockpt.format.keys import check_patterns
-from aiockpt.format.manifest.manifest import check_user_metadata
+from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
-from aiockpt.options import LoadOptions, check_options
+from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
 from aiockpt.sync_checkpointer import SyncCheckpointer
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from aiockpt.core.futures import Call
-    from aiockpt.dcp.adapter import AnyCheckpointer, Path
-    from aiockpt.format.manifest.manifest import JsonValue
+    from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.planning.planner import FileFormat
     from aiockpt.reading.executor import LoadTools
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from aiockpt.errors import CorruptCheckpointError, MissingKeysError
-from aiockpt.format.index import ChunkEntry, InlineEntry, ItemRange, TensorEntry
+from aiockpt.format.index import ChunkEntry, Entry, Index, InlineEntry, ItemRange, TensorEntry
 from aiockpt.format.names import DCP_VERSION
 from aiockpt.planning.dtensor import is_distributed, local_parts
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from aiockpt.format.boxes import Box
-    from aiockpt.format.index import Entry, Index
     from aiockpt.reading.virtual_files import VirtualFile
 
 

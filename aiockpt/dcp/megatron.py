@@ -35,9 +35,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION, _wrap_exception
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from aiockpt.coordination.choose import is_distributed
 from aiockpt.core.machine import BLOCK_BYTES
@@ -56,9 +56,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import ModuleType
 
-    from torch.distributed.checkpoint.api import WRAPPED_EXCEPTION
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
 
     from aiockpt.format.transforms.base import Transform

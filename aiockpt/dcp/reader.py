@@ -17,20 +17,20 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from aiockpt.core.extent import reach_bytes
-from aiockpt.dcp.adapter import borrowed, finished, text_of
+from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, text_of
 from aiockpt.dcp.extensions import registered
-from aiockpt.dcp.index import DescribedCheckpoint, stored_item
+from aiockpt.dcp.index import DescribedCheckpoint, StoredItem, stored_item
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.dtypes import QUANTIZED_DTYPES
 from aiockpt.format.item.objects import decode_object
-from aiockpt.options import LoadOptions, check_options
+from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.ranges import Selection
 from aiockpt.reading.decoded import DecodedSource
-from aiockpt.reading.executor import ReadExecutor
+from aiockpt.reading.executor import LoadTools, ReadExecutor
 from aiockpt.reading.open import read_index, read_rank
 from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
 from aiockpt.reading.targets import check_memory
@@ -40,17 +40,11 @@ from aiockpt.snapshot.optimizer_hooks import count_change
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
     from torch.futures import Future
 
-    from aiockpt.checkpointer import AsyncCheckpointer
-    from aiockpt.dcp.adapter import Path
-    from aiockpt.dcp.index import StoredItem
     from aiockpt.format.index import Index, ItemRange, TensorItem
-    from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.virtual_files import VirtualFile
     from aiockpt.storage.base import Storage
-    from aiockpt.sync_checkpointer import SyncCheckpointer
 
 
 class FileSystemReader(filesystem.FileSystemReader):
@@ -87,7 +81,7 @@ class FileSystemReader(filesystem.FileSystemReader):
         trust: bool = False,
         io_threads: int | None = None,
         direct_io: bool = True,
-        checkpointer: SyncCheckpointer | AsyncCheckpointer | None = None,
+        checkpointer: AnyCheckpointer | None = None,
         storage: Storage | None = None,
     ) -> None:
         super().__init__(text_of(path))

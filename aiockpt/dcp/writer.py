@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from aiockpt.dcp import shared_commit
-from aiockpt.dcp.adapter import borrowed, finished, text_of, write_errors
+from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, text_of, write_errors
 from aiockpt.dcp.extensions import ExtensionTransform
 from aiockpt.dcp.index import storage_info
 from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
@@ -40,13 +40,10 @@ from aiockpt.storage.local.storage import absolute
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.futures import Future
 
-    from aiockpt.checkpointer import AsyncCheckpointer
-    from aiockpt.dcp.adapter import AnyCheckpointer, Path
     from aiockpt.format.transforms.base import Transform
-    from aiockpt.sync_checkpointer import SyncCheckpointer
+    from aiockpt.options import Path
 
     Resolve = Callable[[WriteItem], torch.Tensor | bytes]
     _Numbered = tuple[int, WriteItem]
@@ -96,7 +93,7 @@ class FileSystemWriter(filesystem.FileSystemWriter):
         *,
         staging_bytes: int | None = 256 << 20,
         direct_io: bool = True,
-        checkpointer: SyncCheckpointer | AsyncCheckpointer | None = None,
+        checkpointer: AnyCheckpointer | None = None,
     ) -> None:
         self._as_safetensors = getattr(serialization_format, "value", None) == "safetensors"
         if self._as_safetensors and _extensions:

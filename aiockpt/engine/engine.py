@@ -18,8 +18,8 @@ from aiockpt.coordination.choose import choose_coordinator, is_distributed
 from aiockpt.core.futures import Call, Completion
 from aiockpt.core.importing import importing
 from aiockpt.core.threads import Origin
-from aiockpt.engine.loop import EngineLoop, logger
-from aiockpt.engine.queue import SaveQueue
+from aiockpt.engine.loop import EngineLoop, Owner, logger
+from aiockpt.engine.queue import Failures, SaveQueue, Statistics
 from aiockpt.engine.reports import Reports
 from aiockpt.engine.resources import EngineResources, shared_memory
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveCancelledError, SaveTimeoutError
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from aiockpt.coordination.coordinator import Coordinator
-    from aiockpt.engine.loop import Owner
-    from aiockpt.engine.queue import Failures, Statistics
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import CheckpointerOptions
     from aiockpt.reading.executor import LoadTools

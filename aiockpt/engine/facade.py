@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aiockpt.core.importing import importing
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.engine import Engine
-from aiockpt.engine.queue import KEPT
-from aiockpt.engine.requests import locate
+from aiockpt.engine.queue import KEPT, Failures, Statistics
+from aiockpt.engine.requests import StateDict, locate
 from aiockpt.errors import AiockptError, DeleteError, SaveError
-from aiockpt.format.transforms.base import check_transforms
-from aiockpt.options import CheckpointerOptions
+from aiockpt.format.transforms.base import Transform, check_transforms
+from aiockpt.options import CheckpointerOptions, Path
 from aiockpt.snapshot.live import resolve
 from aiockpt.storage.local.storage import LocalStorage
 
@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
     from aiockpt.core.futures import Call, Completion
     from aiockpt.engine.loader import Loader
-    from aiockpt.engine.queue import Failures, Statistics
-    from aiockpt.engine.requests import StateDict
     from aiockpt.engine.submit import Submitter
-    from aiockpt.format.transforms.base import Transform
-    from aiockpt.options import Path
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.reading.executor import LoadTools
     from aiockpt.saving.fence import StepGuard

@@ -10,29 +10,25 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiockpt.core.importing import importing
-from aiockpt.engine.requests import locate, printable_path
+from aiockpt.engine.requests import LoadRequest, OpenRequest, locate, printable_path
 from aiockpt.errors import LoadError
 from aiockpt.format.keys import check_patterns
-from aiockpt.options import LoadOptions, check_options, check_progress
-from aiockpt.reading.apply_live import Loading
+from aiockpt.options import LoadOptions, Path, check_options, check_progress
+from aiockpt.reading.apply_live import Filled, Loading
 from aiockpt.reading.collective import Gathering, conclude, load_together
 from aiockpt.reading.load import CheckpointLoad
 from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.live import check_optimizers, resolve
-from aiockpt.telemetry.loads import ReadReport
+from aiockpt.telemetry.loads import OnReadProgress, ReadReport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from aiockpt.core.futures import Call
     from aiockpt.engine.engine import Engine
-    from aiockpt.engine.requests import LoadRequest, OpenRequest
     from aiockpt.format.transforms.base import Transform
-    from aiockpt.options import Path
-    from aiockpt.reading.apply_live import Filled
     from aiockpt.reading.reader import CheckpointReader, SyncCheckpointReader
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.loads import OnReadProgress
     from aiockpt.telemetry.verification import VerifyReport
 
 

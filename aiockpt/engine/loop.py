@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import anyio
 import torch
 
-from aiockpt.core.threads import Duty, new_event_loop
+from aiockpt.core.threads import Duty, Origin, new_event_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-    from aiockpt.core.threads import Origin
 
 logger = logging.getLogger("aiockpt")
 

@@ -9,18 +9,15 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.core.threads import DaemonThreads, Duty
-from aiockpt.telemetry.loads import LoadResult, ReadProgress, ReadReport
-from aiockpt.telemetry.observer import CallEvent, SaveEvent
+from aiockpt.core.threads import DaemonThreads, Duty, Origin
+from aiockpt.telemetry.loads import LoadResult, OnReadProgress, ReadPhase, ReadProgress, ReadReport
+from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from aiockpt.core.threads import Origin
     from aiockpt.engine.queue import Outcome
     from aiockpt.saving.job import SaveJob
-    from aiockpt.telemetry.loads import OnReadProgress, ReadPhase
-    from aiockpt.telemetry.observer import Observer
     from aiockpt.telemetry.saves import SaveResult
 
 MOST_CALLS = 10_000

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from aiockpt.options import LoadOptions, OpenOptions, SaveOptions
+from aiockpt.options import LoadOptions, OpenOptions, Path, SaveOptions
 from aiockpt.snapshot.live import Stateful
 from aiockpt.storage.base import Storage
 from aiockpt.storage.local.storage import absolute
-
-if TYPE_CHECKING:
-    from aiockpt.options import Path
 
 StateDict = Mapping[Any, Any] | Stateful
 

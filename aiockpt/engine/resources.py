@@ -14,7 +14,7 @@ from aiockpt.core.threads import Duty, Origin, Workers
 from aiockpt.staging.cpu import CpuStager
 from aiockpt.staging.cuda import AcceleratorStager
 from aiockpt.staging.host_cache import HostCache
-from aiockpt.staging.pool import ChunkPool, SharedMemory
+from aiockpt.staging.pool import ChunkPool, Lease, SharedMemory
 from aiockpt.staging.scatter import AcceleratorPlacer
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from aiockpt.saving.collective import CollectiveResources
     from aiockpt.saving.pipeline import SaveTools
     from aiockpt.staging.base import Stager
-    from aiockpt.staging.pool import Lease
     from aiockpt.writing.process.supervisor import WriterHost
 
 logger = logging.getLogger("aiockpt")

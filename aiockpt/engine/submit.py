@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
 from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
-from aiockpt.engine.requests import locate, printable_path
+from aiockpt.engine.requests import SaveRequest, locate, printable_path
 from aiockpt.errors import CheckpointExistsError, SafeGlobalsWarning, SaveError, SaveSkippedError, WriteError
 from aiockpt.format.item.objects import needed_for
-from aiockpt.format.manifest.manifest import check_user_metadata
+from aiockpt.format.manifest.manifest import JsonValue, check_user_metadata
 from aiockpt.format.names import SUFFIX
 from aiockpt.format.transforms.rules import choose_compression
-from aiockpt.options import Validation, check_choice
+from aiockpt.options import Path, SaveFormat, Validation, check_choice
 from aiockpt.planning.dcp_plan import DcpFormat
 from aiockpt.planning.flatten import NameMemo
 from aiockpt.planning.safetensors_plan import SafetensorsFormat
 from aiockpt.saving.job import SaveJob, SaveSpec
 from aiockpt.snapshot.capture import capture_items, capture_state
-from aiockpt.storage.base import shared_storage
+from aiockpt.storage.base import Storage, shared_storage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,14 +32,10 @@ if TYPE_CHECKING:
     import torch
 
     from aiockpt.engine.engine import Engine
-    from aiockpt.engine.requests import SaveRequest
-    from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.format.transforms.base import Transform
-    from aiockpt.options import Path, SaveFormat
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.saving.handle import SaveHandle
-    from aiockpt.storage.base import Storage
 
 
 _SHOWN = 5

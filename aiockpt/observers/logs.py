@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import printable, printable_key
 from aiockpt.telemetry.card import size_text, time_text
-from aiockpt.telemetry.observer import Observer
+from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
     from aiockpt.telemetry.loads import LoadResult
-    from aiockpt.telemetry.observer import CallEvent, SaveEvent
     from aiockpt.telemetry.saves import SaveResult
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aiockpt.telemetry.observer import Observer
+from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import Span, TracerProvider
 
     from aiockpt.telemetry.loads import LoadResult
-    from aiockpt.telemetry.observer import CallEvent, SaveEvent
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.telemetry.timeline import Timed
 

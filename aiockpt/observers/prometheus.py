@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiockpt.telemetry.observer import Observer
+from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from aiockpt.telemetry.loads import LoadResult
-    from aiockpt.telemetry.observer import CallEvent, SaveEvent
     from aiockpt.telemetry.saves import SaveResult
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)

@@ -18,7 +18,7 @@ from aiockpt.format.manifest.index_writer import IndexDraft, ItemRanges, encode_
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.planning.layout import FileImage, align_up, assign_buckets, bucket_count, lay_out
 from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, StateSummary
-from aiockpt.planning.specs import describe, unstorable
+from aiockpt.planning.specs import TensorSpec, describe, unstorable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.planning.snapshot import Snapshot
-    from aiockpt.planning.specs import TensorSpec
 
 
 def prefix_of(rank: int) -> str:

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.core.strides import row_strides
-from aiockpt.format.dcp.metadata_opcodes import MetadataDraft
+from aiockpt.format.dcp.metadata_opcodes import EncodedItem, MetadataDraft
 from aiockpt.format.index import ItemRange
 from aiockpt.format.transforms.item_transforms import TransformedDraft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.planning.dcp_plan import DcpPlan

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import SaveError
 from aiockpt.format.keys import check_patterns, containers_within, hint, matching
-from aiockpt.planning.flatten import joined
+from aiockpt.planning.flatten import FlatState, joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.format.index import ObjPath
-    from aiockpt.planning.flatten import FlatState
 
     Filter = str | Sequence[str] | Callable[[str, Any], bool]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,6 @@ from aiockpt.format.item.arrays import ARRAY_RECORD, array_of
 from aiockpt.format.keys import FACTORIES, MOST_BITS, check_hashes, containers_within, decode_key, encode_key, is_key
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
-
     from aiockpt.format.index import ObjPath
     from aiockpt.format.manifest.manifest import JsonValue
 

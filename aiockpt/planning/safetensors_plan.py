@@ -28,7 +28,7 @@ from aiockpt.format.safetensors.writer import (
     has_name,
     shard_name,
 )
-from aiockpt.planning.layout import lay_out, split_in_order
+from aiockpt.planning.layout import FileImage, lay_out, split_in_order
 from aiockpt.planning.parts import PartItem, lay_out_part, stream_in_file
 from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, StateSummary
 from aiockpt.planning.specs import TensorSpec, describe
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.format.manifest.manifest import JsonValue
-    from aiockpt.planning.layout import FileImage
     from aiockpt.planning.snapshot import Snapshot
 
 SHARD_BYTES = 5_000_000_000  # of tensors in a file by default, as the ecosystem's own writers choose

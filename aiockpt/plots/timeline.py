@@ -6,12 +6,11 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from aiockpt.telemetry.card import COLORS, OTHER, size_text, time_text
-from aiockpt.telemetry.timeline import lanes_of
+from aiockpt.telemetry.timeline import Timed, TimelineEvent, lanes_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from aiockpt.telemetry.timeline import Timed, TimelineEvent
 
 _ROW_INCHES = 0.28
 

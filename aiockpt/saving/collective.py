@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, CoordinationError, SaveCancelledError, SaveError, TornSnapshotError
-from aiockpt.planning.collective.cache import SharedPlanCache, plan_cache_of
-from aiockpt.planning.collective.local import inventory_of, places_of
-from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, Written
+from aiockpt.planning.collective.cache import GlobalPlanCache, SharedPlanCache, plan_cache_of
+from aiockpt.planning.collective.local import LocalPlanner, ReusedPlan, inventory_of, places_of
+from aiockpt.planning.collective.messages import PlanRequest, RankAssignment, RankInventory, Written
 from aiockpt.planning.dcp_plan import DcpFormat
-from aiockpt.planning.planner import StateSummary, Summary, summarize
+from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles, StateSummary, Summary, summarize
 from aiockpt.saving.strategy import SaveStrategy, result_of
 from aiockpt.staging.base import LayoutMismatchError
-from aiockpt.storage.base import shared_storage
+from aiockpt.storage.base import SharedTransaction, shared_storage
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 from aiockpt.writing.process.orphan_commit import Leadership, RecoveryRecord
 
@@ -35,12 +35,7 @@ if TYPE_CHECKING:
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
-    from aiockpt.planning.collective.cache import GlobalPlanCache
-    from aiockpt.planning.collective.local import LocalPlanner, ReusedPlan
-    from aiockpt.planning.collective.messages import RankInventory
-    from aiockpt.planning.planner import FileFormat, SavePlan, SharedFiles
     from aiockpt.saving.job import SaveJob
-    from aiockpt.storage.base import SharedTransaction
     from aiockpt.telemetry.saves import SaveResult
     from aiockpt.writing.file_writer import ChunkWriter
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from aiockpt.errors import AiockptError, TornSnapshotError
-from aiockpt.saving.job import check_timeout
+from aiockpt.saving.job import SaveJob, check_timeout
 from aiockpt.snapshot.optimizer_hooks import stop_waiting_before_steps, tensors_of, wait_before_steps
 from aiockpt.staging.runtime import is_capturing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
-
-    from aiockpt.saving.job import SaveJob
 
 
 def fence_all(jobs: Sequence[SaveJob], timeout: float | None) -> None:

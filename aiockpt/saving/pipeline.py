@@ -15,14 +15,14 @@ import anyio
 import anyio.lowlevel
 
 from aiockpt.core.spans import record_to, span
-from aiockpt.core.threads import Duty
+from aiockpt.core.threads import Duty, Origin, Workers
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError, unwrapped
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
 from aiockpt.saving.staging_session import LeaseScope, StagerRouter, StagingChunk
-from aiockpt.saving.strategy import AppendSave, LocalSave
-from aiockpt.staging.base import Done, LayoutMismatchError
-from aiockpt.telemetry.saves import ProgressEvent
+from aiockpt.saving.strategy import AppendSave, LocalSave, SaveStrategy
+from aiockpt.staging.base import Done, LayoutMismatchError, Stager
+from aiockpt.telemetry.saves import Phase, ProgressEvent, SaveResult
 from aiockpt.telemetry.timeline import Recording
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process.error_transport import as_save_error
@@ -32,17 +32,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from aiockpt.core.threads import Origin, Workers
     from aiockpt.options import Hook
     from aiockpt.planning.layout import FileImage
     from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.collective import CollectiveResources
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.saving.job import SaveJob
-    from aiockpt.saving.strategy import SaveStrategy
-    from aiockpt.staging.base import Stager
     from aiockpt.staging.pool import ChunkPool
-    from aiockpt.telemetry.saves import Phase, SaveResult
     from aiockpt.writing.process.client import RemoteWriter
     from aiockpt.writing.process.supervisor import WriterHost
 

@@ -10,7 +10,7 @@ import anyio
 import torch
 
 from aiockpt.errors import AiockptError, StageError
-from aiockpt.staging.base import LayoutMismatchError
+from aiockpt.staging.base import LayoutMismatchError, Pending, Stager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot
-    from aiockpt.staging.base import Pending, Stager
     from aiockpt.staging.pool import Chunk, ChunkPool, Lease
 
 

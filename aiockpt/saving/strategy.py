@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError, SaveError
 from aiockpt.format.manifest.manifest import Manifest
-from aiockpt.planning.dcp_plan import DcpPlan
+from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import draft_of, item_ranges
-from aiockpt.planning.planner import Summary, summarize
+from aiockpt.planning.planner import Planner, SavePlan, Summary, summarize
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.telemetry.saves import SaveResult
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.local import LocalPlanner
-    from aiockpt.planning.dcp_plan import DcpFormat
-    from aiockpt.planning.planner import Planner, SavePlan
     from aiockpt.saving.job import SaveJob
     from aiockpt.storage.base import Transaction
     from aiockpt.writing.file_writer import ChunkWriter

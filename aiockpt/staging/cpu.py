@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from aiockpt.staging.base import Done, LayoutMismatchError, Stager, check_memory, copy_strided, restore
-from aiockpt.staging.pool import copy_small
+from aiockpt.staging.base import Done, LayoutMismatchError, Pending, Stager, check_memory, copy_strided, restore
+from aiockpt.staging.pool import Chunk, copy_small
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot
-    from aiockpt.staging.base import Pending
-    from aiockpt.staging.pool import Chunk
 
 
 SMALL_BYTES = 32 << 10

@@ -14,8 +14,8 @@ import torch
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import StageError
-from aiockpt.staging.base import LayoutMismatchError, Stager, check_memory, copy_strided, matching, restore
-from aiockpt.staging.runtime import runtime_of
+from aiockpt.staging.base import LayoutMismatchError, Pending, Stager, check_memory, copy_strided, matching, restore
+from aiockpt.staging.runtime import Runtime, runtime_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.planning.specs import TensorSpec
-    from aiockpt.staging.base import Pending
     from aiockpt.staging.pool import Chunk
-    from aiockpt.staging.runtime import Runtime
 
 logger = logging.getLogger("aiockpt")
 

@@ -8,17 +8,14 @@ import torch
 
 from aiockpt.core.threads import Workers
 from aiockpt.errors import LoadError
-from aiockpt.staging.base import RAW_DTYPES
-from aiockpt.staging.cuda import Copies
-from aiockpt.staging.runtime import making_in, runtime_of
+from aiockpt.staging.base import RAW_DTYPES, Pending
+from aiockpt.staging.cuda import AcceleratorStager, Copies
+from aiockpt.staging.runtime import Runtime, making_in, runtime_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiockpt.staging.base import Pending
-    from aiockpt.staging.cuda import AcceleratorStager
     from aiockpt.staging.pool import Chunk
-    from aiockpt.staging.runtime import Runtime
 
 
 class Placement(NamedTuple):

@@ -6,12 +6,11 @@ import html
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import printable_key
-from aiockpt.telemetry.timeline import lanes_of
+from aiockpt.telemetry.timeline import TimelineEvent, lanes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from aiockpt.telemetry.timeline import TimelineEvent
 
 COLORS = {
     "capture": "#d97706",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32
 
 from aiockpt.errors import SaveError
-from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifest
+from aiockpt.format.manifest.manifest import FileFacts, JsonValue, Manifest, encode_manifest
 from aiockpt.format.names import MANIFEST_NAME, SINGLE_NAME
 from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written
 from aiockpt.writing.commit import now, write_documents, writer_name
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.core.threads import Workers
-    from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.collective.messages import Written
     from aiockpt.planning.planner import Summary
     from aiockpt.storage.base import SharedTransaction

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 
 from aiockpt.core.machine import BLOCK_BYTES
-from aiockpt.core.spans import span
+from aiockpt.core.spans import Span, span
 from aiockpt.errors import SaveError
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import MANIFEST_NAME
-from aiockpt.planning.layout import Sealer, align_up
+from aiockpt.planning.layout import FileImage, Sealer, align_up
 from aiockpt.planning.parts import RUNS_AT_ONCE, PartImage, PartSealer
-from aiockpt.storage.base import shared_transaction
-from aiockpt.writing.commit import write_documents
+from aiockpt.storage.base import Transaction, shared_transaction
+from aiockpt.writing.commit import CommitDocuments, write_documents
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
 
 if TYPE_CHECKING:
@@ -32,13 +32,9 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-    from aiockpt.core.spans import Span
     from aiockpt.core.threads import Workers
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.planning.encoding import ImageCoding
-    from aiockpt.planning.layout import FileImage
-    from aiockpt.storage.base import Transaction
-    from aiockpt.writing.commit import CommitDocuments
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from aiockpt.format.item.objects import checked_sparse, extended_allow_list
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.reading.assemble import build_state
-from aiockpt.reading.executor import MapReader
+from aiockpt.reading.executor import LoadTools, MapReader
 from aiockpt.reading.open import read_index
 from aiockpt.reading.verify.verify import verify_checkpoint
 from aiockpt.storage.local.belonging import remove
@@ -30,9 +30,8 @@ from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from aiockpt.dcp.adapter import AnyCheckpointer, Path
-    from aiockpt.options import LoadOptions
-    from aiockpt.reading.executor import LoadTools
+    from aiockpt.dcp.adapter import AnyCheckpointer
+    from aiockpt.options import LoadOptions, Path
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.storage.base import Source, Storage
 

@@ -9,7 +9,7 @@ from isal.isal_zlib import crc32
 
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.planning.ranges import boxes, select
-from aiockpt.reading.executor import ReadExecutor, run_each
+from aiockpt.reading.executor import LoadTools, ReadExecutor, run_each
 from aiockpt.reading.read_plan import TensorRead, reads_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from aiockpt.format.index import ChunkEntry, TensorEntry, TensorItem
     from aiockpt.options import LoadOptions
-    from aiockpt.reading.executor import LoadTools
     from aiockpt.reading.open import OpenCheckpoint
 
     StoredChunk = tuple[ChunkEntry, TensorItem]

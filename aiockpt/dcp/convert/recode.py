@@ -13,19 +13,19 @@ from aiockpt.core.strides import row_strides
 from aiockpt.dcp.convert.parts import ConversionProgress, PartReader, reads_of_part
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, CorruptCheckpointError, SaveError, unwrapped
-from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
+from aiockpt.format.index import Entry, Index, InlineEntry, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.objects import encode_object
 from aiockpt.format.item.ziparchive import FramingError, read_archive
 from aiockpt.format.keys import containers_within
-from aiockpt.format.manifest.manifest import Manifest, check_user_metadata
+from aiockpt.format.manifest.manifest import JsonValue, Manifest, check_user_metadata
 from aiockpt.planning.dcp_plan import DcpFormat
-from aiockpt.planning.planner import StateSummary
+from aiockpt.planning.planner import FileFormat, SavePlan, StateSummary
 from aiockpt.planning.snapshot import Snapshot, Structure
 from aiockpt.planning.specs import TensorSpec
 from aiockpt.reading.load import chosen_entries
-from aiockpt.reading.open import open_checkpoint
-from aiockpt.reading.read_plan import value_key
+from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
+from aiockpt.reading.read_plan import TensorRead, value_key
 from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
@@ -34,15 +34,10 @@ from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, W
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from aiockpt.dcp.adapter import AnyCheckpointer, Path
-    from aiockpt.format.index import Entry, Index
-    from aiockpt.format.manifest.manifest import JsonValue
-    from aiockpt.options import LoadOptions
+    from aiockpt.dcp.adapter import AnyCheckpointer
+    from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage
-    from aiockpt.planning.planner import FileFormat, SavePlan
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.reading.open import OpenCheckpoint
-    from aiockpt.reading.read_plan import TensorRead
     from aiockpt.storage.base import Transaction
 
 _CHUNK_BYTES = 16 << 20

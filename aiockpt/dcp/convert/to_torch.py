@@ -17,11 +17,11 @@ import torch
 from isal.isal_zlib import crc32
 
 from aiockpt.core.strides import is_dense, row_strides
-from aiockpt.dcp.adapter import write_errors
+from aiockpt.dcp.adapter import AnyCheckpointer, write_errors
 from aiockpt.dcp.convert.parts import PART_BYTES, ConversionProgress, PartReader, reads_of_part
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
-from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
+from aiockpt.format.index import ChunkEntry, InlineEntry, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.item.arrays import ARRAY_RECORD
 from aiockpt.format.item.item_framing import unbacked_tensor
 from aiockpt.format.item.ziparchive import CRC, FramingError, data_offset, read_directory
@@ -29,7 +29,7 @@ from aiockpt.planning.ranges import as_stream
 from aiockpt.reading.assemble import build_state
 from aiockpt.reading.jobs import memory_of
 from aiockpt.reading.load import chosen_entries
-from aiockpt.reading.open import open_checkpoint
+from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.reading.read_plan import ObjectRead, TensorRead, reads_of, value_key
 from aiockpt.reading.targets import cast
 from aiockpt.staging.pool import MappedMemory
@@ -43,12 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Self
 
-    from aiockpt.dcp.adapter import AnyCheckpointer, Path
     from aiockpt.dcp.convert.parts import StoredChunk
-    from aiockpt.format.index import ChunkEntry, TensorItem
-    from aiockpt.options import LoadOptions
+    from aiockpt.options import LoadOptions, Path
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.reading.open import OpenCheckpoint
 
 
 _WINDOW_BYTES = 32 << 20

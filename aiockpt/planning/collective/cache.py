@@ -17,17 +17,15 @@ from aiockpt.format.index import Entry, ItemRange, ObjectEntry
 from aiockpt.format.manifest.manifest import FileFacts
 from aiockpt.format.names import METADATA_NAME
 from aiockpt.format.safetensors.writer import Stored
-from aiockpt.planning.collective.plan import plan_globally
+from aiockpt.planning.collective.plan import GlobalPlan, plan_globally
 from aiockpt.planning.parts import crc_of_parts
-from aiockpt.planning.planner import SharedFiles, Summary
+from aiockpt.planning.planner import FileFormat, SharedFiles, Summary
 from aiockpt.planning.safetensors_plan import SafetensorsFormat, index_documents
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, Written
-    from aiockpt.planning.collective.plan import GlobalPlan
-    from aiockpt.planning.planner import FileFormat
 
 
 class _Yielding(pickle.Pickler):

@@ -25,7 +25,7 @@ from aiockpt.storage.local.replacing import (
     replace_in_steps,
     undo_replacement,
 )
-from aiockpt.storage.local.retries import AMBIGUOUS, NotSyncedError, fault_of, sync_fd
+from aiockpt.storage.local.retries import AMBIGUOUS, NotSyncedError, Repeater, fault_of, sync_fd
 from aiockpt.storage.local.temp_dir import REPLACED
 from aiockpt.storage.syscalls import UnsupportedError, identity, open_directory, rename_exchange, rename_noreplace
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Identity
-    from aiockpt.storage.local.retries import Repeater
 
 _ATTEMPTS = 100
 

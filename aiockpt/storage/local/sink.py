@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import aiofiles
 
 from aiockpt.core.machine import BLOCK_BYTES
-from aiockpt.core.threads import drained
+from aiockpt.core.threads import Workers, drained
 from aiockpt.errors import WriteError
 from aiockpt.storage.base import FileSink, PartSink
-from aiockpt.storage.local.retries import described, sync_fd
+from aiockpt.storage.local.retries import Repeater, described, sync_fd
 from aiockpt.storage.syscalls import allocate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from aiockpt.core.threads import Workers
-    from aiockpt.storage.local.retries import Repeater
 
 _DIRECT_MIN_BYTES = 1 << 20
 _FILE_MODE = 0o664  # less the umask; never writable for everybody

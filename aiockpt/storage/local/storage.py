@@ -22,12 +22,11 @@ from aiockpt.storage.local.orphans import OrphanCleaner, clean
 from aiockpt.storage.local.replacing import ask_file_system
 from aiockpt.storage.local.retries import DEFAULT_RETRIES, Repeater, Retries, check_retries
 from aiockpt.storage.local.source import open_source
-from aiockpt.storage.local.temp_dir import hold, make_hidden, new_ticket
+from aiockpt.storage.local.temp_dir import Hold, hold, make_hidden, new_ticket
 from aiockpt.storage.local.transaction import JoinedTransaction, LocalTransaction, WithinTransaction, WritePolicy
 
 if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
-    from aiockpt.storage.local.temp_dir import Hold
 
 _ATTEMPTS = 100
 

@@ -20,7 +20,7 @@ from aiockpt.storage.local.commit import (
 )
 from aiockpt.storage.local.replacing import complete, is_between, remove_record
 from aiockpt.storage.local.sink import LocalPartSink, LocalSink, NewFile
-from aiockpt.storage.local.temp_dir import REPLACED, read_sidecar, sizes_in, sweep, write_sidecar
+from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_in, sweep, write_sidecar
 from aiockpt.storage.syscalls import identity
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.storage.local.orphans import OrphanCleaner
     from aiockpt.storage.local.retries import Repeater
-    from aiockpt.storage.local.temp_dir import Hold
 
 P = ParamSpec("P")
 T = TypeVar("T")

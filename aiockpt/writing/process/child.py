@@ -23,7 +23,7 @@ import anyio
 from aiockpt.core.spans import Span, record_to
 from aiockpt.core.threads import Workers, new_event_loop
 from aiockpt.errors import AiockptError, SaveCancelledError, SaveError
-from aiockpt.writing.file_writer import FileWriter, FilledChunk, WriterThreads
+from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.channel import Channel
 from aiockpt.writing.process.error_transport import as_save_error, dump_error
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.layout import FileImage
     from aiockpt.storage.base import SharedStorage, SharedTransaction
-    from aiockpt.writing.file_writer import CommitInputs
-    from aiockpt.writing.process.messages import Message
 
 
 # --- one save -------------------------------------------------------------------------------------

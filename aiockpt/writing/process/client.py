@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import anyio
 
 from aiockpt.errors import AiockptError, SaveError, WriteError
-from aiockpt.storage.base import shared_storage
-from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk
+from aiockpt.storage.base import Identity, Status, Storage, shared_storage
+from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk, WriteProgress
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.error_transport import load_error
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.planner import Layout
-    from aiockpt.storage.base import Identity, Status, Storage
-    from aiockpt.writing.file_writer import WriteProgress
     from aiockpt.writing.process.messages import Message
     from aiockpt.writing.process.supervisor import WriterConnection, WriterHost
 

@@ -19,7 +19,7 @@ import anyio
 
 from aiockpt.errors import AiockptError, CommitError, WriteError, printable
 from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME
-from aiockpt.writing.collective_commit import publish_together
+from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.collective.messages import Written
     from aiockpt.storage.base import SharedStorage, SharedTransaction
-    from aiockpt.writing.collective_commit import WorldFacts
     from aiockpt.writing.process.messages import Begin
 
 _POLL_S = 0.05
