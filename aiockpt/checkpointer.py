@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -13,8 +14,6 @@ from aiockpt.engine.facade import CheckpointerBase, closing
 from aiockpt.engine.requests import LoadRequest, OpenRequest, SaveRequest, StateDict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import Path
     from aiockpt.reading.apply_live import Loading

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from aiockpt import errors
 from aiockpt.core.wording import some_of
 from aiockpt.errors import AiockptError, CoordinationError, LoadError, SaveError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SAME_CALLS = (
     "every rank must call save and load the same number of times and in the same order; "

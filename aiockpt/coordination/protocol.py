@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from aiockpt.coordination.outcome import (
     Arrival,
@@ -37,10 +37,6 @@ from aiockpt.coordination.outcome import (
 from aiockpt.coordination.pair_channel import TRANSFER_S, Link, LinkBrokenError, LinkTimeoutError, Sending
 from aiockpt.coordination.rendezvous import RankAddress, Rendezvous, poll_intervals
 from aiockpt.errors import CoordinationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 CONNECT_S = 30.0
 """Limit for connecting two ranks that are both there."""

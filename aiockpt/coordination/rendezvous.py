@@ -7,7 +7,8 @@ import os
 import socket
 import time
 import uuid
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -15,10 +16,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from aiockpt.coordination.pair_channel import Link, make_device
 from aiockpt.errors import CoordinationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 _SHORTEST_POLL_S = 0.002
 _LONGEST_POLL_S = 0.1

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from aiockpt.core.strides import span
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _PACKED = {dtype: count for name, count in (("quint4x2", 2), ("quint2x4", 4)) if (dtype := getattr(torch, name, None))}

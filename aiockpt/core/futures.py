@@ -9,18 +9,15 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import FINISHED
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import anyio
 
 from aiockpt.core.threads import Origin, check_asyncio
 from aiockpt.errors import AiockptError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Generator
-
 
 logger = logging.getLogger("aiockpt")
 

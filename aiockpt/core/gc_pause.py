@@ -5,13 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from aiockpt.core.forks import ModuleLock
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _RARELY = 50_000_001
 

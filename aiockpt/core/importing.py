@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import AiockptError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @contextmanager

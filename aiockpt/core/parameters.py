@@ -6,10 +6,8 @@ import functools
 import inspect
 import re
 import sys
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")

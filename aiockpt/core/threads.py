@@ -15,18 +15,16 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import anyio
 
 from aiockpt.core import spans
 from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
 
 P = ParamSpec("P")
 T = TypeVar("T")

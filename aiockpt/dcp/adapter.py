@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,8 +14,6 @@ from aiockpt.errors import WriteError
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from aiockpt.options import Path
 
 AnyCheckpointer = SyncCheckpointer | AsyncCheckpointer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from aiockpt.planning.ranges import Selection, boxes, overlap, select
 from aiockpt.reading.targets import check_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch.futures import Future
 
 

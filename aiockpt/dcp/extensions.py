@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.format.transforms.zstd import ZSTD_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
     from aiockpt.format.transforms.base import Transform

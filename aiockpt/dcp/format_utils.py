@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec
@@ -34,8 +35,6 @@ from aiockpt.planning.safetensors_plan import SafetensorsFormat
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
-
     from aiockpt.core.futures import Call
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.planning.planner import FileFormat

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ from aiockpt.format.names import DCP_VERSION
 from aiockpt.planning.dtensor import is_distributed, local_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aiockpt.format.boxes import Box
     from aiockpt.reading.virtual_files import VirtualFile
 

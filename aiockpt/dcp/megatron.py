@@ -28,6 +28,7 @@ import sys
 import tempfile
 import uuid
 import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,7 +53,6 @@ from aiockpt.snapshot.capture import dense_form
 from aiockpt.staging.runtime import has_events, ready_event
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
     from multiprocessing.connection import Connection
     from types import ModuleType
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,6 @@ from aiockpt.errors import CorruptCheckpointError, LoadError
 from aiockpt.planning.flatten import StructureError, unflatten
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from torch.distributed.checkpoint.planner import LoadPlan
 
 

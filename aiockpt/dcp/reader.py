@@ -9,6 +9,7 @@ import pathlib
 import uuid
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,6 @@ from aiockpt.snapshot.capture import ready_events
 from aiockpt.snapshot.optimizer_hooks import count_change
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torch.futures import Future
 
     from aiockpt.format.index import Index, ItemRange, TensorItem

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 from aiockpt.dcp.adapter import write_errors
 from aiockpt.errors import AiockptError, CheckpointExistsError, CommitError, WriteError
@@ -20,9 +20,6 @@ from aiockpt.storage.local.belonging import data_files_of, remove
 from aiockpt.storage.local.commit import make_directories, move_in, sync_directory
 from aiockpt.storage.local.temp_dir import shared_ticket
 from aiockpt.storage.syscalls import rename_noreplace
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _DATA = ".distcp"
 

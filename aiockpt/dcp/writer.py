@@ -13,6 +13,7 @@ import uuid
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -38,8 +39,6 @@ from aiockpt.planning.collective.local import LocalPlanner
 from aiockpt.storage.local.storage import absolute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from torch.futures import Future
 
     from aiockpt.format.transforms.base import Transform

@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,8 +30,6 @@ from aiockpt.staging.throttle import Throttle
 from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
-
     import torch
     from anyio.abc import TaskGroup
 
@@ -184,7 +183,6 @@ class Engine:
                 if coordinator is None:
                     return None
                 with importing():
-                    import aiockpt.saving.collective  # noqa: F401 - before the engine's thread wants it
                     from aiockpt.planning.collective.local import LocalPlanner
                     from aiockpt.planning.dcp_plan import prefix_of
                     from aiockpt.saving.collective import CollectiveResources

@@ -6,6 +6,7 @@ import contextlib
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.core.importing import importing
@@ -20,8 +21,6 @@ from aiockpt.snapshot.live import resolve
 from aiockpt.storage.local.storage import LocalStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Sequence
-
     import torch
 
     from aiockpt.core.futures import Call, Completion

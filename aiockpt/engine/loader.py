@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,8 +23,6 @@ from aiockpt.snapshot.live import check_optimizers, resolve
 from aiockpt.telemetry.loads import OnReadProgress, ReadReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from aiockpt.core.futures import Call
     from aiockpt.engine.engine import Engine
     from aiockpt.format.transforms.base import Transform

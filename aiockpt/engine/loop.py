@@ -8,16 +8,13 @@ import contextvars
 import importlib
 import logging
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 import anyio
 import torch
 
 from aiockpt.core.threads import Duty, Origin, new_event_loop
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
-
 
 logger = logging.getLogger("aiockpt")
 

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -14,8 +15,6 @@ from aiockpt.core.futures import Completion
 from aiockpt.errors import CheckpointerBusyError, SaveCancelledError, SaveSkippedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from aiockpt.core.threads import Origin
     from aiockpt.options import OnBusy, OnFailure
     from aiockpt.saving.job import SaveJob

@@ -7,6 +7,7 @@ import contextvars
 import itertools
 import logging
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.threads import DaemonThreads, Duty, Origin
@@ -14,8 +15,6 @@ from aiockpt.telemetry.loads import LoadResult, OnReadProgress, ReadPhase, ReadP
 from aiockpt.telemetry.observer import CallEvent, Observer, SaveEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from aiockpt.engine.queue import Outcome
     from aiockpt.saving.job import SaveJob
     from aiockpt.telemetry.saves import SaveResult

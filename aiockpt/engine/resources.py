@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import anyio
@@ -18,8 +19,6 @@ from aiockpt.staging.pool import ChunkPool, Lease, SharedMemory
 from aiockpt.staging.scatter import AcceleratorPlacer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from aiockpt.format.transforms.base import Transform

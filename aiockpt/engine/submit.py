@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import aiockpt.saving.pipeline  # noqa: F401 - what runs the save, imported before the engine's thread wants it
@@ -27,8 +28,6 @@ from aiockpt.snapshot.capture import capture_items, capture_state
 from aiockpt.storage.base import Storage, shared_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch
 
     from aiockpt.engine.engine import Engine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,6 @@ from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, S
 from aiockpt.planning.specs import TensorSpec, describe, unstorable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch
 
     from aiockpt.format.item.ziparchive import Framing

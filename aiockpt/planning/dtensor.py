@@ -12,15 +12,13 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from aiockpt.planning.snapshot import Shard
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _PROTOCOL = "__create_write_items__"
 _ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")

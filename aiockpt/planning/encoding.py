@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,8 +12,6 @@ from aiockpt.format.index import ItemRange
 from aiockpt.format.transforms.item_transforms import TransformedDraft
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.format.transforms.base import Transform
     from aiockpt.format.transforms.zstd import Zstd
     from aiockpt.planning.dcp_plan import DcpPlan

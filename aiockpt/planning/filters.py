@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import SaveError
@@ -9,8 +10,6 @@ from aiockpt.format.keys import check_patterns, containers_within, hint, matchin
 from aiockpt.planning.flatten import FlatState, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from aiockpt.format.index import ObjPath
 
     Filter = str | Sequence[str] | Callable[[str, Any], bool]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import struct
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -13,8 +14,6 @@ from isal.isal_zlib import crc32, crc32_combine
 from aiockpt.core.machine import BLOCK_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from aiockpt.format.item.ziparchive import Framing
 
 

@@ -7,6 +7,7 @@ shared file. Large pieces are staged at an offset that is congruent to that one 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,8 +19,6 @@ from aiockpt.planning.layout import ALIGNED_PAYLOAD_BYTES, FileImage, Slot
 from aiockpt.planning.ranges import StoredStream, as_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from aiockpt.format.item.ziparchive import Framing
 
 RUNS_AT_ONCE = 4096  # held in memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,8 +16,6 @@ from aiockpt.format.item.arrays import ARRAY_TYPES, tensor_of
 from aiockpt.planning.flatten import flatten
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from aiockpt.format.index import ItemRange
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.index_writer import IndexDraft

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -34,8 +35,6 @@ from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, S
 from aiockpt.planning.specs import TensorSpec, describe
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.snapshot import Snapshot
 

@@ -7,14 +7,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from aiockpt.errors import printable_key
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.telemetry.loads import ReadProgress
 

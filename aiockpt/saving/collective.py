@@ -12,6 +12,7 @@ import itertools
 import logging
 import pickle
 import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,6 @@ from aiockpt.writing.collective_commit import WorldFacts, publish_together
 from aiockpt.writing.process.orphan_commit import Leadership, RecoveryRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -13,7 +14,6 @@ from aiockpt.snapshot.optimizer_hooks import stop_waiting_before_steps, tensors_
 from aiockpt.staging.runtime import is_capturing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from types import TracebackType
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
@@ -15,8 +16,6 @@ from aiockpt.staging.runtime import is_capturing
 from aiockpt.staging.throttle import SaveThrottle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     import anyio
 
     from aiockpt.core.spans import Span

@@ -7,6 +7,7 @@ import inspect
 import logging
 import pickle
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,6 @@ from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, W
 from aiockpt.writing.process.error_transport import as_save_error
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     import torch
 
     from aiockpt.options import Hook

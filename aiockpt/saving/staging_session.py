@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -13,8 +14,6 @@ from aiockpt.errors import AiockptError, StageError
 from aiockpt.staging.base import LayoutMismatchError, Pending, Stager
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot

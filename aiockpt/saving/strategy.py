@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import AiockptError, SaveError
@@ -15,8 +16,6 @@ from aiockpt.telemetry.saves import SaveResult
 from aiockpt.writing.commit import CommitDocuments, now, writer_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.local import LocalPlanner
     from aiockpt.saving.job import SaveJob

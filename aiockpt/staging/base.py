@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,8 +13,6 @@ from aiockpt.errors import StageError
 from aiockpt.planning.ranges import boxes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,6 @@ from aiockpt.staging.base import Done, LayoutMismatchError, Pending, Stager, che
 from aiockpt.staging.pool import Chunk, copy_small
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.core.threads import Workers
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout

@@ -8,6 +8,7 @@ copies. Large pieces are copied one by one; small ones are packed on the device 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +19,6 @@ from aiockpt.staging.base import LayoutMismatchError, Pending, Stager, check_mem
 from aiockpt.staging.runtime import Runtime, runtime_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.planning.layout import Piece
     from aiockpt.planning.planner import Layout
     from aiockpt.planning.snapshot import Snapshot

@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
 # --- calls of the CUDA driver that torch does not expose ------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,8 +14,6 @@ from aiockpt.staging.cuda import AcceleratorStager, Copies
 from aiockpt.staging.runtime import Runtime, making_in, runtime_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.staging.pool import Chunk
 
 

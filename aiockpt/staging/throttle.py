@@ -8,14 +8,13 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiockpt.options import StagingWindow
 
 logger = logging.getLogger("aiockpt")

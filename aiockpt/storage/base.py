@@ -14,13 +14,13 @@ to implement                   for
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import DeleteError, LoadError, SaveError
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
 

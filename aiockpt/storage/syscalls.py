@@ -8,11 +8,9 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 _CACHESTAT = 451
 _AT_FDCWD = -100

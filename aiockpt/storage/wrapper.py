@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.storage.base import (
@@ -19,7 +20,6 @@ from aiockpt.storage.base import (
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from aiockpt.errors import printable_key
 from aiockpt.telemetry.timeline import TimelineEvent, lanes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 COLORS = {
     "capture": "#d97706",

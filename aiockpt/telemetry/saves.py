@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 from aiockpt.telemetry.timeline import Timed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 Phase = Literal["planned", "staging", "staged", "writing", "written", "committed"]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.core.spans import Span
 
 

@@ -9,6 +9,7 @@ import itertools
 import mmap
 import os
 import random
+from collections.abc import Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from aiockpt.sync_checkpointer import SyncCheckpointer
 from aiockpt.testing.storages import FaultyStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterator
     from pathlib import Path
     from typing import TypeVar
 

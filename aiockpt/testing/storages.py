@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -19,8 +20,6 @@ from aiockpt.errors import CommitError, CorruptCheckpointError, LoadError, Write
 from aiockpt.storage.wrapper import WrapperStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import SharedTransaction, Storage
 

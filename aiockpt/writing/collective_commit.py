@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,6 @@ from aiockpt.planning.collective.cache import GlobalPlanCache, cache_of_written
 from aiockpt.writing.commit import now, write_documents, writer_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from aiockpt.core.threads import Workers
     from aiockpt.planning.collective.messages import Written
     from aiockpt.planning.planner import Summary

@@ -6,6 +6,7 @@ process, which completes the checkpoint without the state dict.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -17,8 +18,6 @@ from aiockpt.format.manifest.manifest import FileFacts, Manifest, encode_manifes
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem
     from aiockpt.format.manifest.index_writer import IndexDraft
     from aiockpt.format.transforms.item_transforms import TransformedDraft

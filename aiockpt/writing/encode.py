@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -21,8 +22,6 @@ from aiockpt.format.transforms.zstd import ZSTD_DESCRIPTOR, Zstd
 from aiockpt.planning.layout import ITEM_ALIGNMENT
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
-
     from aiockpt.format.transforms.base import Encoder, Transform
     from aiockpt.planning.encoding import ImageCoding, ItemCoding
 

@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Protocol
@@ -27,8 +28,6 @@ from aiockpt.writing.commit import CommitDocuments, write_documents
 from aiockpt.writing.encode import EncodedOutput, ImageEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from anyio.abc import TaskGroup
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 

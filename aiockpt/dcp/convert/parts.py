@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,6 @@ from aiockpt.reading.executor import LoadTools, ReadExecutor, run_each
 from aiockpt.reading.read_plan import TensorRead, reads_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
 
     from aiockpt.format.index import ChunkEntry, TensorEntry, TensorItem

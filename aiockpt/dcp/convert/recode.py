@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,6 @@ from aiockpt.writing.commit import CommitDocuments, now, writer_name
 from aiockpt.writing.file_writer import CommitInputs, FileWriter, FilledChunk, WriterThreads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from aiockpt.dcp.adapter import AnyCheckpointer
     from aiockpt.options import LoadOptions, Path
     from aiockpt.planning.layout import FileImage

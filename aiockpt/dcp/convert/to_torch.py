@@ -10,6 +10,7 @@ import io
 import math
 import os
 import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,6 @@ from aiockpt.storage.local.temp_dir import new_ticket
 from aiockpt.storage.syscalls import allocate, rename_noreplace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from typing import Self
 
     from aiockpt.dcp.convert.parts import StoredChunk

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ from aiockpt.planning.planner import FileFormat, SharedFiles, Summary
 from aiockpt.planning.safetensors_plan import SafetensorsFormat, index_documents
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, Written
 
 

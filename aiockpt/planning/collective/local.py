@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from aiockpt.planning.collective.messages import ItemPlaces, RankInventory, ShardForm
 from aiockpt.planning.planner import FileFormat, Layout, RankLeaves, SavePlan, SharedFiles, StateSummary, can_reuse
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.format.manifest.manifest import JsonValue
     from aiockpt.planning.snapshot import Snapshot
 

@@ -20,8 +20,9 @@ import json
 import os
 import re
 import stat
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, printable_key
@@ -29,9 +30,6 @@ from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError
 from aiockpt.format.manifest.manifest import files_listed
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SINGLE_NAME, SUFFIX
 from aiockpt.storage.syscalls import open_directory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
 
 _DCP = "*.distcp"
 _RANK_METADATA = re.compile(r"__[0-9]+\.metadata")

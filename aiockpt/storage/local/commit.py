@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -30,8 +31,6 @@ from aiockpt.storage.local.temp_dir import REPLACED
 from aiockpt.storage.syscalls import UnsupportedError, identity, open_directory, rename_exchange, rename_noreplace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
-
     from aiockpt.core.threads import Workers
     from aiockpt.storage.base import Identity
 

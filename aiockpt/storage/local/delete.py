@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,6 @@ from aiockpt.storage.local.temp_dir import REPLACED, hold
 from aiockpt.storage.syscalls import identity, rename_noreplace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiockpt.storage.base import Identity
 
 

@@ -24,6 +24,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointExistsError
@@ -34,8 +35,6 @@ from aiockpt.storage.local.temp_dir import RECORD, REPLACED, read_ticket
 from aiockpt.storage.syscalls import UnsupportedError, identity, is_overlay, rename_exchange, rename_noreplace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from aiockpt.storage.base import Identity
 
 _NAME_BYTES = 4096

@@ -7,8 +7,9 @@ import errno
 import fcntl
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import aiofiles
 
@@ -18,10 +19,6 @@ from aiockpt.errors import WriteError
 from aiockpt.storage.base import FileSink, PartSink
 from aiockpt.storage.local.retries import Repeater, described, sync_fd
 from aiockpt.storage.syscalls import allocate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _DIRECT_MIN_BYTES = 1 << 20
 _FILE_MODE = 0o664  # less the umask; never writable for everybody

@@ -20,7 +20,7 @@ import os
 import stat
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from aiockpt.core import pages
 from aiockpt.core.machine import BLOCK_BYTES
@@ -28,9 +28,6 @@ from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Load
 from aiockpt.storage.base import Source
 from aiockpt.storage.local.replacing import readable, stand_in
 from aiockpt.storage.syscalls import UnsupportedError, cached_pages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 # --- files ----------------------------------------------------------------------------------------
 

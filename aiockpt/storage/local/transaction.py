@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -24,8 +25,6 @@ from aiockpt.storage.local.temp_dir import REPLACED, Hold, read_sidecar, sizes_i
 from aiockpt.storage.syscalls import identity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from aiockpt.core.threads import Workers
     from aiockpt.storage.local.orphans import OrphanCleaner
     from aiockpt.storage.local.retries import Repeater

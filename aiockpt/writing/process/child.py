@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,8 +31,6 @@ from aiockpt.writing.process.error_transport import as_save_error, dump_error
 from aiockpt.writing.process.messages import Begin, Hello, Log, Message, Ready
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-
     from anyio.abc import TaskGroup
 
     from aiockpt.planning.layout import FileImage

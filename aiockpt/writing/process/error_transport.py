@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from aiockpt.errors import AiockptError, SaveError, unwrapped
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _MAX_CAUSES = 8
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,8 +11,6 @@ from aiockpt.planning.layout import FileImage, Slot
 from aiockpt.planning.parts import PartImage
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.core.spans import Span
     from aiockpt.format.item.ziparchive import Framing
     from aiockpt.format.manifest.manifest import FileFacts

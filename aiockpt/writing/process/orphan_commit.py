@@ -12,6 +12,7 @@ import hmac
 import logging
 import pickle
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,6 @@ from aiockpt.format.names import INDEX_NAME, MANIFEST_NAME, METADATA_NAME
 from aiockpt.writing.collective_commit import WorldFacts, publish_together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from aiockpt.core.threads import Workers
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.planning.collective.messages import Written

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -26,8 +27,6 @@ from aiockpt.writing.process.channel import Channel
 from aiockpt.writing.process.messages import Hello, Log, Message, PackedImage, Ready
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from anyio.abc import TaskGroup
 
     from aiockpt.options import ProcessWriter
