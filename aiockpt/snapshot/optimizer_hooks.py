@@ -50,7 +50,28 @@ def count_change(tensors: Iterable[torch.Tensor]) -> None:
     torch.autograd.graph.increment_version(tensors)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Announce a step now, or when its closure returns if nothing is changed before. Raises nothing."""
+    is_keyword = "closure" in kwargs
+    closure = kwargs["closure"] if is_keyword else args[1] if len(args) > 1 else None
+    # Those of torch evaluate their closure first, with forward and backward in it. Others may not, such as SAM.
+    if closure is None or not type(optimizer).step.__module__.startswith("torch.optim."):
+        _announce_step(optimizer)
+        return None
+
+    def evaluate() -> Any:
+        loss = closure()
+        _announce_step(optimizer)
+        return loss
+
+    if is_keyword:
+        return args, kwargs | {"closure": evaluate}
+    return (args[0], evaluate, *args[2:]), kwargs
+
+
+def _announce_step(optimizer: torch.optim.Optimizer) -> None:
     """Call the guards of this optimizer, then count its change in advance. Raises nothing."""
     for wait in getattr(optimizer, _GUARDS, ()):
         wait()

@@ -136,6 +136,81 @@ def test_a_step_counts_from_its_beginning(options, tmp_path: Path) -> None:
         assert isinstance(errors[0], aiockpt.TornSnapshotError)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.SGD, lambda p: torch.optim.AdamW(p, fused=True), lambda p: torch.optim.LBFGS(p, max_iter=3)],
+    ids=["sgd", "fused", "lbfgs"],
+)
+@pytest.mark.parametrize("how", ["positional", "keyword"])
+def test_a_step_with_a_closure_counts_from_the_end_of_the_closure(make, how: str, tmp_path: Path) -> None:
+    """A closure may run forward and backward, and wait for the copies: the tensors have not been changed yet."""
+    parameter = torch.nn.Parameter(torch.ones(200, 200))
+    optimizer = make([parameter])
+    storage = GatedStorage(LocalStorage(), ["create"])
+    held: list[aiockpt.SaveHandle] = []
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
+        good = ckpt.submit({"w": parameter}, tmp_path / "good")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = parameter.square().sum()
+            loss.backward()
+            if not held:
+                good.staged.result(60)
+                held.append(ckpt.submit({"w": parameter}, tmp_path / "torn", storage=storage))
+            return loss
+
+        assert (optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)) == 200 * 200
+        storage.open("create")
+        good.written.result(60)
+        with pytest.raises(aiockpt.TornSnapshotError, match="w changed"):
+            held[0].written.result(60)
+        assert torch.equal(ckpt.load(tmp_path / "good")["w"], torch.ones(200, 200))
+        assert not torch.equal(parameter, torch.ones(200, 200))
+
+
+def test_a_guarded_step_waits_behind_its_closure(tmp_path: Path) -> None:
+    trainer = Trainer(fused=True)
+    trainer.forward_backward()
+    trainer.step()
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt, ckpt.guard(trainer.optimizer):
+        expected = trainer.copied()
+        save = ckpt.submit(trainer.state(), tmp_path / "c", storage=storage)
+
+        def closure() -> None:
+            trainer.forward_backward()
+            storage.open("create")
+
+        trainer.optimizer.step(closure)
+        save.written.result(60)
+        assert_same(expected, ckpt.load(tmp_path / "c"))
+
+
+class Perturbing(torch.optim.SGD):
+    """Changes its parameters before it evaluates the closure."""
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1)
+        closure()
+
+
+def test_a_step_of_another_kind_counts_from_its_beginning_with_a_closure_too(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(200, 200))
+    optimizer = Perturbing([parameter])
+    storage = GatedStorage(LocalStorage(), ["create"])
+    with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt, ckpt.guard(optimizer):
+        save = ckpt.submit({"w": parameter}, tmp_path / "c", storage=storage)
+        storage.reached["create"].result(60)
+        step = threading.Thread(target=optimizer.step, args=[lambda: None])
+        step.start()
+        storage.open("create")
+        step.join()
+        save.written.result(60)
+        assert torch.equal(ckpt.load(tmp_path / "c")["w"], torch.ones(200, 200))
+
+
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # which the compiler itself uses
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")  # of the compiler, on 3.13.0
 def test_compiled_steps_wait_each_time(tmp_path: Path) -> None:
