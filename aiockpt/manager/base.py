@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import logging
 import threading
 import time
 from dataclasses import fields
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.facade import CheckpointerBase, EngineAccess
-from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError
-from aiockpt.manager.display import html_table
+from aiockpt.errors import AiockptError, CheckpointerClosedError, SaveError, printable_key
 from aiockpt.manager.owner import RunLock, is_finishing, take
 from aiockpt.manager.policies import as_policy, check_metric, kept_text, metric_of, ranked, select
 from aiockpt.manager.preemption import Answer, Asked, LastSaveRequests, Pace, decide
@@ -23,9 +24,10 @@ from aiockpt.manager.run import ManagedRun, of_rank_0
 from aiockpt.manager.scan import RUN_KEY, StepScanner, step_path
 from aiockpt.manager.when import SavePolicy, StepFacts, split
 from aiockpt.options import CheckpointerOptions, SaveOptions
+from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import Mode
@@ -37,6 +39,7 @@ logger = logging.getLogger("aiockpt")
 
 _WRITER_S = 60.0  # for the writer process of a killed trainer to finish
 _WRITER_POLL_S = 0.05
+_SHOWN = 20  # steps in a notebook's table
 
 
 class ManagerBase(ManagedRun):
@@ -333,7 +336,7 @@ class ManagerBase(ManagedRun):
     def _repr_html_(self) -> str:
         """Return a table of the steps for notebooks, as this rank sees the directory. Blocks to read it."""
         infos = self._scanner.scan()
-        return html_table(repr(self)[1:-1], infos, select(self._keep, infos, time.time()), self._retention.pinned)
+        return _html_table(repr(self)[1:-1], infos, select(self._keep, infos, time.time()), self._retention.pinned)
 
 
 def _checkpointer_of(options: ManagerOptions, kind: type[CheckpointerBase]) -> CheckpointerBase:
@@ -349,3 +352,28 @@ def _checkpointer_of(options: ManagerOptions, kind: type[CheckpointerBase]) -> C
     if given:
         raise TypeError(f"{', '.join(given)}: these are options of the checkpointer, which was given: set them there")
     return options.checkpointer
+
+
+def _html_table(
+    title: str, infos: Sequence[StepInfo], kept: Mapping[int, Sequence[str]], pinned: Collection[int]
+) -> str:
+    """Return a table of the last steps: state, size, time, metrics, and the policies that keep each."""
+    metrics = sorted({name for info in infos for name in info.metrics})
+    rows = [_row(info, metrics, kept, pinned) for info in infos[-_SHOWN:]]
+    head = "".join(
+        f"<th>{html.escape(printable_key(name))}</th>"
+        for name in ("step", "state", "size", "saved", *metrics, "kept by")
+    )
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    earlier = f"<p>and {len(infos) - len(rows)} earlier ones</p>" if len(infos) > len(rows) else ""
+    return f"<p><b>{html.escape(printable_key(title))}</b></p><table><tr>{head}</tr>{body}</table>{earlier}"
+
+
+def _row(
+    info: StepInfo, metrics: Sequence[str], kept: Mapping[int, Sequence[str]], pinned: Collection[int]
+) -> list[str]:
+    saved = datetime.fromtimestamp(info.time).astimezone().isoformat(" ", "seconds")
+    values = [f"{info.metrics[name]:.6g}" if name in info.metrics else "" for name in metrics]
+    reasons = [*kept.get(info.step, ()), *(["a pin"] if info.step in pinned else [])]
+    state = f"{info.state}: {info.problem}" if info.problem else info.state
+    return [str(info.step), state, size_text(info.nbytes), saved, *values, ", ".join(reasons)]

@@ -7,6 +7,7 @@ import random
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -32,11 +33,7 @@ class RngState:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return the states of this rank's generators, as ``{"rank0": {"python": ..., "numpy": ..., "cpu": ...}}``."""
-        own: dict[str, Any] = {"python": random.getstate()}
-        numpy = _numpy_text()
-        if numpy is not None:
-            own["numpy"] = numpy
-        own["cpu"] = torch.get_rng_state()
+        own = {"python": random.getstate(), "numpy": _numpy_text(), "cpu": torch.get_rng_state()}
         if torch.accelerator.is_available():
             kind, module, count = _accelerator()
             # Initialising a device in a process that does not use it costs time and memory, and forbids to fork it.
@@ -90,24 +87,14 @@ def _accelerator() -> tuple[str, Any, int]:
     return device.type, torch.get_device_module(device), torch.accelerator.device_count()
 
 
-def _numpy_text() -> str | None:
-    """Return the state of NumPy's global generator, whichever it is, as JSON; None without NumPy."""
-    try:
-        import numpy.random
-    except ImportError:
-        return None
-    state = numpy.random.get_state(legacy=False)
+def _numpy_text() -> str:
+    """Return the state of NumPy's global generator, whichever it is, as JSON."""
+    state = np.random.get_state(legacy=False)
     return json.dumps(state, default=lambda array: {"dtype": array.dtype.str, "values": array.tolist()})
 
 
 def _set_numpy(text: str) -> None:
-    """Set NumPy's global generator, where NumPy is."""
-    try:
-        import numpy.random
-    except ImportError:
-        return
-
     def array_of(part: dict[str, Any]) -> Any:
-        return numpy.array(part["values"], part["dtype"]) if part.keys() == {"dtype", "values"} else part
+        return np.array(part["values"], part["dtype"]) if part.keys() == {"dtype", "values"} else part
 
-    numpy.random.set_state(json.loads(text, object_hook=array_of))
+    np.random.set_state(json.loads(text, object_hook=array_of))

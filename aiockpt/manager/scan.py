@@ -25,13 +25,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.errors import printable_key
-from aiockpt.format.manifest.manifest import (
-    FileFacts,
-    Manifest,
-    decode_head,
-    is_of_another_save,
-    read_user_metadata,
-)
+from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_another_save, read_user_metadata
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
@@ -146,7 +140,7 @@ class StepScanner:
         wrong = _wrong_file(facts.files, sizes)
         if wrong is None:
             return known
-        if METADATA_NAME in sizes and is_of_another_save(facts.manifest, _read(os.path.join(path, METADATA_NAME))):
+        if METADATA_NAME in sizes and is_of_another_save(facts.files, _read(os.path.join(path, METADATA_NAME))):
             return _without_manifest(info, sizes)
         return replace(known, state="damaged", problem=wrong)
 
@@ -197,8 +191,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 class _Facts:
     """The contents of a manifest that matters here."""
 
-    files: Mapping[str, int]
-    manifest: Manifest  # with the facts of `.metadata` alone
+    files: Mapping[str, FileFacts]
     time: float
     metrics: Mapping[str, float]
     metadata: Mapping[str, Any]
@@ -210,12 +203,12 @@ def _without_manifest(info: StepInfo, sizes: Mapping[str, int]) -> StepInfo:
     return replace(info, state="unfinished", problem=f"it has neither {MANIFEST_NAME} nor {METADATA_NAME}")
 
 
-def _wrong_file(files: Mapping[str, int], sizes: Mapping[str, int]) -> str | None:
-    for name, nbytes in files.items():
+def _wrong_file(files: Mapping[str, FileFacts], sizes: Mapping[str, int]) -> str | None:
+    for name, facts in files.items():
         if name not in sizes:
             return f"it lacks its file {printable_key(name)}"
-        if sizes[name] != nbytes:
-            return f"{printable_key(name)} has {sizes[name]} bytes, but was written with {nbytes}"
+        if sizes[name] != facts.nbytes:
+            return f"{printable_key(name)} has {sizes[name]} bytes, but was written with {facts.nbytes}"
     return None
 
 
@@ -235,14 +228,8 @@ def _decode(data: bytes) -> _Facts | None:
             del metadata[RUN_KEY]
         else:  # of a program that saves without a manager
             run = {}
-        files = {name: int(facts["bytes"]) for name, facts in head["files"].items()}
-        described = head["files"].get(METADATA_NAME)
-        known = (
-            {} if described is None else {METADATA_NAME: FileFacts(files[METADATA_NAME], int(described["crc32"], 16))}
-        )
         return _Facts(
-            files=files,
-            manifest=Manifest(str(head["writer"]), str(head["created"]), files=known),
+            files={n: FileFacts(int(each["bytes"]), int(each["crc32"], 16)) for n, each in head["files"].items()},
             time=_time_of(run.get("time"), head["created"]),
             metrics=_metrics_of(run.get("metrics")),
             metadata=metadata,

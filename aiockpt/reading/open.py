@@ -209,7 +209,7 @@ def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> Ind
 def _is_replaced(source: Source, path: str, manifest: Manifest) -> bool:
     """Return whether another program has replaced `.metadata` and left our manifest."""
     begin = _bytes(source, METADATA_NAME, 0, min(3, source.files[METADATA_NAME]))  # all of it is rarely needed
-    return is_pickled(begin) and is_of_another_save(manifest, read_document(source, METADATA_NAME, path))
+    return is_pickled(begin) and is_of_another_save(manifest.files, read_document(source, METADATA_NAME, path))
 
 
 def find_ranks(source: Source, path: str) -> dict[int, str]:

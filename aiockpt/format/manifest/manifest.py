@@ -115,15 +115,15 @@ def is_pickled(metadata: bytes) -> bool:
     return metadata[:1] == b"\x80" and metadata[2:3] in _PICKLED
 
 
-def is_of_another_save(manifest: Manifest, metadata: bytes) -> bool:
-    """Return whether a manifest was left by a checkpoint that another program has replaced in place.
+def is_of_another_save(files: Mapping[str, FileFacts], metadata: bytes) -> bool:
+    """Return whether a manifest was left by a checkpoint that another program has replaced in place, by its files.
 
     It records a `.metadata` other than this one, which is pickled and names its save in a `StorageMeta`, as torch's
     writers do and aiockpt's does not. A damaged or edited `.metadata` of aiockpt's does neither.
     """
     if not (is_pickled(metadata) and b"save_id" in metadata):
         return False
-    facts = manifest.files.get(METADATA_NAME)
+    facts = files.get(METADATA_NAME)
     return facts is None or facts != FileFacts(len(metadata), crc32(metadata))
 
 

@@ -237,7 +237,7 @@ class _Reading:
         """Return the manifest and the bytes of `.metadata`, as far as they can be read and belong together."""
         manifest = self._decoded(MANIFEST_NAME, decode_manifest, self._read_file(MANIFEST_NAME))
         metadata = self._read_file(METADATA_NAME)
-        if manifest and metadata is not None and is_of_another_save(manifest, metadata):
+        if manifest and metadata is not None and is_of_another_save(manifest.files, metadata):
             self.findings.add("manifest", MANIFEST_NAME, NOT_ITS_MANIFEST, severity="warning")
             self._is_replaced = True
             manifest = None
