@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +31,13 @@ _LEAST_GAPS = 1 << 20
 _GAPS_PER_NAME = 64
 
 
-@dataclass(slots=True)
-class _Claims:
-    """The items of one file: begin, end, and owner with whether other items may have the same bytes."""
-
-    begins: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    owners: list[tuple[str, TensorEntry | ObjectEntry, bool]] = field(default_factory=list)
+# An item of a file: begin, end, key, entry, and whether other items may have the same bytes.
+_Claim = tuple[int, int, str, TensorEntry | ObjectEntry, bool]
 
 
 def check_index(path: str, index: Index, files: Mapping[str, int], *, is_part: bool = False) -> None:
     """Check an index against the sizes of the files it refers to; one rank's part of it may lack chunks of tensors."""
-    claims: defaultdict[str, _Claims] = defaultdict(_Claims)
+    claims: defaultdict[str, list[_Claim]] = defaultdict(list)
     room = _LEAST_CORNERS
     for name, entry in index.entries.items():
         if isinstance(entry, TensorEntry):
@@ -64,7 +58,7 @@ def _claim(
     entry: TensorEntry | ObjectEntry,
     place: ItemRange,
     files: Mapping[str, int],
-    claims: defaultdict[str, _Claims],
+    claims: defaultdict[str, list[_Claim]],
     *,
     shared: bool,
 ) -> None:
@@ -72,10 +66,7 @@ def _claim(
     if not 0 <= place.offset <= end <= files.get(place.file, -1):
         raise misplaced(path, name, place, files.get(place.file))
     if place.length:
-        claimed = claims[place.file]
-        claimed.begins.append(place.offset)
-        claimed.ends.append(end)
-        claimed.owners.append((name, entry, shared))
+        claims[place.file].append((place.offset, end, name, entry, shared))
 
 
 def misplaced(path: str, name: str, place: ItemRange, size: int | None) -> LoadError:
@@ -130,23 +121,23 @@ def _item_fits(item: TensorItem, length: int) -> bool:
     return view_fits(item.storage_offset, item.shape, item.stride, item.dtype.itemsize, item.nbytes)
 
 
-def _check_disjoint(path: str, file: str, claimed: _Claims) -> None:
+def _check_disjoint(path: str, file: str, claimed: Sequence[_Claim]) -> None:
     """Check that the items of a file are disjoint, except items that are the same tensor under several keys."""
-    begins, ends = np.array(claimed.begins, np.int64), np.array(claimed.ends, np.int64)
+    begins, ends = (np.array([claim[n] for claim in claimed], np.int64) for n in (0, 1))
     order = np.lexsort((ends, begins))
     begins, ends = begins[order], ends[order]
     same = (begins[1:] == begins[:-1]) & (ends[1:] == ends[:-1])
     wrong = (begins[1:] < np.maximum.accumulate(ends)[:-1]) & ~same
     if wrong.any():
         at = int(wrong.argmax())
-        one, other = (claimed.owners[order[n]][0] for n in (at, at + 1))
+        one, other = (claimed[order[n]][2] for n in (at, at + 1))
         raise CorruptCheckpointError(
             f"{path}/{file}: the items of {one} and {other} overlap at byte {begins[at + 1]}; the metadata is damaged"
         )
     tied: set[tuple[int, int]] = set()
     for at in np.flatnonzero(same).tolist():
-        one, first, first_shared = claimed.owners[order[at]]
-        other, second, second_shared = claimed.owners[order[at + 1]]
+        _, _, one, first, first_shared = claimed[order[at]]
+        _, _, other, second, second_shared = claimed[order[at + 1]]
         if (first_shared and second_shared) or (id(first), id(second)) in tied:
             continue
         if one == other or not isinstance(first, TensorEntry) or first != second:

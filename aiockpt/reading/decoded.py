@@ -72,7 +72,7 @@ def _decode_once(transform: Transform | Zstd, pieces: Iterable[memoryview], most
     yield part
 
 
-def _updates(decoder: Decoder, data: memoryview, most: int) -> Iterator[memoryview]:
+def _updates(decoder: Decoder | ZstdDecoder, data: memoryview, most: int) -> Iterator[memoryview]:
     made = decoder.parts(data) if isinstance(decoder, ZstdDecoder) else (decoder.update(data, most),)
     for part in made:
         yield memoryview(part).cast("B")
@@ -223,19 +223,28 @@ class DecodedSource(Source):
 
     def _pieces(self, item: VirtualFile) -> Iterator[memoryview]:
         """Yield the decoded item piece by piece; damage raises at the latest after the last piece."""
-        stored = _StoredBytes(item.place, self._window)
-        total = 0
+        window, place = self._window, item.place
+        total = crc = 0
+
+        def read_stored() -> Iterator[memoryview]:
+            nonlocal crc
+            for at in range(0, place.length, _STEP_BYTES):
+                view = window.read(place.file, place.offset + at, min(_STEP_BYTES, place.length - at))
+                crc = crc32(view, crc)
+                yield view
+
+        stored = read_stored()
         try:
-            for piece in decode_item(self._transforms_of(item), stored.rest(), item.place.length, item.most):
+            for piece in decode_item(self._transforms_of(item), stored, place.length, item.most):
                 total += len(piece)
                 self._draw(item, total)
                 yield piece
         except TransformFailedError as exc:
-            for _ in stored.rest():
+            for _ in stored:
                 pass  # the CRC of all stored bytes tells damaged bytes from a wrong key or option of the transform
-            self._check_crc(item, stored.crc)
+            self._check_crc(item, crc)
             raise self._failed(item, exc) from exc.__cause__
-        self._check_crc(item, stored.crc)
+        self._check_crc(item, crc)
         if total != item.most and item.is_exact:
             raise self._short(item, total)
 
@@ -314,36 +323,14 @@ class _Window:
         """Return up to `_STEP_BYTES` bytes, valid until the next call."""
         if file != self._file or offset < self._begin or offset + count > self._end:
             follows = file == self._file and 0 <= offset - self._end <= _NEAR_BYTES
+            wanted = max(count, _AHEAD_BYTES) if follows else count
+            wanted = min(wanted, self._source.files.get(file, offset + wanted) - offset)
+            skip = offset % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
             self._file = ""  # the buffer is invalid if reading fails
-            self._fill(file, offset, max(count, _AHEAD_BYTES) if follows else count)
+            self._source.read(file, offset, self._buffer[skip : skip + wanted])
+            self._file, self._begin, self._end = file, offset, offset + wanted
         at = self._begin % _PAGE_BYTES + offset - self._begin
         return self._buffer[at : at + count]
-
-    def _fill(self, file: str, offset: int, count: int) -> None:
-        count = min(count, self._source.files.get(file, offset + count) - offset)
-        skip = offset % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
-        self._source.read(file, offset, self._buffer[skip : skip + count])
-        self._file, self._begin, self._end = file, offset, offset + count
-
-
-class _StoredBytes:
-    """The stored bytes of an item, piece by piece, and their CRC so far."""
-
-    def __init__(self, place: ItemRange, window: _Window) -> None:
-        self._place = place
-        self._window = window
-        self._at = 0
-        self.crc = 0
-
-    def rest(self) -> Iterator[memoryview]:
-        """Yield the pieces that were not yielded yet."""
-        place = self._place
-        while self._at < place.length:
-            count = min(_STEP_BYTES, place.length - self._at)
-            view = self._window.read(place.file, place.offset + self._at, count)
-            self._at += count
-            self.crc = crc32(view, self.crc)
-            yield view
 
 
 # --- memory for decoded items ---------------------------------------------------------------------------

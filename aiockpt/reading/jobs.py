@@ -23,7 +23,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from aiockpt.core import pages
 from aiockpt.core.gc_pause import gc_pause
-from aiockpt.core.strides import is_dense, row_strides
+from aiockpt.core.strides import is_dense, row_strides, span
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
@@ -212,7 +212,7 @@ class CoalescedRead:
     def __init__(self, spans: list[_Span], framing: FramingReader) -> None:
         self._spans = spans
         self._framing = framing
-        self.nbytes = sum(span.end - span.begin for span in spans)
+        self.nbytes = sum(each.end - each.begin for each in spans)
         self.file = spans[0].file
 
     @gc_pause()
@@ -221,19 +221,19 @@ class CoalescedRead:
         framing, view, address = self._framing, buffer.view, buffer.address
         found: list[tuple[TensorRead, TensorItem, int]] = []
         at = 0
-        for span in self._spans:
-            at += (span.begin - at) % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
-            framing.source.read(span.file, span.begin, view[at : at + span.end - span.begin])
-            for read in span.reads:
+        for each in self._spans:
+            at += (each.begin - at) % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
+            framing.source.read(each.file, each.begin, view[at : at + each.end - each.begin])
+            for read in each.reads:
                 place = read.chunk.place
-                start = at + place.offset - span.begin
+                start = at + place.offset - each.begin
                 item = read.chunk.item or framing.parse(read, view[start : start + place.length])
                 start += item.payload_offset
                 if framing.verify and item.crc is not None and crc32(view[start : start + item.nbytes]) != item.crc:
                     raise framing.wrong_crc(read, item)
                 _check_target(read)
                 found.append((read, item, start))
-            at += span.end - span.begin
+            at += each.end - each.begin
         # No target is changed before all items of the batch were checked.
         _make_tensors([(read, item) for read, item, _ in found])
         left: list[Placement] = []
@@ -245,8 +245,8 @@ class CoalescedRead:
         return left
 
     def finish(self) -> None:
-        for span in self._spans:
-            for read in span.reads:
+        for each in self._spans:
+            for read in each.reads:
                 read.pending = 0
 
 
@@ -316,8 +316,10 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
     if not item.nbytes or 0 in item.shape:
         return None
     if read.selections is not None:
-        item, skipped = _select(item, read.selections)
+        item = _select(item, read.selections)
+        size, skipped = item.dtype.itemsize, item.storage_offset * item.dtype.itemsize
         start, address = start + skipped, address + skipped
+        item = item._replace(storage_offset=0, nbytes=span(item.shape, item.stride) * size)
     if _is_image(target, item):
         copy_small(target.data_ptr(), address, item.nbytes)
         return None
@@ -327,14 +329,14 @@ def _place(read: TensorRead, item: TensorItem, buffer: memoryview, start: int, a
     return Placement(target, _strided_view(data, item), item.conj, item.neg)
 
 
-def _select(item: TensorItem, selections: Sequence[Selection]) -> tuple[TensorItem, int]:
-    """Return a part of a tensor as an item of its own, and the number of payload bytes before it."""
+def _select(item: TensorItem, selections: Sequence[Selection] | None) -> TensorItem:
+    """Return a part of a tensor, per dimension, as another view of the same payload."""
+    if selections is None:
+        return item
     shape = tuple(each.count for each in selections)
     stride = tuple(step * each.step for each, step in zip(selections, item.stride, strict=True))
     first = item.storage_offset + sum(each.start * step for each, step in zip(selections, item.stride, strict=True))
-    extent = 1 + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
-    size = item.dtype.itemsize
-    return item._replace(shape=shape, stride=stride, storage_offset=0, nbytes=extent * size), first * size
+    return item._replace(shape=shape, stride=stride, storage_offset=first)
 
 
 def _is_image(target: torch.Tensor, item: TensorItem) -> bool:
@@ -386,7 +388,8 @@ class ChunkRead:
             self._stream: StoredStream = as_stream((item.nbytes,), (1,), 0)
         else:
             self._size = item.dtype.itemsize
-            self._stream = _stream_of(read, item)
+            part = _select(item, read.selections)
+            self._stream = as_stream(part.shape, part.stride, part.storage_offset)
         self.nbytes = self._stream.count * self._size
         self._memory = memory if memory is not None else self._target_memory()
         self._is_fresh = is_fresh
@@ -533,12 +536,3 @@ class ChunkPart:
 
 
 ReadJob = CoalescedRead | ChunkPart
-
-
-def _stream_of(read: TensorRead, item: TensorItem) -> StoredStream:
-    """Return the requested elements as a strided view of the payload."""
-    if read.selections is None:
-        return as_stream(item.shape, item.stride, item.storage_offset)
-    offset = item.storage_offset + sum(s.start * d for s, d in zip(read.selections, item.stride, strict=True))
-    shape = [selection.count for selection in read.selections]
-    return as_stream(shape, [s.step * d for s, d in zip(read.selections, item.stride, strict=True)], offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from isal.isal_zlib import crc32
@@ -37,16 +37,11 @@ class _Storage:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
+class _View(NamedTuple):
     """The contents of data.pkl: a strided view of one storage."""
 
-    storage: _Storage
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    flags: frozenset[str]
+    key: str  # of the storage
+    item: TensorItem  # without payload offset and CRC; ``nbytes`` of the storage
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -74,10 +69,11 @@ def _rebuild_v3(
         raise FramingError("data.pkl does not describe a tensor")
     if metadata is not None and (type(metadata) is not dict or len(metadata) > len(_FLAGS)):
         raise FramingError("data.pkl describes a tensor with more than its values")
-    flags = frozenset(name for name in _FLAGS if metadata and metadata.get(name))
-    if ("conj" in flags and not dtype.is_complex) or ("neg" in flags and dtype not in _NEGATED):
+    conj, neg = (bool(metadata and metadata.get(name)) for name in _FLAGS)
+    if (conj and not dtype.is_complex) or (neg and dtype not in _NEGATED):
         raise FramingError(f"data.pkl describes a {dtype} with flags that it can't have")
-    return _View(storage, _number(offset), _sizes(shape), _sizes(stride), dtype, flags)
+    sizes, strides, begin = _sizes(shape), _sizes(stride), _number(offset)
+    return _View(storage.key, TensorItem(dtype, sizes, strides, begin, 0, storage.nbytes, None, conj, neg))
 
 
 def _rebuild_parameter(data: Any, _grad: Any, _hooks: Any, _state: Any = None) -> _View:
@@ -152,26 +148,16 @@ def _read_data_pkl(records: dict[str, Record], length: int, fetch: Callable[[int
 def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> TensorItem:
     """Parse an item of ``length`` bytes; ``fetch`` returns the bytes at (offset, size), and never reads the payload."""
     records = {r.name.partition("/")[2]: r for r in read_directory(length, fetch)}
-    view, has_crcs = _read_data_pkl(records, length, fetch)
-    payload = records.get(f"data/{view.storage.key}")
-    if payload is None or payload.size < view.storage.nbytes:
+    (key, item), has_crcs = _read_data_pkl(records, length, fetch)
+    payload = records.get(f"data/{key}")
+    if payload is None or payload.size < item.nbytes:
         raise FramingError("the record of the tensor's bytes is missing or too short")
     at = data_offset(payload, fetch)
     if at + payload.size > length:
         raise FramingError("the tensor lies outside its item")
-    if not view_fits(view.offset, view.shape, view.stride, view.dtype.itemsize, payload.size):
+    if not view_fits(item.storage_offset, item.shape, item.stride, item.dtype.itemsize, payload.size):
         raise FramingError("the tensor is larger than its bytes")
-    return TensorItem(
-        dtype=view.dtype,
-        shape=view.shape,
-        stride=view.stride,
-        storage_offset=view.offset,
-        payload_offset=at,
-        nbytes=payload.size,
-        crc=payload.crc if has_crcs else None,
-        conj="conj" in view.flags,
-        neg="neg" in view.flags,
-    )
+    return item._replace(payload_offset=at, nbytes=payload.size, crc=payload.crc if has_crcs else None)
 
 
 class TemplateCache(Generic[T]):

@@ -201,15 +201,6 @@ class ZstdDecoder:
             if made:
                 yield made
 
-    def update(self, data: memoryview, most: int) -> bytes:
-        made: list[bytes] = []
-        for part in self.parts(data):
-            most -= len(part)
-            if most < 0:
-                raise FrameError("they stand for more bytes than they should")
-            made.append(part)
-        return b"".join(made)
-
     def finish(self, most: int) -> bytes:
         if not self._walker.over:
             raise FrameError("the zstd frame is cut short")

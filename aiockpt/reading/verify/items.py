@@ -176,18 +176,22 @@ class ItemVerifier:
         self._buffers.append(buffer)
 
     def _read_segment(self, file: StoredFile, segment: _Segment, buffer: memoryview) -> int:
-        total = _Sum()
-        view = buffer[:0]
+        view, crc = buffer[:0], 0
+
+        def add(part: memoryview) -> None:
+            nonlocal crc
+            crc = crc32(part, crc)
+
         for at in range(segment.start, segment.stop, STEP_BYTES):
             skip = at % _PAGE_BYTES  # same offset in the page as in the file, as O_DIRECT requires
             view = buffer[skip : skip + min(STEP_BYTES, segment.stop - at)]
-            self._source.read(file.name, at, view, total.add)
+            self._source.read(file.name, at, view, add)
         for extent in segment.extents:
             if isinstance(extent.owner, CheckedRange):
-                extent.owner.parts.append((segment.start, segment.stop - segment.start, total.crc))
+                extent.owner.parts.append((segment.start, segment.stop - segment.start, crc))
             else:
                 self._check_small(extent.owner, view[extent.start - segment.start : extent.stop - segment.start])
-        return total.crc
+        return crc
 
     def _check_small(self, item: StoredItem, data: memoryview) -> None:
         if item.kind == "raw":
@@ -268,13 +272,3 @@ class ItemVerifier:
         self._findings.add(kind, file, str(exc), offset=offset)
         for item in items:
             self._report(item, kind, "it could not be read", max(0, offset - item.start))
-
-
-class _Sum:
-    """A running CRC-32."""
-
-    def __init__(self) -> None:
-        self.crc = 0
-
-    def add(self, view: memoryview) -> None:
-        self.crc = crc32(view, self.crc)

@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from aiockpt.format.transforms.zstd import MOST_RATIO, FrameError, Zstd
+from aiockpt.reading.decoded import TransformFailedError, decode_item
 
 RAW = {
     "nothing": b"",
@@ -34,8 +35,8 @@ def as_torch(raw: bytes) -> bytes:
 
 def decoded(stored: bytes, most: int, step: int = 1 << 20) -> bytes:
     decoder = Zstd().decoder()
-    made = [decoder.update(memoryview(stored)[at : at + step], most) for at in range(0, len(stored), step)]
-    return b"".join(made) + decoder.finish(most)
+    pieces = [memoryview(stored)[at : at + step] for at in range(0, len(stored), step)]
+    return b"".join([part for piece in pieces for part in decoder.parts(piece)]) + decoder.finish(most)
 
 
 @pytest.mark.parametrize("encode", [ours, as_torch])
@@ -72,8 +73,8 @@ def test_a_bomb_is_stopped_before_it_fills_the_memory() -> None:
     assert MOST_RATIO * len(bomb) >= 1 << 31
     tracemalloc.start()
     try:
-        with pytest.raises(FrameError, match="more bytes"):
-            Zstd().decoder().update(memoryview(bomb), 1 << 20)
+        with pytest.raises(TransformFailedError, match="more than the 1048576 bytes"):
+            list(decode_item([Zstd()], [memoryview(bomb)], len(bomb), 1 << 20))
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
         tracemalloc.stop()
