@@ -14,15 +14,7 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import ShapeMismatchError
 from aiockpt.format.index import TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES, torch_dtype, view_array
-from aiockpt.planning.dtensor import (
-    LocalPart,
-    ShardingError,
-    counted,
-    is_distributed,
-    local_parts,
-    whole_dtype,
-    whole_shape,
-)
+from aiockpt.planning.dtensor import ShardingError, counted, is_distributed, local_parts, whole_dtype, whole_shape
 from aiockpt.planning.flatten import TENSOR_TYPES
 from aiockpt.planning.ranges import Selection
 
@@ -96,18 +88,15 @@ def _distributed_target(path: str, name: str, entry: Entry, leaf: Any, dtype: to
     if shape is not None:
         _check_shape(path, name, entry.shape, shape)
     _check_dtype(path, name, entry.dtype, whole_dtype(leaf), dtype)
+    regions = []
     for part in parts:
+        sizes = tuple(part.tensor.shape)
         # An entry of the shape of the part, so that its memory is checked like any tensor's.
-        form = TensorEntry(entry.dtype, tuple(part.tensor.shape), entry.chunks)
+        form = TensorEntry(entry.dtype, sizes, entry.chunks)
         check_target(path, f"this rank's part of {name}", form, part.tensor, dtype)
-    return Target([Region(name, entry, part.tensor, _wanted(part)) for part in parts], counted(leaf, parts))
-
-
-def _wanted(part: LocalPart) -> tuple[Selection, ...] | None:
-    sizes = part.tensor.shape
-    if sizes == part.shard.shape:
-        return None
-    return tuple(map(Selection, part.shard.offsets, sizes))
+        wanted = None if sizes == part.shard.shape else tuple(map(Selection, part.shard.offsets, sizes))
+        regions.append(Region(name, entry, part.tensor, wanted))
+    return Target(regions, counted(leaf, parts))
 
 
 def relocated(tensor: torch.Tensor, move: Callable[[torch.UntypedStorage, str], Any]) -> torch.Tensor:

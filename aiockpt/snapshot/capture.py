@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from aiockpt.planning.filters import Filter
     from aiockpt.planning.flatten import NameMemo
-    from aiockpt.snapshot.live import LiveObject
 
 # --- shards of distributed tensors, and encoded tensors -------------------------------------------
 
@@ -177,7 +176,8 @@ def capture_state(
         raise SaveError(str(exc)) from None
     filter_leaves(flat, include, exclude, may_be_empty=ranks is not None)
     if ranks is not None:
-        check_optimizers(_saved(resolved.objects, flat), SaveError, flat.leaves, ranks)
+        saved = [each for each in resolved.objects if any(path[: len(each.path)] == each.path for path in flat.paths)]
+        check_optimizers(saved, SaveError, flat.leaves, ranks)
     shards: dict[int, Shard] = {}
     wholes: dict[int, torch.Tensor] = {}
     kinds = {type(leaf): leaf for leaf in flat.leaves}
@@ -191,11 +191,6 @@ def capture_state(
         (leaf, whole, whole._version) for leaf, whole in wholes.items() if snapshot.versions[leaf] is not None
     ]
     return snapshot
-
-
-def _saved(objects: Sequence[LiveObject], flat: FlatState) -> list[LiveObject]:
-    """Return the live objects of which filters have left something."""
-    return [each for each in objects if any(path[: len(each.path)] == each.path for path in flat.paths)]
 
 
 def capture_items(items: Sequence[tuple[str, torch.Tensor | bytes]], *, sampled: bool = False) -> Snapshot:

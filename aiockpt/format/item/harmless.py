@@ -366,10 +366,6 @@ def _get(width: int) -> Handler:
     return push
 
 
-def _refused(m: _Builder, at: int) -> int:
-    raise PickleError(f"opcode {m.data[at - 1]:#04x} is not one that plain data needs")
-
-
 _DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 _CALLABLE = frozenset(id(value) for value in _GLOBALS.values() if not isinstance(value, torch.dtype)) - {id(np.ndarray)}
 _OWN: dict[str, Handler] = {
@@ -386,4 +382,4 @@ _OWN: dict[str, Handler] = {
     "\x81": _new,
     "b": _build,
 }
-_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrc", refuse=_refused)
+_HANDLERS = handler_table(_OWN, shared="\x80.(N\x88\x89KMJ\x8aGXqrc")

@@ -129,8 +129,14 @@ def _read_view(data_pkl: bytes) -> _View:
 _read_short_view = lru_cache(maxsize=16_384)(_read_view)
 
 
-def _read_data_pkl(records: dict[str, Record], length: int, fetch: Callable[[int, int], bytes]) -> tuple[_View, bool]:
-    """Return the view that data.pkl describes, and whether the item carries CRCs."""
+def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> TensorItem:
+    """Parse an item of ``length`` bytes; ``fetch`` returns the bytes at (offset, size), and never reads the payload."""
+    return _parse(length, fetch)[0]
+
+
+def _parse(length: int, fetch: Callable[[int, int], bytes]) -> tuple[TensorItem, Record, Record]:
+    """Return the item, and the records of its pickle and of its payload."""
+    records = {r.name.partition("/")[2]: r for r in read_directory(length, fetch)}
     if "data.pkl" not in records:
         raise FramingError("the item has no data.pkl")
     pkl = records["data.pkl"]
@@ -142,13 +148,7 @@ def _read_data_pkl(records: dict[str, Record], length: int, fetch: Callable[[int
         raise FramingError("data.pkl does not match its CRC")
     if "byteorder" in records and fetch(data_offset(records["byteorder"], fetch), 6) != b"little":
         raise FramingError("big-endian tensors can't be read here")
-    return (_read_short_view if len(data_pkl) <= _SHORT_BYTES else _read_view)(data_pkl), has_crcs
-
-
-def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> TensorItem:
-    """Parse an item of ``length`` bytes; ``fetch`` returns the bytes at (offset, size), and never reads the payload."""
-    records = {r.name.partition("/")[2]: r for r in read_directory(length, fetch)}
-    (key, item), has_crcs = _read_data_pkl(records, length, fetch)
+    key, item = (_read_short_view if len(data_pkl) <= _SHORT_BYTES else _read_view)(data_pkl)
     payload = records.get(f"data/{key}")
     if payload is None or payload.size < item.nbytes:
         raise FramingError("the record of the tensor's bytes is missing or too short")
@@ -157,7 +157,8 @@ def parse_tensor_item(length: int, fetch: Callable[[int, int], bytes]) -> Tensor
         raise FramingError("the tensor lies outside its item")
     if not view_fits(item.storage_offset, item.shape, item.stride, item.dtype.itemsize, payload.size):
         raise FramingError("the tensor is larger than its bytes")
-    return item._replace(payload_offset=at, nbytes=payload.size, crc=payload.crc if has_crcs else None)
+    item = item._replace(payload_offset=at, nbytes=payload.size, crc=payload.crc if has_crcs else None)
+    return item, pkl, payload
 
 
 class TemplateCache(Generic[T]):
@@ -201,15 +202,8 @@ class ItemParser:
         def fetch(offset: int, size: int) -> bytes:
             return bytes(item[offset : offset + size])
 
-        parsed = parse_tensor_item(len(item), fetch)
-        records = read_directory(len(item), fetch)
-        pkl = next(r for r in records if r.name.endswith("data.pkl"))
-        payload = next((r for r in records if r.name.endswith("/data/0")), None)
+        parsed, pkl, payload = _parse(len(item), fetch)
         # The bytes before the payload identify a template, so they must include the description of the tensor.
-        if (
-            payload is not None
-            and pkl.header_offset < payload.header_offset
-            and data_offset(payload, fetch) == parsed.payload_offset
-        ):
+        if pkl.header_offset < payload.header_offset:
             self._templates.add(item, parsed.payload_offset, (parsed, payload.crc_at))
         return parsed

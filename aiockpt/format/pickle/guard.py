@@ -481,16 +481,12 @@ def _set_items(g: _Guard, items: list[Any]) -> None:
         g.charge(target.collisions - collisions)
 
 
-def _args(value: Any) -> list[Any]:
-    if not isinstance(value, _AbstractValue) or value.items is None:
-        raise PickleError("it calls a function without a tuple of arguments")
-    return value.items
-
-
 def _reduce(g: _Guard, at: int) -> int:
-    args = _args(g.stack.pop())
-    g.charge(len(args))
-    g.stack[-1] = g.invoke(g.stack[-1], args)
+    args = g.stack.pop()
+    if not isinstance(args, _AbstractValue) or args.items is None:
+        raise PickleError("it calls a function without a tuple of arguments")
+    g.charge(len(args.items))
+    g.stack[-1] = g.invoke(g.stack[-1], args.items)
     return at
 
 

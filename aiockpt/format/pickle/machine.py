@@ -502,10 +502,10 @@ OPCODES: dict[str, Handler] = {
 }
 
 
-def handler_table(own: Mapping[str, Handler], shared: str, refuse: Handler) -> list[Handler]:
+def handler_table(own: Mapping[str, Handler], shared: str, refuse: Handler = _refused) -> list[Handler]:
     """Return handlers by opcode: a machine's own, those of ``OPCODES`` that it shares, and ``refuse`` for the rest."""
     table = {**{code: OPCODES[code] for code in shared}, **own}
     return [table.get(chr(code), refuse) for code in range(256)]
 
 
-HANDLERS: list[Handler] = handler_table(OPCODES, "", _refused)
+HANDLERS: list[Handler] = handler_table(OPCODES, "")
