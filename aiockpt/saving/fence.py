@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 def fence_all(jobs: Sequence[SaveJob], timeout: float | None) -> None:
     """Fence several saves; raise the first error after all were waited for."""
-    timeout = check_timeout(timeout)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = time.monotonic() + check_timeout(timeout)
     errors: list[Exception] = []
     for job in jobs:
         try:
-            job.fence(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            job.fence(max(0.0, deadline - time.monotonic()))
         except (AiockptError, TimeoutError) as exc:
             errors.append(exc)
     if errors:
@@ -60,9 +59,9 @@ class StepGuard:
         stop_waiting_before_steps(self._optimizer, self._before)
 
     def _wait(self) -> None:
-        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         for job in self._jobs():
-            hold_back(job, None if deadline is None else max(0.0, deadline - time.monotonic()), self._optimizer)
+            hold_back(job, max(0.0, deadline - time.monotonic()), self._optimizer)
 
 
 def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -99,7 +98,7 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return found
 
 
-def hold_back(job: SaveJob, timeout_s: float | None, optimizer: torch.optim.Optimizer) -> None:
+def hold_back(job: SaveJob, timeout_s: float, optimizer: torch.optim.Optimizer) -> None:
     """Order a step behind the copies of a save, or give up its snapshot. Raises no error of the save.
 
     Does nothing while a stream captures a CUDA graph, which can't wait for work outside of it; nothing runs yet then.

@@ -137,14 +137,14 @@ class SaveJob:
         self.throttle.unthrottle()
 
     def fence(self, timeout: float | None) -> None:
-        timeout = check_timeout(timeout)
+        timeout_s = check_timeout(timeout)
         if any(map(is_capturing, list(self.snapshot.events))):
             raise AiockptError(
                 f"fence() was called while a CUDA graph is captured, which can't wait for the copies of {self.path}: "
                 "call it before the capture, and before each replay"
             )
         try:
-            if self.order_behind(timeout):
+            if self.order_behind(timeout_s):
                 self.consistency.allow_changes()
             else:
                 self.handle.staged.result()
@@ -152,16 +152,15 @@ class SaveJob:
             if not self.spec.warn_only:
                 raise
 
-    def order_behind(self, timeout: float | None) -> bool:
+    def order_behind(self, timeout_s: float) -> bool:
         """Make the caller's current streams wait for the copies; block until these are enqueued.
 
         Returns whether there is anything left to wait for; if not, the save is staged or has failed.
         """
-        timeout = check_timeout(timeout)
         if not self.handle.staged.done():
             self.origin.check(f"fence() of {self.path}")
         self.unthrottle()
-        self.consistency.wait_until_issued(timeout)
+        self.consistency.wait_until_issued(timeout_s)
         if self.handle.staged.done():
             return False
         for stager in self.consistency.stagers:
@@ -213,10 +212,10 @@ class SaveJob:
         self.spec = replace(self.spec, pre_commit=None, post_commit=None)
 
 
-def check_timeout(timeout: float | None) -> float | None:
+def check_timeout(timeout: float | None) -> float:
     """Return the seconds to wait, bounded by what a lock can take."""
     if timeout is None:
-        return None
+        return threading.TIMEOUT_MAX
     if not timeout >= 0:
         raise ValueError(f"timeout must not be negative, nor NaN; it is {timeout!r}")
     return min(timeout, threading.TIMEOUT_MAX)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +49,7 @@ async def commit(folder: Path, workers: Workers, leave: Callable[[Path], object]
     joined.delete_sidecar = delete or joined.delete_sidecar
     leave(folder / f"{begun.ticket}-part-1")
     lead = None if rank else Leadership(None, WorldFacts(7, {}, {}, 0.0), overwrite=False)
-    record = pickle.dumps(RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead))
+    record = RecoveryRecord(rank, 2, SECRET, replace(NOTHING), lead)
     begin = Begin(0, path, b"", False, (), (), None, ticket=begun.ticket, joins=True)
     try:
         await OrphanCommit(begin, record, storage, joined, 0.02, workers).run({})

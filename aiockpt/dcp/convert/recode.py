@@ -81,9 +81,13 @@ class Recoding:
                     documents = await run(_documents, plan, metadata, containers)
                 await self._write(plan, filler, documents, transaction, tools)
             except BaseException as exc:
+                error = unwrapped(exc)
                 with anyio.CancelScope(shield=True):
-                    await _abort(transaction, unwrapped(exc))
-                raise unwrapped(exc) from unwrapped(exc).__cause__
+                    try:
+                        await transaction.abort()
+                    except AiockptError as worse:
+                        error.add_note(str(worse))
+                raise error from error.__cause__
         finally:
             await run(opened.source.close)
 
@@ -122,14 +126,6 @@ class Recoding:
         with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
             await writer.write_documents()
             await writer.commit()
-
-
-async def _abort(transaction: Transaction, error: BaseException) -> None:
-    """Remove what was written; if that fails too, add a note to the error that led here."""
-    try:
-        await transaction.abort()
-    except AiockptError as exc:
-        error.add_note(str(exc))
 
 
 class _Filler:

@@ -223,7 +223,7 @@ class ChildSave:
         orphan_commit = importlib.import_module("aiockpt.writing.process.orphan_commit").OrphanCommit
         await orphan_commit(
             self._begin,
-            inputs.recovery,
+            pickle.loads(inputs.recovery),
             self._storage,
             transaction,
             self._shared.agreement_timeout_s,

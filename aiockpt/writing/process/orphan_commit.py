@@ -54,26 +54,18 @@ class RecoveryRecord:
     leadership: Leadership | None  # on rank 0
 
 
+@dataclass(slots=True)
 class OrphanCommit:
     """One rank's side of the commit."""
 
-    def __init__(
-        self,
-        begin: Begin,
-        recovery: bytes,
-        storage: SharedStorage,
-        transaction: SharedTransaction,
-        timeout_s: float,
-        workers: Workers,
-    ) -> None:
-        self._begin = begin
-        self._record: RecoveryRecord = pickle.loads(recovery)
-        self._storage = storage
-        self._transaction = transaction
-        self._timeout_s = timeout_s  # without any progress
-        self._workers = workers
-        self._deadline = time.monotonic() + timeout_s
-        self._last_sizes: object = None
+    _begin: Begin
+    _record: RecoveryRecord
+    _storage: SharedStorage
+    _transaction: SharedTransaction
+    _timeout_s: float  # without any progress
+    _workers: Workers
+    _deadline: float = 0.0
+    _last_sizes: object = None
 
     async def run(self, files: dict[str, FileFacts]) -> None:
         """Commit this rank's files together with those of the others.
@@ -81,6 +73,7 @@ class OrphanCommit:
         When it returns, the checkpoint is published. If it raises CommitError, the checkpoint was removed.
         """
         record, transaction = self._record, self._transaction
+        self._deadline = time.monotonic() + self._timeout_s
         try:
             if await transaction.status() == "open":  # else the trainer of rank 0 has published or removed it
                 await self._put_sidecar(files)
