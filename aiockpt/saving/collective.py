@@ -190,10 +190,8 @@ class CollectiveSave(SaveStrategy):
     async def _last_round(self, mine: Written | BaseException, writer: ChunkWriter | None = None) -> Summary | None:
         """Report what was written, or an error, to rank 0; clean up if that fails.
 
-        If another trainer has died, a writer process can commit with the writer processes of the other ranks.
-
-        Returns:
-            Rank 0's summary of the checkpoint; None if the writer processes have committed it.
+        If another trainer has died, a writer process can commit with the writer processes of the other ranks. Returns
+        rank 0's summary of the checkpoint; None if the writer processes have committed it.
         """
         await self._job.turn.wait_for("over")
         self._over = True

@@ -65,11 +65,7 @@ class StepGuard:
 
 
 def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer whose steps call hooks: this one, or the one that it wraps.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """Return the optimizer whose steps call hooks: this one, or the one that it wraps; TypeError if there is none."""
     found, seen = optimizer, {id(optimizer)}
     while not getattr(type(found).step, "hooked", False):
         held = (getattr(found, name, None) for name in ("optimizer", "_optimizer"))

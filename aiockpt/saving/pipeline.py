@@ -242,11 +242,11 @@ class _Save:
                 codings=None if codings is None else pickle.dumps(codings),
                 again=job.fallback_error is not None,
             )
-            return RemoteWriter(tools.writer, order, job.spec.storage, layout, self._progress, tools.io_workers)
+            return RemoteWriter(tools.writer, order, job.spec.storage, layout, self._progress.wrote, tools.io_workers)
         threads = WriterThreads(tools.seal_workers, tools.io_workers)
         after = job.turn.before_is_over
         return FileWriter(
-            layout.images, plan.heads, names, threads, after=after, progress=self._progress, codings=codings
+            layout.images, plan.heads, names, threads, after=after, count=self._progress.wrote, codings=codings
         )
 
     async def _begin(self, writer: Writer) -> None:

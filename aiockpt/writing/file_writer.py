@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 
@@ -56,13 +56,6 @@ class CommitInputs:
     started: float  # when the save was called, by time.perf_counter(), which all processes of a host share
     waits: bool = False  # a pre_commit hook decides: not to be committed unless asked to, even if the trainer dies
     recovery: bytes | None = None  # several ranks: the pickled RecoveryRecord of this one
-
-
-class WriteProgress(Protocol):
-    """Counts the bytes that were written."""
-
-    def wrote(self, nbytes: int) -> None:
-        """Add bytes that a file has taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +134,14 @@ class FileWriter(ChunkWriter):
         threads: WriterThreads,
         *,
         after: anyio.Event | None = None,
-        progress: WriteProgress | None = None,
+        count: Callable[[int], object] = lambda _: None,
         codings: Sequence[ImageCoding] | None = None,
     ) -> None:
         self._images = images
         self._names = names
         self._threads = threads
         self._after = after
-        self._progress = progress
+        self._count = count  # of the bytes that a file has taken
         self._begun = anyio.Event()
         self._sealers = [_sealer_of(image, head) for image, head in zip(images, heads, strict=True)]
         self._inputs: list[MemoryObjectSendStream[FilledChunk]] = []
@@ -305,10 +298,6 @@ class FileWriter(ChunkWriter):
         with span("sync", 0, image.name):
             await sink.finish()
         self._finished += 1
-
-    def _count(self, nbytes: int) -> None:
-        if self._progress is not None:
-            self._progress.wrote(nbytes)
 
 
 def _sealer_of(image: FileImage, head: bytes) -> Sealer | PartSealer:

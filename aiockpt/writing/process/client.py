@@ -10,7 +10,7 @@ import anyio
 
 from aiockpt.errors import AiockptError, SaveError, WriteError
 from aiockpt.storage.base import Identity, Status, Storage, shared_storage
-from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk, WriteProgress
+from aiockpt.writing.file_writer import ChunkWriter, CommitInputs, FilledChunk
 from aiockpt.writing.process import messages
 from aiockpt.writing.process.error_transport import load_error
 
@@ -35,14 +35,14 @@ class RemoteWriter(ChunkWriter):
         order: messages.Begin,
         storage: Storage,
         layout: Layout,
-        progress: WriteProgress,
+        count: Callable[[int], object],
         workers: Workers,
     ) -> None:
         self._host = host
         self._order = order
         self._storage = storage
         self._layout = layout
-        self._progress = progress
+        self._count = count  # of the bytes that a file has taken
         self._workers = workers  # for cleaning up
         self._number = order.save
         self._may_begin = anyio.Event()
@@ -66,7 +66,7 @@ class RemoteWriter(ChunkWriter):
         match message:
             case messages.ChunkWritten():
                 self._release_chunk.pop(message.chunk)()
-                self._progress.wrote(message.nbytes)
+                self._count(message.nbytes)
                 return
             case messages.Began():
                 self._identity = message.identity
