@@ -54,7 +54,6 @@ class Framed:
 
     tensor: TensorItem | None  # None for objects
     spans: tuple[Span, ...]  # its records; none if the writer left CRCs out
-    payload_crc: int | None  # the CRC-32 that a tensor's bytes should have
 
 
 def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: bool) -> Framed:
@@ -65,7 +64,7 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
     try:
         tensor = parse_tensor_item(length, fetch) if is_tensor else None
         if not is_tensor and fetch(0, len(_LEGACY)) == _LEGACY:
-            return Framed(None, (), None)
+            return Framed(None, ())
         records = read_directory(length, fetch)
         _check_end(records, length, fetch)
         spans = tuple(_checked_span(record, length, fetch) for record in records)
@@ -75,7 +74,7 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
         raise FramingError(f"the zip framing is damaged ({type(exc).__name__}: {exc})") from exc
     if all(span.crc == 0 for span in spans):
         spans = ()
-    return Framed(tensor, spans, None if tensor is None else tensor.crc)
+    return Framed(tensor, spans)
 
 
 def _check_end(records: Sequence[Record], length: int, fetch: Callable[[int, int], bytes]) -> None:
@@ -157,7 +156,7 @@ class ItemChecker:
         template = self._tensors.find(item) if is_tensor else None
         if template is not None and template.matches(item):
             crc = CRC.unpack_from(item, template.payload.crc_at[0])[0]
-            return Framed(template.tensor, (template.payload,), crc), []
+            return Framed(template.tensor and template.tensor._replace(crc=crc), (template.payload,)), []
 
         def fetch(offset: int, size: int) -> bytes:
             return bytes(item[offset : offset + size])

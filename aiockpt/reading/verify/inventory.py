@@ -178,14 +178,13 @@ class StoredFile:
     nbytes: int
     crc: int | None  # of the whole file; None: unknown, so only its items are read
     items: list[StoredItem] = field(default_factory=list)
-    parts: dict[int, tuple[int, int]] = field(default_factory=dict)  # CRC-32 and length of each range, by its number
-    unread: bool = False  # some of it could not be read
+    parts: list[tuple[int, int, int]] = field(default_factory=list)  # offset, length and CRC-32 of each piece read
 
 
-def combined(parts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Combine the CRC-32s and lengths of parts that follow each other."""
+def combined(parts: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
+    """Combine parts that follow each other, by offset, length and CRC-32; return the CRC-32 and length of all."""
     crc = length = 0
-    for part, count in parts:
+    for _, count, part in sorted(parts):
         crc, length = crc32_combine(crc, part, count), length + count
     return crc, length
 

@@ -7,7 +7,7 @@ import functools
 import mmap
 from typing import TYPE_CHECKING
 
-from isal.isal_zlib import crc32, crc32_combine
+from isal.isal_zlib import crc32
 
 from aiockpt.core.spans import span as recorded
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
@@ -138,10 +138,9 @@ class ItemVerifier:
         for file in files:
             extents, apart = split_overlaps([extent for item in file.items for extent in item.extents()])
             whole = None if file.crc is None else file.nbytes
-            for number, segments in enumerate(self._ranges(extents, whole)):
-                jobs.append(functools.partial(self._read_range, file, segments, number))
+            jobs += [functools.partial(self._read_range, file, each) for each in self._ranges(extents, whole)]
             jobs += [
-                functools.partial(self._read_range, file, segments)
+                functools.partial(self._read_range, file, segments, overlaps=True)
                 for extent, _ in apart
                 for segments in self._ranges([extent], None)
             ]
@@ -152,27 +151,23 @@ class ItemVerifier:
         segments = cut_segments(extents, nbytes, step_bytes=STEP_BYTES, range_bytes=RANGE_BYTES)
         return group_segments(segments, RANGE_BYTES)
 
-    def _read_range(self, file: StoredFile, segments: Sequence[_Segment], number: int | None = None) -> None:
-        """Read some segments of a file; numbered ranges together make up the CRC of the whole file."""
+    def _read_range(self, file: StoredFile, segments: Sequence[_Segment], *, overlaps: bool = False) -> None:
+        """Read some segments of a file; all that don't overlap make up its CRC."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
             buffer = memoryview(mmap.mmap(-1, STEP_BYTES + _PAGE_BYTES))
-        crc = length = 0
         for segment in segments:
-            nbytes = segment.stop - segment.start
             try:
-                part = self._read_segment(file, segment, buffer)
+                crc = self._read_segment(file, segment, buffer)
             except LoadError as exc:
-                file.unread = True
                 owners = [extent.owner for extent in segment.extents]
                 items = [owner.item if isinstance(owner, CheckedRange) else owner for owner in owners]
                 self._unreadable(file.name, segment.start, items, exc)
                 continue
-            self._counts.append(nbytes)
-            crc, length = crc32_combine(crc, part, nbytes), length + nbytes
-        if number is not None:
-            file.parts[number] = (crc, length)
+            self._counts.append(segment.stop - segment.start)
+            if not overlaps:
+                file.parts.append((segment.start, segment.stop - segment.start, crc))
         self._buffers.append(buffer)
 
     def _read_segment(self, file: StoredFile, segment: _Segment, buffer: memoryview) -> int:
@@ -227,11 +222,9 @@ class ItemVerifier:
                 message += ": the planner of its save has cast it, and loading casts it back" if is_cast else ""
                 severity: Severity = "warning" if is_cast else "error"
                 self._findings.add("mismatch", item.file, message, key=owner.key, offset=item.start, severity=severity)
-            if framed is not None and given is not None:
-                crc = None if given.crc is None else framed.payload_crc
-                if found._replace(crc=crc) != given:
-                    message = "the manifest describes it in another way than its item does"
-                    self._findings.add("disagreement", item.file, message, key=owner.key, offset=item.start)
+            if given is not None and given != (found if given.crc is not None else found._replace(crc=None)):
+                message = "the manifest describes it in another way than its item does"
+                self._findings.add("disagreement", item.file, message, key=owner.key, offset=item.start)
 
     def _check_crc(self, item: StoredItem, span: Span | CheckedRange, crc: int) -> None:
         if span.crc is not None and crc != span.crc:
@@ -248,15 +241,13 @@ class ItemVerifier:
         """Combine the CRCs of the parts and compare them."""
         for file in files:
             for stream in (stream for item in file.items for stream in item.streams):
-                crc, length = combined((part[2], part[1]) for part in sorted(stream.parts))
+                crc, length = combined(stream.parts)
                 if length == stream.stop - stream.start:
                     self._check_crc(stream.item, stream, crc)
         named = {problem.file for problem in self._findings.problems if problem.key is not None}
         for file in files:
-            if file.crc is None or file.unread:
-                continue
-            crc, _ = combined(file.parts[number] for number in sorted(file.parts))
-            if crc != file.crc:
+            crc, length = combined(file.parts)
+            if file.crc is not None and length == file.nbytes and crc != file.crc:
                 where = "see its items" if file.name in named else "no item shows it, so it is in what loading skips"
                 message = f"its {file.nbytes} bytes have the CRC-32 {crc:08x} instead of {file.crc:08x}; {where}"
                 self._findings.add("file crc", file.name, message)
