@@ -66,11 +66,17 @@ async def test_saves_wait_in_line_and_are_published_in_order(tmp_path: Path) -> 
 
 @pytest.mark.asyncio
 async def test_a_save_is_staged_while_one_before_is_published_and_one_between_was_called_off(tmp_path: Path) -> None:
-    storage = GatedStorage(LocalStorage(), ["commit"])
-    async with aiockpt.AsyncCheckpointer() as ckpt:
-        first, second, third = (ckpt.save(state_of(step), tmp_path / str(step), storage=storage) for step in range(3))
+    storage = GatedStorage(LocalStorage(), ["write", "commit"])
+    async with aiockpt.AsyncCheckpointer(staging_bytes=2 << 20, chunk_bytes=1 << 18) as ckpt:
+        states = [state_of(0, nbytes=8 << 20), state_of(1), state_of(2, nbytes=1 << 17)]
+        first, second, third = (
+            ckpt.save(state, tmp_path / str(step), storage=storage) for step, state in enumerate(states)
+        )
+        await storage.reached["write"]
+        assert not first.staged.done()
+        assert await second.cancel()  # before it has had its turn in anything
+        storage.open("write")
         await storage.reached["commit"]
-        assert await second.cancel()
         await third.staged
         assert not first.written.done()
         storage.open("commit")

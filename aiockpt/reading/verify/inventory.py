@@ -199,7 +199,6 @@ class Inventory:
         self._sizes = dict(sizes)
         self._findings = findings
         self._items: dict[tuple[object, ...], StoredItem] = {}
-        self._reported: set[str] = set()  # missing files
         self._referenced = set(facts)
         self.files: dict[str, StoredFile] = {}  # to check, by name
         self.entries = 0  # chunks of tensors, and objects
@@ -216,15 +215,13 @@ class Inventory:
             self._findings.add("size", name, f"it has {size} bytes but was written with {fact.nbytes}: it {change}")
 
     def _is_there(self, name: str) -> bool:
-        """Return whether a file exists; report a missing one once."""
+        """Return whether a file exists; report a missing one, which counts once."""
         if name in self._sizes:
             return True
-        if name not in self._reported:
-            self._reported.add(name)
-            if is_outside(name):
-                self._findings.add("unsafe path", name, "it leads out of the checkpoint and was not read")
-            else:
-                self._findings.add("missing file", name, "the checkpoint refers to it, but it is not there")
+        if is_outside(name):
+            self._findings.add("unsafe path", name, "it leads out of the checkpoint and was not read")
+        else:
+            self._findings.add("missing file", name, "the checkpoint refers to it, but it is not there")
         return False
 
     def add_decoded(self, name: str, nbytes: int, file: str) -> None:
