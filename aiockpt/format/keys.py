@@ -187,10 +187,11 @@ class _Change(NamedTuple):
         if not self.is_stored:
             return f"{text}. Load into what is below '{level}' in the target{', model.' + level if wrappers else ''}."
         nested = "".join(f"{{'{printable_key(each)}': " for each in self.levels)
-        text += f". Load into {nested}{'model' if wrappers else '...'}{'}' * len(self.levels)} in place of "
-        return text + (
-            f"model; what is saved as model.{level} has no such keys." if wrappers else "what it is to hold."
-        )
+        ends = "}" * len(self.levels)
+        if wrappers:
+            text += f". Load into {nested}model{ends} in place of model"
+            return f"{text}; what is saved as model.{level} has no such keys."
+        return f"{text}. Put a dict around what it fills: {nested}...{ends}."
 
 
 def _cut(names: Sequence[str], depth: int) -> set[str]:
@@ -207,15 +208,18 @@ def _beside(ordered: Sequence[str], key: str) -> Sequence[str]:
 def _common_change(
     beside: Mapping[str, Sequence[str]], missing: Sequence[str], known: Container[str]
 ) -> _Change | None:
-    """Return the change that turns most missing keys into stored names, if there is one."""
+    """Return the change that turns most missing keys into stored names, if there is one, and one only."""
     found = Counter(change for key, names in beside.items() for change in _changes(key, names, known))
-    best: tuple[int, _Change] | None = None
+    best: list[_Change] = []
+    most = len(missing) // 2 + 1  # the hits of the best
     for change, _ in found.most_common(_HINTED):
         hits = sum(change.applied(key) in known for key in missing)
-        if 2 * hits > len(missing) and (best is None or hits > best[0]):
-            best = hits, change
+        if hits >= most:
+            best = [*(best if hits == most else ()), change]
+            most = hits
     # Of one key alone there may be many at other places.
-    return best[1] if best is not None and (len(missing) > 1 or len(found) == 1) else None
+    is_clear = len({change.applied(key) for change in best for key in missing[:1]}) == 1
+    return best[0] if is_clear and (len(missing) > 1 or len(found) == 1) else None
 
 
 def _changes(key: str, names: Iterable[str], known: Container[str]) -> set[_Change]:

@@ -67,8 +67,12 @@ def test_any_level() -> None:
         " Its keys lack 'model.', as in 'layers.0.up.weight' for 'model.layers.0.up.weight'. "
         "Load into what is below 'model' in the target."
     )
+    assert hint(LAYERS, INSIDE, fills=True).endswith(". Put a dict around what it fills: {'model': ...}.")
     assert hint([*LAYERS, "head.weight"], INSIDE).startswith(" Its keys have 'model.'")  # all but one
     assert "'ema.net'" not in hint(["weight"], ["ema.net.weight", "net.weight"])  # nobody knows which
+    both = [f"{level}.{kind}" for level in ("net.0", "net.2") for kind in ("weight", "bias")]
+    assert "Its keys" not in hint(["net.weight", "net.bias"], both)
+    assert hint(["a.a.w", "a.a.b"], ["a.a.a.w", "a.a.a.b"]).startswith(" Its keys have 'a.'")  # wherever it is put
     assert hint(["w"], ["model.w"]).startswith(" Its keys have 'model.'")
 
 
