@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 import aiockpt
 from tests.states import assert_same, large_state, random_tensor, training_state
+from tests.stock import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -86,6 +88,27 @@ def test_tensors_of_one_storage_share_it_again(ckpt, tmp_path: Path) -> None:
     target = {"wide": torch.zeros(1000), "even": torch.zeros(300_000)}
     ckpt.load(tmp_path / "s.pt", target)
     assert_same({"wide": torch.zeros(1000), "even": base[::2]}, target)
+
+
+@pytest.mark.parametrize("number", [50, 300_000])
+@pytest.mark.parametrize("stock", [False, True], ids=["torch.save", "dcp.save"])
+def test_conjugated_and_negated_tensors_come_as_their_values(number: int, stock: bool, ckpt, tmp_path: Path) -> None:
+    values = random_tensor(torch.complex64, (number,), 4)
+    state = {"conjugated": values.conj(), "negated": torch._neg_view(values.real.clone())}
+    if stock:
+        dcp.save(state, checkpoint_id=tmp_path / "s.pt", **ALONE)
+    else:
+        torch.save(state, tmp_path / "s.pt")
+    target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    ckpt.load(tmp_path / "s.pt", target)
+    for loaded in (ckpt.load(tmp_path / "s.pt"), target):
+        assert torch.equal(_bits(loaded["conjugated"]), _bits(state["conjugated"]))
+        assert torch.equal(_bits(loaded["negated"]), _bits(state["negated"]))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.resolve_conj().resolve_neg()
+    return (torch.view_as_real(values) if values.is_complex() else values).view(torch.int32)
 
 
 def test_tensors_of_other_dtypes_share_a_storage_again(ckpt, tmp_path: Path) -> None:

@@ -164,6 +164,27 @@ def test_any_part_of_any_tensor(data, readers) -> None:
     assert torch.equal(out.view(raw), part.view(raw))
 
 
+def test_parts_of_views(tmp_path: Path) -> None:
+    """Views begin and step in what is stored of them; so do the parts that are read of the views."""
+    base = random_tensor(torch.float32, (800_000,), 6)
+    state = {"tail": base[500_000:], "odd": base[1::2], "t": base[7 : 7 + 1000 * 600].view(1000, 600).t()}
+    torch.save(state, tmp_path / "s.pt")
+    dcp.save({"t": random_tensor(torch.float32, (1000, 600), 7).t()}, checkpoint_id=tmp_path / "c", **ALONE)
+    parts = {
+        "tail": [slice(3, 2000), slice(7, 290_000, 1000), 299_999],
+        "odd": [slice(3, 2000), slice(11, 390_000, 1000)],
+        "t": [(slice(3, 9), slice(5, 900)), (slice(2, 500, 7), slice(1, 990, 9)), (slice(None), 77), (599, 999)],
+    }
+    with aiockpt.SyncCheckpointer() as ckpt:
+        for path in (tmp_path / "s.pt", tmp_path / "c"):
+            with ckpt.open(path) as reader:
+                for name in reader:
+                    whole = reader.read(name).view(torch.int32)
+                    assert path.name == "c" or torch.equal(whole, state[name].view(torch.int32))
+                    for part in parts[name]:
+                        assert torch.equal(reader.read(name, part).view(torch.int32), whole[part]), (name, part)
+
+
 @pytest.fixture
 def readers(tmp_path: Path):
     directory = tmp_path
