@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch.futures import Future
 
 from aiockpt.checkpointer import AsyncCheckpointer
 from aiockpt.errors import WriteError
 from aiockpt.sync_checkpointer import SyncCheckpointer
-
-if TYPE_CHECKING:
-    from aiockpt.options import Path
 
 AnyCheckpointer = SyncCheckpointer | AsyncCheckpointer
 T = TypeVar("T")
@@ -44,11 +40,3 @@ def finished(value: T) -> Future[T]:
     future: Future[T] = Future()
     future.set_result(value)
     return future
-
-
-def text_of(path: Path) -> str:
-    """Return a path as text; raise TypeError if it is bytes."""
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
-    return text

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from aiockpt.core.extent import reach_bytes
-from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, text_of
+from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished
 from aiockpt.dcp.extensions import registered
 from aiockpt.dcp.index import DescribedCheckpoint, StoredItem, stored_item
 from aiockpt.engine.facade import EngineAccess
+from aiockpt.engine.requests import text_of
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.dtypes import QUANTIZED_DTYPES
 from aiockpt.format.item.objects import decode_object

@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from aiockpt.dcp import shared_commit
-from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, text_of, write_errors
+from aiockpt.dcp.adapter import AnyCheckpointer, borrowed, finished, write_errors
 from aiockpt.dcp.extensions import ExtensionTransform
 from aiockpt.dcp.index import storage_info
+from aiockpt.engine.requests import text_of
 from aiockpt.errors import CheckpointExistsError, SaveError, WriteError
 from aiockpt.format.index import ItemRange
 from aiockpt.format.names import DCP_VERSION, SUFFIX

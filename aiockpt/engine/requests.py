@@ -65,11 +65,17 @@ class LoadRequest(LoadOptions):
     state_dict: StateDict | None = field(default=None, repr=False)
 
 
+def text_of(path: Path) -> str:
+    """Return a path as text; raise TypeError if it is bytes."""
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+    return text
+
+
 def locate(path: Path, storage: Storage | None, default: Storage) -> tuple[Storage, str]:
     """Return the storage to use, and the one name of a path in it; raise TypeError if one is none."""
-    where = os.fspath(path)
-    if not isinstance(where, str):
-        raise TypeError(f"path must be text or an os.PathLike of text, not {path!r}")
+    where = text_of(path)
     storage = default if storage is None else storage
     if not isinstance(storage, Storage):
         raise TypeError(f"storage must be an aiockpt.storage.base.Storage, not {storage!r}")

@@ -88,10 +88,10 @@ def _link(source: str, target: str) -> bool:
     return True
 
 
-def identity(path: str) -> tuple[int, int] | None:
+def identity(path: str, dir_fd: int | None = None) -> tuple[int, int] | None:
     """Return device and inode of a file or directory; None if there is none."""
     try:
-        found = os.stat(path, follow_symlinks=False)
+        found = os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
         return None
     return found.st_dev, found.st_ino

@@ -29,7 +29,7 @@ from aiockpt.errors import LoadError, printable_key
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC, FramingError, read_directory
 from aiockpt.format.manifest.manifest import files_listed
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME, SINGLE_NAME, SUFFIX
-from aiockpt.storage.syscalls import open_directory
+from aiockpt.storage.syscalls import identity, open_directory
 
 _DCP = "*.distcp"
 _RANK_METADATA = re.compile(r"__[0-9]+\.metadata")
@@ -287,17 +287,9 @@ def remove(path: str, *, also: Collection[str] = (), dir_fd: int | None = None) 
         except OSError as exc:  # a file was added at the last moment
             if exc.errno != errno.ENOTEMPTY:
                 raise
-        if not _exists(path, dir_fd):
+        if identity(path, dir_fd) is None:
             return
     raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-
-
-def _exists(path: str, dir_fd: int | None) -> bool:
-    try:
-        os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _remove_directory(path: str, also: Collection[str], dir_fd: int | None) -> None:
