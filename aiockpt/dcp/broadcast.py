@@ -21,6 +21,7 @@ from aiockpt.dcp.adapter import borrowed, finished
 from aiockpt.dcp.convert.from_torch import MappedState, map_torch_file
 from aiockpt.engine.facade import EngineAccess
 from aiockpt.errors import AiockptError, LoadError, MissingKeysError, ShapeMismatchError
+from aiockpt.format.item.objects import encode_object
 from aiockpt.format.keys import hint
 from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.ranges import Selection, boxes, overlap, select
@@ -131,7 +132,10 @@ class BroadcastingTorchSaveReader(StorageReader):
             wanted.setdefault(item.storage_index.fqn, []).append(item)
         names = _wanted_by_all(list(wanted))
         leaves, contents = self._describe(names, planner) if self.is_coordinator else ({}, _FileContents())
-        contents = _broadcast_object(contents, self.coordinator_rank)
+        if is_distributed():
+            box = [contents]
+            dist.broadcast_object_list(box, src=self.coordinator_rank)
+            (contents,) = box
         if contents.error is not None:
             raise contents.error
         failed: Exception | None = None
@@ -168,7 +172,7 @@ class BroadcastingTorchSaveReader(StorageReader):
             tensors = {n: leaves[n] for n in names if isinstance(leaves[n], torch.Tensor)}
             contents = _FileContents(
                 {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()},
-                {name: _saved(leaves[name]) for name in names if name not in tensors},
+                {name: encode_object(name, leaves[name]) for name in names if name not in tensors},
             )
         except AiockptError as exc:
             return {}, _FileContents(error=exc)
@@ -300,17 +304,3 @@ def _wanted_by_all(names: list[str]) -> list[str]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, names)
     return list(dict.fromkeys(name for each in gathered for name in each))
-
-
-def _broadcast_object(value: _FileContents, source: int) -> _FileContents:
-    if not is_distributed():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=source)
-    return box[0]
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

@@ -28,7 +28,7 @@ from aiockpt.engine.facade import EngineAccess
 from aiockpt.engine.requests import text_of
 from aiockpt.errors import CorruptCheckpointError, LoadError, ShapeMismatchError
 from aiockpt.format.dtypes import QUANTIZED_DTYPES
-from aiockpt.format.item.objects import decode_object
+from aiockpt.format.item.objects import decode_object, encode_object
 from aiockpt.options import LoadOptions, Path, check_options
 from aiockpt.planning.ranges import Selection
 from aiockpt.reading.decoded import DecodedSource
@@ -385,9 +385,7 @@ class PlanExecution:
 
     def _read_object(self, request: _Request) -> bytes:
         if request.stored.inline is not None:
-            buffer = io.BytesIO()
-            torch.save(request.stored.inline.value, buffer)
-            return buffer.getvalue()
+            return encode_object(request.item.storage_index.fqn, request.stored.inline.value)
         blob = self._read_blob(request)
         if not self._options.trust:
             self._decode(request, blob)

@@ -226,7 +226,7 @@ class Engine:
 
     def _begin(self, job: SaveJob) -> None:
         try:
-            job.enter_loop(anyio.CancelScope(), Turn(None if self._last is None else self._last.turn))
+            job.scope, job.turn = anyio.CancelScope(), Turn(None if self._last is None else self._last.turn)
             self._tasks.start_soon(self._run, job)
         except BaseException as exc:  # delivered to the waiters of the save
             job.fail(exc)
@@ -442,7 +442,8 @@ class _SaveRun:
             self._resources.io_workers.spare(-self._extra_threads)
             self._queue.remove(job)
             await job.turn.finish_in_order()
-            job.drop_hooks()
+            # The hooks may hold the checkpointer, while a caller holds the handle, and with it the job.
+            job.spec = replace(job.spec, pre_commit=None, post_commit=None)
 
     async def _watch(self, timeout_s: float) -> None:
         """Cancel the save when its time is over; if it does not end, kill the writer; then abandon the save."""

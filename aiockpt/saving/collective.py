@@ -158,7 +158,7 @@ class CollectiveSave(SaveStrategy):
         coordinator = self._world.coordinator
         lead = None
         if coordinator.leads:
-            book, facts = self._global.commit_facts()
+            book, facts = self._global.plan, self._global.facts()
             lead = Leadership(None if book is None else book.pickled(), facts, self._job.overwrite)
         written = self._written(plan, {})
         return pickle.dumps(
@@ -301,7 +301,7 @@ class GlobalSave:
         self._compute = compute
         self._io = io
         # The plan of this save: the next save may be planned anew before this one is published.
-        self._plan: GlobalPlanCache | None = None
+        self.plan: GlobalPlanCache | None = None
         self._token = 0
 
     async def decide(self, requests: Sequence[PlanRequest]) -> list[RankAssignment]:
@@ -318,7 +318,7 @@ class GlobalSave:
             if plan is None:  # a rank has sent a token alone, which is not that of the kept plan: all send inventories
                 return [RankAssignment(None, 0, None, report_places=False)] * len(requests)
             self._plans[self._form.name] = plan
-        self._plan = plan
+        self.plan = plan
         job = self._job
         storage = shared_storage(job.spec.storage)
         self.transaction = await storage.begin(job.path, overwrite=job.overwrite, workers=self._io)
@@ -363,19 +363,16 @@ class GlobalSave:
         """Check what all ranks have written, write the metadata and the manifest, and publish."""
         if self.transaction is None:
             raise RuntimeError("a save can't be published before it has begun")
-        facts = self._facts()
-        plan, summaries = await publish_together(self.transaction, self._plan, facts, results, self._compute)
-        if self._plan is None:  # each rank has decided alone what it writes, so the plan was made from the results
-            self._plan = self._plans[self._form.name] = plan
+        facts = self.facts()
+        plan, summaries = await publish_together(self.transaction, self.plan, facts, results, self._compute)
+        if self.plan is None:  # each rank has decided alone what it writes, so the plan was made from the results
+            self.plan = self._plans[self._form.name] = plan
         return summaries
 
-    def _facts(self) -> WorldFacts:
+    def facts(self) -> WorldFacts:
+        """Return what rank 0, or its writer process, needs to publish besides the plan."""
         job = self._job
         return WorldFacts(self._token, dict(job.spec.metadata), {"captured": job.captured_s}, job.spec.started)
-
-    def commit_facts(self) -> tuple[GlobalPlanCache | None, WorldFacts]:
-        """Return what a writer process needs to publish in rank 0's place."""
-        return self._plan, self._facts()
 
     async def undo(self) -> None:
         """Remove what all ranks have written."""

@@ -64,8 +64,8 @@ class SaveJob:
     It is the `Control` behind the `SaveHandle`: `cancel` and `fence` may be called from any thread.
     """
 
-    turn: Turn  # since `enter_loop`
-    scope: anyio.CancelScope  # since `enter_loop`
+    turn: Turn  # since it is on the engine's loop
+    scope: anyio.CancelScope  # since then too
 
     def __init__(self, spec: SaveSpec, origin: Origin) -> None:
         self.spec = spec
@@ -118,9 +118,6 @@ class SaveJob:
     def paths(self) -> set[str]:
         """The paths where it is, or may come to be."""
         return {self.path, self.spec.path, self.spec.fallback or self.path}
-
-    def enter_loop(self, scope: anyio.CancelScope, turn: Turn) -> None:
-        self.scope, self.turn = scope, turn
 
     # --- for the caller -----------------------------------------------------------------------------
 
@@ -206,10 +203,6 @@ class SaveJob:
         """Settle `staged`: nothing of this save reads the tensors any more, or what it reads does not count."""
         is_silent = self.spec.warn_only or isinstance(error, SaveSkippedError)
         self.handle.staged._settle(None, None if is_silent else error)
-
-    def drop_hooks(self) -> None:
-        """Forget the hooks, which may hold the checkpointer while a caller holds the handle, and this."""
-        self.spec = replace(self.spec, pre_commit=None, post_commit=None)
 
 
 def check_timeout(timeout: float | None) -> float:

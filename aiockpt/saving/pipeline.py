@@ -20,7 +20,7 @@ from aiockpt.core.threads import Duty, Origin, Workers
 from aiockpt.errors import CommitError, SaveCancelledError, SaveError, TornSnapshotError, WriteError, unwrapped
 from aiockpt.planning.dcp_plan import DcpFormat, DcpPlan
 from aiockpt.planning.encoding import codings_of
-from aiockpt.saving.staging_session import LeaseScope, StagerRouter, StagingChunk
+from aiockpt.saving.staging_session import Leases, StagerRouter, StagingChunk
 from aiockpt.saving.strategy import AppendSave, LocalSave, SaveStrategy
 from aiockpt.staging.base import Done, LayoutMismatchError, Stager
 from aiockpt.telemetry.saves import Phase, ProgressEvent, SaveResult
@@ -132,13 +132,12 @@ class _Progress:
 class _Save:
     """One save, from its snapshot to its result."""
 
-    _leases: LeaseScope
-
     def __init__(self, job: SaveJob, tools: SaveTools) -> None:
         self._job = job
         self._tools = tools
         self._strategy = _strategy_for(job, tools)
         self._progress = _Progress(job.handle)
+        self._leases = Leases(tools.pool)
         self._planned_s = 0.0
         self._staged_s = 0.0
         self._plan: SavePlan | None = None
@@ -149,14 +148,15 @@ class _Save:
 
     async def run(self) -> SaveResult:
         job = self._job
-        async with LeaseScope(self._tools.pool) as self._leases:
-            job.quarantine = self._quarantine
-            try:
-                return await self._save()
-            except BaseException as exc:
-                if job.spec.fallback is None or not self._is_storage_failure(exc):
-                    raise
-                return await self._save_to_fallback(unwrapped(exc), job.spec.fallback)
+        job.quarantine = self._quarantine
+        try:
+            return await self._save()
+        except BaseException as exc:
+            if job.spec.fallback is None or not self._is_storage_failure(exc):
+                raise
+            return await self._save_to_fallback(unwrapped(exc), job.spec.fallback)
+        finally:
+            await self._leases.give_back()
 
     async def _save(self) -> SaveResult:
         """Plan and save; plan once more if the kept layout turns out not to fit the tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import anyio
 import torch
@@ -30,8 +30,8 @@ class StagingChunk:
     pending: Pending
 
 
-class LeaseScope:
-    """All leases of one save. On exit, those still out go back once nothing uses them any more."""
+class Leases:
+    """All leases of one save."""
 
     def __init__(self, pool: ChunkPool) -> None:
         self._pool = pool
@@ -53,12 +53,6 @@ class LeaseScope:
         """Set the leases apart: the threads that hold them may never come back."""
         for lease in self._out:
             lease.quarantine()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_exc: object) -> None:
-        await self.give_back()
 
     async def give_back(self) -> None:
         """Release the leases once nothing uses them any more. Not to be cancelled."""

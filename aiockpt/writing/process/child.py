@@ -137,7 +137,8 @@ class ChildSave:
             with anyio.CancelScope(shield=True):
                 await self._clean_up(error)
             self._shared.post(messages.Failed(self.number, dump_error(error)))
-        await self._wait_for_previous()  # keep the commit order: the next save waits for this one only
+        if self._previous is not None:  # keep the commit order: the next save waits for this one only
+            await self._previous._done.wait()
         self._done.set()
         self._previous = None
 
@@ -229,10 +230,6 @@ class ChildSave:
             self._shared.agreement_timeout_s,
             self._shared.threads.io_workers,
         ).run(writer.files)
-
-    async def _wait_for_previous(self) -> None:
-        if self._previous is not None:
-            await self._previous._done.wait()
 
     async def _clean_up(self, error: BaseException) -> None:
         """Remove what this process has written; as an orphan of several ranks, what all ranks have written."""
