@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aiockpt.errors import CorruptCheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 INCOMPLETE = "are not all of"  # see `cover_error`

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from aiockpt.core.strides import view_fits
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.boxes import INCOMPLETE, cover_error, overlapping
-from aiockpt.format.index import ChunkEntry, ObjectEntry, TensorEntry
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from aiockpt.format.index import Index, ItemRange, ObjPath, TensorItem
+from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 
 MAX_DIMS = 64  # the most dimensions that torch gives a tensor
 _LIMIT = 2**63

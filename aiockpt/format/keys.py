@@ -8,6 +8,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,8 +16,6 @@ from aiockpt.errors import printable_key
 from aiockpt.format.item.arrays import ARRAY_RECORD
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-
     from aiockpt.format.index import ObjPath
     from aiockpt.format.manifest.manifest import JsonValue
 

@@ -6,6 +6,7 @@ import html
 import logging
 import threading
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from functools import partial
@@ -27,8 +28,6 @@ from aiockpt.options import CheckpointerOptions, SaveOptions
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import Mode
     from aiockpt.manager.requests import Restored, StepChoice, StepRequest, Verification

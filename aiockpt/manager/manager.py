@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
@@ -13,14 +14,11 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
 from aiockpt.engine.facade import closing
 from aiockpt.manager.base import ManagerBase
-from aiockpt.manager.requests import RestoreOptions, StepRequest
+from aiockpt.manager.requests import Restored, RestoreOptions, StepChoice, StepRequest, Verification
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import Mode
-    from aiockpt.manager.requests import Restored, StepChoice, Verification
     from aiockpt.reading.reader import CheckpointReader
     from aiockpt.saving.handle import SaveHandle
 

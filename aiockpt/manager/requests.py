@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from aiockpt.manager.scan import RUN_KEY
-from aiockpt.options import CheckpointerOptions, Path, SaveOptions
+from aiockpt.options import CheckpointerOptions, MapLocation, Path, SaveOptions
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import KeepPolicy
     from aiockpt.manager.when import SavePolicy
-    from aiockpt.options import MapLocation
     from aiockpt.telemetry.loads import OnReadProgress
 
 Verification = Literal["auto", "before", "while"]

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,16 +19,12 @@ from aiockpt.errors import (
     DamagedCheckpointWarning,
     LoadError,
 )
-from aiockpt.manager.policies import ranked
-from aiockpt.manager.requests import Restored, SkippedStep
+from aiockpt.manager.policies import Mode, ranked
+from aiockpt.manager.requests import Restored, SkippedStep, StepChoice, Verification
 from aiockpt.reading.info import TensorInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from aiockpt.engine.requests import StateDict
-    from aiockpt.manager.policies import Mode
-    from aiockpt.manager.requests import StepChoice, Verification
     from aiockpt.manager.run import ManagedRun
     from aiockpt.manager.scan import StepInfo
     from aiockpt.storage.base import Identity

@@ -9,19 +9,18 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from aiockpt.core.threads import DaemonThreads
 from aiockpt.errors import AiockptError, CheckpointNotFoundError
-from aiockpt.manager.policies import to_delete
+from aiockpt.manager.policies import KeepPolicy, to_delete
 from aiockpt.manager.scan import StepScanner
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from concurrent.futures import Future
 
-    from aiockpt.manager.policies import KeepPolicy
     from aiockpt.saving.handle import SaveHandle
 
 logger = logging.getLogger("aiockpt")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class RngState:

@@ -6,13 +6,12 @@ What waits is written once, as coroutines: the async manager awaits in them, the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiockpt.errors import AiockptError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
-
     from aiockpt.engine.facade import EngineAccess
     from aiockpt.manager.retention import Retention
     from aiockpt.manager.scan import StepScanner

@@ -20,6 +20,7 @@ import math
 import os
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,7 +30,6 @@ from aiockpt.format.manifest.manifest import FileFacts, decode_head, is_of_anoth
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from typing import TypeGuard
 
 StepState = Literal["complete", "unfinished", "damaged"]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from aiockpt.core.parameters import parameters_of
 from aiockpt.engine.facade import closing
 from aiockpt.manager.base import ManagerBase
-from aiockpt.manager.requests import RestoreOptions, StepRequest
+from aiockpt.manager.requests import Restored, RestoreOptions, StepChoice, StepRequest, Verification
 from aiockpt.sync_checkpointer import SyncCheckpointer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-
     from aiockpt.engine.requests import StateDict
     from aiockpt.manager.policies import Mode
-    from aiockpt.manager.requests import Restored, StepChoice, Verification
     from aiockpt.reading.reader import SyncCheckpointReader
     from aiockpt.saving.handle import SaveHandle
     from aiockpt.telemetry.saves import SaveResult

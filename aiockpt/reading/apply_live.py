@@ -6,6 +6,7 @@ import inspect
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +14,10 @@ from aiockpt.core.parameters import outer_stacklevel
 from aiockpt.core.spans import Span
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, MissingKeysWarning
-from aiockpt.snapshot.live import refuse_awaitable
+from aiockpt.snapshot.live import LiveObject, refuse_awaitable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from aiockpt.core.futures import Call
-    from aiockpt.snapshot.live import LiveObject
     from aiockpt.telemetry.loads import ReadReport
 
 

@@ -16,7 +16,7 @@ from aiockpt.format.item.arrays import array_of
 from aiockpt.format.keys import containers_within
 from aiockpt.planning.flatten import StructureError, replace_leaves, unflatten
 from aiockpt.reading.jobs import view_of
-from aiockpt.reading.target_plan import distinct_trees
+from aiockpt.reading.target_plan import TargetPlan, distinct_trees
 from aiockpt.reading.targets import relocated
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from aiockpt.format.index import Index, ObjPath
     from aiockpt.options import MapLocation
     from aiockpt.reading.read_plan import NewTensor, ReadPlan
-    from aiockpt.reading.target_plan import TargetPlan
     from aiockpt.snapshot.live import LiveObject, ResolvedState
 
 _DAMAGED = (StructureError, KeyError, TypeError, ValueError)

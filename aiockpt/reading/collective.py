@@ -15,13 +15,12 @@ import asyncio
 import contextlib
 import socket
 from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.errors import AiockptError, LoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-
     from aiockpt.coordination.coordinator import Coordinator
     from aiockpt.reading.apply_live import Filled
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from aiockpt.errors import LoadError
-from aiockpt.format.index import ObjectEntry, TensorEntry
+from aiockpt.format.index import Entry, Index, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.item.objects import decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.reading.jobs import ItemWindow
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from aiockpt.format.index import Entry, Index, ItemRange, TensorItem
     from aiockpt.storage.base import Source
 
 _PIECE_BYTES = 1 << 20

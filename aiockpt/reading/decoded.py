@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,8 +23,6 @@ from aiockpt.reading.virtual_files import OBJECT_BYTES, VirtualFile, expose
 from aiockpt.storage.base import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from aiockpt.format.index import Index, ItemRange
     from aiockpt.format.transforms.base import Decoder, Transform
     from aiockpt.format.transforms.item_transforms import ItemFacts

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -19,27 +20,22 @@ from aiockpt.errors import AiockptError, LoadError, printable, sanitize_error, u
 from aiockpt.format.item.objects import ScalarDecoder, decode_object
 from aiockpt.format.item.tensor_item import parse_tensor_item
 from aiockpt.planning.layout import align_up
-from aiockpt.reading.jobs import ChunkRead, FramingReader, coalesce, memory_of, parse_checked, view_of
-from aiockpt.reading.read_plan import TensorRead, annotate_partial_load
+from aiockpt.reading.jobs import ChunkRead, FramingReader, ReadJob, coalesce, memory_of, parse_checked, view_of
+from aiockpt.reading.read_plan import ObjectRead, ReadPlan, TensorRead, annotate_partial_load
 from aiockpt.snapshot.optimizer_hooks import count_change
-from aiockpt.staging.pool import MappedMemory
-from aiockpt.staging.scatter import place
+from aiockpt.staging.pool import Chunk, ChunkPool, MappedMemory
+from aiockpt.staging.scatter import AcceleratorPlacer, place
 from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from aiockpt.core.threads import Workers
     from aiockpt.format.index import ChunkEntry, ItemRange, TensorEntry, TensorItem
     from aiockpt.format.transforms.base import Transform
     from aiockpt.options import LoadOptions
     from aiockpt.reading.decoded import DecodedSource
-    from aiockpt.reading.jobs import ReadJob
-    from aiockpt.reading.read_plan import ObjectRead, ReadPlan
     from aiockpt.staging.host_cache import HostCache
-    from aiockpt.staging.pool import Chunk, ChunkPool
-    from aiockpt.staging.scatter import AcceleratorPlacer
     from aiockpt.storage.base import Source
 
 T = TypeVar("T")

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from aiockpt.errors import printable_key
-from aiockpt.format.index import ObjectEntry, TensorEntry
+from aiockpt.format.index import Entry, ObjectEntry, TensorEntry
 from aiockpt.telemetry.card import size_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-    from aiockpt.format.index import Entry
 
 _SHOWN = 20
 

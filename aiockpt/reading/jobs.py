@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,19 +29,15 @@ from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.item.tensor_item import HEAD_BYTES, TAIL_BYTES, ItemParser, parse_tensor_item
 from aiockpt.format.item.ziparchive import FramingError
 from aiockpt.format.names import METADATA_NAME
-from aiockpt.planning.ranges import StoredStream, as_stream, boxes
+from aiockpt.planning.ranges import Selection, StoredStream, as_stream, boxes
 from aiockpt.planning.specs import lazy_bits
 from aiockpt.reading.targets import check_memory
-from aiockpt.staging.pool import copy_small
+from aiockpt.staging.pool import Chunk, MappedMemory, copy_small
 from aiockpt.staging.scatter import Placement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from aiockpt.format.index import ItemRange, TensorItem
-    from aiockpt.planning.ranges import Selection
     from aiockpt.reading.read_plan import TensorRead
-    from aiockpt.staging.pool import Chunk, MappedMemory
     from aiockpt.storage.base import Source
 
     Buffer = Chunk | MappedMemory  # a chunk of staging memory, or a thread's own

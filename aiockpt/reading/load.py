@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,27 +13,21 @@ from aiockpt.core.spans import record_to, span
 from aiockpt.errors import MissingKeysError, ShapeMismatchError
 from aiockpt.format.item.arrays import array_names, array_of
 from aiockpt.format.keys import hint, matching
-from aiockpt.options import target_device
+from aiockpt.options import LoadOptions, target_device
 from aiockpt.reading.apply_live import Filled
 from aiockpt.reading.assemble import build_state, build_target_values, build_values
-from aiockpt.reading.executor import ReadExecutor
-from aiockpt.reading.open import open_checkpoint
-from aiockpt.reading.read_plan import plan_reads
+from aiockpt.reading.executor import LoadTools, ReadExecutor
+from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
+from aiockpt.reading.read_plan import ReadRequest, plan_reads
 from aiockpt.reading.target_plan import plan_target
-from aiockpt.reading.targets import find_twins
+from aiockpt.reading.targets import Region, find_twins
 from aiockpt.telemetry.loads import ReadReport
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from enum import Enum
 
     from aiockpt.format.index import Entry, Index
-    from aiockpt.options import LoadOptions
     from aiockpt.reading.collective import Gathering
-    from aiockpt.reading.executor import LoadTools
-    from aiockpt.reading.open import OpenCheckpoint
-    from aiockpt.reading.read_plan import ReadRequest
-    from aiockpt.reading.targets import Region
     from aiockpt.snapshot.live import ResolvedState
     from aiockpt.storage.base import Storage
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.item.ziparchive import LEGACY_MAGIC, ZIP_MAGIC
 from aiockpt.format.keys import check_patterns, hint, matching
 from aiockpt.format.manifest.columnar_index import IndexedEntries
-from aiockpt.format.manifest.manifest import is_of_another_save, is_pickled
+from aiockpt.format.manifest.manifest import Manifest, is_of_another_save, is_pickled
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.format.safetensors.reader import (
@@ -51,9 +51,6 @@ from aiockpt.reading.decoded import DecodedSource
 from aiockpt.reading.read_plan import ReadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from aiockpt.format.manifest.manifest import Manifest
     from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
     from aiockpt.storage.base import Source, Storage

@@ -7,24 +7,21 @@ values of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import LoadError
-from aiockpt.format.index import InlineEntry, ObjectEntry, TensorEntry
-from aiockpt.options import target_device
+from aiockpt.format.index import ChunkEntry, Entry, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.options import LoadOptions, target_device
 from aiockpt.planning.ranges import Selection, overlap
 from aiockpt.reading.targets import cast, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from enum import Enum
 
     import torch
-
-    from aiockpt.format.index import ChunkEntry, Entry, ItemRange, TensorItem
-    from aiockpt.options import LoadOptions
 
 
 @dataclass(frozen=True, slots=True)

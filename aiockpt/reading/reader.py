@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
@@ -15,20 +15,17 @@ from aiockpt.core.parameters import parameters_of
 from aiockpt.core.threads import check_asyncio
 from aiockpt.errors import LoadError
 from aiockpt.format.index import TensorEntry
-from aiockpt.options import check_options
+from aiockpt.options import LoadOptions, check_options
 from aiockpt.reading.info import ObjectInfo, TensorInfo, describe, html_table, text_table
 from aiockpt.reading.load import read_requests
-from aiockpt.reading.open import open_checkpoint
+from aiockpt.reading.open import OpenCheckpoint, open_checkpoint
 from aiockpt.snapshot.capture import ready_events
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
     from types import TracebackType
 
     from aiockpt.core.futures import Call
-    from aiockpt.options import LoadOptions
     from aiockpt.reading.executor import LoadTools
-    from aiockpt.reading.open import OpenCheckpoint
     from aiockpt.reading.read_plan import ReadRequest
     from aiockpt.storage.base import Storage
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -14,23 +14,18 @@ import torch
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.wording import some_of
 from aiockpt.errors import LoadError, MissingKeysError, ShapeMismatchError, printable_key
-from aiockpt.format.index import TensorEntry
+from aiockpt.format.index import Entry, Index, ObjPath, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES
 from aiockpt.format.keys import hint, matching
 from aiockpt.planning.dtensor import is_distributed
-from aiockpt.planning.flatten import StructureError, Subtrees, flatten, replace_leaves
+from aiockpt.planning.flatten import FlatState, StructureError, Subtrees, flatten, replace_leaves
 from aiockpt.reading.read_plan import TensorRead, reads_of
-from aiockpt.reading.targets import cast, target_of
+from aiockpt.reading.targets import Region, Target, cast, target_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from numpy.typing import NDArray
 
-    from aiockpt.format.index import Entry, Index, ObjPath
     from aiockpt.options import LoadOptions
-    from aiockpt.planning.flatten import FlatState
-    from aiockpt.reading.targets import Region, Target
     from aiockpt.snapshot.live import LiveObject, ResolvedState
 
     _OwnerOf = Callable[[ObjPath], LiveObject | None]

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from aiockpt.core.strides import row_strides
 from aiockpt.errors import CorruptCheckpointError
-from aiockpt.format.index import ChunkEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
+from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.zstd import MOST_RATIO, ZSTD_DESCRIPTOR
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-    from aiockpt.format.index import Entry, Index
     from aiockpt.format.transforms.item_transforms import ItemFacts
 
 FRAMING_BYTES = 64 << 10

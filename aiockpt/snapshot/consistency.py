@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from aiockpt.core.wording import some_of
-from aiockpt.errors import TornSnapshotError
+from aiockpt.errors import SaveError, TornSnapshotError
 from aiockpt.planning.dtensor import ShardingError, is_distributed, local_parts
 from aiockpt.snapshot.optimizer_hooks import samples_of, saw_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from aiockpt.errors import SaveError
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.staging.base import Stager
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -15,8 +15,6 @@ import torch
 from aiockpt.planning.dtensor import is_distributed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from aiockpt.errors import AiockptError
     from aiockpt.format.index import ObjPath
 

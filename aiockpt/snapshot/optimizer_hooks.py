@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from aiockpt.core.forks import ModuleLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from aiockpt.planning.snapshot import Snapshot
     from aiockpt.snapshot.sampling import Samples
 

@@ -6,11 +6,12 @@ are kept, not a hash: they are a thousandth of the state, and a difference is ce
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import compress
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,10 +20,6 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import SaveError, StageError
 from aiockpt.staging.base import RAW_DTYPES
 from aiockpt.staging.runtime import reading_behind, ready_event
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
-    from contextlib import AbstractContextManager
 
 LINE_BYTES = 64
 """Sampled at each point: a cache line, since fewer bytes would take as long to read."""

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from aiockpt.errors import CorruptCheckpointError, LoadError
-from aiockpt.format.index import Index, ObjectEntry, TensorEntry
+from aiockpt.format.index import ChunkEntry, Entry, Index, ItemRange, ObjectEntry, ObjPath, TensorEntry
 from aiockpt.format.names import METADATA_NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjPath
 
 _METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata")
 _FOLDER = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)

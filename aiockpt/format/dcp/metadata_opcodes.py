@@ -6,6 +6,7 @@ For the source of the layout see `aiockpt.format.dcp.metadata_writer`.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +14,6 @@ from aiockpt.format.index import ItemRange
 from aiockpt.format.names import DCP_MODULE, DCP_VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     Row = tuple[bytes, tuple[int, tuple[int, ...]] | None, ItemRange]
 
 

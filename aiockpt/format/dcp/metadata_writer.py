@@ -9,6 +9,7 @@ Source of the layout: ``torch/distributed/checkpoint/metadata.py`` and ``filesys
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,8 +26,6 @@ from aiockpt.format.index import Entry, ObjPath, TensorEntry
 from aiockpt.format.names import DCP_MODULE
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
-
     import torch
     from numpy.typing import NDArray
 

@@ -6,6 +6,7 @@ Reading a tensor needs little of its item. Here everything is compared that carr
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,6 @@ from aiockpt.format.item.ziparchive import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from aiockpt.format.index import TensorItem
 
 _END64 = struct.Struct("<4sQ2H2I4Q4sIQI")  # with the locator behind it

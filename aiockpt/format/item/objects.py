@@ -8,8 +8,9 @@ import errno
 import io
 import pickle
 import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +22,9 @@ from aiockpt.errors import CorruptCheckpointError, LoadError, SaveError, UnsafeC
 from aiockpt.format.item.harmless import HARMLESS, HARMLESS_NAMES, UnknownMemberError, build_harmless, is_no_member
 from aiockpt.format.item.item_check import ItemChecker
 from aiockpt.format.item.item_framing import pickle_framing
-from aiockpt.format.item.ziparchive import FramingError, read_archive
+from aiockpt.format.item.ziparchive import Framing, FramingError, read_archive
 from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle, needs_of, torch_names
 from aiockpt.format.pickle.machine import HANDLERS, Machine, PickleError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-
-    from aiockpt.format.item.ziparchive import Framing
 
 _IMMUTABLE = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _SCALARS = frozenset({int, float, bool, str, type(None)})

@@ -6,13 +6,10 @@ Source of the layout: PKWARE's APPNOTE.TXT.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")

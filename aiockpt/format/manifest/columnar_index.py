@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -15,8 +15,6 @@ from aiockpt.format.checks import misplaced
 from aiockpt.format.index import ChunkEntry, Entry, ItemRange, ObjectEntry, ObjPath, TensorEntry, TensorItem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from numpy.typing import NDArray
 

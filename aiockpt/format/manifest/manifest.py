@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,6 @@ from isal.isal_zlib import crc32
 from aiockpt.format.names import METADATA_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from aiockpt.format.index import Index
     from aiockpt.format.transforms.item_transforms import ItemFacts
 

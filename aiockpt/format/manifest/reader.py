@@ -13,6 +13,7 @@ in ``sequences`` are elements of a list. Offsets and lengths are in bytes; the C
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,8 +32,6 @@ from aiockpt.format.names import MANIFEST_NAME
 from aiockpt.format.transforms.item_transforms import decode_transformed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from numpy.typing import NDArray
 
 

@@ -7,7 +7,8 @@ record got its state from can't be pushed again from the memo.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from aiockpt.format.pickle.machine import (
     HANDLERS,
@@ -20,9 +21,6 @@ from aiockpt.format.pickle.machine import (
     pop_mark,
     set_items,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _REF = rb"(?:h.|j.{4})"
 _INT = rb"(?:K.|M..|J.{4})"

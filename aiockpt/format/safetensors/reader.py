@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,14 +22,8 @@ from aiockpt.core.gc_pause import gc_pause
 from aiockpt.core.strides import row_strides
 from aiockpt.errors import CorruptCheckpointError, LoadError, UnsafeCheckpointError
 from aiockpt.format.checks import MAX_DIMS
-from aiockpt.format.index import ChunkEntry, Index, ItemRange, TensorEntry, TensorItem
+from aiockpt.format.index import ChunkEntry, Index, ItemRange, ObjPath, TensorEntry, TensorItem
 from aiockpt.format.safetensors.writer import DTYPE_NAMES, LENGTH, MAX_HEADER_BYTES, METADATA_KEY, PAIRED_DTYPE
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from aiockpt.format.index import ObjPath
-
 
 HEADER_PROBE_BYTES = 256 << 10  # read first of a file; holds the header of some two thousand tensors
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from aiockpt.format.names import SUFFIX
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
 
 SINGLE_NAME = "model.safetensors"
 METADATA_KEY = "__metadata__"

@@ -13,10 +13,10 @@ import importlib
 import io
 import pickle
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from isal.isal_zlib import crc32
@@ -36,9 +36,6 @@ from aiockpt.format.item.ziparchive import (
 )
 from aiockpt.format.pickle.guard import ForeignNameError, check_object_pickle
 from aiockpt.format.pickle.machine import PickleError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 # --- records and placeholders of storages ---------------------------------------------------------
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 _DESCRIPTOR = re.compile(r"[^/\s\0]{1,200}/[^/\s\0]{1,50}")
 

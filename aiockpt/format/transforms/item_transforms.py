@@ -8,14 +8,13 @@ row, its strides. `.metadata` records which transforms were applied.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiockpt.format.manifest.index_writer import encode_column
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from aiockpt.format.dcp.metadata_opcodes import EncodedItem, MetadataDraft
 
 _MAX_BYTES = 1 << 60

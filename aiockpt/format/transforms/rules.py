@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from aiockpt.errors import SaveError
@@ -10,8 +10,6 @@ from aiockpt.format.keys import matching
 from aiockpt.format.transforms.zstd import Zstd, require_zstd
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
     Compression = Literal["zstd"] | Zstd | None

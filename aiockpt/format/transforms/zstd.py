@@ -6,14 +6,11 @@ The frames carry the size and a checksum of their content, which torch's do not.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiockpt.errors import AiockptError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 # --- frame structure --------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Gaps, overlaps and missing files are found before any byte is read.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
@@ -14,15 +15,12 @@ from isal.isal_zlib import crc32_combine
 
 from aiockpt.errors import CorruptCheckpointError
 from aiockpt.format.boxes import overlapping
-from aiockpt.format.index import InlineEntry, ItemRange, ObjectEntry, TensorEntry
+from aiockpt.format.index import Entry, Index, InlineEntry, ItemRange, ObjectEntry, TensorEntry, TensorItem
 from aiockpt.format.names import HIDDEN, METADATA_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     import torch
 
-    from aiockpt.format.index import Entry, Index, TensorItem
     from aiockpt.format.manifest.manifest import FileFacts
     from aiockpt.telemetry.verification import Findings, ProblemKind
 

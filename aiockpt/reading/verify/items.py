@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import mmap
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
@@ -29,8 +30,6 @@ from aiockpt.reading.verify.inventory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from aiockpt.core.threads import Workers
     from aiockpt.reading.decoded import DecodedSource
     from aiockpt.storage.base import Source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,10 +16,10 @@ from aiockpt.errors import CheckpointNotFoundError, CorruptCheckpointError, Load
 from aiockpt.format.checks import check_index
 from aiockpt.format.dcp.joined import in_directory, join_ranks
 from aiockpt.format.dcp.metadata import decode_metadata
-from aiockpt.format.index import Index, ObjectEntry, TensorEntry
+from aiockpt.format.index import Entry, Index, ObjectEntry, TensorEntry
 from aiockpt.format.item.arrays import check_arrays
 from aiockpt.format.item.ziparchive import ZIP_MAGIC
-from aiockpt.format.manifest.manifest import is_of_another_save
+from aiockpt.format.manifest.manifest import FileFacts, Manifest, is_of_another_save
 from aiockpt.format.manifest.reader import decode_manifest
 from aiockpt.format.names import MANIFEST_NAME, METADATA_NAME
 from aiockpt.planning.flatten import StructureError, unflatten
@@ -36,17 +37,12 @@ from aiockpt.reading.open import (
 from aiockpt.reading.verify.inventory import Inventory
 from aiockpt.reading.verify.items import ItemVerifier
 from aiockpt.telemetry.loads import ReadReport
-from aiockpt.telemetry.verification import Findings, VerifyReport
+from aiockpt.telemetry.verification import Findings, Severity, VerifyReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from aiockpt.core.threads import Workers
-    from aiockpt.format.index import Entry
-    from aiockpt.format.manifest.manifest import FileFacts, Manifest
     from aiockpt.format.transforms.base import Transform
     from aiockpt.storage.base import Storage
-    from aiockpt.telemetry.verification import Severity
 
 T = TypeVar("T")
 
