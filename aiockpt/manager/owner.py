@@ -134,12 +134,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def take(directory: str) -> RunLock:
-    """Lock a run's directory, which is created if it does not exist.
-
-    Raises:
-        RunLockedError: another manager has it, or may have it.
-        OSError: the lock file can't be made.
-    """
+    """Lock a run's directory, made if need be; raise RunLockedError if another manager has the lock, or may have it."""
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, LOCK_NAME)
     facts = LockFacts(socket.gethostname(), os.getpid(), time.time(), new_ticket())

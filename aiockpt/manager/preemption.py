@@ -113,19 +113,12 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The decision that all ranks follow.
+    """The decision that all ranks follow."""
 
-    Attributes:
-        is_due: a save is due at this step.
-        is_stopping: the run stops after this step.
-        is_late: the last save would not be written in time, and is not begun.
-        calls: the exchanges are so many calls apart from now on.
-    """
-
-    is_due: bool
-    is_stopping: bool = False
-    is_late: bool = False
-    calls: int = 1
+    is_due: bool  # a save is due at this step
+    is_stopping: bool = False  # the run stops after this step
+    is_late: bool = False  # the last save would not be written in time, and is not begun
+    calls: int = 1  # the exchanges are so many calls apart from now on
 
 
 def decide(asked: Sequence[Asked], *, is_due: bool, expected_s: float, calls: int = 1) -> Answer:

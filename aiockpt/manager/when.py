@@ -115,10 +115,11 @@ class SaveAny(SavePolicy):
 
 def split(policy: SavePolicy | None) -> tuple[SavePolicy, SavePolicy]:
     """Return the part of a policy that goes by the step alone, and the rest."""
-    parts: tuple[SavePolicy, ...] = (
-        policy.policies if isinstance(policy, SaveAny) else () if policy is None else (policy,)
-    )
-    flat: list[SavePolicy] = []
-    for part in parts:
-        flat += [*split(part)] if isinstance(part, SaveAny) else [part]
-    return SaveAny(tuple(p for p in flat if p.by_step)), SaveAny(tuple(p for p in flat if not p.by_step))
+    parts = _parts(policy)
+    return SaveAny(tuple(p for p in parts if p.by_step)), SaveAny(tuple(p for p in parts if not p.by_step))
+
+
+def _parts(policy: SavePolicy | None) -> list[SavePolicy]:
+    if isinstance(policy, SaveAny):
+        return [part for each in policy.policies for part in _parts(each)]
+    return [] if policy is None else [policy]

@@ -69,12 +69,6 @@ class LoadTools:
     streams: Mapping[torch.device, Any] = field(default_factory=dict)  # the caller's current stream at the call
     report: ReadReport = field(default_factory=ReadReport)  # of the load
 
-    async def new(
-        self, device: torch.device, forms: Sequence[tuple[tuple[int, ...], torch.dtype]]
-    ) -> list[torch.Tensor]:
-        """Allocate tensors of these shapes and dtypes on an accelerator, see `AcceleratorPlacer.new`."""
-        return await self.placer_for(device).new(forms, self.streams.get(device))
-
     async def begin(self, ready: Mapping[torch.device, torch.Event]) -> None:
         """Order all copies to accelerators after the caller's events."""
         for device, event in ready.items():
@@ -233,7 +227,7 @@ class ReadExecutor:
         elif plan.device.type == "meta":
             made = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in forms]
         else:
-            made = await self._tools.new(plan.device, forms)
+            made = await self._tools.placer_for(plan.device).new(forms, self._tools.streams.get(plan.device))
         for each, tensor in zip(wanted, made, strict=True):
             each.read_into(tensor)
 

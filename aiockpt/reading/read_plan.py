@@ -53,11 +53,9 @@ class ReadRequest:
     @property
     def position(self) -> tuple[str, int]:
         """The file and offset of its first byte."""
-        if isinstance(self.entry, InlineEntry):
-            return "", 0
-        chunks: Sequence[ChunkEntry] = self.entry.chunks if isinstance(self.entry, TensorEntry) else ()
-        place = self.entry.place if isinstance(self.entry, ObjectEntry) else chunks[0].place if chunks else None
-        return ("", 0) if place is None else (place.file, place.offset)
+        if isinstance(self.entry, TensorEntry) and self.entry.chunks:
+            return self.entry.chunks[0].place[:2]
+        return self.entry.place[:2] if isinstance(self.entry, ObjectEntry) else ("", 0)
 
 
 @dataclass(eq=False, slots=True)

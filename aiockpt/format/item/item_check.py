@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from isal.isal_zlib import crc32
 
-from aiockpt.format.item.tensor_item import TemplateCache, parse_tensor_item
+from aiockpt.format.item.tensor_item import TemplateCache, parse_tensor_item, with_crc
 from aiockpt.format.item.ziparchive import (
     CRC,
     END_RECORD,
@@ -154,8 +154,8 @@ class ItemChecker:
         """Check a whole item; return its framing, and the records that do not match their CRC."""
         template = self._tensors.find(item) if is_tensor else None
         if template is not None and template.matches(item):
-            crc = CRC.unpack_from(item, template.payload.crc_at[0])[0]
-            return Framed(template.tensor and template.tensor._replace(crc=crc), (template.payload,)), []
+            tensor = template.tensor and with_crc(template.tensor, item, template.payload.crc_at[0])
+            return Framed(tensor, (template.payload,)), []
 
         def fetch(offset: int, size: int) -> bytes:
             return bytes(item[offset : offset + size])

@@ -161,6 +161,12 @@ def _parse(length: int, fetch: Callable[[int, int], bytes]) -> tuple[TensorItem,
     return item, pkl, payload
 
 
+def with_crc(template: TensorItem, item: memoryview, crc_at: int) -> TensorItem:
+    """Return a template with the CRC at an offset of an item."""
+    crc = CRC.unpack_from(item, crc_at)[0]
+    return TensorItem(*template[:6], crc, template.conj, template.neg)  # _replace() takes twice as long
+
+
 class TemplateCache(Generic[T]):
     """Framings of items seen before, for items with the same length and the same bytes before the payload.
 
@@ -194,10 +200,7 @@ class ItemParser:
         known = self._templates.find(item)
         if known is not None:
             template, crc_at = known
-            if template.crc is None:
-                return template
-            crc = CRC.unpack_from(item, crc_at)[0]
-            return TensorItem(*template[:6], crc, template.conj, template.neg)  # _replace() takes twice as long
+            return template if template.crc is None else with_crc(template, item, crc_at)
 
         def fetch(offset: int, size: int) -> bytes:
             return bytes(item[offset : offset + size])

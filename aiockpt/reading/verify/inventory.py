@@ -201,16 +201,13 @@ class Inventory:
         self.files: dict[str, StoredFile] = {}  # to check, by name
         self.entries = 0  # chunks of tensors, and objects
         for name, fact in facts.items():
-            if self._is_there(name):
-                self._add_file(name, fact)
-
-    def _add_file(self, name: str, fact: FileFacts) -> None:
-        size = self._sizes[name]
-        crc = fact.crc if size == fact.nbytes else None
-        self.files[name] = StoredFile(name, size, crc)
-        if crc is None:
-            change = "was truncated" if size < fact.nbytes else "has grown"
-            self._findings.add("size", name, f"it has {size} bytes but was written with {fact.nbytes}: it {change}")
+            if not self._is_there(name):
+                continue
+            size = self._sizes[name]
+            self.files[name] = StoredFile(name, size, fact.crc if size == fact.nbytes else None)
+            if size != fact.nbytes:
+                change = "was truncated" if size < fact.nbytes else "has grown"
+                findings.add("size", name, f"it has {size} bytes but was written with {fact.nbytes}: it {change}")
 
     def _is_there(self, name: str) -> bool:
         """Return whether a file exists; report a missing one, which counts once."""
