@@ -220,7 +220,7 @@ def test_positions_that_are_no_numbers_are_refused(position: str, tmp_path: Path
         decode_manifest(sealed(document))
 
 
-def test_check_finds_places_that_can_not_be(tmp_path: Path) -> None:
+def test_places_that_can_not_be_are_refused_when_it_is_opened(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "b": torch.zeros(2), "same": None, "o": ["object"]}
     state["same"] = state["b"]
     document = json.loads(save(state, tmp_path / "c"))
@@ -228,12 +228,14 @@ def test_check_finds_places_that_can_not_be(tmp_path: Path) -> None:
 
     def check(**columns: list[Any]) -> None:
         changed = {**document, "index": {**document["index"], **columns}}
-        entries_of(decode_manifest(sealed(changed))).check(sizes, "runs/c")
+        (tmp_path / "c" / ".aiockpt.json").write_bytes(sealed(changed))
+        with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(tmp_path / "c"):
+            pass
 
     check()
     one, two, *_ = offsets = document["index"]["offset"]
     size = sizes["__0_0.distcp"]
-    with pytest.raises(CorruptCheckpointError, match=rf"runs/c/__0_0.distcp ends at byte {size}, but a is at bytes"):
+    with pytest.raises(CorruptCheckpointError, match=rf"c/__0_0.distcp ends at byte {size}, but a is at bytes"):
         check(offset=[size - 5, *offsets[1:]])
     with pytest.raises(CorruptCheckpointError, match=r"but a is at bytes 1000000000000000 to"):
         check(offset=[10**15, *offsets[1:]])
@@ -243,7 +245,7 @@ def test_check_finds_places_that_can_not_be(tmp_path: Path) -> None:
         check(offset=[two, *offsets[1:]], crc32=[1, 2, 2, 0])
     with pytest.raises(CorruptCheckpointError, match=r"the item of a at offset \d+ lies partly on that of o"):
         check(objects=[[3, one - 10, 50]])
-    with pytest.raises(CorruptCheckpointError, match=r"runs/c lacks the file other.distcp, which holds a"):
+    with pytest.raises(CorruptCheckpointError, match=r"c lacks the file other.distcp, which holds a"):
         check(files=["other.distcp"])
 
 
