@@ -300,8 +300,9 @@ class _Save:
             job.consistency.issued.set()
         # So many files at a time, in order, as they are written.
         turn = anyio.Semaphore(self._tools.io_workers.count)
-        fits = self._tools.pool.in_reach >= self._chunks_of(plan)
-        self._keeps_chunks = job.spec.fallback is not None and fits
+        pool = self._tools.pool
+        chunks = sum(max(1, -(-image.nbytes // pool.chunk_bytes)) for image in layout.images)
+        self._keeps_chunks = job.spec.fallback is not None and pool.in_reach >= chunks
         async with anyio.create_task_group() as tasks:
             writer.start(tasks)
             tasks.start_soon(self._begin, writer)
@@ -311,10 +312,6 @@ class _Save:
             await self._tools.copy_workers.run(job.consistency.check_for_changes)
             self._staged_s = job.handle._elapsed()
             await self._hand_over(plan, writer)
-
-    def _chunks_of(self, plan: SavePlan) -> int:
-        step = self._tools.pool.chunk_bytes
-        return sum(max(1, -(-image.nbytes // step)) for image in plan.layout.images)
 
     async def _stage_file(
         self, number: int, image: FileImage, router: StagerRouter, writer: Writer, turn: anyio.Semaphore

@@ -64,7 +64,9 @@ class Recoding:
         opened = await open_checkpoint(storage, path, self.options, tools)
         try:
             index = opened.index
-            metadata = _metadata_of(index) if self.metadata is None else self.metadata
+            metadata = self.metadata
+            if metadata is None:  # without what the header of a safetensors file says of its framework
+                metadata = check_user_metadata({key: value for key, value in index.metadata.items() if key != "format"})
             form = self.make_form(metadata)
             entries, _ = chosen_entries(path, index, self.options)
             if not isinstance(form, DcpFormat):
@@ -161,11 +163,6 @@ def _check_tensors(path: str, entries: Mapping[str, Entry]) -> None:
             f"{other} of {path} is not a plain tensor, and a safetensors file holds nothing else: choose the tensors "
             "with keys="
         )
-
-
-def _metadata_of(index: Index) -> dict[str, JsonValue]:
-    """Return the metadata of a checkpoint, without what the header of a safetensors file says of its framework."""
-    return check_user_metadata({name: value for name, value in index.metadata.items() if name != "format"})
 
 
 def _object_bytes(opened: OpenCheckpoint, entries: Mapping[str, Entry]) -> dict[str, bytes]:

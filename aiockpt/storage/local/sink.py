@@ -139,15 +139,12 @@ class LocalSink(FileSink):
     async def finish(self) -> None:
         try:
             if self._nbytes is not None and self._written != self._nbytes:
-                await self._again(f"truncate {self._final}", self._truncate)
+                await self._again(f"truncate {self._final}", lambda: drained(self._file.truncate(self._nbytes)))
             if self._fsync:
                 await self._workers.run(sync_fd, self._file.fileno())
             await drained(self._file.close())
         except OSError as exc:
             raise WriteError(f"can't make {self._final} durable: {described(exc)}") from exc
-
-    async def _truncate(self) -> None:
-        await drained(self._file.truncate(self._nbytes))
 
     async def close(self) -> None:
         """Close the file as it is; errors don't matter, since it will be removed."""

@@ -76,7 +76,8 @@ class OrphanCommit:
         self._deadline = time.monotonic() + self._timeout_s
         try:
             if await transaction.status() == "open":  # else the trainer of rank 0 has published or removed it
-                await self._put_sidecar(files)
+                data = sign_sidecar(record.secret, record.rank, replace(record.written, files=files))
+                await transaction.put_sidecar(_sidecar_name(record.rank), data)
                 await (self._follow() if record.leadership is None else self._lead(record.leadership))
         except AiockptError as exc:
             if await transaction.status() != "published":
@@ -90,11 +91,6 @@ class OrphanCommit:
 
     def _not_finished(self, reason: object) -> CommitError:
         return CommitError(f"{self._begin.path} was not finished without the trainers: {reason}")
-
-    async def _put_sidecar(self, files: dict[str, FileFacts]) -> None:
-        record = self._record
-        data = sign_sidecar(record.secret, record.rank, replace(record.written, files=files))
-        await self._transaction.put_sidecar(_sidecar_name(record.rank), data)
 
     async def _delete_sidecars(self, ranks: Iterable[int]) -> None:
         """Delete sidecar files. A failure changes nothing for the checkpoint: another user's can't be deleted."""
