@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,18 +13,15 @@ import torch
 from aiockpt.core.extent import is_freed, reach_bytes
 from aiockpt.core.gc_pause import gc_pause
 from aiockpt.errors import ShapeMismatchError
-from aiockpt.format.index import TensorEntry
+from aiockpt.format.index import Entry, TensorEntry
 from aiockpt.format.item.arrays import ARRAY_TYPES, torch_dtype, view_array
 from aiockpt.planning.dtensor import ShardingError, counted, is_distributed, local_parts, whole_dtype, whole_shape
 from aiockpt.planning.flatten import TENSOR_TYPES
 from aiockpt.planning.ranges import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from numpy.typing import NDArray
 
-    from aiockpt.format.index import Entry
 
 _MAX_ENUMERATED = 1 << 20
 """The effort limit of exact overlap checks; beyond it a possible overlap counts as one."""

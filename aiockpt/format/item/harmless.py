@@ -19,7 +19,8 @@ import pathlib
 import re
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,9 +37,6 @@ from aiockpt.format.pickle.machine import (
     push_new,
     tuple_handlers,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _DTYPE = re.compile(r"[biufcSUVOMm]\d{0,10}")
 _UNITS = frozenset({"Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as", "generic"})

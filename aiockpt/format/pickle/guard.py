@@ -11,9 +11,10 @@ import _compat_pickle
 import contextlib
 import importlib
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiockpt.core.strides import view_fits
 from aiockpt.format.checks import MAX_DIMS
@@ -29,9 +30,6 @@ from aiockpt.format.pickle.machine import (
     read_line,
     tuple_handlers,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
 
 _STEPS_PER_BYTE = 64
 _LEAST_STEPS = 100_000
