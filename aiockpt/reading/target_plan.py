@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from aiockpt.options import LoadOptions
     from aiockpt.snapshot.live import LiveObject, ResolvedState
 
-    _OwnerOf = Callable[[ObjPath], LiveObject | None]
 
 _FEW_BYTES = 16 << 20
 """Up to this, it makes no difference whether ranks of a host share their reads."""
@@ -91,7 +89,7 @@ class _Planner:
         self._target = target
         self._entries = dict(index.entries.items())
         self._stored = Subtrees(index.paths, index.containers)
-        self._owner_of = _owners(target.objects)
+        self._owner_of = _Owners(target.objects)
         self._wanted: set[str] = set()  # the names that the options ask for
         self._open: dict[str, ObjPath] = {}  # containers and Nones that can take a subtree
         self.plan = TargetPlan(self._stored)
@@ -287,19 +285,24 @@ class _Planner:
             raise LoadError(f"can't load into this state dict: {exc}; nothing was changed") from None
 
 
-def _owners(objects: Iterable[LiveObject]) -> _OwnerOf:
-    """Return a function that finds the innermost live object that contains a path."""
-    owners = {each.path: each for each in objects}
+class _Owners:
+    """Finds the innermost live object that contains a path."""
 
-    @cache
-    def owner_of(path: ObjPath) -> LiveObject | None:
-        return owners.get(path) or (owner_of(path[:-1]) if path and owners else None)
+    # Not a function within a function that calls itself: such a cycle would keep the objects alive.
+    def __init__(self, objects: Iterable[LiveObject]) -> None:
+        self._found: dict[ObjPath, LiveObject | None] = {each.path: each for each in objects}
+        self._any = bool(self._found)
 
-    return owner_of
+    def __call__(self, path: ObjPath) -> LiveObject | None:
+        if not self._any:
+            return None
+        if path not in self._found:
+            self._found[path] = self(path[:-1]) if path else None
+        return self._found[path]
 
 
 def _open_containers(
-    flat: FlatState, entries: Mapping[str, Entry], stored: Subtrees, owner_of: _OwnerOf
+    flat: FlatState, entries: Mapping[str, Entry], stored: Subtrees, owner_of: _Owners
 ) -> dict[str, ObjPath]:
     """Return the empty containers of a target, and the Nones where a container is stored, outside of live objects."""
     found: dict[str, ObjPath] = {}
