@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -15,6 +16,7 @@ import aiockpt
 from aiockpt.engine import engine
 from aiockpt.engine.resources import EngineResources
 from aiockpt.errors import LoadError
+from aiockpt.options import LoadOptions
 from aiockpt.reading import executor, jobs
 from aiockpt.staging import scatter
 from aiockpt.staging.cuda import AcceleratorStager
@@ -149,16 +151,22 @@ async def test_what_is_made_belongs_to_the_stream_of_the_call(monkeypatch: pytes
     class Placer:
         async def new(self, forms, stream):
             asked.append((forms, stream))
+            return ["made"]
 
-    monkeypatch.setattr(engine, "current_streams", lambda: {CPU: threading.get_ident()})
+    device, filled = torch.device("cuda", 0), []
+    wanted = SimpleNamespace(reads=[], shape=(2,), dtype=torch.float32, read_into=filled.append)
+    monkeypatch.setattr(engine, "current_streams", lambda: {device: threading.get_ident()})
     async with aiockpt.AsyncCheckpointer() as ckpt:
 
         async def make(tools):
-            assert threading.get_ident() != tools.streams[CPU]
-            await dataclasses.replace(tools, placer_for=lambda device: Placer()).new(CPU, ["form"])
+            assert threading.get_ident() != tools.streams[device]
+            tools = dataclasses.replace(tools, placer_for=lambda _: Placer())
+            plan = SimpleNamespace(new=[wanted], device=device)
+            await executor.ReadExecutor(None, "", LoadOptions(), tools)._allocate(plan)
 
         await ckpt._engine.call(make, "make").wait()
-    assert asked == [(["form"], threading.get_ident())]
+    assert asked == [([((2,), torch.float32)], threading.get_ident())]
+    assert filled == ["made"]
 
 
 @pytest.mark.asyncio
