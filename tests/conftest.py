@@ -28,7 +28,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the whole suite in four processes, each file in one of them; what is named, and what wants a GPU, in one.
 
     Half of the time the tests wait for disks and for other processes, so that two cores are enough for four. The files
-    go in the order of their names: the one that takes longest, which has few tests, would else come last.
+    go in the order of their names, but for those of `LONG`.
     """
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS and config.option.markexpr != "gpu"
     is_worker = hasattr(config, "workerinput")  # which would start workers of its own, and these others
@@ -38,6 +38,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.timeout = LONGEST_TEST_S
 
 
+LONG = ("crash/test_matrix.py", "test_benchmarks.py", "writing/test_orphans.py", "crash/test_mounts.py")
+"""Files whose tests take a minute or so, and which come first: at the end, the other processes would have none left."""
 LONGEST_TEST_S = 300  # then it fails, with the stacks of all threads
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -65,6 +67,7 @@ def pytest_collection() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked ``full``, unless with ``--full``; refuse names that differ from process to process."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if differ := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{differ[0]} has an address in its name: give the parameters ids")
     if not config.getoption("full"):
