@@ -13,9 +13,9 @@ import pytest
     ("loop", "writer"),
     [
         ("uvloop", "thread"),
-        ("asyncio", "thread"),
-        ("uvloop", "process"),
-        pytest.param("asyncio", "process", marks=pytest.mark.full),
+        ("asyncio", "process"),
+        pytest.param("asyncio", "thread", marks=pytest.mark.full),
+        pytest.param("uvloop", "process", marks=pytest.mark.full),
     ],
 )
 def test_a_program_with_few_descriptors_goes_on(loop: str, writer: str, tmp_path: Path) -> None:
