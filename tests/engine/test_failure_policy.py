@@ -122,6 +122,8 @@ def test_a_save_goes_elsewhere_when_its_disk_fails(step: str, when: str, options
         gate.open("begin")
         result = save.written.result(60)
         assert result.path == str(tmp_path / "spare" / "a")
+        *_, last = save.progress()
+        assert last.written_bytes == last.total_bytes
         assert "No space left" in str(result.fallback_error)
         assert_same(expected, ckpt.load(result.path))
         assert ckpt.verify(result.path).ok

@@ -16,7 +16,7 @@ from aiockpt.core.threads import Workers
 from aiockpt.errors import CheckpointExistsError, CommitError, WriteError
 from aiockpt.staging.pool import MappedMemory
 from aiockpt.storage import syscalls
-from aiockpt.storage.local import commit
+from aiockpt.storage.local import commit, sink
 from aiockpt.storage.local import storage as local
 from aiockpt.storage.local.belonging import remove
 from aiockpt.storage.local.storage import LocalStorage
@@ -454,6 +454,32 @@ async def _write_single(storage: LocalStorage, path: Path, data: memoryview, wor
         raise
 
 
+async def test_what_is_moved_into_a_directory_is_durable_before_the_file_that_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    real_sync, real_rename = commit.sync_fd, commit.rename_noreplace
+
+    def sync(fd: int) -> None:
+        calls.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        real_sync(fd)
+
+    def rename(source: str, target: str) -> None:
+        calls.append(os.path.basename(target))
+        real_rename(source, target)
+
+    monkeypatch.setattr(commit, "sync_fd", sync)
+    monkeypatch.setattr(commit, "rename_noreplace", rename)
+    for name in ("hidden", "target"):
+        (tmp_path / name).mkdir()
+    for name in ("0", "1", ".metadata"):
+        (tmp_path / "hidden" / name).write_text(name)
+    names = {"0": "__0_0.distcp", "1": "__0_1.distcp"}
+    moved = commit.move_in(str(tmp_path / "hidden"), str(tmp_path / "target"), names, ".metadata", fsync=True)
+    assert calls == ["__0_0.distcp", "__0_1.distcp", "sync target", ".metadata"]
+    assert [os.path.basename(path) for path in moved] == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
+
+
 async def test_a_checkpoint_that_is_one_file(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     real_sync, real_rename = os.fsync, commit.rename_noreplace
@@ -577,6 +603,14 @@ async def test_several_processes_write_their_parts_of_one_file(
         flags.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         return real(fd, view, offset)
 
+    synced: list[str] = []
+
+    def sync(fd: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        real_sync(fd)
+
+    real_sync = sink.sync_fd
+    monkeypatch.setattr(sink, "sync_fd", sync)
     monkeypatch.setattr(os, "pwrite", noted)
     begun = await storage.begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     await begun.reserve("model.safetensors", len(expected))
@@ -593,6 +627,7 @@ async def test_several_processes_write_their_parts_of_one_file(
         expected[start : start + nbytes] = data.view[at : at + nbytes]
     for each in sinks:
         await each.finish()
+    assert synced == ["model.safetensors"] * 3  # each has written bytes of its own
     for other in others:
         await other.commit()
         await other.release()
