@@ -623,6 +623,19 @@ def test_a_safetensors_file(tmp_path: Path) -> None:
     assert {problem.kind for problem in verify(tmp_path / "model.safetensors").errors} == {"metadata"}
 
 
+def test_a_damaged_header_beside_a_manifest_names_its_file(tmp_path: Path) -> None:
+    with aiockpt.SyncCheckpointer() as ckpt:
+        ckpt.save({"a": torch.ones(5)}, tmp_path / "c", format="safetensors")
+    data = bytearray((tmp_path / "c" / "model.safetensors").read_bytes())
+    data[3] ^= 0x40  # of the header's length
+    (tmp_path / "c" / "model.safetensors").write_bytes(data)
+    problems = verify(tmp_path / "c").problems
+    assert {(problem.kind, problem.file) for problem in problems} == {
+        ("metadata", "model.safetensors"),
+        ("file crc", "model.safetensors"),
+    }
+
+
 # --- trouble with reading ----------------------------------------------------------------------------
 
 
