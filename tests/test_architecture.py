@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
+import inspect
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -149,6 +151,24 @@ def test_type_checkers_know_every_public_name() -> None:
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     names = [(alias.asname, node.module) for node in imports for alias in node.names if alias.asname == alias.name]
     assert sorted(names) == sorted(aiockpt._HOME_OF.items())
+
+
+@pytest.mark.parametrize(
+    "name", ["aiockpt", "aiockpt.dcp", "aiockpt.manager", "aiockpt.observers", "aiockpt.progress", "aiockpt.testing"]
+)
+def test_what_is_public_is_documented(name: str) -> None:
+    """A method may have its docstring in a base class."""
+    module = importlib.import_module(name)
+    bare = [
+        f"{each}.{member}"
+        for each in getattr(module, "__all__", ())
+        if inspect.isclass(found := getattr(module, each))
+        for member, value in inspect.getmembers(found)
+        if not member.startswith("_") and (callable(value) or isinstance(value, property))
+        if getattr(getattr(value, "fget", value), "__module__", "").startswith("aiockpt")
+        if not any(inspect.getdoc(base.__dict__[member]) for base in found.__mro__ if member in base.__dict__)
+    ]
+    assert bare == []
 
 
 def test_the_error_tree_in_the_docstring_is_the_real_one() -> None:

@@ -150,12 +150,15 @@ class Zstd:
 
     @property
     def descriptor(self) -> str:
+        """The name of this compression in metadata: that of torch's extension."""
         return ZSTD_DESCRIPTOR
 
     def encoder(self, nbytes: int = -1) -> ZstdEncoder:
+        """Return an encoder for one item; its frame says ``nbytes``, if they are known."""
         return ZstdEncoder(self.level, nbytes)
 
     def decoder(self) -> ZstdDecoder:
+        """Return a decoder for one item."""
         return ZstdDecoder()
 
     def compressed_bytes(self, data: memoryview) -> int:

@@ -40,20 +40,22 @@ from aiockpt.errors import AiockptError
 
 T = TypeVar("T")
 
-AMBIGUOUS = {
-    errno.EINTR,
-    errno.ETIMEDOUT,
-    errno.ESTALE,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.ENETRESET,
-    errno.ECONNABORTED,
-    errno.ECONNREFUSED,
-    errno.ECONNRESET,
-    errno.ESHUTDOWN,
-}
+AMBIGUOUS = frozenset(
+    {
+        errno.EINTR,
+        errno.ETIMEDOUT,
+        errno.ESTALE,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENETRESET,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ESHUTDOWN,
+    }
+)
 """Errors after which the operation may have happened all the same."""
 
 _NOTHING_DONE = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EBUSY, errno.ENOLCK}

@@ -54,7 +54,7 @@ class RecoveryRecord:
     leadership: Leadership | None  # on rank 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class OrphanCommit:
     """One rank's side of the commit."""
 
