@@ -382,6 +382,29 @@ async def test_what_comes_to_the_path_at_the_last_moment_is_looked_at(
     assert sorted(os.listdir(tmp_path)) == ["c", "moved"]
 
 
+async def test_a_rename_that_has_happened_in_spite_of_its_error_is_made_durable(
+    workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_rename, real_sync = commit.rename_noreplace, commit.sync_fd
+    calls: list[str] = []
+
+    def rename(source: str, target: str) -> None:
+        real_rename(source, target)
+        calls.append("rename")
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    def sync(fd: int) -> None:
+        calls.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real_sync(fd)
+
+    monkeypatch.setattr(commit, "rename_noreplace", rename)
+    monkeypatch.setattr(commit, "sync_fd", sync)
+    transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
+    await transaction.commit()
+    assert calls[-2:] == ["rename", str(tmp_path)]
+    assert os.listdir(tmp_path) == ["c"]
+
+
 async def test_what_is_no_checkpoint_is_not_moved_even_for_a_moment(workers, tmp_path: Path, monkeypatch) -> None:
     path, moved = tmp_path / "c", []
     monkeypatch.setattr(commit, "rename_exchange", lambda *names: moved.append(names))
