@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 import aiockpt
 from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
+from aiockpt.writing.process.supervisor import WriterProcess
 from tests.states import assert_same, large_state, training_state
 from tests.writing.gates import BrokenStorage, Gate, KilledAfterCommit, ended, writers_of
 
@@ -215,6 +217,27 @@ def test_when_it_dies_between_saves_or_in_a_hook(tmp_path: Path) -> None:
             ckpt.save(large_state(2), tmp_path / "hook", pre_commit=lambda _: [w.kill() for w in _writers()])
         ckpt.save(large_state(2), tmp_path / "3")
     assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1", "2", "3"}
+
+
+def test_a_save_right_after_its_death_starts_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the thread that waits for it has told the engine."""
+    real, noticed = WriterProcess.wait, threading.Event()
+
+    def wait(self: WriterProcess) -> None:
+        real(self)
+        noticed.wait(60)
+
+    monkeypatch.setattr(WriterProcess, "wait", wait)
+    with aiockpt.SyncCheckpointer(writer="process") as ckpt:
+        try:
+            ckpt.save(large_state(2), tmp_path / "0")
+            (writer,) = _writers()
+            writer.kill()
+            writer.wait(60)
+            assert_same(large_state(2), ckpt.load(ckpt.submit(large_state(2), tmp_path / "1").written.result(30).path))
+        finally:
+            noticed.set()
+    assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1"}
 
 
 def test_the_end_of_its_stderr_is_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

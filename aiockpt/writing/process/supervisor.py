@@ -91,6 +91,13 @@ class WriterProcess:
             self._exit_code = None
         self._reaped = True
 
+    def has_ended(self) -> bool:
+        """Return whether it has ended, even if the thread in `wait` has not noticed it yet."""
+        try:
+            return self._reaped or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # somebody has waited for it
+            return True
+
     def kill(self) -> None:
         """Kill it. From any thread."""
         if not self._reaped:
@@ -213,6 +220,10 @@ class WriterConnection:
             self.kill()
             await self._closed.wait()
 
+    def has_ended(self) -> bool:
+        """Return whether it takes no more saves."""
+        return self.dead or self._process.has_ended()
+
     async def supervise(self) -> None:
         """Serve the process until it ends."""
         how = "has died"
@@ -306,7 +317,7 @@ class WriterHost:
         Raises WriteError if it can't be started.
         """
         async with self._starting:
-            if self._connection is None or self._connection.dead:
+            if self._connection is None or self._connection.has_ended():
                 if self._tasks is None:
                     raise WriteError("no writer process is started any more: the checkpointer is being closed")
                 try:
