@@ -1,1 +1,1 @@
-"""The crash laboratory: system calls seen, refused and killed at with ptrace, and a model of lost power."""
+"""The crash laboratory: a ptrace tracer that records, refuses and kills at system calls, and a model of power loss."""

@@ -1,4 +1,4 @@
-"""What a process asked of the file system: the record that kill points and lost power are made from."""
+"""One system call on the file system: the unit of a recording, of a kill point and of a simulated power cut."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ class FileCall:
     """A system call that changes the file system, or makes what has changed durable.
 
     Attributes:
-        name: what it does. "create" is an open that may create or truncate; "sync" is of a file or a directory; "mark"
-            is none of the file system's: the traced program has written ``data`` to tell the tracer something.
-        path: the absolute path that it concerned, when it was called.
+        name: the kind of call. "create" is an open that may create or truncate; "sync" is an fsync of a file or a
+            directory; "mark" is no call on the file system: the traced program wrote ``data`` as a message for the
+            record.
+        path: the absolute path at the time of the call.
         to: the other path of "rename", "exchange" and "link"; for "symlink" its target; else empty.
-        offset: where in the file, in bytes, for "write".
-        data: what was written, as far as it was.
+        offset: for "write", the offset in the file in bytes.
+        data: the bytes that were written; after a short write only these.
         nbytes: the bytes of "write", the new size of "truncate", the space of "allocate".
-        flags: as given to the kernel: of "create" those of open(2), of "allocate" the mode of fallocate(2).
-        inode: which file or directory, of "create", "write", "truncate", "allocate", "sync" and "mkdir" (after the
-            call); 0 where it is not known.
-        result: what the kernel answered; negative: the error number.
-        process: the process.
-        thread: the thread.
+        flags: the kernel's flags: for "create" those of open(2), for "allocate" the mode of fallocate(2).
+        inode: the file or directory of "create", "write", "truncate", "allocate", "sync" and "mkdir" (after the
+            call); 0 if unknown.
+        result: the return value; a negative error number if the call failed.
+        process: the process that made the call.
+        thread: the thread that made the call.
     """
 
     name: CallName

@@ -1,30 +1,29 @@
-"""A model of a disk: what was asked of it, what of that is durable, and what a power cut may leave.
+"""A model of a disk: the calls made on it, which of their effects are durable, and what a power cut may leave.
 
-Pure: nothing here touches a file system. Calls (`tests.crash.lab.calls.FileCall`) are applied one after the other; at
-any moment `Disk.pending` gives the changes that may still be lost, and `Disk.left` what is on the disk when a choice
-of them is.
+Pure: nothing here touches a file system. Calls (`tests.crash.lab.calls.FileCall`) are applied one after the other. At
+any moment `Disk.pending` returns the changes that may still be lost, and `Disk.left` the content of the disk for one
+choice of lost changes.
 
-What a sync makes durable is read strictly, as POSIX has it, with ``ordered=False``:
+With ``ordered=False`` durability follows POSIX strictly:
 
-- fsync of a file: its bytes and its size; not its name.
-- fsync of a directory: the names in it; not the files themselves, and no name in any other directory.
-- Without: each write is there, or not, or torn at a border of blocks, or has changed the size alone (zeros); each
-  change of a directory is there or not, in any order, but that changes of the same name come in theirs. Two files,
-  two directories, a file and its name have nothing to do with each other.
+- fsync of a file makes its bytes and its size durable, but not its name.
+- fsync of a directory makes the names in it durable, but not the files themselves, nor names in other directories.
+- Without fsync a write may be complete, missing, torn at a block boundary, or reduced to the new size (zeros). A
+  change of a directory may be there or missing, in any order, except that changes of the same name keep their order.
+  Two files, two directories, and a file and its name are independent.
 
-What every reading has to allow, for no program could replace anything safely otherwise: a change of one directory,
-that is a name made, removed, renamed, or exchanged with another of the same directory, is done or not done, and
-nothing in between. A rename or an exchange between two directories is two changes, one in each, and either alone may
-be there: both names, or none. And a directory that had its name when the recording began keeps it: whether those
-above are durable is the business of who made them.
+Some guarantees hold in both modes, because without them no program could replace a file safely. A change of one
+directory (a name created, removed, renamed, or exchanged within that directory) is atomic. A rename or an exchange
+between two directories is two changes, one in each, and either alone may be there: both names, or none. A directory
+that existed when the recording began keeps its name: making it durable was up to its creator.
 
-With ``ordered=True`` it is read as journaling file systems do it (ext4, XFS, btrfs): changes of directories come to the
-disk in the order in which they were made, also those between two directories at once, so that what is left is always
-the state of all directories at one moment; a sync of a directory takes along all that was done before its last change.
-Bytes of files that were not synced may be missing all the same. What is left in this reading could also be left in
-the strict one, so that who is safe in that is safe in both.
+With ``ordered=True`` durability follows journaling file systems (ext4, XFS, btrfs). Changes of directories reach the
+disk in the order in which they were made, and a rename between two directories is atomic, so what is left is always
+the state of all directories at one moment. A sync of a directory also makes everything before its last change durable.
+Bytes of files that were not synced may still be missing. The strict mode permits every state that this mode permits,
+so a program that is safe under the strict mode is safe under both.
 
-A sync that has failed makes nothing durable.
+A failed sync makes nothing durable.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ _KEEP_SIZE = 1
 
 @dataclass
 class Disk:
-    """What was asked of a disk below one directory, and what of that is durable.
+    """The calls made on a disk below one directory, and which of their effects are durable.
 
     Args:
-        ordered: how the word of the file system is read; see the module.
-        borders: where a write of bytes from one offset to another may be torn.
+        ordered: the durability mode; see the module.
+        borders: returns the offsets at which a write from one offset to another may be torn.
     """
 
     ordered: bool = False
@@ -64,7 +63,7 @@ class Disk:
 
     @classmethod
     def after(cls, calls: Iterable[FileCall], root: str, *, ordered: bool = False) -> Disk:
-        """Give an empty disk that was asked this."""
+        """Return an initially empty disk to which these calls were applied."""
         disk = cls(ordered)
         for call in calls:
             disk.apply(call, root)
@@ -72,17 +71,17 @@ class Disk:
 
     @classmethod
     def holding(cls, content: Folder, *, ordered: bool = False) -> Disk:
-        """Give a disk on which this is durable."""
+        """Return a disk on which this content is durable."""
         root = durable(content)
         return cls(ordered, root=root) if isinstance(root, Directory) else cls(ordered)
 
-    # --- what is asked of it -----------------------------------------------------------------------------------
+    # --- calls -------------------------------------------------------------------------------------------------
 
     def apply(self, call: FileCall, root: str) -> None:
-        """Do what a call has done below ``root``. Those that failed, and marks, do nothing.
+        """Apply the effect of a call below ``root``. Failed calls and marks have none.
 
         Raises:
-            ValueError: it is one that the model doesn't know.
+            ValueError: the model does not support this call.
         """
         if call.result < 0 or call.name == "mark":
             return
@@ -102,12 +101,12 @@ class Disk:
             self._set(path, None, f"the removal of {path}")
 
     def forget_numbers(self) -> None:
-        """Find what comes by its path alone, for its calls are of another file system with the same content."""
+        """Forget inode numbers, so that calls recorded on another file system with the same content match by path."""
         self._numbers.clear()
 
     def _create(self, call: FileCall, path: str) -> None:
         if call.flags & getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY:
-            raise ValueError(f"a file without a name in {path}: the model has names only")
+            raise ValueError(f"a file without a name in {path}: the model does not support O_TMPFILE")
         node = self._at(path)
         if node is None:
             node = File()
@@ -120,20 +119,20 @@ class Disk:
         node = self._numbers.get(call.inode) if call.inode else None
         node = node or self._at(path)
         if node is None or isinstance(node, Symlink):
-            raise ValueError(f"{call}: the model has no such file")
+            raise ValueError(f"{call}: no such file in the model")
         if call.name == "sync":
             self._sync(node)
         elif isinstance(node, Directory):
-            raise ValueError(f"{call}: that is a directory")
+            raise ValueError(f"{call}: it is a directory in the model")
         elif call.name == "write":
             if len(call.data) != call.result:
-                raise ValueError(f"{call}: it was recorded without its bytes")
-            if call.data:  # nothing written at an offset behind the end does not move the end
+                raise ValueError(f"{call}: recorded without its bytes")
+            if call.data:  # an empty write at an offset past the end does not move the end
                 node.add(DataChange.write(self._key(), call.offset, call.data, self.borders))
         elif call.name == "truncate":
             node.add(DataChange.resize(self._key(), call.nbytes))
         elif call.flags & ~_KEEP_SIZE:
-            raise ValueError(f"{call}: the model can't do that to a file's space")
+            raise ValueError(f"{call}: the model does not support this mode of fallocate")
         elif not call.flags:
             node.add(DataChange.grow(self._key(), call.offset + call.nbytes))
 
@@ -149,7 +148,7 @@ class Disk:
     def _move(self, name: str, path: str, to: str) -> None:
         node, other = self._at(path), self._at(to)
         if node is None or (other is None and name == "exchange"):
-            raise ValueError(f"{name} {path} {to}: the model has no such file")
+            raise ValueError(f"{name} {path} {to}: no such file in the model")
         if node is other:
             return
         what = f"the {name} of {path} to {to}"
@@ -178,7 +177,7 @@ class Disk:
     def _parent(self, path: str) -> Directory:
         parent = self._at(os.path.dirname(path))
         if not isinstance(parent, Directory) or not path:
-            raise ValueError(f"{path or 'the root'}: the model has no directory that it is in")
+            raise ValueError(f"{path or 'the root'}: its directory is not in the model")
         return parent
 
     def _at(self, path: str) -> Node | None:
@@ -187,14 +186,14 @@ class Disk:
             node = node.names().get(part) if isinstance(node, Directory) else None
         return node
 
-    # --- what may be left of it --------------------------------------------------------------------------------
+    # --- after a power cut -------------------------------------------------------------------------------------
 
     def pending(self, shown: Callable[[str], bool] = lambda _: True) -> list[Pending]:
-        """Give the changes that may be lost, in their order, of what can be reached under shown names.
+        """Return the changes that may be lost, oldest first, of everything reachable under shown names.
 
         Args:
-            shown: tells whether a name, and what is below it, matters. Changes of other names that none of those
-                needs are left out: `left` takes them for lost.
+            shown: returns whether a name, and everything below it, matters. Changes of other names are left out
+                unless a change that matters needs them; `left` treats them as lost.
         """
         found: dict[int, Pending] = {}
         named: list[tuple[Directory, NameChange]] = []
@@ -214,18 +213,18 @@ class Disk:
         ]
 
     def left(self, choice: Mapping[int, int], shown: Callable[[str], bool] = lambda _: True) -> Folder:
-        """Give what is on the disk when so much of each change is left.
+        """Return the content of the disk if this much of each change is left.
 
         Args:
-            choice: the option of each `Pending.key`; those that are missing are lost.
-            shown: other names, and what is below them, are left out.
+            choice: the option of each `Pending.key`; a missing key means lost.
+            shown: returns whether a name belongs to the result; other names, and everything below them, do not.
         """
         found = self._left(self.root, choice, shown)
         assert isinstance(found, Folder)
         return found
 
     def live(self) -> Folder:
-        """Give what a running program sees."""
+        """Return the content that a running program sees."""
         return self.left({pending.key: WHOLE for pending in self.pending()})
 
     def _left(self, node: Node, choice: Mapping[int, int], shown: Callable[[str], bool]) -> Left:
@@ -239,7 +238,7 @@ class Disk:
     def _needs(
         self, directory: Directory, change: NameChange, named: Sequence[tuple[Directory, NameChange]]
     ) -> list[int]:
-        """Give the keys of the changes without which this one can't be on the disk."""
+        """Return the keys of the changes that must be on the disk if this one is."""
         if self.ordered:
             return sorted({other.key for _, other in named if other.key < change.key})
         return [
@@ -251,7 +250,7 @@ class Disk:
     def _reachable(
         self, node: Node, path: str, shown: Callable[[str], bool], seen: set[int]
     ) -> Iterator[tuple[str, Node]]:
-        """Give all that may be found from a node on after a power cut, each once."""
+        """Yield each node that may be reachable from this one after a power cut, once."""
         if id(node) in seen:
             return
         seen.add(id(node))
@@ -265,9 +264,9 @@ class Disk:
 def _that_matter(
     named: Sequence[tuple[Directory, NameChange]], needs: Mapping[int, Sequence[int]], shown: Callable[[str], bool]
 ) -> list[NameChange]:
-    """Choose the changes of shown names, and those that these need."""
+    """Return the changes of shown names, and the changes that they need."""
     wanted: set[int] = set()
-    for _, change in reversed(named):  # what is needed is earlier
+    for _, change in reversed(named):  # a change only needs earlier ones
         if change.key in wanted or any(map(shown, change.names)):
             wanted.add(change.key)
             wanted.update(needs[change.key])
@@ -279,9 +278,9 @@ def _name(path: str) -> str:
 
 
 def _below(path: str, root: str) -> str:
-    """Give a path relative to the root."""
+    """Return a path relative to the root."""
     if path == root:
         return ""
     if not path.startswith(f"{root}/"):
-        raise ValueError(f"{path} is not below {root}: what goes on there the model doesn't know")
+        raise ValueError(f"{path} is not below {root}: the model does not cover it")
     return path[len(root) + 1 :]

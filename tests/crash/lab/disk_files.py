@@ -1,4 +1,4 @@
-"""What a power cut may leave of one file: its durable content, and changes that nobody has made durable."""
+"""One file of the disk model: its durable content, and the changes that a power cut may lose."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ WHOLE: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The bytes of a file, and what tells them from others."""
+    """The bytes of a file, and their digest."""
 
     data: bytes = field(repr=False)
     digest: bytes
 
     @classmethod
     def of(cls, data: bytes) -> Content:
-        """Digest the bytes."""
+        """Return these bytes with their digest."""
         return cls(data, hashlib.blake2b(data, digest_size=16).digest())
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What of a change reached the disk.
+    """The part of a change that reached the disk.
 
     Attributes:
-        what: says it in words.
-        offset: where in the file ``data`` belongs, in bytes.
-        data: the bytes that came to the disk.
-        grows_to: the file then has this size at least, in bytes; zeros where nothing was ever written.
-        sized: the file then has just this size, in bytes; None where the change leaves that open.
+        what: a description of this part.
+        offset: the offset of ``data`` in the file, in bytes.
+        data: the bytes that reached the disk.
+        grows_to: the minimum size of the file afterwards, in bytes; ranges never written are zeros.
+        sized: the exact size of the file afterwards, in bytes; None if the change does not set one.
     """
 
     what: str
@@ -47,7 +47,7 @@ class Effect:
     sized: int | None = None
 
     def apply(self, content: bytearray) -> None:
-        """Change a file's content."""
+        """Apply this part to a file's content, in place."""
         if self.sized is not None:
             del content[self.sized :]
         end = max(self.grows_to, self.sized or 0, self.offset + len(self.data) if self.data else 0)
@@ -57,11 +57,11 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class DataChange:
-    """A write, or a new size, on its way to the disk.
+    """A write or a change of size that is not durable yet.
 
     Attributes:
-        key: its number among all changes of its disk.
-        options: what may be left of it after a power cut; the first is nothing, the second all.
+        key: the number of this change among all changes of its disk.
+        options: the possible effects after a power cut; the first is none, the second the whole change.
     """
 
     key: int
@@ -69,22 +69,22 @@ class DataChange:
 
     @property
     def what(self) -> str:
-        """The change in words."""
+        """A description of the whole change."""
         return self.options[WHOLE].what
 
     @classmethod
     def resize(cls, key: int, nbytes: int) -> DataChange:
-        """Give a file a new size: done or not."""
+        """Set the size of a file: done or not done."""
         return cls(key, (Effect(f"not the size {nbytes}"), Effect(f"the size {nbytes}", sized=nbytes)))
 
     @classmethod
     def grow(cls, key: int, nbytes: int) -> DataChange:
-        """Let a file have a size at least: done or not."""
+        """Grow a file to a minimum size: done or not done."""
         return cls(key, (Effect(f"not the size {nbytes}"), Effect(f"the size {nbytes}", grows_to=nbytes)))
 
     @classmethod
     def write(cls, key: int, offset: int, data: bytes, borders: Callable[[int, int], Sequence[int]]) -> DataChange:
-        """Write bytes: lost, whole, a size without bytes, or torn at each of these borders, on either side."""
+        """Write bytes: lost, whole, the new size without the bytes, or torn at each border, with either side kept."""
         end = offset + len(data)
         span = f"bytes {offset} to {end}"
         options = [
@@ -103,13 +103,13 @@ class DataChange:
 
 
 def block_borders(offset: int, end: int, *, blocks: Sequence[int] = BLOCKS, each: int = 3) -> list[int]:
-    """Choose borders of blocks inside a range: of each size of block the first, the last and some between.
+    """Return block boundaries inside a range: for each block size the first, the last and some between.
 
     Args:
-        offset: where the range begins, in bytes.
-        end: where it ends.
-        blocks: what a disk writes at once, in bytes.
-        each: how many at most of each size.
+        offset: the beginning of the range, in bytes.
+        end: the end of the range, in bytes.
+        blocks: the sizes that a disk writes atomically, in bytes.
+        each: the maximum number of boundaries for each size.
     """
     found: set[int] = set()
     for block in blocks:
@@ -120,33 +120,33 @@ def block_borders(offset: int, end: int, *, blocks: Sequence[int] = BLOCKS, each
 
 
 class File:
-    """A file of a `Disk`: what is durable, and the changes since.
+    """A file of a `Disk`: its durable content, and the changes since.
 
     Attributes:
-        changes: those that may be lost, in their order.
+        changes: the changes that may be lost, oldest first.
     """
 
     def __init__(self, data: bytes = b"") -> None:
         self._durable = Content.of(data)
         self.changes: list[DataChange] = []
-        self._left = functools.lru_cache(maxsize=64)(self._after)  # contents are large, and a cut may leave thousands
+        self._left = functools.lru_cache(maxsize=64)(self._after)  # a cut can have thousands of large contents: bounded
 
     def add(self, change: DataChange) -> None:
-        """Change it."""
+        """Append a change that is not durable yet."""
         self.changes.append(change)
         self._left.cache_clear()
 
     def sync(self) -> None:
-        """Make all of it durable."""
+        """Make all changes durable."""
         self._durable = self.left([WHOLE] * len(self.changes))
         self.changes.clear()
 
     def left(self, options: Sequence[int]) -> Content:
-        """Give what is left when this remained of each change."""
+        """Return the content if this option of each change is left."""
         return self._left(tuple(options))
 
     def live(self) -> Content:
-        """Give what a running program sees."""
+        """Return the content that a running program sees."""
         return self.left([WHOLE] * len(self.changes))
 
     def _after(self, options: tuple[int, ...]) -> Content:

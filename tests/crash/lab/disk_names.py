@@ -1,4 +1,4 @@
-"""What a power cut may leave of one directory: its durable names, and changes that nobody has made durable."""
+"""One directory of the disk model: its durable names, and the changes that a power cut may lose."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Symlink:
-    """A symbolic link; it is there with all that it says, or not."""
+    """A symbolic link; it exists with its whole target, or not at all."""
 
     target: str
 
     @property
     def digest(self) -> bytes:
-        """What tells it from others."""
+        """A digest of the target."""
         return hashlib.blake2b(b"link" + os.fsencode(self.target), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory as it is left: names, and what they lead to."""
+    """A directory after a power cut: its names, and their contents."""
 
     entries: Mapping[str, Left]
 
     @cached_property
     def digest(self) -> bytes:
-        """What tells it from others: names and all bytes."""
+        """A digest of all names and bytes below."""
         found = hashlib.blake2b(b"folder", digest_size=16)
         for name, entry in sorted(self.entries.items()):
             found.update(os.fsencode(name) + b"\0" + entry.digest)
@@ -46,12 +46,13 @@ Left: TypeAlias = "Folder | Content | Symlink"
 
 @dataclass(frozen=True, slots=True)
 class NameChange:
-    """A change of one directory, on its way to the disk.
+    """A change of one directory that is not durable yet.
 
     Attributes:
-        key: its number among all changes of its disk; with ``ordered``, both of a rename between directories have one.
-        names: what the names lead to from then on; None for nothing.
-        what: says it in words.
+        key: the number of this change among all changes of its disk; with ``ordered``, both halves of a rename between
+            directories share one.
+        names: the new node of each name; None if the name is removed.
+        what: a description of the change.
     """
 
     key: int
@@ -60,14 +61,14 @@ class NameChange:
 
 
 class Directory:
-    """A directory of a `Disk`: the durable names, and the changes since, in their order."""
+    """A directory of a `Disk`: its durable names, and the changes since, oldest first."""
 
     def __init__(self) -> None:
         self.durable: dict[str, Node] = {}
         self.changes: list[NameChange] = []
 
     def names(self, is_left: Callable[[NameChange], bool] = lambda _: True) -> dict[str, Node]:
-        """Give the names when these changes are left; without, as a running program sees them."""
+        """Return the names if only these changes are left; by default all, as a running program sees them."""
         found: dict[str, Node | None] = dict(self.durable)
         for change in self.changes:
             if is_left(change):
@@ -75,12 +76,12 @@ class Directory:
         return {name: node for name, node in found.items() if node is not None}
 
     def sync(self, is_durable: Callable[[NameChange], bool] = lambda _: True) -> None:
-        """Make changes durable; of those with the same names the first ones first."""
+        """Make these changes durable; the earlier changes of the same names must be among them."""
         self.durable = self.names(is_durable)
         self.changes = [change for change in self.changes if not is_durable(change)]
 
     def ever(self, name: str) -> Iterator[Node]:
-        """Give all that a name may lead to after a power cut."""
+        """Yield each node that a name may lead to after a power cut."""
         for names in (self.durable, *(change.names for change in self.changes)):
             if (node := names.get(name)) is not None:
                 yield node
@@ -94,10 +95,11 @@ class Pending:
     """A change that may be lost.
 
     Attributes:
-        key: names it for `Disk.left`.
-        options: in how many ways it may be left; 0 is not at all, 1 is whole.
-        what: says it in words, with the path.
-        needs: the positions, among those that it was given with, of earlier ones without which it can't be left.
+        key: the number of this change, for `Disk.left`.
+        options: the number of its possible effects; effect 0 is none, effect 1 the whole change.
+        what: a description of the change, with the path.
+        needs: the positions, in the list returned by `Disk.pending`, of the earlier changes that must be on the disk
+            if this one is.
     """
 
     key: int
@@ -107,7 +109,7 @@ class Pending:
 
 
 def durable(content: Left) -> Node:
-    """Make what is left of a file or directory durable, as the beginning of another recording."""
+    """Return a node whose content is durable: the content after a power cut, as the beginning of the next recording."""
     if isinstance(content, Symlink):
         return content
     if isinstance(content, Content):
@@ -118,7 +120,7 @@ def durable(content: Left) -> Node:
 
 
 def put(content: Left, path: str) -> None:
-    """Write what is left of a file or directory to a path of a real file system, where nothing is. Blocks."""
+    """Write a file or directory to a path of a real file system that does not exist yet. Blocks."""
     if isinstance(content, Symlink):
         os.symlink(content.target, path)
     elif isinstance(content, Content):
@@ -131,7 +133,7 @@ def put(content: Left, path: str) -> None:
 
 
 def taken(path: str) -> Left:
-    """Read what is at a path of a real file system. Blocks."""
+    """Return the content of a path of a real file system. Blocks."""
     if os.path.islink(path):
         return Symlink(os.readlink(path))
     if os.path.isdir(path):

@@ -1,16 +1,16 @@
-r"""Replay a recording as if power had been lost after each call, and look whether all that was promised is there.
+r"""Replay a recording with a power cut after each call, and check that every promised checkpoint survives.
 
 ::
 
-    calls = Tracer(root, with_data=True).run(child).calls        # or any other list of FileCall, from an empty root
+    calls = Tracer(root, with_data=True).run(child).calls        # or any list of FileCall, recorded from an empty root
     report = Replay(identify, scratch).run(calls, root)
-    print(report, *report.findings, sep="\n")                    # no findings: nothing can be lost
+    print(report, *report.findings, sep="\n")                    # no findings: no power cut breaks a promise
 
-``identify(path, name)`` is the caller's: it loads the checkpoint at a path, which was saved as ``name``, tells which
-state it holds, by its label (see `tests.crash.lab.power_promises`), and raises if it holds none. It is called once for
-each distinct content of each name, on a copy, for the others would say the same. Hidden names (``.aiockpt-...``)
-are nobody's checkpoints, so states that differ in these alone count as one; but ``through_hidden`` looks at these too,
-for storages that find what belongs at a path under such a name while it is being replaced.
+The caller provides ``identify(path, name)``: load the checkpoint at a path, which was saved as ``name``, and return the
+label of its state (see `tests.crash.lab.power_promises`), or raise if it is none. It is called once for each distinct
+content of each name, on a copy. Hidden names (``.aiockpt-...``) are not checkpoints, so states that differ only in
+these count as one. With ``through_hidden`` hidden names count as well: some storages, while they replace a checkpoint,
+find it under a hidden name.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def is_shown(name: str) -> bool:
-    """Tell whether a name is no hidden one of an unfinished checkpoint."""
+    """Return whether a name is not the hidden name of an unfinished checkpoint."""
     return not name.startswith(HIDDEN)
 
 
@@ -49,13 +49,14 @@ class Finding:
     """A promise that a power cut could break.
 
     Attributes:
-        cut: after how many calls.
-        call: the last of them.
-        name: of which checkpoint.
-        expected: what it might show.
-        found: what it shows.
-        lost: what did not reach the disk; of all states that show this, the one in which the least was lost.
-        states: in how many states this was found.
+        cut: the number of calls before the power cut.
+        call: the last of these calls.
+        name: the name of the checkpoint.
+        expected: the labels that the name may show.
+        found: the label that it shows.
+        lost: the changes that did not reach the disk, in the first state found; states are tried with the fewest
+            lost changes first.
+        states: the number of states with this finding.
     """
 
     cut: int
@@ -77,16 +78,16 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was tried, and found.
+    """The result of a replay.
 
     Attributes:
-        calls: how many calls were recorded.
-        cuts: after how many of them power was lost, the beginning included.
-        states: how many states of the disk were looked at.
-        distinct: how many of these differ in what is shown.
-        checked: how many different contents of checkpoints were loaded, in this and in earlier runs of the same replay.
-        incomplete: at how many cuts only some of the permitted states were tried.
-        findings: each different one once, with the first cut at which it comes.
+        calls: the number of recorded calls.
+        cuts: the number of simulated power cuts, including the one before the first call.
+        states: the number of states of the disk that were tried.
+        distinct: how many of these states differ under shown names.
+        checked: the number of distinct checkpoint contents that were loaded, also in earlier runs of the same replay.
+        incomplete: the number of cuts at which only some of the permitted states were tried.
+        findings: the distinct findings, each with the first cut at which it occurs.
     """
 
     calls: int = 0
@@ -105,16 +106,16 @@ class Report:
 
 
 class Replay:
-    """Replays recordings of programs that save the same states; what was loaded once is not loaded again.
+    """Replays recordings of programs that save the same states, and loads each distinct content only once.
 
     Args:
         identify: see the module.
-        scratch: a directory, empty, for copies of checkpoints; best one in memory.
-        ordered: how the word of the file system is read; see `tests.crash.lab.disk`.
-        bound: how many states are tried at each cut at most.
-        seed: what those are drawn from that are tried where there are more.
+        scratch: an empty directory for copies of checkpoints; preferably in memory.
+        ordered: the durability mode; see `tests.crash.lab.disk`.
+        bound: the maximum number of states to try at each cut.
+        seed: the seed of the random states that are tried if more than ``bound`` are permitted.
         first_only: stop at the first state that breaks a promise.
-        through_hidden: look for names that show nothing in copies of all that is hidden.
+        through_hidden: for names that show nothing, also call ``identify`` beside copies of all hidden names.
     """
 
     def __init__(
@@ -139,13 +140,13 @@ class Replay:
     def run(
         self, calls: Sequence[FileCall], root: str, *, disk: Disk | None = None, promises: Promises | None = None
     ) -> Report:
-        """Lose power after each call.
+        """Simulate a power cut before the first call and after each call.
 
         Args:
             calls: the recording.
             root: the directory that was recorded.
-            disk: what they are asked of, which is changed; without, an empty one.
-            promises: those that were made before; is changed.
+            disk: the disk to apply the calls to, changed in place; by default an empty one.
+            promises: the promises made before the recording, changed in place.
         """
         disk = Disk(self._ordered) if disk is None else disk
         promises = Promises() if promises is None else promises
@@ -168,7 +169,7 @@ class Replay:
         )
 
     def shows(self, content: Folder, names: Iterable[str]) -> dict[str, str]:
-        """Tell what each of these names shows, those that show nothing left out."""
+        """Return the label of each of these names, without the names that show nothing."""
         return self._judge.labels(content, names)
 
     def _lose_power(self, disk: Disk, promises: Promises, where: tuple[int, FileCall | None], tally: _Tally) -> None:
@@ -193,7 +194,7 @@ class Replay:
 
 @dataclass(slots=True)
 class _Tally:
-    """What a run has come to."""
+    """The counts and findings of one run."""
 
     states: int = 0
     incomplete: int = 0
@@ -201,7 +202,7 @@ class _Tally:
     found: dict[tuple[str, str, tuple[str, ...]], Finding] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
-        """Keep each kind of finding as it came first; there the least was lost."""
+        """Count a finding; keep the first one of its kind, in which the fewest changes were lost."""
         key = finding.name, finding.found, finding.expected
         first = self.found.get(key)
         self.found[key] = finding if first is None else replace(first, states=first.states + 1)

@@ -1,4 +1,4 @@
-"""Which of the states that a power cut permits are tried: all where they are few, else some of each kind. Pure."""
+"""Selection of the states after a power cut to try: all if they are few, else some of each kind. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from tests.crash.lab.disk_names import Pending
 
 Choice = tuple[int, ...]
-"""What is left of each pending change, in their order: an option of each."""
+"""The option that is left of each pending change, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What is tried for one cut.
+    """The states to try for one cut.
 
     Attributes:
-        chosen: what is left of each pending change.
-        complete: nothing else is permitted.
+        chosen: the choices.
+        complete: True if these are all permitted choices.
     """
 
     chosen: Sequence[Choice] = field(repr=False)
@@ -36,8 +36,8 @@ def choose(pending: Sequence[Pending], *, bound: int, source: random.Random) -> 
 
     Args:
         pending: the changes that may be lost.
-        bound: up to so many states are tried; where more are permitted, those of `covering` and random ones.
-        source: what random ones are drawn from.
+        bound: the maximum number of states; if more are permitted, those of `covering` and then random ones.
+        source: the generator of the random ones.
     """
     every = list(islice(permitted(pending), bound + 1))
     if len(every) <= bound:
@@ -51,7 +51,7 @@ def choose(pending: Sequence[Pending], *, bound: int, source: random.Random) -> 
 
 
 def permitted(pending: Sequence[Pending]) -> Iterator[Choice]:
-    """Give every choice that is permitted, once."""
+    """Yield every permitted choice once."""
     if not pending:
         yield ()
         return
@@ -63,10 +63,10 @@ def permitted(pending: Sequence[Pending]) -> Iterator[Choice]:
 
 
 def covering(pending: Sequence[Pending]) -> Iterator[Choice]:
-    """Give a family of choices.
+    """Yield a family of choices.
 
-    None and all; each change lost and each left alone, in each of its options; those up to each moment; each two
-    lost, and each two left alone.
+    It has: nothing left and everything left; each option of each change, with all others left and with all others lost;
+    each prefix of the changes; each pair lost, and each pair left alone.
     """
     count = len(pending)
     none, every = [LOST] * count, [WHOLE] * count
@@ -83,7 +83,7 @@ def covering(pending: Sequence[Pending]) -> Iterator[Choice]:
 
 
 def without_dependents(pending: Sequence[Pending], choice: Choice) -> Choice:
-    """Make a choice permitted: what needs something that is lost is lost as well."""
+    """Return a permitted choice: drop each change that needs a lost one."""
     left: list[int] = []
     for each, option in zip(pending, choice, strict=True):
         left.append(option if all(left[needed] for needed in each.needs) else LOST)
@@ -91,7 +91,7 @@ def without_dependents(pending: Sequence[Pending], choice: Choice) -> Choice:
 
 
 def with_needs(pending: Sequence[Pending], choice: Choice) -> Choice:
-    """Make a choice permitted: what is needed by something that is left is left as well."""
+    """Return a permitted choice: add each change that a change which is left needs."""
     left = list(choice)
     for at in reversed(range(len(left))):
         if left[at]:

@@ -1,4 +1,4 @@
-"""What is wrong with what a power cut has left of a directory of checkpoints."""
+"""Checks of a directory of checkpoints after a power cut."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """Tells what is wrong with what is left of a directory of checkpoints.
+    """Compares the checkpoints of a directory after a power cut with the expected labels.
 
     Attributes:
-        checked: how many contents were loaded.
+        checked: the number of contents that were loaded.
 
     Args:
         identify: see `tests.crash.lab.power`.
@@ -39,7 +39,7 @@ class Judge:
         self._known: dict[tuple[str, bytes], str] = {}
 
     def wrong(self, content: Folder, expected: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-        """Give each name that shows what it should not, and what it shows."""
+        """Return each name that shows an unexpected label, with this label."""
         shown = dict(_checkpoints(content, "", expected))
         labels = dict.fromkeys(expected, GONE) | self.labels(content, expected)
         return [
@@ -48,7 +48,7 @@ class Judge:
         ]
 
     def labels(self, content: Folder, names: Iterable[str]) -> dict[str, str]:
-        """Tell what each of these names shows, those that show nothing left out."""
+        """Return the label of each of these names, without the names that show nothing."""
         known = dict.fromkeys(names)
         labels = {name: self.label(entry, name) for name, entry in _checkpoints(content, "", known) if name in known}
         hidden = Folder({name: entry for name, entry in content.entries.items() if name.startswith(HIDDEN)})
@@ -57,12 +57,12 @@ class Judge:
         return labels
 
     def label(self, content: Left, name: str, *, beside: bool = False) -> str:
-        """Tell what a checkpoint holds: a label, or why it is none.
+        """Return the label of a checkpoint, or why it can't be loaded.
 
         Args:
-            content: the checkpoint, or what is hidden beside it.
-            name: its name.
-            beside: which of these ``content`` is.
+            content: the checkpoint, or the hidden names beside it.
+            name: the name of the checkpoint.
+            beside: True if ``content`` is the hidden names.
         """
         key = name, content.digest
         if key not in self._known:
@@ -85,7 +85,7 @@ class Judge:
 
 
 def _checkpoints(content: Folder, above: str, known: Mapping[str, object]) -> Iterator[tuple[str, Left]]:
-    """Give what is shown: what has a known name, and what is neither that nor on the way to one."""
+    """Yield what is shown: entries with a known name, and other visible ones that are not parents of a known name."""
     for name, entry in content.entries.items():
         path = f"{above}{name}"
         if path not in known and isinstance(entry, Folder) and any(other.startswith(f"{path}/") for other in known):
@@ -95,5 +95,5 @@ def _checkpoints(content: Folder, above: str, known: Mapping[str, object]) -> It
 
 
 def _shows_nothing(entry: Left) -> bool:
-    """Return whether it is a directory with nothing or only hidden names in it, made for checkpoints to come."""
+    """Return whether an entry is a directory without visible names, as made for the checkpoints to come."""
     return isinstance(entry, Folder) and all(name.startswith(HIDDEN) for name in entry.entries)

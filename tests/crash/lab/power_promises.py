@@ -1,12 +1,12 @@
-"""What a recorded program has promised about its checkpoints, from its marks. Pure.
+"""The promises of a recorded program about its checkpoints, read from its marks. Pure.
 
-Names are paths below the recorded directory, labels tell states from each other. A mark is one line:
+Names are paths below the recorded directory; labels identify states. A mark is one line:
 
 - ``begin NAME LABEL``: from now on the name may show this state.
-- ``written NAME LABEL``: it is durable, so from now on the name shows it, or one whose save began later.
-- ``deleting NAME``: from now on there may be nothing.
-- ``deleted NAME``: there is nothing, for good, or what was begun later.
-- ``staged ...``, ``failed ...``: change nothing.
+- ``written NAME LABEL``: the state is durable; from now on the name shows it, or a state whose save began later.
+- ``deleting NAME``: from now on the name may show nothing.
+- ``deleted NAME``: the name shows nothing, or a state whose save began later.
+- ``staged ...``, ``failed ...``: no effect.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ GONE = "nothing"
 
 
 class Promises:
-    """What each name may show.
+    """The labels that each name may show.
 
     Args:
-        before: the labels of what was there at the beginning, by name.
+        before: the labels at the beginning, by name.
     """
 
     def __init__(self, before: Mapping[str, str] | None = None) -> None:
@@ -33,11 +33,11 @@ class Promises:
 
     @property
     def names(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Each name and the labels it may show, in the order of the saves; `GONE` among them: it may not be there."""
+        """Each name and the labels it may show, in the order of the saves; with `GONE` among them it may be missing."""
         return tuple((name, tuple(labels)) for name, labels in self._names.items())
 
     def hear(self, call: FileCall) -> None:
-        """Take notice of a call; all but marks say nothing.
+        """Update the promises from a call; only marks have an effect.
 
         Raises:
             ValueError: a mark has no meaning.
@@ -63,6 +63,6 @@ class Promises:
     def _shows(self, name: str, label: str) -> None:
         labels = self._names.get(name, [])
         if label not in labels:
-            raise ValueError(f"{name} was promised to show {label}, and no mark has said before that it may")
+            raise ValueError(f"{name} was promised to show {label}, but no mark has said before that it may")
         last = len(labels) - 1 - labels[::-1].index(label)
         del labels[:last]

@@ -1,6 +1,6 @@
-"""What the kernel offers to follow another process: ptrace(2), and a seccomp(2) filter that tells which calls stop it.
+"""Bindings to follow another process: ptrace(2), and a seccomp(2) filter that selects the calls at which it stops.
 
-Linux on x86-64 only. The functions take the number of a thread; a process's first thread has the process's number.
+Linux on x86-64 only. The functions take a thread ID; the ID of a process's first thread is its process ID.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ WAIT_ALL: Final = 0x40000000  # __WALL: threads as well
 EVENT_EXEC: Final = 4
 EVENT_SECCOMP: Final = 7
 EVENT_STOP: Final = 128
-SYSCALL_STOP: Final = 0x85  # SIGTRAP, marked as the beginning or end of a call
+SYSCALL_STOP: Final = 0x85  # SIGTRAP | 0x80: the entry or exit of a call, see PTRACE_O_TRACESYSGOOD
 
 _CONT, _GETREGS, _SETREGS, _SYSCALL = 7, 12, 13, 24
 _GETEVENTMSG, _SEIZE, _LISTEN = 0x4201, 0x4206, 0x4208
-# Mark call stops; follow forks, vforks, threads and execs; stop where the filter says; no tracee outlives its tracer.
+# TRACESYSGOOD, then forks, vforks, threads, execs, seccomp stops; EXITKILL: no tracee outlives its tracer.
 _OPTIONS = 0x1 | 0x2 | 0x4 | 0x8 | 0x10 | 0x80 | 0x100000
 
 _SET_SUBREAPER, _GET_SUBREAPER, _SET_NO_NEW_PRIVS, _SET_SECCOMP = 36, 37, 38, 22
@@ -44,7 +44,7 @@ _NAMES = (
 
 
 class Registers(ctypes.Structure):
-    """The registers of a stopped thread; ``orig_rax`` is the number of its call, ``rax`` the answer."""
+    """The registers of a stopped thread; ``orig_rax`` is the number of its call, ``rax`` the return value."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in _NAMES)
 
@@ -55,7 +55,7 @@ class Registers(ctypes.Structure):
     orig_rax: int
 
     def copy(self) -> Registers:
-        """Give a copy."""
+        """Return a copy."""
         return Registers.from_buffer_copy(self)
 
     @property
@@ -65,7 +65,7 @@ class Registers(ctypes.Structure):
 
     @property
     def answer(self) -> int:
-        """What the call has answered; negative: the error number."""
+        """The return value of the call; a negative error number if it failed."""
         return ctypes.c_int64(self.rax).value
 
 
@@ -94,38 +94,38 @@ def _ptrace(request: int, thread: int, data: Any = None) -> None:
 
 
 def unsupported() -> str:
-    """Say why this machine is none that can be traced here; empty if it is one."""
+    """Return why processes can't be traced on this platform; empty if they can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"processes are traced on Linux on x86-64 only, and this is {sys.platform} on {platform.machine()}"
     return ""
 
 
 def seize(process: int) -> None:
-    """Follow a process, its threads and all that it starts from now on, without stopping it.
+    """Follow a process, its threads and everything that it starts from now on, without stopping it.
 
     Raises:
-        OSError: not permitted, or there is none.
+        OSError: tracing is not permitted, or there is no such process.
     """
     _ptrace(_SEIZE, process, _OPTIONS)
 
 
 def resume(thread: int, signal: int = 0) -> None:
-    """Let a stopped thread go on, with a signal delivered to it."""
+    """Resume a stopped thread, and deliver a signal to it."""
     _ptrace(_CONT, thread, signal)
 
 
 def resume_until_answer(thread: int, signal: int = 0) -> None:
-    """Let a thread that was stopped at a call go on until the call has been answered."""
+    """Resume a thread that was stopped at a call, until the call returns."""
     _ptrace(_SYSCALL, thread, signal)
 
 
 def leave_stopped(thread: int) -> None:
-    """Leave a thread stopped, as the signal that it has got wants it, until it is continued."""
+    """Leave a thread in its group stop until SIGCONT."""
     _ptrace(_LISTEN, thread)
 
 
 def event_message(thread: int) -> int:
-    """Give what comes with an event: for that of an exec, the number that the thread had before."""
+    """Return the message of an event: for an exec the former ID of the thread."""
     message = ctypes.c_ulong()
     _ptrace(_GETEVENTMSG, thread, ctypes.addressof(message))
     return message.value
@@ -144,7 +144,7 @@ def set_registers(thread: int, values: Registers) -> None:
 
 
 def memory(thread: int, address: int, nbytes: int) -> bytes:
-    """Read memory of another process, as far as it is mapped from ``address`` on; see process_vm_readv(2)."""
+    """Return memory of another process from ``address`` on, as far as it is mapped; see process_vm_readv(2)."""
     buffer = ctypes.create_string_buffer(nbytes)
     ours = _Vector(ctypes.addressof(buffer), nbytes)
     theirs = _Vector(address, nbytes)
@@ -156,15 +156,15 @@ def memory(thread: int, address: int, nbytes: int) -> bytes:
 
 
 def text(thread: int, address: int) -> bytes:
-    """Read a string, up to its zero byte, from the memory of another process."""
+    """Return a zero-terminated string from the memory of another process."""
     found = bytearray()
-    while b"\0" not in found:  # never beyond a page at once, for the next one may not be there
+    while b"\0" not in found:  # one page at a time, because the next one may not be mapped
         found += memory(thread, address + len(found), 4096 - (address + len(found)) % 4096)
     return bytes(found[: found.index(0)])
 
 
 def adopt_orphans(adopt: bool) -> bool:
-    """Become, or cease to be, the parent of descendants whose parent ends; tell what was before."""
+    """Become, or cease to be, the reaper of orphaned descendants; return the previous setting."""
     before = ctypes.c_int()
     _libc().prctl(_GET_SUBREAPER, ctypes.addressof(before), None, 0, 0)
     _libc().prctl(_SET_SUBREAPER, int(adopt), None, 0, 0)
@@ -172,17 +172,18 @@ def adopt_orphans(adopt: bool) -> bool:
 
 
 def stop_at(always: Sequence[int], by_flags: Mapping[int, tuple[int, int]], refused: Sequence[int] = ()) -> None:
-    """Let the calling thread, and all that it starts from now on, stop for the tracer at some calls.
+    """Install a filter that stops the calling thread, and everything it starts from now on, at some calls.
 
-    It can't be undone. Without a tracer these calls fail with ENOSYS.
+    The filter can't be removed. Without a tracer these calls fail with ENOSYS.
 
     Args:
-        always: the numbers of the calls.
-        by_flags: for calls that stop only with certain flags: which argument holds them, and any of which.
-        refused: calls that fail with ENOSYS.
+        always: the numbers of the calls that always stop.
+        by_flags: for calls that stop only with certain flags: the position of the argument, and a mask of which any
+            bit stops the call.
+        refused: the numbers of the calls that fail with ENOSYS.
 
     Raises:
-        OSError: the kernel has no such filters.
+        OSError: the kernel does not support seccomp filters.
     """
     program = [
         (_LOAD, 0, 0, _AT_ARCH),
@@ -202,12 +203,12 @@ def stop_at(always: Sequence[int], by_flags: Mapping[int, tuple[int, int]], refu
 
 
 def refuse_rename_flags() -> None:
-    """Let renameat2(2) with any flag fail with EINVAL, as on NFS, for the calling thread and all that it starts.
+    """Make renameat2(2) with any flag fail with EINVAL, as on NFS, in the calling thread and everything it starts.
 
-    It can't be undone. A tracer does not see these calls.
+    The filter can't be removed. A tracer does not see these calls.
 
     Raises:
-        OSError: the kernel has no such filters.
+        OSError: the kernel does not support seccomp filters.
     """
     flags = _AT_ARGUMENTS + 8 * 4
     _install(
@@ -229,4 +230,4 @@ def _install(program: Sequence[tuple[int, int, int, int]]) -> None:
     whole = _Program(len(program), code)
     for option, value, data in ((_SET_NO_NEW_PRIVS, 1, None), (_SET_SECCOMP, _FILTER_MODE, ctypes.addressof(whole))):
         if _libc().prctl(option, value, data, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), f"no filter of system calls: {os.strerror(ctypes.get_errno())}")
+            raise OSError(ctypes.get_errno(), f"installing a seccomp filter: {os.strerror(ctypes.get_errno())}")

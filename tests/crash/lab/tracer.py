@@ -1,15 +1,15 @@
-"""Run a function in a process of its own, and see, kill, refuse or cut short its calls to the file system.
+"""Run a function in its own process, and record its calls on the file system, kill at them, refuse or shorten them.
 
 ::
 
-    tracer = Tracer(folder)                              # calls below this directory; all others just go on
+    tracer = Tracer(folder)                              # records calls below this directory only
 
     def child() -> None:                                 # in a new process; its threads and children are followed
         with SyncCheckpointer() as ckpt:
             ckpt.save(state, folder / "step-1")
-        tracer.mark("written step-1")                    # becomes a call "mark" in the record, in its place
+        tracer.mark("written step-1")                    # recorded as a call named "mark"
 
-    trace = tracer.run(child)                            # untouched
+    trace = tracer.run(child)                            # record only
     print(trace.exit, trace.error, *trace.marks, len(trace.calls))
 
     tracer.run(child, lambda number, call: Kill("before") if number == 7 else None)
@@ -17,15 +17,15 @@
     tracer.run(child, lambda number, call: Fail(errno.ENOSPC) if call.name == "allocate" else None)
     tracer.run(child, lambda number, call: Short(4096) if call.name == "write" and call.nbytes > 4096 else None)
 
-Calls are seen at the kernel (ptrace and a seccomp filter: Linux on x86-64, where that is permitted; `why_not` tells),
-whoever makes them: Python, torch, another process that was started. They are carried out one after the other, also
-where threads make them at the same time, so that the record is their order, and a kill finds just the recorded ones
-done. What threads do between these calls goes on in parallel, so two runs may differ in the order of their calls.
+The tracer stops each call at the kernel (ptrace and a seccomp filter, on Linux on x86-64 where tracing is permitted;
+see `why_not`), whether Python, torch or a child process makes it. Calls of concurrent threads are carried out one at a
+time. So the record has their true order, and when a process is killed, exactly the recorded calls have been carried
+out. Between calls the threads run in parallel, so two runs may differ in the order of their calls.
 
-The process that calls `Tracer.run` forks. So it should have one thread, and no other children: make one for it.
+`Tracer.run` forks and reaps all children of its process. Call it in a process with one thread and no other children.
 
-Not seen: writes to memory that a file is mapped to, and changes of attributes (modes, times). io_uring is refused, as
-by kernels without it.
+Not recorded: writes to memory-mapped files, and changes of attributes (modes, times). io_uring calls fail with ENOSYS,
+as in kernels without it, because requests in a ring bypass the tracer.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Action", "Decide", "Fail", "Kill", "Short", "Trace", "Tracer", "TracerTimeoutError", "why_not"]
 
-_ERROR_BYTES = 60_000  # less than a pipe holds, so that who dies need not wait for a reader
+_ERROR_BYTES = 60_000  # less than the capacity of a pipe, so that the dying process never waits for a reader
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a traced function has done.
+    """The record of a traced function.
 
     Attributes:
-        calls: every call that was answered, failed ones too, in their order.
-        stopped: the call that a kill before it has prevented, if any.
+        calls: every call that returned, failed ones too, in their order.
+        stopped: the call that was prevented by a kill before it, if any.
         process: the process that ran the function.
-        exits: how each process has ended: its exit code; negative: the signal.
-        error: the traceback of what the function has raised; empty if it has not.
+        exits: the exit code of each process; a negative signal number if it was killed.
+        error: the traceback of the exception that the function raised; empty if there was none.
     """
 
     calls: tuple[FileCall, ...] = field(repr=False)
@@ -73,22 +73,22 @@ class Trace:
 
     @property
     def exit(self) -> int:
-        """How the process that ran the function has ended; see ``exits``."""
+        """The exit code of the process that ran the function; see ``exits``."""
         return self.exits[self.process]
 
     @property
     def marks(self) -> list[str]:
-        """What was marked, in its order."""
+        """The texts of all marks, in their order."""
         return [call.data.decode() for call in self.calls if call.name == "mark"]
 
 
 class Tracer:
-    """Runs functions, each in a process of its own, and records their calls to the file system.
+    """Runs functions, each in its own process, and records their calls on the file system.
 
     Args:
-        root: the directory below which calls are seen.
-        with_data: keep what was written.
-        deadline_s: how long a function may take, with all that it has started.
+        root: the directory below which calls are recorded.
+        with_data: record the bytes of writes.
+        deadline_s: the time limit for a function and everything that it has started.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, with_data: bool = False, deadline_s: float = 60.0) -> None:
@@ -98,19 +98,19 @@ class Tracer:
         self._marks = -1
 
     def mark(self, text: str) -> None:
-        """Put a mark into the record. For the traced function, and what it has forked."""
+        """Add a mark to the record. Call it in the traced function, or in a process forked from it."""
         os.write(self._marks, text.encode())
 
     def run(self, function: Callable[[], object], decide: Decide | None = None) -> Trace:
-        """Run a function in a new process, until that and all that it has started have ended. Blocks.
+        """Run a function in a new process, until this process and all its descendants have ended. Blocks.
 
         Args:
-            function: what to run; its process has exit code 0 if it returns, 1 if it raises.
-            decide: called with the number of each call, from 0, and the call as it is about to be made; None lets it
-                be. All threads that come to a call wait meanwhile.
+            function: the function; its process ends with exit code 0 if it returns, 1 if it raises.
+            decide: called before each call with its number, from 0, and the call. Returns an action, or None to leave
+                the call alone. Meanwhile every thread that comes to a call waits.
 
         Raises:
-            TracerTimeoutError: it did not end in time; all was killed.
+            TracerTimeoutError: a process did not end in time; all were killed.
             OSError: tracing is not permitted.
         """
         reading, writing = os.pipe()
@@ -149,7 +149,7 @@ class Tracer:
 
 
 def _run(function: Callable[[], object], start: int, errors: int) -> None:
-    """Be the new process: wait until somebody follows, run the function, end."""
+    """Wait until the tracer has attached, run the function, and exit. Runs in the new process."""
     code = 1
     try:
         if os.read(start, 1):
@@ -166,7 +166,7 @@ def _run(function: Callable[[], object], start: int, errors: int) -> None:
 
 
 def why_not() -> str:
-    """Say why nothing can be traced here; empty if it can. Forks, as `Tracer.run` does."""
+    """Return why processes can't be traced here; empty if they can. Forks, like `Tracer.run`."""
     if reason := ptrace.unsupported():
         return reason
     with tempfile.TemporaryDirectory() as folder:
@@ -175,5 +175,5 @@ def why_not() -> str:
         except OSError as exc:
             return f"tracing is not permitted here: {exc}"
     if [call.name for call in trace.calls] != ["create"]:
-        return f"tracing does not work here: it has seen {trace.calls}, and {trace.error}"
+        return f"tracing does not work here: it has recorded {trace.calls}, error: {trace.error or 'none'}"
     return ""

@@ -1,4 +1,4 @@
-"""What a `Tracer` can do to a call."""
+"""The actions of a `Tracer` on a call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Kill:
     """Kill processes with SIGKILL.
 
     Attributes:
-        moment: before the call is carried out, or when it has been.
-        whom: all processes, the first (that runs the function), the one that makes the call, or all but the first.
-        nbytes: for "after" a call that writes: how many bytes it writes at most.
+        moment: before the call is carried out, or after it has returned.
+        whom: all processes, the first (which runs the function), the one that makes the call, or all but the first.
+        nbytes: for "after" a write: the maximum number of bytes that it writes.
     """
 
     moment: Literal["before", "after"]
@@ -26,14 +26,14 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Don't carry a call out, and answer it with an error number."""
+    """Skip a call, and return an error number from it."""
 
     errno: int
 
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """Let a call write fewer bytes than it wants; files opened for direct I/O take whole blocks, or answer EINVAL."""
+    """Shorten a write; a file opened for direct I/O takes whole blocks only, and fails with EINVAL otherwise."""
 
     nbytes: int
 

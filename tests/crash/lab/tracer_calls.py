@@ -1,4 +1,4 @@
-"""Which system calls a `Tracer` stops at, and what they ask for: from registers to a `FileCall`."""
+"""The system calls at which a `Tracer` stops, and their translation from registers to a `FileCall`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Description = Callable[[int, tuple[int, ...]], FileCall]
 
-MARKS: Final = "aiockpt-marks"  # what the file is called that marks are written to, which is none of any disk
+MARKS: Final = "aiockpt-marks"  # the name of the memfd that marks are written to
 
 _HERE = -100  # AT_FDCWD
 _REMOVE_DIRECTORY = 0x200  # AT_REMOVEDIR
@@ -34,15 +34,15 @@ def _signed(value: int) -> int:
 
 
 def fd_path(thread: int, fd: int) -> str:
-    """Give the path of an open file of a thread, as it is called now; of a pipe and the like its description."""
+    """Return the current path of an open file of a thread; for a pipe and the like its description."""
     try:
         return os.readlink(f"/proc/{thread}/fd/{_signed(fd)}").removesuffix(_DELETED)
-    except OSError:  # no descriptor of the process: the call will fail with EBADF
+    except OSError:  # not an open descriptor: the call will fail with EBADF
         return ""
 
 
 def path_at(thread: int, directory: int, address: int) -> str:
-    """Give the absolute path of a name that a call was given; links are followed up to its last part."""
+    """Return the absolute path of a name passed to a call; symbolic links are followed except in the last part."""
     name = os.fsdecode(ptrace.text(thread, address))
     base = f"/proc/{thread}/cwd" if _signed(directory) == _HERE else f"/proc/{thread}/fd/{_signed(directory)}"
     whole = os.path.normpath(name if os.path.isabs(name) else os.path.join(os.readlink(base), name))
@@ -51,7 +51,7 @@ def path_at(thread: int, directory: int, address: int) -> str:
 
 
 def _by_path(name: CallName, path: int, directory: int | None = None, flags: int | None = None) -> Description:
-    """Describe calls whose arguments of these positions are the path, its directory, the flags."""
+    """Describe a call by the positions of its arguments: the path, the directory's descriptor, the flags."""
 
     def describe(thread: int, args: tuple[int, ...]) -> FileCall:
         base = _HERE if directory is None else args[directory]
@@ -101,7 +101,7 @@ def _creat(thread: int, args: tuple[int, ...]) -> FileCall:
 
 
 def _position(thread: int, fd: int) -> int:
-    """Tell where the next write to an open file goes, in bytes."""
+    """Return the offset of the next write to an open file, in bytes."""
     path = f"/proc/{thread}/fdinfo/{_signed(fd)}"
     with open(path, encoding="ascii") as info:
         fields = dict(line.split(":", 1) for line in info if ":" in line)
@@ -111,7 +111,7 @@ def _position(thread: int, fd: int) -> int:
 
 
 def _write(fd: int, nbytes: int | None, offset: int | None) -> Description:
-    """Describe calls that write; ``nbytes`` None: the arguments 1 and 2 are the parts, see writev(2)."""
+    """Describe a call that writes; if ``nbytes`` is None, arguments 1 and 2 are the parts of writev(2)."""
 
     def describe(thread: int, args: tuple[int, ...]) -> FileCall:
         path = fd_path(thread, args[fd])
@@ -127,7 +127,7 @@ def _write(fd: int, nbytes: int | None, offset: int | None) -> Description:
 
 
 def _parts(thread: int, args: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Read the addresses and lengths of the parts of a vectored write."""
+    """Return the addresses and lengths of the parts of a vectored write."""
     raw = ptrace.memory(thread, args[1], 16 * _signed(args[2]))
     words = [int.from_bytes(raw[at : at + 8], "little") for at in range(0, len(raw), 8)]
     return list(zip(words[::2], words[1::2], strict=True))
@@ -197,28 +197,28 @@ _OPENS: Final[dict[int, tuple[Description, int]]] = {
     2: (_by_path("create", 0, flags=1), 1),
     257: (_by_path("create", 1, directory=0, flags=2), 2),
 }
-_RINGS = 425  # io_uring_setup: what goes through a ring can't be seen
+_RINGS = 425  # io_uring_setup: requests in a ring bypass the tracer
 
 
 def install_filter() -> None:
-    """Let the calling thread, and all that it starts, stop at these calls; see `ptrace.stop_at`."""
+    """Install the filter that stops the calling thread, and everything it starts, at these calls."""
     ptrace.stop_at(list(_CALLS), {number: (flags, _MAKES_FILES) for number, (_, flags) in _OPENS.items()}, [_RINGS])
 
 
 def describe(thread: int, registers: Registers) -> FileCall | None:
-    """Tell what a thread that stands at a call asks for; None if that can't be read, or is no such call."""
+    """Return the call at which a thread is stopped; None if its arguments can't be read."""
     number = registers.orig_rax
     description = _CALLS.get(number) or _OPENS[number][0]
     try:
         return description(thread, registers.arguments)
-    except OSError as exc:  # a bad address or descriptor: the call fails by itself. Or the thread has been killed
+    except OSError as exc:  # a bad address or descriptor: the kernel will refuse the call. Or the thread was killed
         if exc.errno in (errno.EFAULT, errno.ENOENT, errno.ESRCH, errno.EBADF, errno.ENOTDIR, errno.EIO):
             return None
         raise
 
 
 def outcome(thread: int, call: FileCall, registers: Registers, *, with_data: bool) -> tuple[int, bytes]:
-    """Give what is known when a call has been answered: the inode, and the bytes that were written."""
+    """Return the inode of a call that has returned, and the bytes that it wrote."""
     answer = registers.answer
     if answer < 0:
         return call.inode, b""
@@ -234,7 +234,7 @@ def outcome(thread: int, call: FileCall, registers: Registers, *, with_data: boo
 
 
 def shortened(thread: int, registers: Registers, nbytes: int) -> Registers:
-    """Give the registers with which a call writes fewer bytes; a vectored one writes from its first part alone."""
+    """Return the registers with which a call writes fewer bytes; a vectored call writes from its first part only."""
     short = registers.copy()
     if plain := _VECTORS.get(registers.orig_rax):
         address, length = next((part for part in _parts(thread, registers.arguments) if part[1]), (0, 0))
@@ -242,5 +242,5 @@ def shortened(thread: int, registers: Registers, nbytes: int) -> Registers:
     elif registers.orig_rax in (_WRITE, _PWRITE):
         short.rdx = min(nbytes, registers.rdx)
     else:
-        raise ValueError(f"system call {registers.orig_rax} is none that can write less: name a call that writes")
+        raise ValueError(f"system call {registers.orig_rax} can't be shortened: choose a call that writes")
     return short

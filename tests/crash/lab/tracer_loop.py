@@ -1,4 +1,4 @@
-"""Following processes from call to call, one call at a time."""
+"""The loop of a tracer: it follows processes, and carries out one call at a time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from tests.crash.lab.tracer_actions import Decide
 
 _STOPPING = frozenset({signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
-_RESTARTED = range(-516, -511)  # a signal has come first: the kernel makes the call once more
+_RESTARTED = range(-516, -511)  # ERESTART*: a signal came first, and the kernel restarts the call
 
 
 class TracerTimeoutError(Exception):
-    """What was traced did not end in time, and was killed."""
+    """A traced process did not end in time; all were killed."""
 
 
 @dataclass(slots=True)
@@ -38,19 +38,19 @@ class _Current:
 
 
 class TraceLoop:
-    """One run: the threads that are followed, and what they have done.
+    """One run: the threads that are followed, and their calls.
 
     Attributes:
-        first: the process that was given.
-        calls: every call that was answered.
-        stopped: the call that a kill before it has prevented.
-        exits: how each process has ended.
+        first: the process that runs the function.
+        calls: every call that returned.
+        stopped: the call that was prevented by a kill before it.
+        exits: the exit code of each process.
 
     Args:
-        first: the process, which is followed already.
-        root: calls that concern paths below this directory, and marks, are seen.
+        first: the process that runs the function.
+        root: calls on paths below this directory, and marks, are recorded.
         decide: see `Tracer.run`.
-        with_data: keep what was written.
+        with_data: record the bytes of writes.
     """
 
     def __init__(self, first: int, root: str, decide: Decide | None, *, with_data: bool) -> None:
@@ -68,10 +68,10 @@ class TraceLoop:
         self._late = False
 
     def follow(self, deadline_s: float) -> None:
-        """Follow until all have ended.
+        """Follow all processes until they have ended.
 
         Raises:
-            TracerTimeoutError: they did not end in time; all have been killed.
+            TracerTimeoutError: a process did not end in time; all were killed.
         """
         timer = threading.Timer(deadline_s, self._expire)
         timer.daemon = True
@@ -88,10 +88,10 @@ class TraceLoop:
             timer.join()
         if self._late:
             last = "\n".join(map(str, self.calls[-5:])) or "none"
-            raise TracerTimeoutError(f"what was traced did not end within {deadline_s:g} s; its last calls:\n{last}")
+            raise TracerTimeoutError(f"the traced program did not end within {deadline_s:g} s; its last calls:\n{last}")
 
     def kill(self, whom: str, caller: int = 0) -> set[int]:
-        """Kill processes; give which."""
+        """Kill processes, and return them."""
         found = {*self._processes.values()}
         if whom == "all":
             self._ending = True
@@ -115,7 +115,7 @@ class TraceLoop:
             except ChildProcessError:
                 return
             if os.WIFSTOPPED(status):
-                with contextlib.suppress(ProcessLookupError):  # it was killed meanwhile: that will be reported
+                with contextlib.suppress(ProcessLookupError):  # killed meanwhile: a later waitpid reports its end
                     self._stopped(thread, os.WSTOPSIG(status), status >> 16)
             else:
                 self._ended(thread, os.waitstatus_to_exitcode(status))
@@ -147,7 +147,7 @@ class TraceLoop:
             ptrace.resume(thread, 0 if event else number)
 
     def _forget_threads(self, thread: int) -> None:
-        """Forget the other threads of a process that has started another program."""
+        """Forget the other threads of a process that has called exec: the kernel has ended them."""
         before = ptrace.event_message(thread)
         gone = [each for each, process in self._processes.items() if process == thread != each]
         for each in gone:
@@ -201,7 +201,8 @@ class TraceLoop:
             return
         found = ptrace.registers(thread)
         if isinstance(current.action, Short | Kill) and current.action.nbytes is not None:
-            found.rsi, found.rdx = current.registers.rsi, current.registers.rdx  # which a call leaves as they were
+            # A call preserves these registers, and the program relies on it: undo the shortening.
+            found.rsi, found.rdx = current.registers.rsi, current.registers.rdx
             ptrace.set_registers(thread, found)
         if found.answer not in _RESTARTED:
             self._record(current, found)
@@ -215,7 +216,7 @@ class TraceLoop:
         self.calls.append(replace(current.call, result=found.answer, inode=inode, data=data))
 
     def _next(self) -> None:
-        """Let the next thread begin that stands at a call."""
+        """Begin the call of the next waiting thread."""
         self._current = None
         while self._waiting and self._current is None and not self._ending:
             with contextlib.suppress(ProcessLookupError):
@@ -223,7 +224,7 @@ class TraceLoop:
 
 
 def _process_of(thread: int) -> int:
-    """Give the process that a thread belongs to."""
+    """Return the process of a thread."""
     with contextlib.suppress(OSError), open(f"/proc/{thread}/status", encoding="ascii", errors="replace") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("Tgid:"))
     return thread
