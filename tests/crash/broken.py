@@ -1,4 +1,4 @@
-"""Storages and programs that do it wrong, each in one way: what a crash matrix is for."""
+"""Storages and programs with one crash bug each, which the kill matrix has to detect."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.crash.consequences import Kind
 from tests.crash.scenarios import OPTIONS, Announce, Program, Scenario, checkpointer, save_one, state_of
 
 
-class Straight(LocalStorage):
-    """Writes to the final directory, after having removed what was there."""
+class InPlace(LocalStorage):
+    """Removes an old checkpoint first, and writes directly to the final directory."""
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         path = self.resolve(path)
@@ -29,7 +29,7 @@ class Straight(LocalStorage):
 
 
 class OneByOne(WrapperStorage):
-    """Moves the finished files to the final directory, one after the other."""
+    """Moves the finished files to the final directory one by one."""
 
     def __init__(self) -> None:
         super().__init__(LocalStorage())
@@ -50,14 +50,14 @@ class _Moving(_WrapperTransaction):
 
 
 class Nameless(LocalStorage):
-    """Gives its hidden directories names that tell nobody whose they are."""
+    """Names its hidden directories without their owner, so that no later process can recognise an orphan."""
 
     def new_ticket(self, path: str) -> str:
         return f".aiockpt-nobody-{os.urandom(4).hex()}"
 
 
 class Careless(LocalStorage):
-    """Removes every hidden directory that it finds, whosever it is."""
+    """Removes every hidden directory, also those of live processes."""
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         folder = Path(self.resolve(path)).parent
@@ -67,7 +67,7 @@ class Careless(LocalStorage):
 
 
 def announce_early(folder: Path, announce: Announce) -> None:
-    """Announce a save as written when it is staged."""
+    """Announce a save as written when it is only staged."""
     with checkpointer() as ckpt:
         program = Program(ckpt, folder, announce)
         save = program.begin("c", 2, **OPTIONS)
@@ -77,20 +77,20 @@ def announce_early(folder: Path, announce: Announce) -> None:
 
 
 def delete_first(folder: Path, announce: Announce) -> None:
-    """Remove the old checkpoint, and save the new one then."""
+    """Remove the old checkpoint before saving the new one."""
     shutil.rmtree(folder / "c")
     save_one(folder, announce)
 
 
 def litter(folder: Path, announce: Announce) -> None:
-    """Leave something beside the checkpoint while it is saved."""
+    """Keep a visible temporary file beside the checkpoint during the save."""
     (folder / "c.tmp").touch()
     save_one(folder, announce)
     (folder / "c.tmp").unlink()
 
 
 def mix(folder: Path, announce: Announce) -> None:
-    """Save a part of one step, and a part of the next."""
+    """Save a state that mixes two steps."""
     with checkpointer() as ckpt:
         announce("begin c 2")
         state = {"model": state_of("c", 1)["model"], "optim": state_of("c", 2)["optim"]}
@@ -98,7 +98,7 @@ def mix(folder: Path, announce: Announce) -> None:
 
 
 def give_up(folder: Path, announce: Announce) -> None:
-    """Fail when another process of the program has been killed."""
+    """Fail if another process of the program was killed."""
     child = os.fork()
     if child == 0:
         (folder / "c").mkdir()
@@ -112,17 +112,17 @@ def _full() -> FaultyStorage:
 
 
 BROKEN: dict[str, tuple[Scenario, Kind, int]] = {
-    "straight": (Scenario(partial(save_one, storage=Straight)), "broken", 3),
-    "straight, over another": (Scenario(partial(save_one, storage=Straight, overwrite=True), {"c": 1}), "lost", 5),
+    "in place": (Scenario(partial(save_one, storage=InPlace)), "broken", 3),
+    "in place, overwrite": (Scenario(partial(save_one, storage=InPlace, overwrite=True), {"c": 1}), "lost", 5),
     "file by file": (Scenario(partial(save_one, storage=OneByOne, overwrite=True), {"c": 1}), "broken", 20),
     "mixed": (Scenario(mix, {"c": 1}), "mixed", 22),
     "announced early": (Scenario(announce_early), "lost", 10),
     "deleted first": (Scenario(delete_first, {"c": 1}), "lost", 6),
     "litter": (Scenario(litter), "stray", 3),
-    "staged, and not finished": (Scenario(save_one, whom="first", staged_is_promise=True), "lost", 12),
+    "staged, not finished": (Scenario(save_one, whom="first", staged_is_promise=True), "lost", 12),
     "next run": (Scenario(save_one, storage=_full), "next run", 3),
     "given up": (Scenario(give_up, whom="caller"), "program", 0),
     "nameless": (Scenario(partial(save_one, storage=Nameless)), "leftover", 5),
 }
-"""What does it wrong, how that shows, and at about which call."""
+"""The scenario of each bug, the kind of problem it causes, and the number of a call near which it appears."""
 CARELESS = Scenario(save_one, storage=Careless)

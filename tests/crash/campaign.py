@@ -1,4 +1,4 @@
-"""Many kill points of many scenarios, by several processes at once, and what comes of them in all."""
+"""Runs of many kill points of many scenarios in several processes, and a summary of their outcomes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.crash.scenarios import SCENARIOS
 from tests.crash.zygote import Zygote
 
 EVERY = 1 << 30
-EVERY_STATE = -1  # of the disk: what is there before a call is what was there after the call before
+EVERY_STATE = -1  # every state of the disk: the state before a call is the one after the previous call
 _SLOW = ("writer process", "two ranks")
 _ALL = ("first save", "overwrite")
 QUICK = {
     name: EVERY_STATE if name in _ALL else 4 if name.startswith("two steps") else 8 if name.startswith(_SLOW) else 13
     for name in SCENARIOS
 } | {"overwrite in two steps": 13, "two ranks, safetensors": 4, "two ranks, one safetensors file": 4}
-"""How many points of each scenario the quick form has: of the two that matter most, every state of the disk."""
+"""The number of points of each scenario in the quick form; for the two most important ones every state of the disk."""
 LIVE = ("first save", "overwrite")
 _BATCH = 4
 _Job = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -32,13 +32,13 @@ _Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 @dataclass(slots=True)
 class Summary:
-    """What has come of many runs.
+    """The results of many runs.
 
     Attributes:
-        calls: how many calls each scenario makes.
-        outcomes: of every point that was reached.
-        held: how often a program was held with something unfinished, while another saved beside it.
-        live_problems: what does not hold then.
+        calls: the number of calls that each scenario makes.
+        outcomes: the outcome of every point that was reached.
+        held: how often a program was held in the middle of a save while another process saved in the same directory.
+        live_problems: the problems found in these runs.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -48,32 +48,32 @@ class Summary:
 
     @property
     def points(self) -> set[Point]:
-        """The distinct points at calls that the file system has seen, so not those at announcements."""
+        """The distinct points at calls on the file system; marks are none."""
         return {outcome.point for outcome in self.outcomes if outcome.call[0] != "mark"}
 
     @property
     def kinds(self) -> set[tuple[str, str]]:
-        """The distinct calls: their names, and the kinds of files."""
+        """The distinct calls on the file system: their names, and the kinds of files."""
         return {outcome.call for outcome in self.outcomes if outcome.call[0] != "mark"}
 
     @property
     def unfinished(self) -> int:
-        """How many of the killed programs have left something hidden."""
+        """The number of killed programs that left hidden names."""
         return sum(outcome.unfinished > 0 for outcome in self.outcomes)
 
     @property
     def problems(self) -> Counter[str]:
-        """How often each kind of problem has come up."""
+        """The number of problems of each kind."""
         found = [problem.kind for outcome in self.outcomes for problem in outcome.problems]
         return Counter([*found, *(problem.kind for problem in self.live_problems)])
 
     def of(self, scenario: str) -> Summary:
-        """Give the part that one scenario has."""
+        """Return the summary of one scenario."""
         outcomes = [outcome for outcome in self.outcomes if outcome.point.scenario == scenario]
         return Summary({scenario: self.calls[scenario]}, outcomes)
 
     def add(self, other: Summary) -> None:
-        """Add what has come of other runs."""
+        """Add the results of other runs."""
         self.calls |= other.calls
         self.outcomes += other.outcomes
         self.held += other.held
@@ -81,11 +81,11 @@ class Summary:
 
 
 def points_of(name: str, calls: Sequence[FileCall]) -> list[Point]:
-    """Give every point of a scenario."""
+    """Return every point of a scenario."""
     points = []
     for number, call in enumerate(calls):
         points.append(Point(name, number, "after"))
-        if call.name != "mark":  # before one it is as after the call before
+        if call.name != "mark":  # before a mark the disk is as after the previous call
             points.append(Point(name, number, "before"))
         if call.name == "write" and call.nbytes > 1:
             points.append(Point(name, number, "half"))
@@ -93,7 +93,7 @@ def points_of(name: str, calls: Sequence[FileCall]) -> list[Point]:
 
 
 def spread(points: Sequence[Point], count: int) -> list[Point]:
-    """Choose so many, evenly, or every state."""
+    """Return this many points, evenly spread, or one for every state of the disk."""
     if count == EVERY_STATE:
         return [point for point in points if point.moment != "before" or point.number == 0]
     step = max(1.0, len(points) / count)
@@ -108,20 +108,20 @@ def run(
     live: Sequence[str] = LIVE,
     seconds: float = float("inf"),
 ) -> Summary:
-    """Survey each scenario, then kill it at the points that are chosen, and hold it at every fourth call.
+    """Survey each scenario, then kill it at the chosen points, and hold it at every fourth call.
 
     Args:
-        zygotes: who does the runs.
+        zygotes: the processes that do the runs.
         root: an empty directory.
-        counts: how many points of each scenario.
-        live: the scenarios that are held.
-        seconds: when no more runs begin.
+        counts: the number of points of each scenario.
+        live: the scenarios to hold.
+        seconds: the time after which no more runs begin.
     """
     summary, until = Summary(), time.monotonic() + seconds
     jobs: list[_Job] = []
     for name, calls in _work(zygotes, [(_surveyed, (root, name)) for name in counts], until):
         summary.calls[name] = len(calls)
-        # At an announcement alone the time after it tells something: what was announced must be there.
+        # At a mark only the moment after it is of interest: now the announced checkpoint must be there.
         points = [
             each for each in points_of(name, calls) if calls[each.number].name != "mark" or each.moment == "after"
         ]
@@ -143,7 +143,7 @@ def _surveyed(root: Path, name: str) -> tuple[str, list[FileCall]]:
 
 
 def _work(zygotes: Sequence[Zygote], jobs: Sequence[_Job], until: float) -> Iterator[Any]:
-    """Have jobs done by several processes at once; give their results as they come, not in order."""
+    """Run jobs in several processes at once; yield their results as they finish, in any order."""
     waiting = list(reversed(jobs))
     busy: dict[Any, Zygote] = {}
     idle = list(zygotes)

@@ -1,4 +1,4 @@
-"""Processes to fork from, and a look whether calls can be traced here at all."""
+"""Zygotes to fork from; tests are skipped where processes can't be traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.crash.zygote import Zygote
 
 @pytest.fixture(scope="session")
 def zygotes() -> Iterator[tuple[Zygote, Zygote]]:
-    """Two of them, which can work at the same time."""
+    """Yield two zygotes, which can work at the same time."""
     with Zygote() as one, Zygote() as other:
         if reason := one.call(tracer.why_not):
             pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""What has to hold in a directory when a program that saved there has been killed."""
+"""Checks of a directory after a program that saved there was killed."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from tests.crash.promises import Allowed
 from tests.crash.scenarios import Scenario, checkpointer
 
 Kind = Literal["lost", "broken", "mixed", "stray", "next run", "leftover", "live", "program", "hang"]
-"""What can be wrong: announced, but not there; listed, but can't be loaded; loaded, but none of the saved states; there
-under a name that nobody saved under; the next run fails; it leaves what the killed one has left; it touches what
-another process is at; the program did not end as it should, or not at all."""
+"""The kinds of problems. In order: a checkpoint was announced but is missing; is listed but can't be loaded; loads but
+holds no saved state; is listed but was never saved; the next run fails; it leaves files of the killed one behind; it
+touches files of a live process; the program ended in an unexpected way; it did not end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that does not hold."""
+    """A violated guarantee."""
 
     kind: Kind
     what: str
 
 
 def visible(folder: Path) -> set[str]:
-    """Give the names that are listed."""
+    """Return the names that are listed."""
     return {name for name in os.listdir(folder) if not name.startswith(".")}
 
 
 def hidden(folder: Path) -> set[str]:
-    """Give the others."""
+    """Return the names that are not listed."""
     return set(os.listdir(folder)) - visible(folder)
 
 
 def look(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
-    """Compare what is found with what may be there. For a process that has nothing to do with the killed one."""
+    """Compare the checkpoints with the allowed states. Call it in a process unrelated to the killed one."""
     problems = []
     found = visible(folder)
     with checkpointer() as ckpt:
-        if scenario.refused:  # what was just being replaced is not listed, but is read
+        if scenario.refused:  # a checkpoint in the middle of a replacement is not listed, but can be read
             found |= {name for name in allowed if _is_read(ckpt, folder / name)}
         for name, steps in allowed.items():
             if name not in found and None not in steps:
-                problems.append(Problem("lost", f"{name} was announced for a step of {steps}, and is not there"))
+                problems.append(Problem("lost", f"{name} was announced for a step of {steps}, but is missing"))
         for name in sorted(found):
             steps = {step for step in allowed.get(name, ()) if step is not None}
             if not steps:
@@ -63,7 +63,7 @@ def look(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
             if not any(scenario.is_state(state, name, step) for step in steps):
                 old = any(scenario.is_state(state, name, step) for step in range(20))
                 problems.append(
-                    Problem("lost" if old else "mixed", f"{name} holds another state than one of {sorted(steps)}")
+                    Problem("lost" if old else "mixed", f"{name} holds the state of none of the steps {sorted(steps)}")
                 )
     return problems
 
@@ -76,7 +76,7 @@ def _is_read(ckpt: SyncCheckpointer, path: Path) -> bool:
 
 
 def delete_all(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
-    """Delete what is found, in a copy; nothing may come back, nor be left when the next run has saved."""
+    """Delete all checkpoints in a copy; none may reappear, and the next save may leave no hidden names."""
     copy = folder.with_name("deleted")
     shutil.copytree(folder, copy, symlinks=True)
     problems = []
@@ -87,19 +87,19 @@ def delete_all(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Probl
                 ckpt.delete(copy / name)
             except CheckpointNotFoundError:
                 if there:
-                    problems.append(Problem("lost", f"{name} is read, but can't be deleted"))
+                    problems.append(Problem("lost", f"{name} can be read, but not deleted"))
             if _is_read(ckpt, copy / name):
-                problems.append(Problem("stray", f"{name} is read after it was deleted"))
+                problems.append(Problem("stray", f"{name} can be read after it was deleted"))
     problems += run_next(scenario, copy, ["next"])
     if visible(copy) != {scenario.file("next")}:
-        problems.append(Problem("stray", f"{visible(copy)} is there after all was deleted"))
+        problems.append(Problem("stray", f"{visible(copy)} is listed after all checkpoints were deleted"))
     problems += left_over(copy)
     shutil.rmtree(copy)
     return problems
 
 
 def run_next(scenario: Scenario, folder: Path, names: Sequence[str], step: int = 19) -> list[Problem]:
-    """Save as the next run of the program would: under new names, and over what there is."""
+    """Save as the next run of the program would, under new names or over existing checkpoints."""
     problems = []
     options = {"overwrite": True, "storage": scenario.storage and scenario.storage(), **scenario.options}
     with checkpointer() as ckpt:
@@ -107,19 +107,19 @@ def run_next(scenario: Scenario, folder: Path, names: Sequence[str], step: int =
             try:
                 ckpt.save(scenario.state(name, step), folder / name, **options)
                 if not scenario.is_state(ckpt.load(folder / name), name, step):
-                    problems.append(Problem("next run", f"{name} holds something else than what was saved there"))
+                    problems.append(Problem("next run", f"{name} does not hold the state that was saved there"))
             except Exception:
                 problems.append(Problem("next run", f"saving {name}: {traceback.format_exc(limit=-2)}"))
     return problems
 
 
 def left_over(folder: Path) -> list[Problem]:
-    """Look for what the next run should have removed."""
+    """Return the hidden names that the next run should have removed."""
     return [Problem("leftover", f"{name} was left") for name in sorted(hidden(folder))]
 
 
 def check(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
-    """Look, save as the next run would, and look for leftovers."""
+    """Check the checkpoints, save as the next run would, and check for leftovers."""
     if scenario.refused:
         refuse_rename_flags()
     problems = look(scenario, folder, allowed)
@@ -127,14 +127,14 @@ def check(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
         problems += delete_all(scenario, folder, allowed)
         problems += run_next(scenario, folder, ["next"])
         for name in {name for name, steps in allowed.items() if None not in steps} - visible(folder):
-            problems.append(Problem("lost", f"{name} is not listed when the next run has saved"))
+            problems.append(Problem("lost", f"{name} is not listed after the next run has saved"))
         problems += look(scenario, folder, {**allowed, scenario.file("next"): {19}}) + left_over(folder)
     problems += run_next(scenario, folder, [*sorted(visible(folder))[:1], "next"])
     return problems + left_over(folder)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Give everything that is below hidden names: the inode and the bytes of each file, the inode of each directory."""
+    """Return the inode and the bytes of each file, and the inode of each directory, below hidden names."""
     return {
         str(path): (path.stat().st_ino, path.read_bytes() if path.is_file() else b"")
         for name in hidden(folder)

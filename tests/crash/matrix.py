@@ -1,8 +1,8 @@
-"""Kill points: each is a run of a scenario that is killed at one call, and a look at what is left.
+"""Kill points: runs of a scenario that is killed at one call, each with a check of the directory afterwards.
 
-A point is known by its scenario, the number of the call in that run, and the moment: before the call, half way through
-a write, after it. Threads may make the calls of two runs in different orders, so which call it was is told by the run.
-The functions are for a process to fork from; see `tests.crash.zygote`.
+A point has a scenario, the number of a call, and a moment: before the call, halfway through a write, or after the
+call. Two runs may order the calls of their threads differently, so the outcome of a run records which call it was.
+The functions fork; call them in a zygote, see `tests.crash.zygote`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has come of a point.
+    """The outcome of a point.
 
     Attributes:
-        call: the name of the call, and what kind of file it was about.
-        unfinished: how many hidden names the killed program has left.
-        problems: what does not hold.
+        call: the name of the call, and the kind of its file.
+        unfinished: the number of hidden names that the killed program left.
+        problems: the violated guarantees.
     """
 
     point: Point
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def kind_of(call: FileCall) -> str:
-    """Tell what kind of file a call is about."""
+    """Return the kind of the file of a call."""
     if call.name == "mark":
         return call.data.decode().split()[0]
     parts = call.path.split("/")
@@ -72,10 +72,10 @@ def kind_of(call: FileCall) -> str:
 
 
 def survey(root: Path, name: str, scenario: Scenario | None = None) -> list[FileCall]:
-    """Run a scenario untouched, and check what comes of it; give its calls.
+    """Run a scenario without a kill, check its result, and return its calls.
 
     Raises:
-        AssertionError: something does not hold even so.
+        AssertionError: a guarantee is violated even without a kill.
     """
     scenario = scenario or SCENARIOS[name]
     with _prepared(root, name, scenario) as folder:
@@ -87,7 +87,7 @@ def survey(root: Path, name: str, scenario: Scenario | None = None) -> list[File
 
 
 def run_points(root: Path, name: str, points: Sequence[Point], scenario: Scenario | None = None) -> list[Outcome]:
-    """Run a scenario once for each point; leave out those that were not reached."""
+    """Run a scenario once for each point; return the outcomes of the points that were reached."""
     outcomes = (_run_point(root, name, scenario or SCENARIOS[name], point) for point in points)
     return [outcome for outcome in outcomes if outcome is not None]
 
@@ -110,7 +110,7 @@ def _run_point(root: Path, name: str, scenario: Scenario, point: Point) -> Outco
         except TracerTimeoutError as exc:
             return Outcome(point, (seen[0].name, kind_of(seen[0])), 0, (Problem("hang", str(exc)),))
         if -signal.SIGKILL not in trace.exits.values():
-            return None  # there were fewer calls, or nobody to kill
+            return None  # this run had fewer calls, or no process to kill
         unfinished = len(hidden(folder))
         problems = _ended_well(trace, killed=True) + forked(check, scenario, folder, _allowed(scenario, trace))
     return Outcome(point, (seen[0].name, kind_of(seen[0])), unfinished, tuple(problems))
@@ -119,10 +119,10 @@ def _run_point(root: Path, name: str, scenario: Scenario, point: Point) -> Outco
 def run_live(
     root: Path, name: str, numbers: Sequence[int], scenario: Scenario | None = None
 ) -> tuple[int, list[Problem]]:
-    """Hold a scenario at each of these calls while another process saves beside it; then let it end.
+    """Hold a scenario at each of these calls while another process saves in the same directory; then resume it.
 
     Returns:
-        How often something unfinished of the held process was there, and what does not hold.
+        The number of holds at which the held process had unfinished files, and the problems.
     """
     scenario = scenario or SCENARIOS[name]
     problems: list[Problem] = []
@@ -140,7 +140,7 @@ def run_live(
                 problems.append(Problem("live", f"{set(before)} was touched at {call}"))
 
     def own() -> dict[str, tuple[int, bytes]]:
-        """Give what is unfinished, except what a dead process has left, which anybody may remove."""
+        """Return the unfinished files, without those of a dead process: these may be removed at any time."""
         return {path: facts for path, facts in contents(folder).items() if path not in orphans}
 
     with _prepared(root, name, scenario) as folder:
@@ -153,7 +153,7 @@ def run_live(
 
 @contextmanager
 def _prepared(root: Path, name: str, scenario: Scenario) -> Iterator[Path]:
-    """Give a directory with what is there before, as a copy of one that is made once."""
+    """Yield a directory with the initial checkpoints; they are made once and copied for each run."""
     own = root / f"{''.join(filter(str.isalnum, name))}-{os.getpid()}"
     if not own.exists():
         own.mkdir()

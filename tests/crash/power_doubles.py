@@ -1,4 +1,4 @@
-"""A storage that is as careful as it has to be, and ways to make it careless in one thing each."""
+"""A minimal durable storage, and variants of it that skip one sync each."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CARES: tuple[Care, ...] = get_args(Care)
 
 
 class CarelessStorage(Storage):
-    """Keeps checkpoints in directories, durably but for one thing.
+    """Stores checkpoints in directories, and skips one sync or does it too late.
 
     Args:
-        lacks: what it does not care for; None for a good storage.
+        lacks: the sync to skip or delay; None for a correct storage.
     """
 
     def __init__(self, lacks: Care | None = None) -> None:
@@ -55,7 +55,7 @@ class CarelessStorage(Storage):
         return await self._inner.open(path, workers=workers)
 
     def settle(self, folder: Path) -> None:
-        """Do what one that announces too early does afterwards."""
+        """Do the delayed sync and removals of a storage that announces too early."""
         _sync(str(folder))
         for hidden in self.replaced:
             shutil.rmtree(hidden)
@@ -123,7 +123,7 @@ def _sync(path: str) -> None:
 
 
 def save_carelessly(folder: Path, announce: Announce, lacks: Care | None) -> None:
-    """Save anew, and over what is there."""
+    """Save under a new name, then over an existing checkpoint."""
     with checkpointer() as ckpt:
         program = Program(ckpt, folder, announce)
         storage = CarelessStorage(lacks)

@@ -1,4 +1,4 @@
-"""Short histories of a directory: made at random, done to a real file system, and told in plain tuples."""
+"""Short random histories of a directory: generated, performed on a real file system, and reduced to plain tuples."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def every_byte(offset: int, end: int) -> Sequence[int]:
 
 
 def perform(root: str, operation: tuple[str, str, str, int, bytes]) -> FileCall:
-    """Do something to a real directory; give the call, as it would be recorded."""
+    """Perform an operation in a real directory; return the call as it would be recorded."""
     name, path, to, offset, data = operation
     path, to = (os.path.join(root, each) for each in (path, to))
     doing: dict[str, Callable[[], Any]] = {
@@ -91,14 +91,14 @@ def _with_fd(path: str, flags: int, do: Callable[[int], object]) -> None:
 
 
 def plain(content: Any) -> Any:
-    """Give what is left as nested tuples of names and bytes."""
+    """Return content as nested tuples of names and bytes."""
     if isinstance(content, Folder):
         return tuple((name, plain(entry)) for name, entry in sorted(content.entries.items()))
     return content.data
 
 
 def states(disk: Disk) -> set[Any]:
-    """Give every state that the model permits."""
+    """Return every state that the model permits after a power cut."""
     pending = disk.pending()
     keys = [each.key for each in pending]
     return {plain(disk.left(dict(zip(keys, choice, strict=True)))) for choice in permitted(pending)}

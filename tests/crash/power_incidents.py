@@ -1,4 +1,4 @@
-"""What happens to a program before power is lost: it is killed, and the next run goes on; a sync fails."""
+"""Incidents before a power cut: a process is killed and the next run continues, or a system call fails."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NEXT_STEP = 9
 
 
 def next_run(folder: Path, announce: Announce, *, name: str = "next") -> None:
-    """Save under a new name, and delete nothing: what killed processes have left is cleaned first."""
+    """Save under a new name, without a delete: the save itself removes the files that killed processes have left."""
     with checkpointer() as ckpt:
         Program(ckpt, folder, announce).save(name, NEXT_STEP, **OPTIONS)
 
 
 def goes_on(folder: Path, announce: Announce) -> None:
-    """Save over what is there; when that fails, save elsewhere."""
+    """Save over an existing checkpoint; if that fails, continue with another name."""
     with checkpointer() as ckpt:
         program = Program(ckpt, folder, announce)
         try:
@@ -34,18 +34,18 @@ def goes_on(folder: Path, announce: Announce) -> None:
 
 
 def saves_below(folder: Path, announce: Announce) -> None:
-    """Save in a directory that is not there yet."""
+    """Save in a directory that does not exist yet."""
     with checkpointer() as ckpt:
         Program(ckpt, folder, announce).save("runs/c", 2, **OPTIONS)
 
 
 def saves_beside(folder: Path, announce: Announce) -> None:
-    """Save in the same directory."""
+    """Save under another name in the directory of `saves_below`."""
     next_run(folder, announce, name="runs/next")
 
 
 def once(matches: Callable[[FileCall, str], bool], action: Action, *, after: str = "mark") -> Callable[[str], Decide]:
-    """Do something to the first call that matches, once a call named ``after`` was made."""
+    """Return a decision: apply an action to the first matching call, once a call named ``after`` was made."""
 
     def deciding(root: str) -> Decide:
         state = {"armed": after == "mark", "done": False}
@@ -63,7 +63,7 @@ def once(matches: Callable[[FileCall, str], bool], action: Action, *, after: str
 
 
 def without_flags(root: str) -> Decide:
-    """Be a file system that neither exchanges nor refuses to replace."""
+    """Fail renames with flags, like a file system without RENAME_EXCHANGE and RENAME_NOREPLACE."""
     return lambda number, call: Fail(errno.EINVAL) if call.name in ("rename", "exchange") and call.flags else None
 
 
@@ -73,13 +73,13 @@ def _is_parents_sync(call: FileCall, root: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """What happens.
+    """A program and the actions on its calls.
 
     Attributes:
-        scenario: what is there before.
+        scenario: the scenario with the initial checkpoints.
         run: the program; None for that of the scenario.
-        decide: what is done to its calls.
-        then: the next run.
+        decide: returns, for a directory, the actions on the program's calls.
+        then: the next run, if any.
     """
 
     scenario: str
@@ -88,7 +88,7 @@ class Incident:
     then: Run | None = None
 
     def record(self, folder: Path) -> Recording:
-        """Record it. Where processes are forked from."""
+        """Record the incident. Call it in a zygote."""
         return record(self.scenario, folder, self.run, self.decide, self.then)
 
 
@@ -125,5 +125,5 @@ INCIDENTS: dict[str, Incident] = {
 
 
 def record_incident(name: str, folder: Path) -> Recording:
-    """Record one by its name. Where processes are forked from."""
+    """Record an incident by its name. Call it in a zygote."""
     return INCIDENTS[name].record(folder)

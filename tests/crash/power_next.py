@@ -1,4 +1,4 @@
-"""The next run after a power cut: it finds what the disk has kept, cleans it, saves; and power is lost again."""
+"""The next run after a power cut: it starts from a state of the disk, cleans up and saves; then power fails again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tests.crash.lab.disk_names import Folder, taken
+from tests.crash.lab.disk_names import Folder, read_content
 from tests.crash.lab.power import Replay, Report, is_shown
 from tests.crash.lab.power_choices import choose
 from tests.crash.lab.power_promises import Promises
@@ -21,12 +21,12 @@ STEP = 9
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a power cut may leave.
+    """A state of the disk after a power cut.
 
     Attributes:
-        cut: after how many calls.
-        content: all that is on the disk, hidden names too.
-        shows: which label each name shows.
+        cut: the number of calls before the power cut.
+        content: the content of the disk, hidden names too.
+        shows: the label that each name shows.
     """
 
     cut: int
@@ -36,12 +36,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class NextRun:
-    """What has come of a next run.
+    """The outcome of a next run.
 
     Attributes:
-        found: what it began with.
-        report: what could be lost by a power cut in it.
-        leftovers: the hidden names that it has left.
+        found: the state that it started from.
+        report: the promises that a power cut during this run could break.
+        leftovers: the hidden names that are left after it.
     """
 
     found: Found
@@ -50,7 +50,7 @@ class NextRun:
 
 
 def saves_again(folder: Path, announce: Announce, name: str) -> None:
-    """Save under a new name, then over what there is."""
+    """Save under a new name, then over each existing checkpoint."""
     scenario = SCENARIOS[name]
     shown = [path for path in folder.iterdir() if is_shown(path.name)]
     checkpoints = [path for path in shown if path.is_file() or not any(each.is_dir() for each in path.iterdir())]
@@ -62,13 +62,13 @@ def saves_again(folder: Path, announce: Announce, name: str) -> None:
 
 
 def choose_found(replaying: Replay, recording: Recording, count: int, seed: int = 0) -> list[Found]:
-    """Choose states that a power cut may leave, as different as can be: from all cuts, with much and little lost."""
+    """Choose random states after a power cut, from all cuts, some with many and some with few changes lost."""
     source = random.Random(seed)
     disk, promises = recording.disk(), Promises(recording.promised)
     found: dict[bytes, Found] = {}
     for cut, call in enumerate(recording.calls, 1):
         disk.apply(call, recording.root)
-        promises.hear(call)
+        promises.apply(call)
         pending = disk.pending()
         for choice in choose(pending, bound=20, source=source).chosen:
             content = disk.left({each.key: option for each, option in zip(pending, choice, strict=True)})
@@ -83,12 +83,12 @@ def choose_found(replaying: Replay, recording: Recording, count: int, seed: int 
 def next_runs(
     zygote: Zygote, replaying: Replay, recording: Recording, folder: Path, count: int, seed: int = 0
 ) -> Iterator[NextRun]:
-    """Let the next run begin with some of the states, and lose power after each of its calls."""
+    """Start the next run from some of the states, and replay it with a power cut after each of its calls."""
     program = partial(saves_again, name=recording.name)
     for number, found in enumerate(choose_found(replaying, recording, count, seed)):
         root = folder / str(number)
         again = zygote.call(record_next, recording.name, found.shows, found.content, root, program)
-        content = taken(str(root))
+        content = read_content(str(root))
         assert isinstance(content, Folder)
         hidden = tuple(sorted(name for name in content.entries if not is_shown(name)))
         yield NextRun(found, run(replaying, again), hidden)

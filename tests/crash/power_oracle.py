@@ -1,7 +1,7 @@
-"""Every state that a power cut may leave of a short history, by trying all subsets of all that was ever done.
+"""Every state that a power cut may leave of a short history, found by trying all subsets of its changes.
 
-Written to be compared with `tests.crash.lab.disk`, so nothing is shared: nothing is ever made durable here. What was
-synced is a change that must be there, and each byte of a write, and the size it brings, are changes of their own.
+An oracle for `tests.crash.lab.disk`, so it shares no code and works differently. It keeps all changes: a sync marks the
+changes that must be there. Each byte of a write, and the new size, is a change of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROOT = 0
 
 @dataclass
 class _Atom:
-    """What is there or not: names of a directory, or a byte or the size of a file."""
+    """A change that is there or not: of names of a directory, or of a byte or the size of a file."""
 
     time: int
     node: int
@@ -106,7 +106,7 @@ class _History:
     # --- what may be left ------------------------------------------------------------------------------------
 
     def tree(self, there: Sequence[bool]) -> dict[int, Any]:
-        """Do what is there of all that was done; give names of directories, and bytes of files."""
+        """Apply the changes that are there; return the names of each directory, and the bytes of each file."""
         nodes: dict[int, Any] = {node: bytearray() if is_file else {} for node, is_file in self.is_file.items()}
         for atom in itertools.compress(self.atoms, there):
             found = nodes[atom.node]
@@ -146,7 +146,7 @@ class _History:
 
 
 def left_by_brute_force(calls: Sequence[FileCall], root: str, *, ordered: bool) -> set[Any]:
-    """Give every state that may be left, as nested tuples of names and bytes."""
+    """Return every state that may be left, as nested tuples of names and bytes."""
     history = _History(root, ordered)
     for call in calls:
         history.add(call)

@@ -1,4 +1,4 @@
-"""Recordings of programs that save, and replays of lost power over them."""
+"""Recordings of programs that save, and replays of them with power cuts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.crash.lab.calls import FileCall
 from tests.crash.lab.disk import Disk
-from tests.crash.lab.disk_names import Folder, put, taken
+from tests.crash.lab.disk_names import Folder, read_content, write_content
 from tests.crash.lab.power import Replay, Report
 from tests.crash.lab.power_promises import Promises
 from tests.crash.lab.tracer import Decide, Tracer
@@ -26,14 +26,14 @@ Run = Callable[[Path, Announce], object]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What a program has done to a directory.
+    """The calls of a program in a directory.
 
     Attributes:
-        name: of which of the `SCENARIOS` the beginning and the states are.
+        name: the scenario, of `SCENARIOS`, with the initial checkpoints and the states.
         root: the directory.
-        before: what was in it.
-        promised: the steps of the checkpoints that were there, by name.
-        calls: what it has done.
+        before: the initial content of the directory.
+        promised: the steps of the initial checkpoints, by name.
+        calls: the calls.
     """
 
     name: str
@@ -47,14 +47,14 @@ class Recording:
         return SCENARIOS[self.name]
 
     def disk(self, *, ordered: bool = False) -> Disk:
-        """Give what was there at the beginning, durable."""
+        """Return a disk on which the initial content is durable."""
         return Disk.holding(self.before, ordered=ordered)
 
     def promises(self) -> Promises:
         return Promises(self.promised)
 
     def without(self, number: int) -> Recording:
-        """Give the same without one call."""
+        """Return this recording without one call."""
         calls = [call for at, call in enumerate(self.calls) if at != number]
         return Recording(self.name, self.root, self.before, self.promised, calls)
 
@@ -66,14 +66,14 @@ def record(
     decide: Callable[[str], Decide] | None = None,
     then: Run | None = None,
 ) -> Recording:
-    """Record a program. Where processes are forked from.
+    """Record a program. Call it in a zygote.
 
     Args:
-        name: a scenario: what is there before; and the program, unless there is another.
-        folder: where it saves; is made.
-        run: the other program.
-        decide: gives, for that directory, what is done to the calls; see `Tracer.run`.
-        then: the next run, in the same directory, when the program has ended or been killed.
+        name: the scenario, with the initial checkpoints and the default program.
+        folder: the directory to create and to save in.
+        run: a program to run instead of that of the scenario.
+        decide: returns, for that directory, the actions on the calls; see `Tracer.run`.
+        then: the next run in the same directory, after the program has ended or was killed.
     """
     scenario = SCENARIOS[name]
     root = Path(os.path.realpath(folder))
@@ -83,8 +83,8 @@ def record(
 
 
 def record_next(name: str, shown: Mapping[str, str], content: Folder, folder: Path, run: Run) -> Recording:
-    """Record a program that finds what a power cut has left. Where processes are forked from."""
-    put(content, str(folder))
+    """Record a program that starts from the content after a power cut. Call it in a zygote."""
+    write_content(content, str(folder))
     return _traced(name, os.path.realpath(folder), shown, [(run, None)])
 
 
@@ -94,7 +94,7 @@ def _traced(
     promised: Mapping[str, str],
     programs: Sequence[tuple[Run, Callable[[str], Decide] | None]],
 ) -> Recording:
-    before = taken(root)
+    before = read_content(root)
     assert isinstance(before, Folder)
     tracer = Tracer(root, with_data=True)
     calls: list[FileCall] = []
@@ -106,7 +106,7 @@ def _traced(
 
 
 class Loader:
-    """Tells which step a checkpoint holds, bit for bit, by loading it."""
+    """Loads a checkpoint, checks it bit by bit, and returns its step."""
 
     def __init__(self, scenario: Scenario, load: Callable[[str], Any]) -> None:
         self._load = load
@@ -116,7 +116,7 @@ class Loader:
     def __call__(self, path: str, name: str) -> str:
         state = self._load(path)
         step = int((state if self._flat else state["model"])["b"][0]) % 1000
-        # The tensors of a file of safetensors come in an order of their own.
+        # A safetensors file has its own order of tensors.
         saved, loaded = (
             (each if not self._flat else dict(sorted(each.items()))) for each in (self._state(name, step), state)
         )
@@ -126,7 +126,7 @@ class Loader:
 
 @contextmanager
 def scratch() -> Iterator[str]:
-    """Give a directory, in memory where there is one."""
+    """Yield a temporary directory, in memory if possible."""
     memory = "/dev/shm"
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         yield folder
@@ -134,13 +134,13 @@ def scratch() -> Iterator[str]:
 
 @contextmanager
 def replays(scenario: Scenario, **options: Any) -> Iterator[Replay]:
-    """Give what replays recordings of a scenario."""
+    """Yield a `Replay` for recordings of a scenario."""
     with scratch() as folder, checkpointer() as ckpt:
         yield Replay(Loader(scenario, ckpt.load), folder, **options)
 
 
 def replay(recording: Recording, **options: Any) -> Report:
-    """Lose power after each call of a recording."""
+    """Replay a recording with a power cut after each call."""
     with replays(recording.scenario, **options) as replaying:
         return run(replaying, recording, **options)
 
@@ -152,12 +152,12 @@ def run(replaying: Replay, recording: Recording, *, ordered: bool = False, **_: 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What comes of leaving one sync out.
+    """The result of leaving out one sync.
 
     Attributes:
-        number: which call it was.
-        what: what it made durable.
-        report: what could be lost then.
+        number: the number of the call.
+        what: a description of its file or directory.
+        report: the report of the replay without this sync.
     """
 
     number: int
@@ -170,7 +170,7 @@ class Dropped:
 
 
 def drop_each_sync(recording: Recording, **options: Any) -> list[Dropped]:
-    """Leave out each sync in turn."""
+    """Replay a recording without each of its syncs in turn."""
     found = []
     with replays(recording.scenario, **options) as replaying:
         for number, call in enumerate(recording.calls):
@@ -181,7 +181,7 @@ def drop_each_sync(recording: Recording, **options: Any) -> list[Dropped]:
 
 
 def synced(call: FileCall, root: str) -> str:
-    """Tell in words what a sync was of."""
+    """Return a description of the file or directory of a sync."""
     path = os.path.relpath(call.path, root)
     if path == ".":
         return "the parent directory"

@@ -1,7 +1,7 @@
-"""What may and must be found in a directory after a crash, from what was announced before it.
+"""The checkpoints that may and must be in a directory after a crash, from the announcements before it.
 
-A traced program marks what it does: ``begin NAME STEP`` before it calls `save`, ``staged NAME STEP`` and ``written NAME
-STEP`` when these have come, ``deleting NAME`` and ``deleted NAME`` around `delete`.
+A traced program announces its saves with marks: ``begin NAME STEP`` before it calls `save`, ``staged NAME STEP`` and
+``written NAME STEP`` when these futures are done, ``deleting NAME`` and ``deleted NAME`` around `delete`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 Allowed = dict[str, set[int | None]]
-"""For each name the steps of which one must be found there; None: it may also be that there is nothing."""
+"""For each name the allowed steps, one of which must be found; with None among them the name may also be missing."""
 
 
 def allowed_after(marks: Iterable[str], before: Mapping[str, int], *, promise: str = "written") -> Allowed:
-    """Give what may be found.
+    """Return the allowed states.
 
     Args:
-        marks: what was announced, in its order.
-        before: the checkpoints that were there at the beginning, and their steps.
-        promise: which announcement is one: from then on the save must be found.
+        marks: the announcements, in their order.
+        before: the initial checkpoints and their steps.
+        promise: the announcement from which on the save must be found.
     """
-    # Every state that a name may be in: what is sure, then what may have come since, in the order of the calls.
+    # For each name the last guaranteed state, then the states that may have replaced it since, in the order of calls.
     states: dict[str, list[int | None]] = {name: [step] for name, step in before.items()}
     for mark in marks:
         word, name, *rest = mark.split()

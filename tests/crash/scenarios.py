@@ -1,7 +1,7 @@
-"""What is killed: programs that save, and announce what they do by marks; see `tests.crash.promises`.
+"""The programs to kill: they save, and announce their saves with marks; see `tests.crash.promises`.
 
-The states are small, but go to two files, of which one is large enough for direct I/O and takes several writes. Every
-tensor carries the step and the name of its checkpoint, so that a mix of two states shows.
+The states are small, but take two files, one of them large enough for direct I/O and several writes. Every tensor
+encodes the step and the name of its checkpoint, so that a mix of two states is detected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAIT_S = 30.0
 
 
 def state_of(name: str, step: int) -> dict[str, Any]:
-    """Give the state that is saved under a name at a step: different in every tensor."""
+    """Return the state to save under a name at a step; all its tensors depend on both."""
     key = sum(map(ord, name)) * 1000 + step
     numbers = torch.arange(180_000, dtype=torch.int64)
     return {
@@ -48,26 +48,26 @@ def state_of(name: str, step: int) -> dict[str, Any]:
 
 
 def tensors_of(name: str, step: int) -> dict[str, torch.Tensor]:
-    """Give the same as a flat dict of tensors, as the format of safetensors takes it."""
+    """Return this state as a flat dict of tensors, as the safetensors format requires."""
     state = state_of(name, step)
     return {"w": state["model"]["w"], "b": state["model"]["b"], "m": state["optim"]["m"], "n": state["optim"]["n"]}
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A program, and what is there before it.
+    """A program, and the initial checkpoints of its directory.
 
     Attributes:
-        run: the program; called with the directory and with what announces.
-        before: the checkpoints that are there, and their steps.
-        options: of every save.
-        flat: the states are those of `tensors_of`.
-        suffix: of the names of checkpoints.
-        whom: which processes are killed.
-        staged_is_promise: a save that is staged survives when ``whom`` are killed.
-        storage: where the next run saves; None for the file system.
-        refused: the file system can't exchange names, nor rename without replacing.
-        crashed: an earlier program was killed in the directory, right before its save was published.
+        run: the program; called with the directory and the function that announces.
+        before: the initial checkpoints, and their steps.
+        options: the options of every save.
+        flat: True if the states are those of `tensors_of`.
+        suffix: the suffix of the names of checkpoints.
+        whom: the processes to kill.
+        staged_is_promise: True if a staged save must survive when ``whom`` are killed.
+        storage: returns the storage of the next run; None for the file system.
+        refused: True if the file system supports neither RENAME_EXCHANGE nor RENAME_NOREPLACE.
+        crashed: True if an earlier program was killed in the directory, right before its save was published.
     """
 
     run: Callable[[Path, Announce], object]
@@ -82,13 +82,13 @@ class Scenario:
     refused: bool = False
 
     def state(self, name: str, step: int) -> dict[str, Any]:
-        """Give what is saved under a name at a step."""
+        """Return the state to save under a name at a step."""
         return tensors_of(name, step) if self.flat else state_of(name, step)
 
     def is_state(self, found: Any, name: str, step: int) -> bool:
-        """Tell whether this is what was saved under a name at a step, to the bit."""
+        """Return whether this is, bit by bit, the state that was saved under a name at a step."""
         wanted = self.state(name, step)
-        if self.flat:  # a file of safetensors has an order of its own
+        if self.flat:  # a safetensors file has its own order of tensors
             wanted, found = dict(sorted(wanted.items())), dict(sorted(found.items()))
         try:
             assert_same(wanted, found)
@@ -97,7 +97,7 @@ class Scenario:
         return True
 
     def file(self, name: str) -> str:
-        """Give a name as checkpoints are called here."""
+        """Return the file name of a checkpoint: a name with the suffix."""
         return name.removesuffix(self.suffix) + self.suffix
 
 
@@ -109,7 +109,7 @@ def checkpointer(**options: Any) -> Iterator[SyncCheckpointer]:
 
 
 class Program:
-    """Saves that announce themselves."""
+    """Saves and deletes checkpoints, and announces each of these calls."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Program:
         self.folder = folder
         self.announce = announce
         self.flat = flat
-        self.cut = cut  # of flat tensors: gives this rank's part of one
+        self.cut = cut  # returns this rank's part of a flat tensor
 
     def begin(self, name: str, step: int, **options: Any) -> SaveHandle:
         self.announce(f"begin {name} {step}")
@@ -164,7 +164,7 @@ def save_one(
 
 
 def save_several(folder: Path, announce: Announce) -> None:
-    """Save three times at once, one of them over what is there."""
+    """Save three checkpoints at once, one of them over an existing one."""
     with checkpointer() as ckpt:
         program = Program(ckpt, folder, announce)
         wanted = [("a", 2, False), ("c", 3, True), ("b", 4, False)]
@@ -174,7 +174,7 @@ def save_several(folder: Path, announce: Announce) -> None:
 
 
 def save_and_delete(folder: Path, announce: Announce) -> None:
-    """Save, and delete older checkpoints meanwhile."""
+    """Save, and delete older checkpoints during the save and after it."""
     with checkpointer() as ckpt:
         program = Program(ckpt, folder, announce)
         save = program.begin("c", 3, **OPTIONS)
@@ -184,7 +184,7 @@ def save_and_delete(folder: Path, announce: Announce) -> None:
 
 
 def save_by_process(folder: Path, announce: Announce) -> None:
-    """Save twice by a process that writes; if that has been killed, once more."""
+    """Save twice through a writer process; if a save fails because the writer process was killed, save again."""
     with checkpointer(writer="process") as ckpt:
         program = Program(ckpt, folder, announce)
         for name, step, replaces in (("a", 2, False), ("c", 3, True)):
@@ -198,7 +198,7 @@ def save_by_process(folder: Path, announce: Announce) -> None:
 def save_by_ranks(
     folder: Path, announce: Announce, name: str = "c", *, coordination_timeout: float = WAIT_S, **options: Any
 ) -> None:
-    """Save by two ranks, together: once, and over it; with options each rank has some rows of flat tensors."""
+    """Save twice by two ranks to the same path; with options each rank holds some rows of flat tensors."""
     with tempfile.TemporaryDirectory() as meeting:
         other = os.fork()
         rank = int(other == 0)
@@ -236,13 +236,13 @@ def _save_as_rank(
 
 
 def _rows(rank: int, mesh: DeviceMesh, tensor: torch.Tensor) -> torch.Tensor:
-    """Give a rank's rows of a tensor."""
+    """Return a rank's rows of a tensor as a DTensor."""
     local = tensor.chunk(2)[rank].contiguous()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def save_refused(folder: Path, announce: Announce, run: Callable[..., object]) -> None:
-    """Run a program on a file system that can't exchange names."""
+    """Run a program as on a file system without rename flags."""
     refuse_rename_flags()
     run(folder, announce)
 
@@ -295,7 +295,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def prepare(scenario: Scenario, folder: Path) -> None:
-    """Make the checkpoints that are there before."""
+    """Create the directory with its initial checkpoints."""
     folder.mkdir()
     with checkpointer() as ckpt:
         for name, step in scenario.before.items():
@@ -314,7 +314,7 @@ def _die(_: str) -> None:
 
 
 def warm_up(folder: Path) -> None:
-    """Do once what the programs do, so that all is imported."""
+    """Run two of the programs once, so that everything is imported."""
     for number, scenario in enumerate((SCENARIOS["compressed"], SCENARIOS["one safetensors file (overwrite)"])):
         prepare(scenario, folder / str(number))
         scenario.run(folder / str(number), str)

@@ -1,4 +1,4 @@
-"""Whenever a program is killed, finders of other programs take nothing that it leaves for a checkpoint."""
+"""Whenever a program is killed, the checkpoint finders of other programs ignore the hidden names that it leaves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _by_process(folder: Path, name: str) -> None:
 
 
 def _by_adapter(folder: Path, name: str) -> None:
-    for _ in range(2):  # beside the path first, then within it
+    for _ in range(2):  # the hidden directory of the first save is beside the path, that of the second within it
         dcp.save({"w": torch.ones(3000)}, storage_writer=FileSystemWriter(folder / name), **ALONE)
 
 
@@ -68,7 +68,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def watch(folder: Path, name: str) -> tuple[int, set[tuple[str, str]], str]:
-    """Look with all finders at each call of a program, where a kill may come; count how often something was hidden."""
+    """Run all finders at each call of a program, the possible kill points; count how often hidden names were there."""
     seen, found = 0, set()
 
     def look(number: int, call: object) -> None:
@@ -82,14 +82,14 @@ def watch(folder: Path, name: str) -> tuple[int, set[tuple[str, str]], str]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_finder_takes_what_is_hidden(name: str, zygote: Zygote, tmp_path: Path) -> None:
+def test_no_finder_takes_a_hidden_name_for_a_checkpoint(name: str, zygote: Zygote, tmp_path: Path) -> None:
     seen, found, error = zygote.call(watch, tmp_path, name)
     assert not error
     assert seen > 10
     assert not found
 
 
-def test_a_name_that_holds_that_of_the_checkpoint_is_found_out(tmp_path: Path) -> None:
+def test_finders_are_misled_by_a_hidden_name_that_contains_the_name_of_the_checkpoint(tmp_path: Path) -> None:
     hidden = tmp_path / ".step-30.unfinished"
     hidden.mkdir()
     (hidden / "last.ckpt").touch()

@@ -1,4 +1,4 @@
-"""Programs that save are killed at every call: what was announced is there, and nothing in between is seen."""
+"""Programs are killed at every call of a save: announced checkpoints are there, and unfinished ones are not visible."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ def summary(zygotes: tuple[Zygote, Zygote], tmp_path_factory: pytest.TempPathFac
     return campaign.run(zygotes, tmp_path_factory.mktemp("matrix"))
 
 
-def test_nothing_is_lost_wherever_a_program_is_killed(summary: Summary) -> None:
+def test_no_checkpoint_is_lost_at_any_kill_point(summary: Summary) -> None:
     wrong = [(outcome.point, outcome.call, outcome.problems) for outcome in summary.outcomes if outcome.problems]
     assert wrong == []
 
 
-def test_there_are_many_kill_points_of_many_kinds(summary: Summary) -> None:
+def test_kill_points_cover_every_scenario_and_every_kind_of_call(summary: Summary) -> None:
     assert len(summary.points) >= 200
     assert {point.scenario for point in summary.points} == SCENARIOS.keys()
     assert {name for name, _ in summary.kinds} >= CALLS
-    assert summary.unfinished > len(summary.points) / 3  # or there was nothing for the next run to clean
+    assert summary.unfinished > len(summary.points) / 3  # else the next run had nothing to clean
 
 
-def test_another_live_process_is_let_be(summary: Summary) -> None:
+def test_files_of_a_live_process_are_left_alone(summary: Summary) -> None:
     assert summary.held >= 8
     assert summary.live_problems == []
 
 
-# --- that it can fail -------------------------------------------------------------------------------------
+# --- bugs are detected ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_does_it_wrong_is_found_out(name: str, zygote: Zygote, tmp_path: Path) -> None:
+def test_a_program_with_a_crash_bug_is_detected(name: str, zygote: Zygote, tmp_path: Path) -> None:
     scenario, expected, near = BROKEN[name]
     points = [Point(name, near + away, "before") for away in (0, 1, -1, 2, -2, 3, 4, 5) if near + away >= 0]
     found: set[str] = set()
     while expected not in found:
-        assert points, f"{expected} was not found out, but {found}"
+        assert points, f"expected a problem of kind {expected!r}, found {found}"
         for outcome in zygote.call(run_points, tmp_path, name, [points.pop(0)], scenario):
             found |= {problem.kind for problem in outcome.problems}
 
 
-def test_who_removes_what_is_being_written_is_found_out(zygote: Zygote, tmp_path: Path) -> None:
+def test_removing_the_files_of_a_live_process_is_detected(zygote: Zygote, tmp_path: Path) -> None:
     held, problems = zygote.call(run_live, tmp_path, "careless", [8], CARELESS)
     assert held == 1
     assert {problem.kind for problem in problems} == {"live", "program"}
 
 
-def test_what_may_be_found_follows_from_what_was_announced() -> None:
+def test_allowed_states_follow_from_the_announcements() -> None:
     before = {"old": 1}
     assert allowed_after([], before) == {"old": {1}}
     assert allowed_after(["begin old 2", "begin new 3"], before) == {"old": {1, 2}, "new": {None, 3}}

@@ -1,4 +1,4 @@
-"""A file system that can't exchange names, as clusters have them: a FUSE mount. The kernel itself refuses there."""
+"""Saves on a FUSE mount, where the kernel refuses RENAME_EXCHANGE, as on the file systems of many clusters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.crash.scenarios import Scenario, save_one
 from tests.crash.zygote import Zygote
 
 TESTS = Path(__file__).parents[1] / "storage"
-# What these look at is another file system: where names are exchanged, where direct I/O has to be aligned, and where a
-# file that is open can be removed.
+# These tests need another file system: one that exchanges names, requires aligned direct I/O, and removes files that
+# are open.
 OTHERS = ["at_the_last_moment", "direct_io_refused", "durable_is_taken_back", "who_reads_goes_on"]
 COUNT = 12
 
@@ -37,7 +37,7 @@ def mount(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["fusermount", "-u", target], check=True)
 
 
-def test_the_tests_of_the_storage_hold_there(mount: Path) -> None:
+def test_the_tests_of_the_storage_pass_on_the_mount(mount: Path) -> None:
     chosen = " and ".join(f"not {name}" for name in OTHERS)
     files = [TESTS / f"test_{name}.py" for name in ("local", "delete", "belonging")]
     options = ["-p", "no:cacheprovider", f"--basetemp={mount / 'tests'}", "-k", chosen]
@@ -46,12 +46,12 @@ def test_the_tests_of_the_storage_hold_there(mount: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_nothing_is_lost_wherever_an_overwrite_is_killed(zygote: Zygote, mount: Path) -> None:
+def test_no_checkpoint_is_lost_at_any_kill_point_of_an_overwrite(zygote: Zygote, mount: Path) -> None:
     scenario = Scenario(partial(save_one, overwrite=True), {"c": 1}, refused=True)
     calls = zygote.call(survey, mount, "overwrite", scenario)
     assert "exchange" not in {call.name for call in calls if call.to.endswith("/c")}
     points = spread([point for point in points_of("overwrite", calls) if calls[point.number].name != "mark"], COUNT)
-    # The last third has the renames.
+    # The spread may miss the few renames, which matter most.
     points += [point for point in points_of("overwrite", calls) if calls[point.number].name == "rename"]
     outcomes = zygote.call(run_points, mount, "overwrite", points, scenario, timeout_s=300.0)
     assert [(outcome.point, outcome.call, outcome.problems) for outcome in outcomes if outcome.problems] == []

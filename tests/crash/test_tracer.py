@@ -1,4 +1,4 @@
-"""The tracer sees every call, in its order, from all threads and processes, and can stop, refuse or shorten it."""
+"""The tracer records every call of all threads and processes in order, and can kill at it, refuse or shorten it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _run(
     decide: Callable[[int, FileCall], Action | None] | None = None,
     deadline_s: float = 30.0,
 ) -> Trace:
-    """Trace a function; called in the process to fork from."""
+    """Trace a function. Call it in a zygote."""
     tracer = Tracer(folder, with_data=True, deadline_s=deadline_s)
     return tracer.run(lambda: child(folder, tracer), decide)
 
 
 def _at(name: str, action: Action, nth: int = 0) -> Callable[[int, FileCall], Action | None]:
-    """Do it to one of the calls of this name, and nothing to the others."""
+    """Return a decision that applies an action to the nth call of this name."""
     seen = iter(range(1 << 30))
     return lambda number, call: action if call.name == name and next(seen) == nth else None
 
@@ -44,7 +44,7 @@ def _brief(trace: Trace, folder: Path) -> list[tuple[str, ...]]:
     return [(call.name, *(path.removeprefix(below) for path in (call.path, call.to) if path)) for call in trace.calls]
 
 
-# --- what is seen -----------------------------------------------------------------------------------------
+# --- recording --------------------------------------------------------------------------------------------
 
 
 def _every_kind(folder: Path, tracer: Tracer) -> None:
@@ -73,7 +73,7 @@ def _every_kind(folder: Path, tracer: Tracer) -> None:
     os.rmdir("gone", dir_fd=at)
     with open("/dev/null", "wb") as null:  # not below the directory
         null.write(b"nothing")
-    open("harder", "rb").close()  # makes nothing
+    open("harder", "rb").close()  # reading is not recorded
 
 
 def _every_kind_traced(folder: Path) -> None:
@@ -108,7 +108,7 @@ def _every_kind_traced(folder: Path) -> None:
     assert {call.process for call in trace.calls} == {trace.process}
 
 
-def test_every_kind_of_call_is_seen(zygote: Zygote, tmp_path: Path) -> None:
+def test_every_kind_of_call_is_recorded(zygote: Zygote, tmp_path: Path) -> None:
     zygote.call(_every_kind_traced, tmp_path)
 
 
@@ -146,7 +146,7 @@ def _threads_and_processes_traced(folder: Path) -> None:
     assert trace.marks == ["forked"]
     others = {os.path.basename(call.path): call for call in trace.calls if call.process != trace.process}
     assert others.keys() == {"python", "shell", "memfd:aiockpt-marks"}
-    assert others["python"].thread != others["python"].process  # of a thread of another program
+    assert others["python"].thread != others["python"].process  # made by a thread of another program
 
 
 def test_threads_and_processes_are_followed(zygote: Zygote, tmp_path: Path) -> None:
@@ -179,11 +179,11 @@ def _signals_traced(folder: Path) -> None:
     assert len(trace.calls) == 100
 
 
-def test_signals_are_passed_on(zygote: Zygote, tmp_path: Path) -> None:
+def test_signals_are_delivered(zygote: Zygote, tmp_path: Path) -> None:
     zygote.call(_signals_traced, tmp_path)
 
 
-# --- what is done to calls --------------------------------------------------------------------------------
+# --- actions ----------------------------------------------------------------------------------------------
 
 
 def _three(folder: Path, tracer: Tracer) -> None:
@@ -219,7 +219,7 @@ def _two_processes(folder: Path, tracer: Tracer) -> None:
     child = os.fork()
     if child == 0:
         os.close(writing)
-        os.read(reading, 1)  # until the parent goes on, or ends
+        os.read(reading, 1)  # until the parent closes its end, or dies
         (folder / "child").touch()
         os._exit(0)
     os.close(reading)
@@ -253,7 +253,7 @@ def test_one_process_of_several_is_killed(zygote: Zygote, tmp_path: Path) -> Non
     zygote.call(_parts_killed, tmp_path / "files")
 
 
-def _told(folder: Path, tracer: Tracer) -> None:
+def _report_error(folder: Path, tracer: Tracer) -> None:
     try:
         _three(folder, tracer)
     except OSError as exc:
@@ -261,17 +261,17 @@ def _told(folder: Path, tracer: Tracer) -> None:
 
 
 def _failed(folder: Path) -> None:
-    trace = _run(_told, folder, _at("create", Fail(errno.EMFILE), nth=2))
+    trace = _run(_report_error, folder, _at("create", Fail(errno.EMFILE), nth=2))
     assert trace.marks == [f"{errno.EMFILE} 2"]
     assert trace.calls[4].result == -errno.EMFILE
     assert {path.name for path in folder.iterdir()} == {"0", "1"}
-    trace = _run(_told, folder, _at("write", Fail(errno.ENOSPC)))
+    trace = _run(_report_error, folder, _at("write", Fail(errno.ENOSPC)))
     assert trace.marks == [f"{errno.ENOSPC} "]
-    trace = _run(_told, folder, _at("write", Fail(errno.EINTR)))  # which Python tries again by itself
+    trace = _run(_report_error, folder, _at("write", Fail(errno.EINTR)))  # Python itself retries after EINTR
     assert (trace.marks, [call.result for call in trace.calls if call.name == "write"]) == ([], [-errno.EINTR, 6, 6, 6])
 
 
-def test_a_call_is_refused_with_any_error(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_call_fails_with_any_error_number(zygote: Zygote, tmp_path: Path) -> None:
     zygote.call(_failed, tmp_path)
 
 
@@ -310,7 +310,7 @@ def test_a_write_is_shortened(zygote: Zygote, tmp_path: Path) -> None:
     zygote.call(_shortened, tmp_path)
 
 
-# --- how it ends ------------------------------------------------------------------------------------------
+# --- ends of processes ------------------------------------------------------------------------------------
 
 
 def _hangs(folder: Path, tracer: Tracer) -> None:
@@ -323,14 +323,14 @@ def _too_late(folder: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(TracerTimeoutError, match=r"within 0\.5 s.*\n.*name='create'"):
         _run(_hangs, folder, deadline_s=0.5)
-    with pytest.raises(ZeroDivisionError):  # what decides has failed
+    with pytest.raises(ZeroDivisionError):  # the decision itself fails
         _run(_hangs, folder, lambda *_: 1 / 0)
-    with pytest.raises(ChildProcessError):  # nobody is left, not even a zombie
+    with pytest.raises(ChildProcessError):  # no child is left, not even a zombie
         os.waitpid(-1, 0)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_what_does_not_end_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_program_that_does_not_end_is_killed(zygote: Zygote, tmp_path: Path) -> None:
     zygote.call(_too_late, tmp_path)
 
 
@@ -354,22 +354,22 @@ def _ends(folder: Path) -> None:
     trace = _run(_raises, folder)
     assert trace.exit == 1
     assert trace.error.endswith(".\n")
-    trace = _run(_orphan, folder)  # the run lasts until all have ended
+    trace = _run(_orphan, folder)  # the run lasts until all descendants have ended
     assert (trace.exit, sorted(trace.exits.values()), len(trace.calls)) == (0, [0, 5], 1)
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, 0)
 
 
-def test_the_end_of_each_is_told(zygote: Zygote, tmp_path: Path) -> None:
+def test_exit_codes_and_the_error_are_reported(zygote: Zygote, tmp_path: Path) -> None:
     zygote.call(_ends, tmp_path)
 
 
 def _inside(folder: Path) -> None:
-    trace = _run(lambda _, tracer: tracer.mark(why_not()), folder)  # who is traced can't be traced once more
+    trace = _run(lambda _, tracer: tracer.mark(why_not()), folder)  # a process has at most one tracer
     (reason,) = trace.marks
     assert reason.startswith("tracing is not permitted here: ")
     assert why_not() == ""
 
 
-def test_where_tracing_is_not_permitted_it_is_told(zygote: Zygote, tmp_path: Path) -> None:
+def test_why_not_reports_that_tracing_is_not_permitted(zygote: Zygote, tmp_path: Path) -> None:
     zygote.call(_inside, tmp_path)

@@ -1,12 +1,12 @@
-"""A process that has imported everything and has one thread: what traced processes are forked from, in milliseconds.
+"""A zygote: a process with one thread that has imported everything, so that it forks traced processes in milliseconds.
 
 ::
 
     with Zygote() as zygote:
-        assert zygote.call(function, 1, 2) == 3           # a function of a module's top level, run there
+        assert zygote.call(function, 1, 2) == 3           # a top-level function of a module, run in the zygote
 
-A function that is called so may fork (`Tracer.run`, `forked`) as often as it likes. What it returns, or raises, comes
-back; what it leaves behind in the process stays there.
+Such a function may fork (`Tracer.run`, `forked`) any number of times. Its result or exception is sent back; changes
+that it makes to the zygote's memory persist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _context = multiprocessing.get_context("forkserver")
 
 
 class Zygote:
-    """The process, from `__enter__` to `__exit__`."""
+    """The process; it lives from `__enter__` to `__exit__`."""
 
     def __enter__(self) -> Self:
         start_server()
@@ -56,39 +56,39 @@ class Zygote:
 
     @property
     def pipe(self) -> Any:
-        """What becomes ready when `result` has something to give."""
+        """The pipe that becomes readable when `result` will not block."""
         return self._pipe
 
     def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> Any:
-        """Call a function there; give what it returns."""
+        """Call a function in the zygote, and return its result."""
         self.send(function, *args, timeout_s=timeout_s)
         return self.result(timeout_s)
 
     def send(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> None:
-        """Have a function called there."""
+        """Start a call of a function in the zygote."""
         self._pipe.send((function, args, timeout_s))
 
     def result(self, timeout_s: float = 60.0) -> Any:
-        """Wait for what was sent; give what it has returned.
+        """Wait for the call, and return its result.
 
         Raises:
-            AssertionError: it has raised, ended the process, or not ended in time.
+            AssertionError: the function raised, ended the process, or did not return in time.
         """
         try:
             if not self._pipe.poll(timeout_s + _START_S):
                 self._process.kill()
-                raise AssertionError(f"nothing came within {timeout_s} s")
+                raise AssertionError(f"the function did not return within {timeout_s} s")
             result, error = self._pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(_END_S)
-            raise AssertionError(f"the process has ended with exit code {self._process.exitcode}") from None
+            raise AssertionError(f"the zygote has ended with exit code {self._process.exitcode}") from None
         if error:
             raise AssertionError(error)
         return result
 
 
 def _serve(pipe: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the test run, which ends its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the test run ends its children
     _warm_up()
     while True:
         try:
@@ -105,24 +105,24 @@ def _serve(pipe: Any) -> None:
 
 
 def _warm_up() -> None:
-    """Import and cache whatever the first saves and loads of a process do; leave one thread."""
-    from tests.crash.scenarios import warm_up  # in the new process alone
+    """Import and cache everything that first saves and loads need, and check that one thread is left."""
+    from tests.crash.scenarios import warm_up  # imported in the new process only
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         warm_up(Path(folder))
     gc.collect()
-    gc.freeze()  # a collection in a forked process need not copy the pages of what is there already
+    gc.freeze()  # a collection in a forked process would write to, and so copy, the pages of all objects
     tasks = len(os.listdir("/proc/self/task"))
     if tasks != 1:
-        raise RuntimeError(f"{tasks} threads are there: {threading.enumerate()}; who forks must have one")
+        raise RuntimeError(f"the zygote must have one thread to fork safely, and has {tasks}: {threading.enumerate()}")
 
 
 def forked(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function in a process forked from this one; give what it returns, which can be pickled.
+    """Call a function in a process forked from this one, and return its result, which is pickled.
 
     Raises:
-        AssertionError: it has raised, or ended the process.
+        AssertionError: the function raised or ended the process.
     """
     reading, writing = os.pipe()
     child = os.fork()

@@ -119,7 +119,7 @@ def durable(content: Left) -> Node:
     return made
 
 
-def put(content: Left, path: str) -> None:
+def write_content(content: Left, path: str) -> None:
     """Write a file or directory to a path of a real file system that does not exist yet. Blocks."""
     if isinstance(content, Symlink):
         os.symlink(content.target, path)
@@ -129,14 +129,14 @@ def put(content: Left, path: str) -> None:
     else:
         os.mkdir(path)
         for name, entry in content.entries.items():
-            put(entry, os.path.join(path, name))
+            write_content(entry, os.path.join(path, name))
 
 
-def taken(path: str) -> Left:
+def read_content(path: str) -> Left:
     """Return the content of a path of a real file system. Blocks."""
     if os.path.islink(path):
         return Symlink(os.readlink(path))
     if os.path.isdir(path):
-        return Folder({name: taken(os.path.join(path, name)) for name in os.listdir(path)})
+        return Folder({name: read_content(os.path.join(path, name)) for name in os.listdir(path)})
     with open(path, "rb") as file:
         return Content.of(file.read())

@@ -154,7 +154,7 @@ class Replay:
         for cut, call in enumerate((None, *calls)):
             if call is not None:
                 disk.apply(call, root)
-                promises.hear(call)
+                promises.apply(call)
             self._lose_power(disk, promises, (cut, call), tally)
             if tally.found and self._first_only:
                 break

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from aiockpt.errors import CheckpointNotFoundError
 from aiockpt.format.names import HIDDEN
-from tests.crash.lab.disk_names import Folder, put
+from tests.crash.lab.disk_names import Folder, write_content
 from tests.crash.lab.power_promises import GONE
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ class Judge:
             self.checked += 1
             folder = os.path.join(self._scratch, f"checked-{self.checked}")
             if beside:
-                put(content, folder)
+                write_content(content, folder)
             else:
                 os.makedirs(os.path.dirname(os.path.join(folder, name)))
-                put(content, os.path.join(folder, name))
+                write_content(content, os.path.join(folder, name))
             try:
                 self._known[key] = self._identify(os.path.join(folder, name), name)
             except CheckpointNotFoundError:

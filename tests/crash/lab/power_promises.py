@@ -36,7 +36,7 @@ class Promises:
         """Each name and the labels it may show, in the order of the saves; with `GONE` among them it may be missing."""
         return tuple((name, tuple(labels)) for name, labels in self._names.items())
 
-    def hear(self, call: FileCall) -> None:
+    def apply(self, call: FileCall) -> None:
         """Update the promises from a call; only marks have an effect.
 
         Raises:
