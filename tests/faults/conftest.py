@@ -1,4 +1,4 @@
-"""Processes to fork traced ones from, and a place where the disk is not what takes time."""
+"""Zygotes to fork traced processes from, and a directory in memory, where no test waits for a disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["memory", "zygotes"]
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory in memory, if there is such a place, that others may look into."""
+    """Yield a directory, in memory if possible, that other users may enter."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     folder.chmod(0o711)
     yield folder

@@ -1,4 +1,4 @@
-"""Real small file systems: full to the last block, frozen, or failing."""
+"""Small real file systems, to be filled to the last block, frozen, or made to fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BALLAST = "ballast"
 
 @contextlib.contextmanager
 def mounted(folder: Path, *arguments: str | Path) -> Iterator[Path]:
-    """Mount a file system for the time of a with block; skip the test where that is not possible."""
+    """Mount a file system during a with block; skip the test if mounting is not possible."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("only root may mount file systems")
     folder.mkdir()
@@ -29,15 +29,15 @@ def mounted(folder: Path, *arguments: str | Path) -> Iterator[Path]:
 
 
 def tmpfs(folder: Path, nbytes: int, *, inodes: int = 10_000) -> contextlib.AbstractContextManager[Path]:
-    """Mount one in memory."""
+    """Mount a file system in memory."""
     return mounted(folder, "-t", "tmpfs", "-o", f"size={nbytes},nr_inodes={inodes}", "tmpfs")
 
 
 @contextlib.contextmanager
 def ext4(folder: Path, nbytes: int, *options: str) -> Iterator[Path]:
-    """Mount one in a file; it has direct I/O, and no blocks that only root may use."""
+    """Mount an ext4 file system in a file, with direct I/O and without blocks reserved for root."""
     if shutil.which("mkfs.ext4") is None:
-        pytest.skip("mkfs.ext4 is not there")
+        pytest.skip("mkfs.ext4 is not installed")
     image = folder.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(nbytes)
@@ -51,7 +51,7 @@ def ext4(folder: Path, nbytes: int, *options: str) -> Iterator[Path]:
 
 
 def fill(disk: Path, free_bytes: int) -> None:
-    """Leave so much space on a disk, as nearly as its blocks allow."""
+    """Fill a disk up to this much free space, rounded to whole blocks."""
     room = os.statvfs(disk)
     present = (disk / BALLAST).stat().st_blocks * 512 if (disk / BALLAST).exists() else 0
     nbytes = present + room.f_bavail * room.f_frsize - free_bytes

@@ -1,6 +1,6 @@
-"""A program with few file descriptors, or without its standard streams; each case in a process that is forked for it.
+"""A program with few file descriptors or without its standard streams; each case runs in its own forked process.
 
-Run as ``python -m tests.faults.few_descriptors FOLDER LOOP WRITER``; it prints what went wrong, case by case.
+Run as ``python -m tests.faults.few_descriptors FOLDER LOOP WRITER``; it prints a line for each case that fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _saves_and_loads(ckpt: aiockpt.SyncCheckpointer, path: Path) -> None:
 
 
 def with_few_left(left: int, folder: Path, writer: str) -> None:
-    """Begin with so few descriptors; each call works, or raises; later, when there are more, everything works."""
+    """Save and load with this many free descriptors, which works or raises; then with more, which works."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_LIMIT, hard))
     taken: list[int] = []
@@ -41,13 +41,13 @@ def with_few_left(left: int, folder: Path, writer: str) -> None:
     for _ in range(left):
         os.close(taken.pop())
     ckpt = aiockpt.SyncCheckpointer(writer=writer)  # type: ignore[arg-type]
-    told = None
+    error = None
     try:
         _saves_and_loads(ckpt, folder / "few")
     except aiockpt.AiockptError as exc:
-        told = str(exc)
-    assert left > 0 or told is not None
-    assert told is None or "Too many open files" in told, told
+        error = str(exc)
+    assert left > 0 or error is not None
+    assert error is None or "Too many open files" in error, error
     for fd in taken:
         os.close(fd)
     _saves_and_loads(ckpt, folder / "more")
@@ -55,7 +55,7 @@ def with_few_left(left: int, folder: Path, writer: str) -> None:
 
 
 def without_streams(closed: Sequence[int], folder: Path, writer: str) -> None:
-    """Do all that a program does that has closed some of its standard streams."""
+    """Save and load after closing some of the standard streams."""
     for fd in closed:
         os.close(fd)
     with aiockpt.SyncCheckpointer(writer=writer) as ckpt:  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def without_streams(closed: Sequence[int], folder: Path, writer: str) -> None:
 
 
 def ended(case: Callable[[], None], log: Path) -> str | None:
-    """Run a case in a forked process; say how it ended where it did not end well."""
+    """Run a case in a forked process; return None if it succeeded, else its exit code and traceback."""
     child = os.fork()
     if child == 0:
         signal.alarm(_CASE_S)
@@ -82,11 +82,11 @@ def ended(case: Callable[[], None], log: Path) -> str | None:
 
 
 def main(folder: Path, loop: str, writer: str) -> None:
-    """Run all cases; of those with a process to start, some."""
+    """Run all cases with a writer thread, and some with a writer process, which takes longer to start."""
     if loop == "asyncio":
-        sys.modules["uvloop"] = None  # type: ignore[assignment]  # as where it is not installed
-    assert aiockpt.SyncCheckpointer  # which is imported at its first use
-    gc.freeze()  # or collections in the cases would copy the pages of all that is imported
+        sys.modules["uvloop"] = None  # type: ignore[assignment]  # as if it was not installed
+    assert aiockpt.SyncCheckpointer  # a lazy import: do it before the forks
+    gc.freeze()  # else collections in the forked cases would write to, and so copy, the pages of all imported objects
     cases: dict[str, Callable[[Path], None]] = {}
     for left in range(21) if writer == "thread" else (0, 1, 2, 3, 5, 8, 13):
         cases[f"{left} left"] = lambda own, left=left: with_few_left(left, own, writer)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Faults by what is injected, and what must come of each; see `tests.faults.sweep`."""
+"""Groups of faults, and the expected outcome of each; see `tests.faults.sweep`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.crash.lab.calls import FileCall
 from tests.crash.lab.tracer import Action, Fail, Short
 from tests.faults.sweep import QUICK_RETRIES, Outcome, Sweep
 
-Expected = Literal["told", "saved", "saved but for syncs"]
+Expected = Literal["reported", "saved", "saved but for syncs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +25,28 @@ class Group:
     """One kind of fault.
 
     Attributes:
-        action: what is done to a call; None for a call that it is not for.
-        number: what the kernel says, or the save if it says nothing.
-        calls: the names of calls that it is for; empty for all.
-        expected: what must come of it. "told": the save fails, and says so with this error, or it is written.
-        stays: it happens to all calls from the one that is struck on.
-        retries: of the checkpointer.
+        action: returns the action on a call, or None to leave the call alone.
+        number: the error number that the kernel returns, or the save if the kernel reports no error.
+        calls: the names of the calls that it can strike; empty for all.
+        expected: the outcome of the save. "reported": it fails with this error, unless the call is harmless. "saved":
+            it succeeds. "saved but for syncs": it succeeds, unless the call is a sync.
+        stays: True if the fault also strikes all later calls.
+        retries: the retries of the checkpointer.
     """
 
     action: Callable[[FileCall], Action | None]
     number: int
     calls: tuple[str, ...] = ()
-    expected: Expected = "told"
+    expected: Expected = "reported"
     stays: bool = False
     retries: aiockpt.Retries | None = None
 
     def concerns(self, call: FileCall) -> bool:
-        """Tell whether it can strike such a call."""
+        """Return whether the fault can strike such a call."""
         return not self.calls or call.name in self.calls
 
 
-def _fails(name: str, expected: Expected = "told", *, stays: bool = False, tried: bool = False) -> Group:
+def _fails(name: str, expected: Expected = "reported", *, stays: bool = False, tried: bool = False) -> Group:
     number = getattr(errno, name)
     retries = QUICK_RETRIES if tried else None
     return Group(lambda call: Fail(number), number, expected=expected, stays=stays, retries=retries)
@@ -56,7 +57,7 @@ def _short(nbytes: int, expected: Expected = "saved") -> Group:
 
 
 def _is_direct(call: FileCall) -> bool:
-    """Tell whether a file that is opened, or written to, is so past the page cache."""
+    """Return whether a call opens a file for direct I/O, or writes to such a file."""
     if call.name == "create":
         return bool(call.flags & os.O_DIRECT)
     for fd in Path(f"/proc/{call.process}/fd").iterdir():
@@ -85,21 +86,21 @@ GROUPS = {
     "direct I/O refused": _refuses_direct(),
     "direct I/O refused for good": _refuses_direct(stays=True),
     **{f"{nbytes} bytes at once": _short(nbytes) for nbytes in (1, 777, 4096, 8192)},
-    "nothing written": _short(0, "told"),
+    "nothing written": _short(0, "reported"),
 }
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has come of faults.
+    """The results of many faults.
 
     Attributes:
-        faults: how many were injected, each in a run of its own.
-        kinds: which calls were struck, and by what.
-        failed: saves that failed, and told so rightly.
-        saved: saves that succeeded all the same.
-        wrong: what was not as it must be: the fault, and what.
-        seconds: how long it took.
+        faults: the number of injected faults, each in its own run.
+        kinds: the number of faults for each kind of call and group.
+        failed: the number of saves that failed as expected.
+        saved: the number of saves that succeeded in spite of the fault.
+        wrong: a description of each fault with an unexpected outcome.
+        seconds: the total time.
     """
 
     faults: int = 0
@@ -110,7 +111,7 @@ class Counts:
     seconds: float = 0.0
 
     def add(self, other: Counts) -> None:
-        """Count these as well."""
+        """Add other counts."""
         self.faults += other.faults
         self.kinds += other.kinds
         self.failed += other.failed
@@ -119,7 +120,7 @@ class Counts:
         self.seconds += other.seconds
 
     def count(self, what: str, group: str, outcome: Outcome) -> None:
-        """Count a run."""
+        """Count one run."""
         self.faults += 1
         self.kinds[outcome.kind, group] += 1
         self.saved += outcome.saved
@@ -130,44 +131,44 @@ class Counts:
             self.failed += not outcome.saved
 
 
-def _is_survived(group: Group, call: FileCall) -> bool:
-    """Tell whether a save may be announced though this call has failed."""
+def _is_harmless(group: Group, call: FileCall) -> bool:
+    """Return whether a save may succeed although this call has failed."""
     if group.expected == "saved but for syncs":
-        return call.name != "sync" or group.number == errno.EINTR  # after which Python itself goes on
-    was_deleted = group.number == errno.ENOENT and call.name == "exchange"  # then there is nothing to replace
+        return call.name != "sync" or group.number == errno.EINTR  # Python itself retries after EINTR
+    was_deleted = group.number == errno.ENOENT and call.name == "exchange"  # the old checkpoint is gone: plain rename
     return call.name in ("unlink", "rmdir") or was_deleted
 
 
 def _objection(group: Group, outcome: Outcome) -> str:
-    """Say why an outcome is not what is expected; empty if it is."""
+    """Return why an outcome is not the expected one; empty if it is."""
     if outcome.struck is None:
         return ""
     if outcome.saved:
-        is_lost = group.expected != "saved" and not _is_survived(group, outcome.struck)
-        return "it was announced as written, though what failed matters" if is_lost else ""
-    said = outcome.error
+        is_lost = group.expected != "saved" and not _is_harmless(group, outcome.struck)
+        return "the save succeeded although a necessary call failed" if is_lost else ""
+    error = outcome.error
     if group.expected == "saved":
-        return f"it failed: {said}"
+        return f"the save failed: {error}"
     if group.expected == "saved but for syncs" and outcome.struck.name != "sync":
-        return f"it failed, though that may pass: {said}"
+        return f"the save failed after a transient error: {error}"
     if outcome.number != group.number:
-        return f"its cause is {errno.errorcode.get(outcome.number, 'unknown')}: {said}"
-    if os.strerror(group.number) in said or "wrote nothing" in said:
+        return f"the cause of the error is {errno.errorcode.get(outcome.number, 'unknown')}: {error}"
+    if os.strerror(group.number) in error or "wrote nothing" in error:
         return ""
-    return f"it does not say {os.strerror(group.number)!r}: {said}"
+    return f"the error does not say {os.strerror(group.number)!r}: {error}"
 
 
 def sweep(
     folder: Path, scenario: str, groups: Iterable[str], *, step: int = 1, first: int = 0, cleaned: bool = True
 ) -> Counts:
-    """Let each call of a save fail in turn, in each of these ways. To be run in a process that may fork.
+    """Run a save once for each call and group, with a fault at this call. Call it in a zygote.
 
     Args:
         folder: an empty directory.
-        scenario: which save.
-        groups: which faults; with more than one, a ``step`` beyond 1 lets each call meet some of them.
-        step: of the calls and groups, counted through, every so many are tried.
-        first: from which on.
+        scenario: the save.
+        groups: the groups of faults; with several groups and a ``step`` above 1, each call meets some of them.
+        step: 1 to run all pairs of group and call, n to run every nth.
+        first: the offset of the first pair to run.
         cleaned: see `Sweep`.
     """
     begin = time.monotonic()
@@ -189,7 +190,7 @@ def sweep(
 
 
 def _aimed(group: Group, target: int) -> Callable[[int, FileCall], Action | None]:
-    """Strike the call of this number, if there is one; which threads come first may differ from run to run."""
+    """Strike the call of this number; it may be none that the group concerns, because thread order varies by run."""
 
     def strikes(number: int, call: FileCall) -> Action | None:
         is_aimed = number == target or (group.stays and number > target)

@@ -1,4 +1,4 @@
-"""Which faults are tried on which saves: a quick choice, and all. Two processes work at them."""
+"""Plans of faults and saves, a quick one and a complete one, and their execution in several processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.crash.zygote import Zygote
 from tests.faults.groups import GROUPS, Counts, sweep
 from tests.faults.sweep import SCENARIOS
 
-_RUN_S = 3.0  # more than a run takes on a busy machine
+_RUN_S = 3.0  # more than a run takes even on a busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Task:
     first: int = 0
 
 
-# Each call of both saves fails at least once; what it fails with goes round.
+# Each call of the two main saves fails at least once; the error numbers take turns.
 QUICK = (
     Task("overwrite", ("EIO", "ENOSPC", "EACCES"), step=3),
     Task("first save", ("EIO", "ENOSPC", "EACCES"), step=3, first=1),
@@ -35,14 +35,14 @@ QUICK = (
 
 
 def all_tasks() -> Iterator[Task]:
-    """Give every fault on every save."""
+    """Yield every fault on every save."""
     for scenario in SCENARIOS:
         for group in GROUPS:
             yield Task(scenario, (group,))
 
 
 def carry_out(tasks: Sequence[Task], folder: Path, zygotes: Sequence[Zygote]) -> Counts:
-    """Let the processes work at the tasks, each at one at a time; give what they have counted."""
+    """Run the tasks in the zygotes, one at a time in each; return the total counts."""
     from multiprocessing.connection import wait
 
     waiting, counts = list(enumerate(tasks)), Counts()

@@ -1,6 +1,6 @@
-"""Every system call of a save fails in turn, at the kernel; what becomes of the save is looked at, then and after.
+"""Saves in which one system call fails at the kernel, with checks right after the save and of the following saves.
 
-`sweep` runs in a process that may fork (see `tests.crash.zygote`); a traced child saves, and says how that ended.
+`Sweep` runs in a zygote (see `tests.crash.zygote`); a traced child saves, and reports the outcome with marks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.crash.zygote import forked
 from tests.states import assert_same
 
 NAME = "c"
-NOT_TAKEN_BACK = "was published but can't be made durable"  # the one failure after which something is there
+NOT_TAKEN_BACK = "was published but can't be made durable"  # the only failure that leaves the new checkpoint visible
 QUICK_RETRIES = aiockpt.Retries(first_s=0.001, most_s=0.001)
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
-    """Give a state that goes to several files, one of them by direct I/O in several writes."""
+    """Return a state that takes several files, one of them written with direct I/O in several writes."""
     return {
         "w": torch.arange(step, step + 160_000, dtype=torch.int64),
         "b": torch.full((7,), float(step)),
@@ -40,10 +40,10 @@ class Scenario:
     """A save.
 
     Attributes:
-        overwrite: a checkpoint is there.
-        checkpointer: options of the checkpointer.
-        save: options of the save.
-        file: the name to save to.
+        overwrite: True if a checkpoint is there to be replaced.
+        checkpointer: the options of the checkpointer.
+        save: the options of the save.
+        file: the name of the checkpoint.
     """
 
     overwrite: bool = False
@@ -65,34 +65,34 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a save with a fault went.
+    """The outcome of a save with a fault.
 
     Attributes:
-        struck: the call that was made to fail; None if it did not come.
-        saved: the save was announced as written.
-        error: what it raised instead.
+        struck: the call that was made to fail; None if the save did not reach it.
+        saved: True if the save succeeded.
+        error: the error that the save raised; empty if none.
         number: the error number of the cause.
-        told: what was noted on the error, or logged as a warning.
-        wrong: what is not as it must be; empty if all is.
-        left: something hidden was left, and said to be.
+        messages: the notes on the error, and the logged warnings.
+        wrong: a violated guarantee; empty if none.
+        left: True if hidden names were left, and reported.
     """
 
     struck: FileCall | None
     saved: bool
     error: str
     number: int
-    told: tuple[str, ...]
+    messages: tuple[str, ...]
     wrong: str
     left: bool
 
     @property
     def kind(self) -> str:
-        """The call that was struck, without what differs from run to run; empty if there was none."""
+        """The kind of the struck call, see `kind_of`; empty if there was none."""
         return "" if self.struck is None else kind_of(self.struck)
 
 
 def kind_of(call: FileCall) -> str:
-    """Name a call and its file, without what differs from run to run."""
+    """Return the name of a call and of its file, without the parts that differ from run to run."""
     parts = Path(call.path).parts
     hidden = next((number for number, part in enumerate(parts) if part.startswith(".aiockpt-")), None)
     if hidden is None:
@@ -118,7 +118,7 @@ def _hidden(folder: Path) -> list[str]:
 
 
 def _holds(ckpt: aiockpt.SyncCheckpointer, path: Path, state: dict[str, torch.Tensor]) -> str:
-    """Say why a checkpoint is not this state; empty if it is."""
+    """Return why a checkpoint does not hold this state; empty if it does."""
     try:
         assert_same(state, ckpt.load(path))
     except (aiockpt.AiockptError, AssertionError) as exc:
@@ -127,23 +127,23 @@ def _holds(ckpt: aiockpt.SyncCheckpointer, path: Path, state: dict[str, torch.Te
 
 
 def program(folder: Path, scenario: Scenario, retries: aiockpt.Retries | None, tracer: Tracer) -> None:
-    """Save with a fault, look, and save again with the same checkpointer; a mark ends each part."""
+    """Save with a fault, check the directory, and save again with the same checkpointer; mark the end of both saves."""
     path, warnings = folder / scenario.file, _Warnings()
     logging.getLogger("aiockpt").addHandler(warnings)
     options = {"chunk_bytes": 512 << 10, "staging_bytes": 4 << 20, "io_threads": 2, **scenario.checkpointer}
-    report: dict[str, Any] = {"error": "", "number": 0, "told": [], "wrong": ""}
+    report: dict[str, Any] = {"error": "", "number": 0, "messages": [], "wrong": ""}
     with aiockpt.SyncCheckpointer(process_group=None, retries=retries, **options) as ckpt:
         try:
             ckpt.save(state_of(2), path, overwrite=scenario.overwrite, **scenario.save)
         except Exception as exc:
             cause = exc.__cause__
             report |= {"error": f"{type(exc).__name__}: {exc}", "number": getattr(cause, "errno", 0) or 0}
-            report["told"] = list(getattr(exc, "__notes__", ()))
+            report["messages"] = list(getattr(exc, "__notes__", ()))
             if not isinstance(exc, aiockpt.SaveError):
-                report["wrong"] = f"{exc!r} is none of ours"
+                report["wrong"] = f"{exc!r} is no SaveError"
         tracer.mark("over")
-        report["told"] += warnings.messages
-        report["wrong"] = report["wrong"] or _looked_at(ckpt, folder, scenario, report)
+        report["messages"] += warnings.messages
+        report["wrong"] = report["wrong"] or _objection(ckpt, folder, scenario, report)
         report["left"] = bool(_hidden(folder))
         try:
             ckpt.save(state_of(3), path, overwrite=True, **scenario.save)
@@ -154,8 +154,8 @@ def program(folder: Path, scenario: Scenario, retries: aiockpt.Retries | None, t
     tracer.mark(json.dumps(report))
 
 
-def _looked_at(ckpt: aiockpt.SyncCheckpointer, folder: Path, scenario: Scenario, report: Mapping[str, Any]) -> str:
-    """Say what is not as it must be after the save."""
+def _objection(ckpt: aiockpt.SyncCheckpointer, folder: Path, scenario: Scenario, report: Mapping[str, Any]) -> str:
+    """Return which guarantee the save has violated; empty if none."""
     path = folder / scenario.file
     published = not report["error"] or NOT_TAKEN_BACK in report["error"]
     there = [scenario.file] if scenario.overwrite or published else []
@@ -163,19 +163,19 @@ def _looked_at(ckpt: aiockpt.SyncCheckpointer, folder: Path, scenario: Scenario,
         return f"{_visible(folder)} is there instead of {there}"
     if there and (difference := _holds(ckpt, path, state_of(2 if published else 1))):
         return f"after {report['error'] or 'success'}: {difference}"
-    if _hidden(folder) and not report["told"] and NOT_TAKEN_BACK not in report["error"]:
-        return f"{_hidden(folder)} was left without a word"
+    if _hidden(folder) and not report["messages"] and NOT_TAKEN_BACK not in report["error"]:
+        return f"{_hidden(folder)} was left without a message"
     return ""
 
 
 def prepare(folder: Path, scenario: Scenario) -> None:
-    """Make what is there before."""
+    """Create the initial checkpoint."""
     with aiockpt.SyncCheckpointer(process_group=None, chunk_bytes=1 << 20) as ckpt:
         ckpt.save(state_of(1), folder / scenario.file, **scenario.save)
 
 
 def _next_run(folder: Path, scenario: Scenario) -> str:
-    """Save once more, in another process; say what is wrong then."""
+    """Save again in another process; return what is wrong afterwards."""
     path = folder / scenario.file
     with aiockpt.SyncCheckpointer(process_group=None, chunk_bytes=1 << 20) as ckpt:
         ckpt.save(state_of(4), path, overwrite=True, **scenario.save)
@@ -183,7 +183,7 @@ def _next_run(folder: Path, scenario: Scenario) -> str:
 
 
 class _Strike:
-    """Lets calls fail until the save is over."""
+    """Decides on the calls of the first save only: the mark at its end stops the faults."""
 
     def __init__(self, strikes: Callable[[int, FileCall], Action | None]) -> None:
         self._strikes = strikes
@@ -199,13 +199,13 @@ class _Strike:
 
 
 class Sweep:
-    """The runs of one scenario, in a folder of their own.
+    """The runs of one scenario, in their own directory.
 
     Args:
         folder: an empty directory.
-        name: of the scenario.
-        retries: of the checkpointer.
-        cleaned: what hidden directories a failed clean-up left, the next run removes.
+        name: the name of the scenario.
+        retries: the retries of the checkpointer.
+        cleaned: check that the next run removes the hidden names that a failed clean-up left.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Sweep:
             forked(prepare, self._before, self._scenario)
 
     def calls(self) -> list[FileCall]:
-        """Give the calls of a save without a fault."""
+        """Return the calls of a save without a fault."""
         seen: list[FileCall] = []
         over: list[int] = []
 
@@ -249,7 +249,7 @@ class Sweep:
             wrong = report["wrong"]
             if self._cleaned and report["left"]:
                 wrong = wrong or forked(_next_run, disk, self._scenario)
-            told, saved = tuple(report["told"]), not report["error"]
-            return Outcome(strike.struck, saved, report["error"], report["number"], told, wrong, report["left"])
+            messages, saved = tuple(report["messages"]), not report["error"]
+            return Outcome(strike.struck, saved, report["error"], report["number"], messages, wrong, report["left"])
         finally:
             shutil.rmtree(disk, ignore_errors=True)

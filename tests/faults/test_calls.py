@@ -1,4 +1,4 @@
-"""Each system call of a save fails, at the kernel: the save fails and says why, or is whole; never both or neither."""
+"""Each system call of a save fails at the kernel: either the save fails and says why, or the checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.faults.groups import Counts
 from tests.faults.plan import QUICK, carry_out
 
 
-def test_each_call_of_a_save_fails(zygotes: tuple[Zygote, Zygote], memory: Path) -> None:
+def test_a_failed_call_fails_the_save_or_does_no_harm(zygotes: tuple[Zygote, Zygote], memory: Path) -> None:
     counts = carry_out(QUICK, memory, zygotes)
     assert not counts.wrong, "\n".join(counts.wrong)
     _assert_enough(counts)

@@ -1,4 +1,4 @@
-"""Few file descriptors, and standard streams that are closed: errors at the call, never the end of the process."""
+"""Few file descriptors, and closed standard streams: calls raise errors, but the process never dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
         pytest.param("uvloop", "process", marks=pytest.mark.full),
     ],
 )
-def test_a_program_with_few_descriptors_goes_on(loop: str, writer: str, tmp_path: Path) -> None:
+def test_a_lack_of_descriptors_never_ends_the_process(loop: str, writer: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.faults.few_descriptors", tmp_path, loop, writer],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Real file systems that are full, frozen, failing or read-only."""
+"""Saves on real file systems that are full, frozen, failing or read-only."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tests.states import assert_same, large_state
 OTHERS = (BALLAST, "lost+found")
 OLD = {"old": torch.arange(17)}
 SMALL = {"n": torch.arange(100)}
-LARGE = {"w": torch.arange(300_000, dtype=torch.float32), "n": 1}  # one file by direct I/O, with reserved space
+LARGE = {"w": torch.arange(300_000, dtype=torch.float32), "n": 1}  # one file with direct I/O and allocated space
 
 
 def _step_of(error: BaseException, name: str) -> str:
-    """Tell what could not be done, and to what."""
+    """Return the failed step and its file, from the message of an error."""
     what = "create|write|make the directory|make|publish"
     found = re.match(rf"can't ({what}) .*?/{re.escape(name)}(?:/(\S+?))?(?: at |: | \()", str(error))
     assert found, str(error)
@@ -41,7 +41,7 @@ def _step_of(error: BaseException, name: str) -> str:
 def _fill_and_save(
     disk: Path, state: dict[str, Any], levels: Iterable[int], *, name: str = "c", overwrite: bool = False
 ) -> Counter[str]:
-    """Save while so much space is left, for each level; count what failed. Each failure is to leave nothing."""
+    """Save with each level of free space, and count the failed steps; check that no failure leaves anything."""
     seen: Counter[str] = Counter()
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(OLD, disk / "old")
@@ -73,11 +73,11 @@ def _fill_and_save(
     return seen
 
 
-# Whole blocks are all that counts: few, and about the size of the file, and of the documents that come last.
+# Whole blocks: almost none, and around the size of the data file plus the documents that are written last.
 LEVELS = [block * 4096 for block in (0, 1, 2, 3, 5, 100, 290, *range(293, 301), 320)]
 
 
-def test_a_full_disk_in_memory(tmp_path: Path) -> None:
+def test_a_full_tmpfs(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", 4 << 20) as disk:
         seen = _fill_and_save(disk, LARGE, LEVELS)
     assert {"create __0_0.distcp", "write .aiockpt.json", "write .metadata", "saved"} <= set(seen)
@@ -90,7 +90,7 @@ def test_a_full_disk_with_direct_io(tmp_path: Path) -> None:
 
 
 def test_no_room_for_the_final_name(tmp_path: Path) -> None:
-    """The hidden name still fits into the directory's block; the final one, which is longer, does not."""
+    """The hidden name still fits into the directory's block; the longer final name does not."""
     with ext4(tmp_path / "disk", 4 << 20, "-b", "1024", "-N", "64") as disk:
         for number in range(3):
             (disk / (f"{number}" + "x" * 202)).touch()
@@ -98,8 +98,7 @@ def test_no_room_for_the_final_name(tmp_path: Path) -> None:
     assert {"make the directory", "write __0_0.distcp", "write .metadata", "publish", "saved"} <= set(seen)
 
 
-def test_no_room_for_one_more_file(tmp_path: Path) -> None:
-    """There is space, but the number of files is limited."""
+def test_no_free_inode(tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     for inodes in range(2, 9):
         with tmpfs(tmp_path / f"disk{inodes}", 4 << 20, inodes=inodes) as disk, aiockpt.SyncCheckpointer() as ckpt:
@@ -130,7 +129,7 @@ def test_a_read_only_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["write", "finish", "commit"])
 def test_a_disk_that_fails_midway(step: str, tmp_path: Path) -> None:
-    """The journal is gone, and with it all that could be changed: nothing can even be cleaned up."""
+    """An aborted journal makes the file system read-only, so that even the clean-up fails."""
     with ext4(tmp_path / "disk", 8 << 20) as disk, aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(OLD, disk / "c")
         storage = GatedStorage(LocalStorage(), [step])
@@ -154,7 +153,7 @@ _FREEZE, _THAW = 0xC0045877, 0xC0045878
 
 @contextmanager
 def _frozen(disk: Path) -> Iterator[None]:
-    """Let every change of a file system wait in the kernel, where no signal reaches it."""
+    """Freeze a file system: every thread that changes it blocks uninterruptibly in the kernel."""
     fd = os.open(disk, os.O_RDONLY)
     try:
         fcntl.ioctl(fd, _FREEZE, 0)
@@ -167,8 +166,8 @@ def _frozen(disk: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step", ["begin", "write", "commit"])
-def test_a_disk_that_does_not_answer(step: str, tmp_path: Path) -> None:
-    """The caller goes on, what is cancelled ends when the disk is back, and what is not is saved."""
+def test_a_frozen_disk_blocks_saves_but_not_the_caller(step: str, tmp_path: Path) -> None:
+    """After the thaw a cancelled save ends, and the others are written."""
     with ext4(tmp_path / "disk", 16 << 20) as disk, aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(OLD, disk / "old")
         storage = GatedStorage(LocalStorage(), [step])

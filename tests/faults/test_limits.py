@@ -1,4 +1,4 @@
-"""Limits of the process that are met midway, and what others take away from under a save."""
+"""Saves that reach a resource limit, or whose directory another process removes or moves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLD = {"old": torch.arange(17)}
 
 @contextlib.contextmanager
 def limited(kind: int, most: int) -> Iterator[None]:
-    """Give the process less, for the time of a with block."""
+    """Lower a resource limit of the process during a with block."""
     soft, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most, hard))
     try:
@@ -36,7 +36,7 @@ def limited(kind: int, most: int) -> Iterator[None]:
     ("most", "direct_io", "overwrite"),
     [(0, True, False), (700, False, True), (1 << 20, True, True), (1 << 20, False, False)],
 )
-def test_files_may_not_be_so_large(most: int, direct_io: bool, overwrite: bool, tmp_path: Path) -> None:
+def test_a_limit_on_file_size_fails_the_save(most: int, direct_io: bool, overwrite: bool, tmp_path: Path) -> None:
     path, kept = tmp_path / "c", []
     with aiockpt.SyncCheckpointer(direct_io=direct_io) as ckpt:
         if overwrite:
@@ -57,9 +57,9 @@ def _address_space_bytes() -> int:
     return pages * resource.getpagesize()
 
 
-def test_no_memory_to_stage_in(tmp_path: Path) -> None:
+def test_a_lack_of_staging_memory_fails_the_save(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(chunk_bytes=256 << 20, staging_bytes=512 << 20) as ckpt:
-        # All threads are there, so that nothing but the pool wants memory; its first chunk is taken and in use.
+        # The first save starts all threads and leases the first chunk: now only the pool needs more memory.
         gate = GatedStorage(LocalStorage(), ["write"])
         first = ckpt.submit(large_state(2), tmp_path / "first", storage=gate)
         gate.reached["write"].result(60)
@@ -79,7 +79,7 @@ def test_no_memory_to_stage_in(tmp_path: Path) -> None:
 
 
 def _unfinished(folder: Path) -> Path:
-    """Give the hidden directory of the one save."""
+    """Return the hidden directory of the only save."""
     found = [path for path in folder.iterdir() if path.name.startswith(".")]
     assert len(found) == 1
     return found[0]
@@ -95,7 +95,7 @@ def _remove_parent(folder: Path) -> None:
 
 @pytest.mark.parametrize("step", ["create", "write", "finish", "commit"])
 @pytest.mark.parametrize("remove", [_remove_hidden, _remove_parent])
-def test_a_directory_is_removed_midway(remove: Callable[[Path], None], step: str, tmp_path: Path) -> None:
+def test_removing_a_directory_midway_fails_the_save(remove: Callable[[Path], None], step: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     with aiockpt.SyncCheckpointer() as ckpt:
         storage = GatedStorage(LocalStorage(), [step])
@@ -105,7 +105,7 @@ def test_a_directory_is_removed_midway(remove: Callable[[Path], None], step: str
         storage.open(step)
         with pytest.raises(aiockpt.SaveError, match=r"No such file|is no longer the directory") as caught:
             save.written.result(60)
-        if step != "commit":  # where it is looked for, and missed
+        if step != "commit":  # the commit itself finds that the directory is gone, without an OSError
             assert_failed_rightly(caught.value, {errno.ENOENT})
         assert not folder.exists() or names(folder) == []
         ckpt.save(large_state(3), folder / "c")
@@ -113,8 +113,8 @@ def test_a_directory_is_removed_midway(remove: Callable[[Path], None], step: str
     assert names(folder) == ["c"]
 
 
-def test_the_parent_is_moved_midway(tmp_path: Path) -> None:
-    """It is not followed: what was written is found under the new name, hidden, and nothing is published."""
+def test_moving_the_parent_midway_fails_the_save(tmp_path: Path) -> None:
+    """The save does not follow the move: its files stay hidden in the moved directory, and nothing is published."""
     with aiockpt.SyncCheckpointer() as ckpt:
         storage = GatedStorage(LocalStorage(), ["commit"])
         save = ckpt.submit(large_state(3), tmp_path / "runs" / "c", storage=storage)

@@ -1,4 +1,4 @@
-"""The right to write is lost midway."""
+"""A save loses its write permission midway."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.states import assert_same, large_state
 _NOBODY = 65_534
 
 
-def _lose_it(folder: Path, step: str) -> list[str]:
-    """Save as a user who may write, and then may not, and then may again; tell what was said."""
+def _save_without_permission(folder: Path, step: str) -> list[str]:
+    """Save as a user whose write permission is taken away midway; return the error and its notes."""
     if os.geteuid() == 0:
         os.setgid(_NOBODY)
         os.setuid(_NOBODY)
@@ -35,19 +35,19 @@ def _lose_it(folder: Path, step: str) -> list[str]:
             save.written.result(60)
         assert isinstance(caught.value.__cause__, PermissionError)
         assert ckpt.load(folder / "c") == {"old": 1}
-        said = [type(caught.value).__name__, *getattr(caught.value, "__notes__", [])]
+        outcome = [type(caught.value).__name__, *getattr(caught.value, "__notes__", [])]
         lost.chmod(0o755) if lost.exists() else None
         ckpt.save(large_state(2), folder / "c", overwrite=True, storage=storage)
         assert_same(large_state(2), ckpt.load(folder / "c"))
-    return said
+    return outcome
 
 
 @pytest.mark.parametrize(("step", "kind"), [("create", "WriteError"), ("commit", "CommitError")])
-def test_the_right_to_write_is_lost(step: str, kind: str, zygotes: tuple[Zygote, Zygote], memory: Path) -> None:
+def test_losing_write_permission_fails(step: str, kind: str, zygotes: tuple[Zygote, Zygote], memory: Path) -> None:
     folder = memory / "shared"
     folder.mkdir()
     if os.geteuid() == 0:
         os.chown(folder, _NOBODY, _NOBODY)
-    said = zygotes[0].call(forked, _lose_it, folder, step)
-    assert said[0] == kind
+    outcome = zygotes[0].call(forked, _save_without_permission, folder, step)
+    assert outcome[0] == kind
     assert names(folder) == ["c"]

@@ -1,4 +1,4 @@
-"""On a network file system a rename may have happened though its answer is an error: it counts as what it did."""
+"""Renames on network file systems can take effect and still return an error: a save checks which of both happened."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _error(number: int) -> OSError:
 
 
 class Server:
-    """Answers renames with an error: the first ``times`` of them; it does them all the same, or not."""
+    """Makes the first ``times`` renames raise an error; with ``does`` they take effect nevertheless."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, does: bool, times: int = 1) -> None:
         self.answers = 0
@@ -74,11 +74,11 @@ def _holds(folder: Path, name: str, state: dict | None) -> None:
             assert_same(state, ckpt.load(folder / name))
 
 
-@pytest.mark.parametrize("retries", [None, RETRIES], ids=["once", "again"])
+@pytest.mark.parametrize("retries", [None, RETRIES], ids=["no-retries", "retries"])
 @pytest.mark.parametrize(
     "number", [errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EEXIST, errno.ENOENT], ids=errno.errorcode.get
 )
-def test_it_has_happened(
+def test_a_rename_that_took_effect_succeeds_in_spite_of_its_error(
     number: int, retries: aiockpt.Retries | None, name: str, overwrite: bool, tmp_path: Path, monkeypatch
 ) -> None:
     server = Server(monkeypatch, number, does=True)
@@ -87,14 +87,16 @@ def test_it_has_happened(
     _holds(tmp_path, name, NEW)
 
 
-def test_it_has_not_happened_yet(name: str, overwrite: bool, tmp_path: Path, monkeypatch) -> None:
+def test_a_rename_without_effect_is_retried(name: str, overwrite: bool, tmp_path: Path, monkeypatch) -> None:
     server = Server(monkeypatch, errno.ESTALE, does=False, times=2)
     _saved(tmp_path, name, overwrite=overwrite, retries=RETRIES)
     assert server.answers == 2
     _holds(tmp_path, name, NEW)
 
 
-def test_it_does_not_happen_at_all(name: str, overwrite: bool, tmp_path: Path, monkeypatch) -> None:
+def test_a_rename_that_never_takes_effect_fails_the_save(
+    name: str, overwrite: bool, tmp_path: Path, monkeypatch
+) -> None:
     server = Server(monkeypatch, errno.EBUSY, does=False, times=99)
     with pytest.raises(aiockpt.CommitError, match=r"can't publish .*busy") as caught:
         _saved(tmp_path, name, overwrite=overwrite, retries=RETRIES)
@@ -105,7 +107,7 @@ def test_it_does_not_happen_at_all(name: str, overwrite: bool, tmp_path: Path, m
     _holds(tmp_path, name, OLD if overwrite else None)
 
 
-def test_what_fails_for_good_is_not_tried_again(name: str, tmp_path: Path, monkeypatch) -> None:
+def test_a_permanent_error_is_not_retried(name: str, tmp_path: Path, monkeypatch) -> None:
     server = Server(monkeypatch, errno.EIO, does=False, times=99)
     with pytest.raises(aiockpt.CommitError, match="Input/output error"):
         _saved(tmp_path, name, overwrite=False, retries=RETRIES)
@@ -113,8 +115,8 @@ def test_what_fails_for_good_is_not_tried_again(name: str, tmp_path: Path, monke
     _holds(tmp_path, name, None)
 
 
-def test_somebody_else_was_there_first(name: str, tmp_path: Path, monkeypatch) -> None:
-    """What is found under the final name after an error counts only if it is the own one."""
+def test_a_checkpoint_of_another_process_is_not_taken_for_the_own_one(name: str, tmp_path: Path, monkeypatch) -> None:
+    """After an ambiguous error, a checkpoint under the final name counts only if it is this save's own."""
     real = commit.rename_noreplace
 
     def rename(source: str, target: str) -> None:
@@ -132,7 +134,7 @@ def test_somebody_else_was_there_first(name: str, tmp_path: Path, monkeypatch) -
 
 
 def test_an_fsync_is_never_repeated(name: str, overwrite: bool, tmp_path: Path, monkeypatch) -> None:
-    """Whatever it says, and whichever it is: of a file, of the hidden directory, of the parent."""
+    """After a failed fsync Linux may mark dirty pages clean, so that a second one would succeed with data lost."""
     real, seen = os.fsync, []
 
     def fsync(fd: int) -> None:
@@ -156,10 +158,10 @@ def test_an_fsync_is_never_repeated(name: str, overwrite: bool, tmp_path: Path, 
             _saved(tmp_path, name, overwrite=True, retries=RETRIES)
         monkeypatch.undo()
         assert isinstance(caught.value.__cause__, NotSyncedError)
-        assert seen[nth:] in ([], [str(tmp_path)])  # then what was undone is synced, before anything is removed
+        assert seen[nth:] in ([], [str(tmp_path)])  # the undone rename is synced before anything is removed
         _holds(tmp_path, name, OLD)
 
 
-def test_who_can_not_open_a_directory_has_not_synced_it() -> None:
+def test_sync_directory_raises_if_the_directory_can_not_be_opened() -> None:
     with pytest.raises(FileNotFoundError):
         commit.sync_directory("/nowhere")

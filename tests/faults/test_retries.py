@@ -1,4 +1,4 @@
-"""What may pass is tried again, so often and no more; what may have happened is not done twice."""
+"""Transient errors are retried a limited number of times; a step that may have taken effect is not repeated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _error(number: int) -> OSError:
 
 
 class Recorded:
-    """Sleeps that take no time, and luck that is always the same."""
+    """A `Repeater` that records its pauses instead of sleeping, with constant jitter."""
 
     def __init__(self, retries: aiockpt.Retries = DEFAULT_RETRIES) -> None:
         self.pauses: list[float] = []
@@ -52,7 +52,7 @@ class Recorded:
 
 
 class Step:
-    """Fails with these errors, one after the other, and then succeeds."""
+    """A step that fails with each of these errors in turn, and then succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -79,12 +79,12 @@ class Step:
     ],
     ids=str,
 )
-def test_senseless_retries_are_refused(wrong: dict) -> None:
+def test_invalid_retries_are_refused(wrong: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         aiockpt.Retries(**wrong)
 
 
-def test_what_retries_may_be_given_as() -> None:
+def test_retries_are_given_as_an_object_a_number_or_none() -> None:
     mine = aiockpt.Retries(attempts=9)
     assert check_retries(mine) is mine
     assert check_retries(None) == check_retries(0) == NO_RETRIES == aiockpt.Retries(attempts=1)
@@ -95,14 +95,14 @@ def test_what_retries_may_be_given_as() -> None:
     assert pickle.loads(pickle.dumps(LocalStorage(retries=mine)))._policy.repeater.retries == mine
 
 
-def test_pauses_grow_to_the_longest() -> None:
+def test_pauses_grow_up_to_the_longest() -> None:
     retries = aiockpt.Retries(first_s=0.1, factor=3.0, most_s=1.0)
     assert [retries.pause_s(failed, 1.0) for failed in (1, 2, 3, 4, 5000)] == pytest.approx([0.1, 0.3, 0.9, 1.0, 1.0])
     assert retries.pause_s(4, 0.0) == pytest.approx(0.5)
     assert aiockpt.Retries(first_s=0.0, factor=1e300).pause_s(9, 1.0) <= 5.0
 
 
-def test_which_errors_may_pass() -> None:
+def test_transient_error_numbers() -> None:
     passing = {
         number for number in errno.errorcode if next_pause_s(DEFAULT_RETRIES, _error(number), 1, 1.0) is not None
     }
@@ -125,7 +125,7 @@ def test_which_errors_may_pass() -> None:
     ids=repr,
 )
 @pytest.mark.asyncio
-async def test_these_are_never_tried_again(error: Exception) -> None:
+async def test_permanent_errors_are_never_retried(error: Exception) -> None:
     recorded, step = Recorded(), Step(error)
     with pytest.raises(type(error)):
         await recorded.repeater.run("fail", step)
@@ -133,7 +133,7 @@ async def test_these_are_never_tried_again(error: Exception) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_step_is_done_until_it_succeeds(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_step_is_repeated_until_it_succeeds(caplog: pytest.LogCaptureFixture) -> None:
     recorded, step = Recorded(), Step(_error(errno.EAGAIN), _error(errno.ESTALE))
     with caplog.at_level(logging.INFO, "aiockpt"):
         assert await recorded.repeater.run("write x at offset 7", step) == "done"
@@ -144,7 +144,7 @@ async def test_a_step_is_done_until_it_succeeds(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.asyncio
-async def test_pauses_draw_nothing_from_the_generator_of_the_program() -> None:
+async def test_pauses_do_not_draw_from_the_global_random_generator() -> None:
     before = random.getstate()
     repeater = Repeater(DEFAULT_RETRIES, sleep=Recorded()._sleep)
     assert await repeater.run("write", Step(_error(errno.EBUSY))) == "done"
@@ -152,7 +152,7 @@ async def test_pauses_draw_nothing_from_the_generator_of_the_program() -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_last_error_says_how_often_it_was_tried() -> None:
+async def test_the_last_error_has_the_number_of_attempts() -> None:
     recorded, step = Recorded(), Step(*(_error(errno.EBUSY) for _ in range(9)))
     with pytest.raises(OSError, match="busy") as caught:
         await recorded.repeater.run("rename", step)
@@ -164,7 +164,7 @@ async def test_the_last_error_says_how_often_it_was_tried() -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_error_of_ours_counts_as_its_cause() -> None:
+async def test_an_aiockpt_error_is_classified_by_its_cause() -> None:
     ours = aiockpt.CommitError("can't publish it")
     ours.__cause__ = _error(errno.EBUSY)
     recorded, step = Recorded(), Step(ours)
@@ -182,7 +182,9 @@ async def test_an_error_of_ours_counts_as_its_cause() -> None:
     ],
 )
 @pytest.mark.asyncio
-async def test_what_may_have_happened_is_not_done_twice(number: int, answer: bool | OSError, done: int) -> None:
+async def test_a_step_that_may_have_taken_effect_is_not_repeated(
+    number: int, answer: bool | OSError, done: int
+) -> None:
     async def undone() -> bool:
         if isinstance(answer, OSError):
             raise answer
@@ -198,7 +200,7 @@ async def test_what_may_have_happened_is_not_done_twice(number: int, answer: boo
 
 
 @pytest.mark.asyncio
-async def test_a_pause_ends_when_it_is_cancelled() -> None:
+async def test_a_pause_can_be_cancelled() -> None:
     paused = anyio.Event()
 
     async def sleep(_: float) -> None:
@@ -214,7 +216,7 @@ async def test_a_pause_ends_when_it_is_cancelled() -> None:
 
 
 class Releases(logging.Handler):
-    """Lets the process open files again, when it is told that something is tried again."""
+    """Raises the limit of open files again when the log reports a retry."""
 
     def __init__(self, limits: tuple[int, int]) -> None:
         super().__init__(logging.INFO)
@@ -228,7 +230,7 @@ class Releases(logging.Handler):
 
 @pytest.fixture
 def no_more_files(caplog: pytest.LogCaptureFixture):
-    """A function that leaves the process no file descriptor, until something is tried again."""
+    """Yield a function that leaves the process no free file descriptor until the first retry."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     releases = Releases(limits)
     logger = logging.getLogger("aiockpt")
@@ -247,7 +249,7 @@ def no_more_files(caplog: pytest.LogCaptureFixture):
 
 
 class Starved(FaultyStorage):
-    """Has no file descriptor left when it comes to a step."""
+    """A storage that has no free file descriptor when it reaches a step."""
 
     def __init__(self, take, step: str) -> None:
         super().__init__(LocalStorage(retries=aiockpt.Retries(first_s=0.001)), faults=[Fault(step)])
@@ -261,10 +263,10 @@ class Starved(FaultyStorage):
         await super().before(step, name)
 
 
-def test_files_can_be_opened_again(no_more_files, tmp_path: Path) -> None:
+def test_a_save_continues_once_files_can_be_opened_again(no_more_files, tmp_path: Path) -> None:
     state = large_state(4)
     with aiockpt.SyncCheckpointer() as ckpt:
-        ckpt.save({"x": torch.ones(1)}, tmp_path / "first")  # all threads are there
+        ckpt.save({"x": torch.ones(1)}, tmp_path / "first")  # starts all threads
         storage = Starved(no_more_files, "create")
         ckpt.save(state, tmp_path / "c", storage=storage)
         assert "create" in storage.said[0]
@@ -272,8 +274,7 @@ def test_files_can_be_opened_again(no_more_files, tmp_path: Path) -> None:
         assert_same(state, ckpt.load(tmp_path / "c"))
 
 
-def test_files_can_not_be_opened_for_good(tmp_path: Path) -> None:
-    """And with no retries the first error counts."""
+def test_without_retries_a_lack_of_descriptors_fails_the_save(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with aiockpt.SyncCheckpointer(retries=None) as ckpt:
         ckpt.save({"x": torch.ones(1)}, tmp_path / "first")
@@ -293,8 +294,10 @@ def test_files_can_not_be_opened_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("created", [False, True])
-def test_a_file_that_may_have_been_created(created: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is created again only if it is not there: what is there could be somebody else's."""
+def test_an_ambiguous_create_is_retried_only_if_no_file_is_there(
+    created: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is there may belong to another process."""
     real, opened = os.open, []
 
     def answer(path, flags, *args, **kwargs) -> int:
@@ -319,8 +322,8 @@ def test_a_file_that_may_have_been_created(created: bool, tmp_path: Path, monkey
     assert len(opened) == (1 if created else 2)
 
 
-class Astray(LocalSink):
-    """Fails at every second write, when that has moved the file's position, as some file systems do."""
+class MovedPosition(LocalSink):
+    """Fails every second write after moving the file position, as some file systems do."""
 
     attempts = 0
 
@@ -333,11 +336,11 @@ class Astray(LocalSink):
 
 
 @pytest.mark.asyncio
-async def test_a_write_goes_on_where_it_stands(tmp_path: Path) -> None:
+async def test_a_retried_write_continues_at_its_own_offset(tmp_path: Path) -> None:
     data, workers = bytes(range(256)) * 80, Workers(2, "aiockpt-test")
     try:
         path = str(tmp_path / "f")
-        sink = Astray(NewFile(path, path, False, workers, Recorded().repeater), len(data))
+        sink = MovedPosition(NewFile(path, path, False, workers, Recorded().repeater), len(data))
         await sink.open(direct=False)
         for start in range(0, len(data), 4096):
             await sink.write(memoryview(data)[start : start + 4096])
@@ -348,28 +351,28 @@ async def test_a_write_goes_on_where_it_stands(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == data
 
 
-class Tells(logging.Handler):
-    """Tells when something is about to be tried again."""
+class RetryLogged(logging.Handler):
+    """Sets an event when a retry is logged."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.told = threading.Event()
+        self.event = threading.Event()
 
     def emit(self, record: logging.LogRecord) -> None:
         if "trying again" in record.getMessage():
-            self.told.set()
+            self.event.set()
 
 
-def test_a_save_that_waits_for_its_disk_can_be_cancelled(
+def test_a_save_in_a_pause_before_a_retry_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
-    """At once, though the pause is long; what was staged is free again."""
-    tells = Tells()
+    """The cancellation ends the long pause at once, and frees the staging memory."""
+    logged = RetryLogged()
 
     def busy(fd: int, nbytes: int) -> None:
         raise _error(errno.EBUSY)
 
-    logging.getLogger("aiockpt").addHandler(tells)
+    logging.getLogger("aiockpt").addHandler(logged)
     caplog.set_level(logging.INFO, "aiockpt")
     monkeypatch.setattr(local_sink, "allocate", busy)
     try:
@@ -377,7 +380,7 @@ def test_a_save_that_waits_for_its_disk_can_be_cancelled(
             retries=aiockpt.Retries(first_s=9999, most_s=9999), staging_bytes=4 << 20
         ) as ckpt:
             save = ckpt.submit(large_state(3), tmp_path / "c")
-            assert tells.told.wait(60)
+            assert logged.event.wait(60)
             assert save.cancel().result(60)
             with pytest.raises(aiockpt.SaveCancelledError):
                 save.written.result(60)
@@ -386,4 +389,4 @@ def test_a_save_that_waits_for_its_disk_can_be_cancelled(
             ckpt.save(large_state(3), tmp_path / "c")
             assert_same(large_state(3), ckpt.load(tmp_path / "c"))
     finally:
-        logging.getLogger("aiockpt").removeHandler(tells)
+        logging.getLogger("aiockpt").removeHandler(logged)

@@ -1,4 +1,4 @@
-"""A fault at any step of a save ends in the right error, leaves nothing, and poisons nothing."""
+"""A fault at any step of a save raises the right error, leaves nothing behind, and does not affect the next save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _error(number: int) -> OSError:
 
 
 def _occurrences(tmp_path: Path, **options) -> dict[str, int]:
-    """Count the steps of a save."""
+    """Return how often each step of a save occurs."""
     counted = FaultyStorage(LocalStorage(fsync=False))
     with aiockpt.SyncCheckpointer(fsync=False, chunk_bytes=1 << 16, staging_bytes=1 << 18) as ckpt:
         ckpt.save(large_state(5), tmp_path / "counted", storage=counted, **options)
@@ -36,7 +36,7 @@ def _occurrences(tmp_path: Path, **options) -> dict[str, int]:
 
 
 def _place(folder: Path, name: str, *, overwrite: bool) -> tuple[Path, dict]:
-    """Choose where to save; make what is to be replaced."""
+    """Return the path of a save, and the checkpoints to keep if it fails; create the one to overwrite."""
     folder.mkdir()
     if not overwrite:
         return folder / name, {}
@@ -48,7 +48,7 @@ def _place(folder: Path, name: str, *, overwrite: bool) -> tuple[Path, dict]:
 @pytest.mark.parametrize(
     ("number", "overwrite"), [(errno.ENOSPC, False), (errno.EIO, True)], ids=["first", "overwrite"]
 )
-def test_every_step_of_a_save_in_turn(number: int, overwrite: bool, tmp_path: Path) -> None:
+def test_a_fault_at_each_step_fails_the_save(number: int, overwrite: bool, tmp_path: Path) -> None:
     seen = _occurrences(tmp_path)
     assert seen["write"] > 2 * seen["create"] > 4
     tried = 0
@@ -71,7 +71,7 @@ def test_every_step_of_a_save_in_turn(number: int, overwrite: bool, tmp_path: Pa
     assert tried >= 12
 
 
-def test_a_safetensors_file_at_every_step(tmp_path: Path) -> None:
+def test_a_fault_at_each_step_keeps_the_old_safetensors_file(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(fsync=False, chunk_bytes=1 << 18) as ckpt:
         for step in ("begin", "create", "write", "finish", "commit"):
             path = tmp_path / f"{step}.safetensors"
@@ -84,8 +84,7 @@ def test_a_safetensors_file_at_every_step(tmp_path: Path) -> None:
     assert len(names(tmp_path)) == 5
 
 
-def test_who_can_not_clean_up_says_so(tmp_path: Path) -> None:
-    """The error is that of the save; what failed later is noted on it."""
+def test_a_failed_cleanup_is_noted_on_the_error_of_the_save(tmp_path: Path) -> None:
     faults = [Fault("write", _error(errno.ENOSPC), nth=2), Fault("abort", _error(errno.EIO))]
     with aiockpt.SyncCheckpointer(fsync=False) as ckpt:
         with pytest.raises(aiockpt.WriteError, match="No space left") as caught:
@@ -96,7 +95,7 @@ def test_who_can_not_clean_up_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError("no memory for this"), ValueError("a defect of the storage")])
-def test_errors_of_other_kinds_are_causes_as_well(error: Exception, tmp_path: Path) -> None:
+def test_an_error_other_than_oserror_becomes_the_cause(error: Exception, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(fsync=False) as ckpt:
         fault = FaultyStorage(LocalStorage(fsync=False), "write", error, nth=2)
         with pytest.raises(aiockpt.SaveError, match=str(error)) as caught:
@@ -117,7 +116,7 @@ def test_a_slow_disk_is_no_fault(tmp_path: Path) -> None:
     assert not storage.struck.total()
 
 
-def test_chances_are_the_same_for_a_seed() -> None:
+def test_chances_are_deterministic_for_a_seed() -> None:
     def drawn(seed: int) -> list[str]:
         chances, source = Chances({"write": 0.3, "commit": 1.0}, seed=seed), random.Random(seed)
         return [repr(chances.draw(step, source)) for step in ("write", "begin", "commit") * 50]
@@ -129,7 +128,7 @@ def test_chances_are_the_same_for_a_seed() -> None:
 
 
 def test_faults_at_random(tmp_path: Path) -> None:
-    """Whatever fails, each save is either whole or not there."""
+    """Each checkpoint is either complete or not there."""
     chances = Chances({"begin": 0.05, "create": 0.05, "write": 0.02, "finish": 0.03, "commit": 0.1}, seed=11)
     storage = FaultyStorage(LocalStorage(fsync=False), chances=chances)
     failed, kept = 0, {}
@@ -168,8 +167,8 @@ def test_reads_that_fail_or_end_early(tmp_path: Path) -> None:
         assert_same(large_state(3), ckpt.load(tmp_path / "c"))
 
 
-class Counted(FaultyStorage):
-    """Tells what came before what."""
+class RecordedSteps(FaultyStorage):
+    """Records its steps in their order."""
 
     def __init__(self, inner: Storage, **options) -> None:
         super().__init__(inner, **options)
@@ -180,9 +179,9 @@ class Counted(FaultyStorage):
         await super().before(step, name)
 
 
-def test_a_fault_may_be_for_one_file(tmp_path: Path) -> None:
+def test_a_fault_can_strike_one_file_only(tmp_path: Path) -> None:
     faults = [Fault("finish", _error(errno.EIO), name=".metadata"), Fault("write", _error(errno.EIO), name="nothing")]
-    storage = Counted(LocalStorage(fsync=False), faults=faults)
+    storage = RecordedSteps(LocalStorage(fsync=False), faults=faults)
     with aiockpt.SyncCheckpointer(fsync=False) as ckpt, pytest.raises(aiockpt.WriteError, match=r"finish \.metadata"):
         ckpt.save(large_state(3), tmp_path / "c", storage=storage)
     assert storage.steps[-2:] == [("finish", ".metadata"), ("abort", str(tmp_path / "c"))]
@@ -190,14 +189,14 @@ def test_a_fault_may_be_for_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit"])
-def test_a_disk_that_hangs_holds_up_nobody_but_its_saves(step: str, tmp_path: Path) -> None:
-    """The caller goes on, later saves wait in line, and when the disk is back all end well."""
+def test_a_hanging_disk_blocks_saves_but_not_the_caller(step: str, tmp_path: Path) -> None:
+    """Later saves queue up, and when the disk answers again, all are written."""
     storage = HangingStorage(LocalStorage(fsync=False), step)
     states = [{"number": number, **large_state(2)} for number in range(3)]
     with aiockpt.SyncCheckpointer(fsync=False) as ckpt:
         first = ckpt.submit(states[0], tmp_path / "0", storage=storage)
         storage.reached.result(60)
-        first.staged.result(60)  # what is copied does not wait for the disk
+        first.staged.result(60)  # staging does not wait for the disk
         later = [ckpt.submit(states[number], tmp_path / str(number)) for number in (1, 2)]
         later[-1].staged.result(60)
         assert not first.written.done()
@@ -208,22 +207,22 @@ def test_a_disk_that_hangs_holds_up_nobody_but_its_saves(step: str, tmp_path: Pa
     assert_nothing_happened(tmp_path, {str(number): state for number, state in enumerate(states)})
 
 
-def _await_that(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread is about to do."""
+def _wait_until(condition: Callable[[], bool]) -> None:
+    """Poll until another thread has made the condition true."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
-def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
-    """It asks for the end of what is in flight after ``drain_timeout``; that comes with the disk."""
+def test_closing_cancels_saves_on_a_hanging_disk_after_drain_timeout(tmp_path: Path) -> None:
+    """The cancellation takes effect when the disk answers again."""
     storage = HangingStorage(LocalStorage(fsync=False), "write")
     ckpt = aiockpt.SyncCheckpointer(fsync=False, drain_timeout=0.01)
     save = ckpt.submit(large_state(2), tmp_path / "c", storage=storage)
     storage.reached.result(60)
     closed = ckpt._engine.close()
-    _await_that(lambda: save._control.cancel_asked)
+    _wait_until(lambda: save._control.cancel_asked)
     assert not save.written.done()
     storage.recover()
     with pytest.raises(aiockpt.SaveCancelledError, match=r"drain_timeout = 0\.01 s .*nothing of it is left"):
