@@ -1,1 +1,1 @@
-"""Fuzzing of everything that reads a checkpoint: what to try, on which file, and what may come of it."""
+"""Fuzzing of everything that reads a checkpoint: mutations, the files they replace, and the permitted outcomes."""

@@ -1,4 +1,4 @@
-"""Changing zip archives record by record and field by field, and putting their CRCs right again."""
+"""Mutations of zip archives, record by record with valid CRCs, and field by field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAMES = (
 
 
 def changed(data: bytes, rng: Random, other: bytes) -> bytes:
-    """Change an archive."""
+    """Return a mutation of an archive."""
     roll = rng.random()
     if roll < 0.45:
         return _field_changed(data, rng)
@@ -46,7 +46,7 @@ def changed(data: bytes, rng: Random, other: bytes) -> bytes:
 
 
 def bytes_changed(data: bytes, rng: Random, _other: bytes = b"") -> bytes:
-    """Change any bytes."""
+    """Return a mutation of some bytes at a random place."""
     if not data:
         return b"\0"
     at, roll = rng.randrange(len(data)), rng.random()
@@ -80,10 +80,10 @@ def _field_changed(data: bytes, rng: Random) -> bytes:
 
 
 def _rebuilt(data: bytes, rng: Random, other: bytes) -> bytes:
-    """Write an archive anew, with right CRCs, with other records than before."""
+    """Return a new archive with changed records and valid CRCs."""
     try:
         records = records_of(data)
-    except Exception:  # a damaged archive makes it raise nearly anything
+    except Exception:  # zipfile raises errors of many types for damaged archives
         return bytes_changed(data, rng)
     records = records or [("archive/data.pkl", b"N.")]
     at, roll = rng.randrange(len(records)), rng.random()
@@ -104,7 +104,7 @@ def _rebuilt(data: bytes, rng: Random, other: bytes) -> bytes:
 
 
 def records_of(data: bytes) -> list[tuple[str, bytes]]:
-    """Read an archive."""
+    """Return the name and content of each record below 1 MiB."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         return [(info.filename, archive.read(info)) for info in archive.infolist() if info.file_size < 1 << 20]
 
@@ -115,7 +115,7 @@ def _name(name: str, rng: Random) -> str:
 
 
 def written(records: list[tuple[str, bytes]], compressed: int = -1) -> bytes:
-    """Write an archive of any records, two of one name among them."""
+    """Return an archive of these records, which may have equal names; ``compressed`` is the index of one to deflate."""
     body, directory = b"", b""
     for number, (name, content) in enumerate(records):
         encoded = name.encode("utf-8", "replace")

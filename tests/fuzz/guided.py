@@ -1,7 +1,7 @@
-"""Fuzzing one target by coverage, for a given time, in a process of its own: libFuzzer ends the process.
+"""Coverage-guided fuzzing of one target for a given time, in its own process, because libFuzzer ends the process.
 
-Run as ``python -m tests.fuzz.guided TARGET SECONDS SEED FILE``; what was found goes to the file, as JSON. Where
-atheris is not installed, inputs are changed as often, but nothing tells which of them lead to something new.
+Run as ``python -m tests.fuzz.guided TARGET SECONDS SEED FILE``; the findings are written to the file as JSON. If
+atheris is not installed, inputs are mutated as well, but without coverage to select the interesting ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch.distributed.checkpoint  # noqa: F401 - first, and so not instrumented, which would take a minute
+import torch.distributed.checkpoint  # noqa: F401 - first, so that it is not instrumented, which takes a minute
 
 try:
     import atheris
@@ -40,11 +40,11 @@ _WRITTEN_EVERY = 100
 
 
 class Run:
-    """Tries inputs.
+    """Tries inputs on one target.
 
     Attributes:
-        tried: how many.
-        found: what was wrong, each with the shortest input that shows it.
+        tried: the number of inputs.
+        found: the distinct problems, each with the shortest input that shows it.
     """
 
     def __init__(self, target: Target, judge: Judge, report: Path) -> None:
@@ -55,7 +55,7 @@ class Run:
         self.found: dict[str, tuple[str, bytes]] = {}
 
     def one(self, data: bytes) -> None:
-        """Try an input."""
+        """Try one input."""
         self.tried += 1
         wrong = self._judge.wrong_with(self._target, data)
         if wrong:
@@ -67,12 +67,12 @@ class Run:
             self.write()
 
     def mutate(self, data: bytes, most: int, seed: int) -> bytes:
-        """Change an input in a way that suits its kind."""
+        """Return a mutation that suits the format of the input."""
         rng = Random(seed)
         return self._target.mutate(data, rng, rng.choice(self._target.seeds))[:most]
 
     def blindly(self, seconds: float, seed: int) -> None:
-        """Try changed inputs, and changed ones of these."""
+        """Try mutations of the seeds and of recent mutations, without coverage."""
         rng, until = Random(seed), time.monotonic() + seconds
         pool = list(self._target.seeds)
         while time.monotonic() < until:
@@ -82,13 +82,13 @@ class Run:
         self.write()
 
     def write(self) -> None:
-        """Leave what is known so far."""
+        """Write the findings so far to the report."""
         found = [(wrong, data.hex()) for wrong, data in list(self.found.values())[:_FOUND_SHOWN]]
         self._report.write_text(json.dumps({"tried": self.tried, "outcomes": self._judge.outcomes, "found": found}))
 
 
 def main(name: str, seconds: str, seed: str, report: str) -> None:
-    """Fuzz; with atheris, never return."""
+    """Fuzz one target; with atheris, never return."""
     warnings.simplefilter("ignore")
     top = Path(tempfile.mkdtemp(prefix="fuzz-", dir=Path(report).parent))
     target = make_targets(top / "checkpoints")[name]

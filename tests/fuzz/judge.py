@@ -1,4 +1,4 @@
-"""Trying inputs, and judging what comes of them."""
+"""Trials of inputs, and checks of their outcomes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MOST_LETTERS = 5000
 
 
 class Judge:
-    """Opens, loads and verifies; one for a process.
+    """Opens, loads and verifies checkpoints; one instance for a process.
 
     Attributes:
-        outcomes: how often each thing came of it.
+        outcomes: the number of each outcome of each operation.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -31,11 +31,10 @@ class Judge:
         self.outcomes: dict[str, int] = {}
 
     def close(self) -> None:
-        """Stop."""
         self._ckpt.close()
 
     def wrong_with(self, target: Target, data: bytes) -> str | None:
-        """Try an input; tell what is wrong with what comes of it, if anything is."""
+        """Try an input; return the problems, or None if the outcome is permitted."""
         target.put(data)
         folder = target.path if target.path.is_dir() else target.path.parent
         before = _facts(folder)
@@ -95,7 +94,7 @@ class Judge:
 
 
 def touch(value: Any) -> None:
-    """Read every tensor of a state, as who loaded it would."""
+    """Read every tensor of a state, as the program that loaded it would."""
     pending, seen = [value], set[int]()
     while pending:
         each = pending.pop()
@@ -119,9 +118,9 @@ def _facts(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def _wrong_message(name: str, exc: aiockpt.LoadError) -> str:
-    """Tell what is wrong with an error: one too long, or one that does to a terminal what it likes."""
+    """Return why a message is bad: too long, or with control characters for a terminal; empty if it is good."""
     each: BaseException | None = exc
-    while each is not None:  # a traceback shows the causes as well
+    while each is not None:  # a traceback prints the causes, too
         message = str(each)
         if isinstance(each, MemoryError):
             return f"{name} runs out of memory {_origin(each)}"
@@ -135,7 +134,7 @@ def _wrong_message(name: str, exc: aiockpt.LoadError) -> str:
 
 
 def _origin(exc: BaseException) -> str:
-    """Tell where it was raised, the innermost first."""
+    """Return the innermost four frames of a traceback, the innermost first."""
     lines, at = [], exc.__traceback__
     while at is not None:
         code = at.tb_frame.f_code
@@ -145,7 +144,7 @@ def _origin(exc: BaseException) -> str:
 
 
 def _peak_bytes(*, afresh: bool = False) -> int:
-    """Give the most memory this process has had; since now, if that can be had."""
+    """Return the peak memory of this process; with ``afresh`` reset it first, where the kernel permits it."""
     if afresh:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")

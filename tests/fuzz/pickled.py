@@ -1,4 +1,4 @@
-"""Changing pickles opcode by opcode, so that most of what comes out still runs for a while."""
+"""Mutations of pickles, opcode by opcode, so that most results still run for a while."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _text(text: str) -> bytes:
 
 
 def number(value: int) -> bytes:
-    """Give opcodes that push a number."""
+    """Return opcodes that push a number."""
     data = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
     return b"K" + data[:1] if 0 <= value < 256 else b"\x8a" + bytes([len(data)]) + data
 
@@ -67,7 +67,7 @@ TEXTS = (
 
 
 def fragment(rng: Random) -> bytes:
-    """Give a few opcodes."""
+    """Return a few random opcodes."""
     roll = rng.random()
     if roll < 0.2:
         return number(rng.choice(NUMBERS))
@@ -85,17 +85,17 @@ def fragment(rng: Random) -> bytes:
 
 
 def opcodes(data: bytes) -> list[bytes]:
-    """Cut a pickle into its opcodes; what can't be understood is the last piece."""
+    """Split a pickle into its opcodes; the last piece is the part that can't be parsed."""
     cuts: list[int] = []
     try:
         cuts.extend(at for _, _, at in pickletools.genops(data) if at is not None)
-    except Exception:  # a damaged pickle makes it raise nearly anything
+    except Exception:  # pickletools raises errors of many types for damaged pickles
         cuts.append(len(data) if not cuts else cuts[-1])
     return [data[a:b] for a, b in zip(cuts, [*cuts[1:], len(data)], strict=True) if a < b]
 
 
 def _numbered_again(pieces: list[bytes]) -> list[bytes]:
-    """Number what is remembered in order, as every writer does."""
+    """Renumber the memo entries in order, as every pickler does."""
     count = 0
     for at, piece in enumerate(pieces):
         name = pickletools.code2op[chr(piece[0])].name if chr(piece[0]) in pickletools.code2op else ""
@@ -107,7 +107,7 @@ def _numbered_again(pieces: list[bytes]) -> list[bytes]:
 
 
 def changed(data: bytes, rng: Random, other: bytes) -> bytes:
-    """Change a pickle in one to four places."""
+    """Return a mutation of a pickle, changed in one to four places."""
     pieces = opcodes(data) or [b"."]
     for _ in range(rng.choice((1, 1, 1, 2, 2, 4))):
         at, roll = rng.randrange(len(pieces)), rng.random()

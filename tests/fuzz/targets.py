@@ -1,4 +1,4 @@
-"""The files that a checkpoint is read from, each with an input in its place, and what it may look like."""
+"""The files of a checkpoint that inputs replace, with seeds and mutations for each."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Target:
     """One kind of input.
 
     Attributes:
-        name: what it is.
-        mutate: changes an input; is given another one to take from.
-        seeds: inputs that are sound, and some that are known not to be.
-        put: puts an input into its place.
-        path: the checkpoint, to be opened, loaded and verified.
+        name: the name of the target.
+        mutate: returns a mutation of an input; its last argument is another input to take parts from.
+        seeds: valid inputs, and some known hostile ones.
+        put: writes an input to its place in the checkpoint.
+        path: the checkpoint to open, load and verify.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Target:
 
 
 def make_targets(top: Path) -> dict[str, Target]:
-    """Make checkpoints below a directory, and the targets in them."""
+    """Create checkpoints below a directory, and return the targets in them, by name."""
     ours, stock = top / "ours", top / "stock"
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(STATE, ours, metadata={"a": [1, "x"]})
@@ -94,7 +94,7 @@ def _metadata(stock: Path, path: Path) -> Target:
 
 
 def _rank_metadata(top: Path) -> Target:
-    """The metadata of one of two ranks that saved alone, with different rows of a tensor."""
+    """Return the target of one rank's metadata; two ranks have saved alone, each other rows of a tensor."""
     path = top / "ranks"
     path.mkdir()
     for rank, rows in enumerate((STATE["model"]["w"][:2], STATE["model"]["w"][2:])):
@@ -116,7 +116,7 @@ def _rank_metadata(top: Path) -> Target:
 
 
 def _manifest(name: str, source: Path, path: Path) -> Target:
-    """The text of a manifest, which gets its CRC afterwards, so that it can say anything."""
+    """Return the target of a manifest's text; it is sealed with a valid CRC, so that any text reaches the parser."""
     shutil.copytree(source, path)
     body, _, _ = (path / ".aiockpt.json").read_text().rpartition(_SEAL)
     document = json.loads(body + "}")
@@ -132,7 +132,7 @@ def _manifest(name: str, source: Path, path: Path) -> Target:
 
 
 def place_item(path: Path, blob: bytes, *, is_tensor: bool) -> None:
-    """Make a checkpoint of torch's whose one item is ``blob``."""
+    """Create a checkpoint in torch's format whose only item is ``blob``."""
     meta = torch.distributed.checkpoint.metadata
     described = (
         meta.TensorStorageMetadata(
@@ -157,7 +157,7 @@ def _saved(value: object) -> bytes:
 
 
 def framed_pickle(data: bytes) -> bytes:
-    """Give a file as of ``torch.save`` of any pickle, with a few storages for it."""
+    """Return a file as ``torch.save`` writes it, with this pickle and a few storages."""
     records = [("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")]
     records += [(f"data/{number}", bytes(range(96))) for number in range(3)]
     return archives.written([(f"archive/{name}", content) for name, content in records])
@@ -242,7 +242,7 @@ def _safetensors(top: Path) -> list[Target]:
 
 
 def _frames(top: Path) -> Target:
-    """The stored bytes of a compressed tensor, of which nothing tells the CRC."""
+    """Return the target of a compressed tensor's bytes, whose CRC is not known from any file."""
     item = _saved(torch.ones(2, 3))
     seeds = tuple(
         zstandard.ZstdCompressor(level=3, write_checksum=check, write_content_size=size).compress(data)

@@ -1,4 +1,4 @@
-"""Hundreds of inputs, always the same; ``python -m benchmarks crash --full --part fuzz`` tries others for longer."""
+"""Hundreds of fixed inputs; ``python -m benchmarks crash --full --part fuzz`` tries others for longer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def judge(watch: Watch) -> Iterator[Judge]:
 
 
 def inputs(target: Target, seed: int) -> Iterator[bytes]:
-    """Give changed seeds, and changed ones of these."""
+    """Yield the seeds, then mutations of seeds and of recent mutations."""
     rng = Random(f"{seed} {target.name}")
     pool = list(target.seeds)
     yield from target.seeds
@@ -61,18 +61,18 @@ def inputs(target: Target, seed: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_anything_loads_or_is_refused(name: str, targets, judge: Judge, record_property) -> None:
+def test_every_input_loads_or_is_refused(name: str, targets, judge: Judge, record_property) -> None:
     target, tried = targets[name], 0
     for data in inputs(target, 1):
         wrong = judge.wrong_with(target, data)
         assert not wrong, f"{wrong}\n{data!r}"
         tried += 1
     record_property("inputs", tried)
-    assert judge.outcomes.get("load: done"), judge.outcomes  # the places of inputs are right
+    assert judge.outcomes.get("load: done"), judge.outcomes  # else no input reaches its parser
     assert judge.outcomes.get("load: CorruptCheckpointError", 0) + judge.outcomes.get("load: UnsafeCheckpointError", 0)
 
 
-def test_all_are_tried(targets) -> None:
+def test_every_target_is_tested(targets) -> None:
     assert set(targets) == set(NAMES)
 
 
@@ -81,7 +81,7 @@ class _RawError(aiockpt.LoadError):
         return self.args[0]
 
 
-def test_the_judge_sees_what_is_wrong(targets, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_detects_each_kind_of_problem(targets, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: Path) -> None:
         data = path.read_bytes()
         if data == b"slow":
@@ -101,9 +101,9 @@ def test_the_judge_sees_what_is_wrong(targets, judge: Judge, monkeypatch: pytest
     target = targets["torch zip"]
     monkeypatch.setattr("tests.fuzz.judge.MOST_S", 0.02)
     monkeypatch.setattr(judge, "_load", load)
-    for data, told in (
+    for data, expected in (
         *((b"slow", "it takes"), (b"large", "MiB"), (b"writes", "files have changed"), (b"odd", "message with")),
         (b"cause", "message with"),
         *((b"long", "10000 letters"), (b"other", "raises ValueError")),
     ):
-        assert told in (judge.wrong_with(target, data) or "")
+        assert expected in (judge.wrong_with(target, data) or "")

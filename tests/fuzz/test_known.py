@@ -1,4 +1,4 @@
-"""What was found by fuzzing and by thinking, made small: each loaded once, or cost far more than its bytes."""
+"""Minimal forms of hostile inputs that once loaded, or cost far more time or memory than their size justifies."""
 
 from __future__ import annotations
 
@@ -64,30 +64,30 @@ def refused(watch: Watch) -> Iterator[Callable[[Target, bytes], None]]:
 
 
 @pytest.mark.parametrize("names", [("DATA.PKL", "data.pkl"), ("data.pkl", "DATA.PKL"), ("data.pkl", "data.pkl")])
-def test_two_readers_that_read_two_pickles(names: tuple[str, str]) -> None:
-    """torch looks for records without regard to case, so the one that was checked might not be the one that is read."""
+def test_two_records_of_one_name_are_refused(names: tuple[str, str]) -> None:
+    """torch ignores the case of record names, so it might read another pickle than the one that was checked."""
     harmless, other = pickle_of(5), pickle_of(6)
     records = [(f"archive/{names[0]}", harmless), (f"archive/{names[1]}", other), ("archive/version", b"3\n")]
     with pytest.raises(aiockpt.CorruptCheckpointError, match="same name"):
         decode_object("k", archives.written(records))
 
 
-def test_two_directories_in_an_archive() -> None:
-    """Without its signature the 64-bit record counts for nothing, and the one behind it for other readers."""
+def test_an_archive_with_two_directories_is_refused() -> None:
+    """If the 64-bit end record lacks its signature, other readers use the 32-bit one behind it instead."""
     blob = bytearray(encode_object("k", 5))
     at = blob.rindex(b"PK\6\6")
     blob[at] ^= 1
     with pytest.raises(FramingError, match="64-bit"):
         read_directory(len(blob), lambda offset, size: bytes(blob[offset : offset + size]))
     blob[at] ^= 1
-    blob[-2] = 1  # a comment, as long as a byte
+    blob[-2] = 1  # the length of the archive's comment, in bytes
     with pytest.raises(FramingError, match="no end-of-directory"):
         read_directory(len(blob), lambda offset, size: bytes(blob[offset : offset + size]))
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 def test_sparse_indices_out_of_bounds(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are addresses of memory that whoever uses the tensor writes to."""
+    """Operators use the indices as memory offsets, without checks, so bad ones would corrupt memory."""
     sparse = torch.eye(8)[6:].to_sparse() if layout == "coo" else torch.eye(8)[6:].to_sparse_csr()
     blob = encode_object("k", sparse)
     again = decode_object("k", blob)
@@ -99,7 +99,7 @@ def test_sparse_indices_out_of_bounds(layout: str, monkeypatch: pytest.MonkeyPat
 
 
 def _moved(data: bytes) -> bytes:
-    """Let the indices 6 and 7 be far behind the end."""
+    """Replace the index 7 by one far out of bounds."""
     return data.replace(struct.pack("<2q", 6, 7), struct.pack("<2q", 6, 1 << 40))
 
 
@@ -108,7 +108,7 @@ def _complex(real: int, imaginary: int) -> bytes:
 
 
 def test_keys_with_one_hash(targets, refused) -> None:
-    """Hashes of numbers and of tuples of them can be chosen; a dict of keys with one hash takes quadratic time."""
+    """An attacker can choose the hashes of numbers and tuples; a dict of colliding keys takes quadratic time."""
     keys = [_complex(-1000003 * k, k) for k in range(6000)]
     assert len({hash(complex(-1000003 * k, k)) for k in range(6000)}) < 10
     for opcodes in (
@@ -120,20 +120,21 @@ def test_keys_with_one_hash(targets, refused) -> None:
         refused(targets["object pickle"], b"\x80\x02" + opcodes + b".")
 
 
-def test_keys_of_every_day() -> None:
+def test_ordinary_keys_load() -> None:
     values = {torch.Size([n, 2]): n for n in range(3000)}, {(n, (str(n), 0.5)) for n in range(10_000)}
     for value in (*values, {complex(n, 1) for n in range(500)}, {frozenset({n, 5}) for n in range(500)}):
         assert decode_object("k", encode_object("k", value)) == value
 
 
 def test_ranges_that_become_lists(targets, refused) -> None:
-    """A few bytes for each list of a range, within what the number of steps allows, but not the memory."""
+    """A few bytes make a list of a whole range: the number of opcodes stays within its limit, the memory does not."""
     one = b"c__builtin__\nlist\nc__builtin__\nxrange\n" + number(3_000_000) + b"\x85R\x85R"
     refused(targets["object pickle"], b"\x80\x02(" + one * 3 + b"(" + b"N" * 400_000 + b"tt.")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytearray"])
 def test_texts_in_slow_encodings(kind: str, targets, refused) -> None:
+    """Encoding to punycode takes quadratic time."""
     text = "".join(map(chr, range(0x4E00, 0x9000))).encode()
     argument = b"X" + struct.pack("<I", len(text)) + text + b"X\x08\x00\x00\x00punycode"
     refused(targets["object pickle"], f"\x80\x02c__builtin__\n{kind}\n".encode("latin1") + argument + b"\x86R.")
@@ -145,7 +146,7 @@ def test_texts_in_slow_encodings(kind: str, targets, refused) -> None:
 
 
 def _doubled(make: Callable[[Any], Any]) -> Any:
-    """A container that holds two of one that holds two, and so on."""
+    """Return nested containers, 60 levels deep, each of which holds the next one twice: 2**60 paths."""
     value = None
     for _ in range(60):
         value = make(value)
@@ -165,7 +166,7 @@ def test_containers_within_containers(targets, refused, tmp_path: Path) -> None:
 
 
 def test_names_that_are_joined_from_long_keys(targets, refused) -> None:
-    """Each leaf has a name of all keys above it, which the file holds once."""
+    """The name of each leaf repeats all keys above it, while the file holds each key only once."""
     value: Any = {str(n): None for n in range(2000)}
     key = "k" * 100_000
     for _ in range(20):
@@ -174,7 +175,7 @@ def test_names_that_are_joined_from_long_keys(targets, refused) -> None:
 
 
 def test_lists_that_each_hold_a_long_list(targets, refused) -> None:
-    """Each key is looked into by itself, and finds the same list."""
+    """The same list is visited again for each key."""
     shared = list(range(10_000))
     refused(targets["torch pickle"], pickle_of({str(n): [shared] for n in range(3000)}))
 
@@ -195,7 +196,7 @@ def test_conjugated_values_that_share_memory(targets, watch) -> None:
         judge.close()
 
 
-def test_what_is_loaded_of_conjugated_values(tmp_path: Path) -> None:
+def test_conjugated_values_load(tmp_path: Path) -> None:
     complex_ = torch.tensor([1 + 2j, 3 - 4j]).conj()
     state = {"a": complex_, "b": complex_.imag, "c": complex_[:1].expand(2, 3), "d": complex_.imag[1:].expand(4)}
     torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "c", **ALONE)
@@ -210,11 +211,11 @@ def test_flags_that_a_dtype_can_not_have(targets, refused) -> None:
     refused(targets["tensor pickle"], flagged.replace(b"ComplexFloatStorage", b"FloatStorage"))
 
 
-# --- what describes a checkpoint ------------------------------------------------------------------
+# --- metadata and manifests -----------------------------------------------------------------------
 
 
 def _described(paths: dict[str, tuple[Any, ...]], shape: tuple[int, ...] = (0,), chunks: Any = ()) -> bytes:
-    """Metadata of tensors that are empty, and so lie nowhere."""
+    """Return the metadata of tensors without any stored bytes."""
     tensor = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), list(chunks))
     places = {
         MetadataIndex(name, chunk.offsets): _StorageInfo("__0_0.distcp", 0, 0) for name in paths for chunk in chunks
@@ -222,7 +223,7 @@ def _described(paths: dict[str, tuple[Any, ...]], shape: tuple[int, ...] = (0,),
     return pickle.dumps(Metadata(dict.fromkeys(paths, tensor), paths, places))
 
 
-def test_positions_far_behind_the_end_of_lists(targets, refused) -> None:
+def test_positions_far_past_the_end_of_lists(targets, refused) -> None:
     refused(targets["metadata"], _described({f"k{n}.9": (f"k{n}", 1_000_000) for n in range(200)}))
     refused(targets["metadata"], _described({"a": ("x", *range(500_000, 500_003), "y")}))
 
@@ -241,7 +242,7 @@ def test_long_lists_load(tmp_path: Path) -> None:
 
 
 def test_chunks_that_are_cut_in_every_dimension(targets, refused) -> None:
-    """Each has a corner for every choice of its ends."""
+    """A chunk has 2**11 corners, and a check of all corners of all chunks would take too long."""
     places = product((0, 1), repeat=11)
     chunks = [ChunkStorageMetadata(torch.Size(place), torch.Size([1] * 11)) for place in places]
     refused(targets["metadata"], _described({"x": ("x",)}, (2,) * 11, chunks))
@@ -271,13 +272,13 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def test_manifests_that_say_other_things(targets, refused) -> None:
+def test_malformed_manifests_are_refused(targets, refused) -> None:
     for change in MANIFESTS.values():
         refused(targets["manifest"], _changed(targets["manifest"], change))
 
 
-def test_a_manifest_that_does_not_know_the_metadata(targets, watch) -> None:
-    """Then nothing tells its CRC."""
+def test_a_manifest_that_does_not_list_the_metadata(targets, watch) -> None:
+    """The CRC of the metadata is unknown then."""
     judge = Judge(watch)
     without = json.loads(targets["manifest"].seeds[1])
     del without["files"][".metadata"]
@@ -292,7 +293,7 @@ def test_many_integer_keys_beside_others(tmp_path: Path) -> None:
         assert ckpt.load(tmp_path / "c")["x"].keys() == state["x"].keys()
 
 
-def test_shapes_of_safetensors_without_end(targets, refused) -> None:
+def test_oversized_shapes_in_safetensors_are_refused(targets, refused) -> None:
     for shape in ([1 << 40] * 100_000, [1] * 65, [int("9" * 4000)], [0, 1 << 63]):
         header = {"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
         refused(targets["header"], json.dumps(header).encode())
@@ -302,7 +303,7 @@ def test_shapes_of_safetensors_without_end(targets, refused) -> None:
 
 
 def test_messages_can_be_printed(targets, refused) -> None:
-    """Names in a checkpoint can't clear a terminal, nor keep a message from being encoded, nor make it a book."""
+    """Names in a checkpoint can neither clear a terminal, nor make a message unencodable or very long."""
     for name in ("\x1b[2J", "\udc80", "\0", "\u202e", "\x7f", "x" * 100_000):
         described = TensorStorageMetadata(
             TensorProperties(dtype=torch.float32),
@@ -322,8 +323,8 @@ def _can_be_printed(text: str) -> bool:
     return text.replace("\n", "").isprintable()
 
 
-def test_names_of_a_sound_checkpoint_can_be_printed(tmp_path: Path) -> None:
-    """Whatever shows keys shows them in one line, and so that a terminal does nothing but show them."""
+def test_names_of_a_valid_checkpoint_can_be_printed(tmp_path: Path) -> None:
+    """Each key is shown in one line, with its control characters escaped."""
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({NAME: torch.arange(9.0), NAME * 500: 5, "x": torch.ones(2)}, path := tmp_path / "c")
         with ckpt.open(path) as reader:
@@ -356,12 +357,12 @@ def test_causes_can_be_printed() -> None:
     error.__cause__ = ValueError("b\x1b[2J", 5)
     error.__cause__.__cause__ = KeyError(5)
     error.__cause__.__cause__.__cause__ = RuntimeError()
-    error.__cause__.__cause__.__cause__.__cause__ = error  # a program may chain them in a circle
+    error.__cause__.__cause__.__cause__.__cause__ = error  # a program may chain errors in a circle
     sanitize_error(error)
     assert (error.args, error.__cause__.args) == (("a\\x1b[2J",), ("b\\x1b[2J", 5))
 
 
-def test_what_is_shown() -> None:
+def test_printable() -> None:
     assert printable("a\nb\x1b[2J\udc80\u202eä") == "a\nb\\x1b[2J\\udc80\\u202eä"
     assert len(printable("x" * 10_000 + "the end")) < 2100
     assert printable("x" * 10_000 + "the end").endswith("the end")

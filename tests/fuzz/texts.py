@@ -1,4 +1,4 @@
-"""Changing JSON documents value by value, and sometimes letter by letter."""
+"""Mutations of JSON documents, value by value, and sometimes byte by byte."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RAW = (
 
 
 def changed(data: bytes, rng: Random, other: bytes) -> bytes:
-    """Change a document in one to four places."""
+    """Return a mutation of a document, changed in one to four places."""
     if rng.random() < 0.1:
         return _raw(data, rng)
     try:
@@ -58,7 +58,7 @@ def _raw(data: bytes, rng: Random) -> bytes:
 
 
 def _places(value: Any, found: list[tuple[Any, Any]], room: int = 2000) -> None:
-    """List what holds a value, with its key there."""
+    """Append the container and the key of each value to ``found``, up to a limit."""
     pending = [value]
     while pending and len(found) < room:
         at = pending.pop()

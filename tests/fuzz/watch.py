@@ -1,4 +1,4 @@
-"""Seeing what the interpreter does: no code may be run, and nothing outside of a directory be touched."""
+"""An audit hook that records forbidden events: running code or commands, and opening files outside a directory."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ _INTERPRETER = tuple(
 
 
 class Watch:
-    """What has happened that may not.
+    """Records forbidden events.
 
     Attributes:
-        seen: a line for each.
+        seen: a line for each event.
     """
 
     def __init__(self) -> None:
         self.seen: list[str] = []
         self._inside: str | None = None
         self._importing = 0
-        sys.addaudithook(self._hook)  # it stays for ever, but looks at nothing unless told to
+        sys.addaudithook(self._hook)  # an audit hook can't be removed; outside of `over` this one does nothing
 
     @contextmanager
     def over(self, directory: Path) -> Iterator[None]:
-        """Look while something is done that may read this directory."""
+        """Record events during a with block that may read this directory."""
         self._inside = os.path.realpath(directory)
         try:
             yield
@@ -72,12 +72,12 @@ class Watch:
 
     @staticmethod
     def _imports(event: str, args: tuple[Any, ...]) -> bool:
-        """Tell whether it is the interpreter, which imports a module of its own."""
+        """Return whether an event comes from an import."""
         if event == "marshal.loads":
             return True
         if event != "exec":
             return False
-        # Modules are run by the importer; those that define classes of a kind have them made from text.
+        # The importer runs modules with exec; dataclasses and named tuples make their methods with exec.
         maker = sys._getframe(2).f_code.co_filename
         return maker.startswith("<frozen importlib") or maker.endswith(("/dataclasses.py", "/collections/__init__.py"))
 
@@ -88,7 +88,7 @@ class Watch:
         writes = bool(isinstance(flags, int) and flags & _WRITING) or (
             isinstance(mode, str) and set(mode) & set("wax+")
         )
-        # What is relative is opened from a directory that was opened before; the source has looked where it leads.
+        # A relative name is opened below an open directory; the source has checked before where it leads.
         leads_out = name.startswith("/") or ".." in name.split("/")
         within = not leads_out or os.path.realpath(name).startswith(inside)
         if writes or not (within or name.startswith(("/proc/", "/sys/", *_INTERPRETER))):

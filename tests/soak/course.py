@@ -1,4 +1,4 @@
-"""A soak: many saves of a changing state, with all that can come in between."""
+"""A soak: many saves of a changing state, with faults, cancellations, loads and deletions in between."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.soak.visits import Visits, pause
 CHUNK = 64 << 10
 FAULTS = {"begin": 0.04, "create": 0.03, "write": 0.01, "finish": 0.02, "commit": 0.05}
 
-# How a checkpointer is made in each round: all that decides over the course of a save. "hangs": some saves hang in the
-# file system; "hasty": it is closed while saves are in flight, which are not waited for.
+# The options of the checkpointer in each round: everything that changes the course of a save. "hangs": some saves hang
+# in the file system. "hasty": the checkpointer is closed without waiting for the saves in flight.
 ROUNDS: list[dict[str, Any]] = [
     {},
     {"writer": "process"},
@@ -40,27 +40,27 @@ ROUNDS: list[dict[str, Any]] = [
     {"drain_timeout": 0.05, "hasty": True},
 ]
 
-# What the program does after a save, and how often.
+# The actions of the program after submitting a save, with their weights.
 ACTS = {
     "go on when staged": 40,
     "fence": 8,
     "go on when written": 10,
     "cancel": 14,
     "tear": 10,
-    "cancel who waits": 9,
-    "wait too short a time": 9,
+    "cancel a waiter": 9,
+    "wait with a timeout": 9,
 }
 
 
 class Soak:
-    """Saves, loads, deletes, and disturbs all of it, at random.
+    """Saves, loads, deletes, and disturbs these at random.
 
     Args:
-        directory: where to save.
-        seed: what chance is drawn from; the times that things take are chance as well.
+        directory: the directory to save in.
+        seed: the seed of the random choices; a run is not reproducible, because timing also decides.
 
     Attributes:
-        tally: what has happened.
+        tally: the results.
     """
 
     def __init__(self, directory: Path, seed: int = 0) -> None:
@@ -78,14 +78,14 @@ class Soak:
     async def run(
         self, saves: int, *, per_round: int, seconds: float, warm_up: int, until_time_is_over: bool = False
     ) -> None:
-        """Go on for so many saves; then look whether everything is there.
+        """Run rounds of saves, then check that every announced checkpoint is there.
 
         Args:
-            saves: how many, as far as there is time.
-            per_round: how many are made with one checkpointer.
-            seconds: when no round begins any more.
-            warm_up: how many rounds come before what is held is compared; these are made in any case.
-            until_time_is_over: go on after that, and make so many saves in any case.
+            saves: the number of saves after which no round begins.
+            per_round: the number of saves with one checkpointer.
+            seconds: the time after which no round begins.
+            warm_up: the number of rounds before resources are compared; they run even if the time is over.
+            until_time_is_over: begin rounds until both limits are reached, instead of either.
         """
         until = time.monotonic() + seconds
         rounds, tally = 0, self.tally
@@ -98,7 +98,7 @@ class Soak:
                 leaks = tally.gauges[-1].leaks_since(tally.gauges[warm_up - 1])
                 tally.leaks += [f"round {rounds}: {leak}" for leak in leaks]
         tally.counts["rounds"] = rounds
-        await self._ledger.look_at_all(self._directory)
+        await self._ledger.check_all(self._directory)
 
     async def _round(self, options: dict[str, Any], saves: int) -> None:
         if options.pop("fallback_path", False):
@@ -109,32 +109,32 @@ class Soak:
         async with asyncio.TaskGroup() as watchers:
             try:
                 async with aiockpt.AsyncCheckpointer(**options) as ckpt:
-                    await self._go_on(ckpt, watchers, saves, options)
-            except aiockpt.SaveCancelledError:  # those that were in flight
+                    await self._run_saves(ckpt, watchers, saves, options)
+            except aiockpt.SaveCancelledError:  # saves in flight at a hasty close
                 if not self._hasty:
                     raise
-        self._look_back(ckpt)
+        self._check_released(ckpt)
         self.tally.counts["faults"] += sum(storage.struck.total() for storage in self._visits.faulty)
         self._visits.faulty.clear()
 
-    def _look_back(self, ckpt: aiockpt.AsyncCheckpointer) -> None:
-        """Check that a checkpointer that is closed holds nothing, though its handles are still there."""
+    def _check_released(self, ckpt: aiockpt.AsyncCheckpointer) -> None:
+        """Check that a closed checkpointer holds no resources, even while its handles exist."""
         statistics, leased = ckpt.statistics(), leased_chunks()
         if statistics.in_flight or statistics.abandoned or statistics.quarantined_bytes or leased:
-            self.tally.leaks.append(f"a closed checkpointer has {leased} chunks out, and says {statistics}")
+            self.tally.leaks.append(f"a closed checkpointer has {leased} leased chunks, and reports {statistics}")
         if len(optimizer_hooks._live):
             self.tally.leaks.append(
                 f"{len(optimizer_hooks._live)} of {len(self._handles)} saves still hold their state"
             )
         self._handles.clear()
 
-    async def _go_on(
+    async def _run_saves(
         self, ckpt: aiockpt.AsyncCheckpointer, watchers: asyncio.TaskGroup, saves: int, options: dict[str, Any]
     ) -> None:
         try:
             for _ in range(saves):
                 await self._save(ckpt, watchers, options)
-                await self._visits.come(ckpt, options)
+                await self._visits.disturb(ckpt, options)
         finally:
             if self._hasty:
                 for save in self._ledger.in_flight:
@@ -145,7 +145,7 @@ class Soak:
             self._ledger.held.clear()
 
     def _storage(self, save: Save, options: dict[str, Any]) -> Storage | None:
-        """Choose what a save may meet."""
+        """Return the storage of a save: the default one, one with faults, or one that hangs."""
         if options.get("writer") == "process":
             return None
         if self._hangs and self._chance.random() < 0.25:
@@ -163,7 +163,7 @@ class Soak:
         self._number += 1
         save = self._next()
         save.cut_off = self._visits.killed
-        save.may_fail = save.cut_off or self._hangs  # where some hang, others may be too late
+        save.may_fail = save.cut_off or self._hangs  # saves queued behind a hanging one may time out
         storage = self._storage(save, options)
         state = fill(self._live, self._number)
         try:
@@ -182,7 +182,7 @@ class Soak:
             await self._tear(save, by_surprise=options.get("validate") == "hash")
         else:
             await self._act(act, ckpt, handle, save)
-        await _patiently(handle.staged)
+        await _wait_quietly(handle.staged)
 
     def _next(self) -> Save:
         free = self._ledger.free
@@ -192,25 +192,25 @@ class Soak:
         return Save(self._directory / f"step-{self._number}", self._number, None)
 
     async def _act(self, act: str, ckpt: aiockpt.AsyncCheckpointer, handle: aiockpt.SaveHandle, save: Save) -> None:
-        """Do something while a save is under way."""
+        """Perform one of the actions during a save."""
         if act == "fence":
             with contextlib.suppress(aiockpt.SaveError):
                 await asyncio.to_thread(ckpt.fence)
         elif act == "go on when written":
-            await _patiently(handle.written)
+            await _wait_quietly(handle.written)
         elif act == "cancel":
             await self._cancel(handle, save)
-        elif act == "cancel who waits":
-            waiting = asyncio.ensure_future(_patiently(handle.written))
+        elif act == "cancel a waiter":
+            waiting = asyncio.ensure_future(_wait_quietly(handle.written))
             await pause(self._chance)
             waiting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await waiting
             self._ledger.count("waits cancelled")
-        elif act == "wait too short a time":
+        elif act == "wait with a timeout":
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.002 * self._chance.random()):
-                    await _patiently(handle.written)
+                    await _wait_quietly(handle.written)
             self._ledger.count("waits cancelled")
 
     async def _tear(self, save: Save, *, by_surprise: bool) -> None:
@@ -220,35 +220,36 @@ class Soak:
         if by_surprise:
             victim.data.mul_(3)
         else:
-            # First, as for the steps of optimizers: another operator that still runs when the copies are is not seen.
+            # Bump the version first, as the optimizer hooks do. An operator itself bumps it only when it ends, so a
+            # copy made while it runs would not be detected.
             torch.autograd.graph.increment_version(victim)
             victim.mul_(3)
 
     async def _cancel(self, handle: aiockpt.SaveHandle, save: Save) -> None:
         if self._chance.random() < 0.5:
-            await _patiently(handle.staged)
+            await _wait_quietly(handle.staged)
         await pause(self._chance)
         save.cancelled = True
         called_off = await handle.cancel()
         self._ledger.count("cancelled in time" if called_off else "cancelled too late")
         if called_off and save.replaces is None and save.path.exists():
-            self.tally.wrong.append(f"{save.path} was cancelled, and is there")
+            self.tally.wrong.append(f"{save.path} was cancelled, but is there")
 
     async def _watch(self, handle: aiockpt.SaveHandle, save: Save) -> None:
-        """Wait for the end of a save, and judge it."""
+        """Wait for the end of a save, and record its outcome."""
         try:
             result = await handle.written
         except aiockpt.AiockptError as exc:
             self._ledger.judge(exc, save)
         else:
-            self._visits.saw_written(save)
+            self._visits.note_written(save)
             self._ledger.enter(save, result)
         finally:
             self._ledger.busy.discard(save.path)
             self._ledger.in_flight.remove(save)
 
 
-async def _patiently(what: Awaitable[Any]) -> None:
-    """Wait, and leave the failure to who watches."""
+async def _wait_quietly(what: Awaitable[Any]) -> None:
+    """Wait, and ignore a failure of the save: `Soak._watch` records it."""
     with contextlib.suppress(aiockpt.SaveError):
         await what

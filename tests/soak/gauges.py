@@ -1,4 +1,4 @@
-"""What a program holds of the system's things, to be compared before and after a soak."""
+"""The resources that a program holds, to be compared before and after a soak."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from aiockpt.staging.pool import ChunkPool
 
 
 def leased_chunks() -> int:
-    """Count the chunks of staging memory that are out, of all pools that anybody refers to."""
+    """Return the number of leased chunks in all pools that are still referenced."""
     return sum(each.leased for each in gc.get_objects() if type(each) is ChunkPool)
 
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """What is held at one moment.
+    """The resources held at one moment.
 
     Attributes:
-        files: open file descriptors.
-        threads: threads of the process, those of other libraries included.
-        own_threads: names of threads that belong to checkpointers.
-        children: child processes.
-        tasks: tasks of the running loop.
-        leases: chunks of staging memory that are out.
-        captures: states that are held for a save.
-        saves: saves that somebody still refers to.
-        hidden: unfinished checkpoints below the directory.
-        resident_bytes: of memory, when what is free has been given back to the system.
+        files: the number of open file descriptors.
+        threads: the number of threads, those of other libraries included.
+        own_threads: the names of the threads of checkpointers.
+        children: the number of child processes.
+        tasks: the number of tasks of the running loop.
+        leases: the number of leased chunks of staging memory.
+        captures: the number of states held for a save.
+        saves: the number of saves that are still referenced.
+        hidden: the paths of unfinished checkpoints below the directory.
+        resident_bytes: the resident memory, after free memory was returned to the system.
     """
 
     files: int
@@ -54,7 +54,7 @@ class Gauge:
 
     @classmethod
     def read(cls, directory: Path) -> Gauge:
-        """Look at this process, after collecting what is garbage."""
+        """Return the resources of this process, after a garbage collection."""
         gc.collect()
         saves = sum(type(each) is SaveJob for each in gc.get_objects())
         if sys.platform == "linux":
@@ -74,7 +74,7 @@ class Gauge:
         )
 
     def leaks_since(self, before: Gauge) -> list[str]:
-        """Say what is held that was not held before; memory apart, see `growth_bytes`."""
+        """Return a description of each resource held in addition; for memory see `growth_bytes`."""
         found = [
             f"{name}: {getattr(before, name)} -> {getattr(self, name)}"
             for name in ("files", "threads", "children", "tasks", "leases", "captures", "saves")
@@ -85,9 +85,9 @@ class Gauge:
 
 
 def growth_bytes(gauges: Sequence[Gauge]) -> float:
-    """Give by how much resident memory grows: from the middle third of moments to the last, each by its median.
+    """Return the growth of resident memory from the middle third of the gauges to the last third, by their medians.
 
-    The first third is left out: pools of threads, caches and arenas fill then.
+    The first third is ignored, because thread pools, caches and arenas fill up in it.
     """
     values = [gauge.resident_bytes for gauge in gauges]
     third = len(values) // 3

@@ -1,4 +1,4 @@
-"""What was announced in a soak, and whether it is there."""
+"""The record of announced checkpoints in a soak, and the checks that they are there."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tests.soak.state import differences, state_of
 
 @dataclass(slots=True, eq=False)
 class Save:
-    """One save, and what may become of it.
+    """One save, and its possible outcomes.
 
     Attributes:
-        path: where it goes.
-        number: that of its state.
-        replaces: the number of the state that it is to overwrite; None where nothing is.
-        may_fail: faults may come in its way.
-        cut_off: its writer may be killed, so that nobody knows what it has done.
-        may_appear: it may be published after it was given up, for it hung in that.
-        torn: its tensors were changed too early, perhaps.
-        cancelled: it was called off, perhaps too late.
+        path: the path of the checkpoint.
+        number: the number of its state.
+        replaces: the number of the state to overwrite; None if there is none.
+        may_fail: True if faults may make it fail.
+        cut_off: True if its writer process may have been killed, so that its outcome is unknown.
+        may_appear: True if it may be published after a timeout, because its commit hangs.
+        torn: True if its tensors may have been changed before they were staged.
+        cancelled: True if it was cancelled, perhaps too late.
     """
 
     path: Path
@@ -40,14 +40,14 @@ class Save:
 
 @dataclass(slots=True)
 class Tally:
-    """What has happened.
+    """The results of a soak.
 
     Attributes:
-        counts: how often, by name.
-        lost: what was announced, and is not there as it was.
-        wrong: what else should not have happened.
-        leaks: what was not given back.
-        gauges: what was held after each round.
+        counts: the number of events, by name.
+        lost: the announced checkpoints that are missing or changed.
+        wrong: all other violated guarantees.
+        leaks: the resources that were not released.
+        gauges: the resources held after each round.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -58,15 +58,15 @@ class Tally:
 
 
 class Ledger:
-    """For each path the number of the state that is there, or those of which one is.
+    """The number of the state at each path, or several candidates.
 
     Attributes:
-        tally: what has happened.
+        tally: the results.
         announced: the number of the state of each checkpoint.
-        doubtful: where it can't be told which one is there; None stands for nothing.
-        in_flight: saves that are not over.
-        busy: paths that something is going on with.
-        held: paths of saves that were given up, while a thread of theirs may hang.
+        doubtful: the candidates at paths with an unknown state; None stands for a missing checkpoint.
+        in_flight: the saves that have not ended.
+        busy: the paths that a save, load or deletion is using.
+        held: the paths of saves that have timed out while one of their threads may hang.
     """
 
     def __init__(self) -> None:
@@ -79,24 +79,24 @@ class Ledger:
 
     @property
     def free(self) -> list[Path]:
-        """The checkpoints that nothing is going on with, the oldest first."""
+        """The checkpoints that are not in use, the oldest first."""
         return [path for path in self.announced if path not in self.busy | self.held]
 
     def count(self, what: str) -> None:
-        """Note that something has happened."""
+        """Count an event."""
         self.tally.counts[what] += 1
 
     def enter(self, save: Save, result: aiockpt.SaveResult) -> None:
-        """Note what was announced."""
+        """Record a save that was announced as written."""
         self.count("written")
         where = Path(result.path)
         if where != save.path:
             self.count("written to the fallback")
-        self.announced.pop(where, None)  # it is the newest one now
+        self.announced.pop(where, None)  # moves it to the end, as the newest one
         self.announced[where] = save.number
 
     def judge(self, error: aiockpt.AiockptError, save: Save) -> None:
-        """Note a save that came to nothing, and tell whether that was right."""
+        """Record a save that failed, and whether the failure was to be expected."""
         if isinstance(error, aiockpt.SaveSkippedError):
             kind, is_right = "skipped", True
         elif isinstance(error, aiockpt.SaveCancelledError):
@@ -121,27 +121,27 @@ class Ledger:
                 self.count("published, but not announced")
                 self.announced[save.path] = save.number
             else:
-                self.tally.wrong.append(f"{save} is there, though {error!r}")
+                self.tally.wrong.append(f"{save} is there in spite of {error!r}")
 
     def compare(self, path: Path, loaded: Any) -> None:
-        """Check what was loaded."""
+        """Compare a loaded state with the announced one."""
         self.count("loads")
         found = differences(state_of(self.announced[path]), loaded)
         if found:
             self.tally.lost.append(f"{path} of state {self.announced[path]}: {found}")
 
-    async def look_at_all(self, directory: Path) -> None:
-        """Load everything that is to be there, and look for what is not."""
+    async def check_all(self, directory: Path) -> None:
+        """Load every recorded checkpoint, and look for unrecorded ones."""
         async with aiockpt.AsyncCheckpointer() as ckpt:
             for path, number in self.announced.items():
-                await self._look_at(ckpt, path, (number,))
+                await self._check(ckpt, path, (number,))
             for path, numbers in self.doubtful.items():
-                await self._look_at(ckpt, path, numbers)
+                await self._check(ckpt, path, numbers)
         there = {*directory.glob("step-*"), *directory.glob("fallback/*")}
         stray = there - self.announced.keys() - self.doubtful.keys()
-        self.tally.wrong += [f"{path} is there, and nobody announced it" for path in stray]
+        self.tally.wrong += [f"{path} is there, but was never announced" for path in stray]
 
-    async def _look_at(self, ckpt: aiockpt.AsyncCheckpointer, path: Path, numbers: Sequence[int | None]) -> None:
+    async def _check(self, ckpt: aiockpt.AsyncCheckpointer, path: Path, numbers: Sequence[int | None]) -> None:
         self.count("looked at in the end")
         if None in numbers and not path.exists():
             return

@@ -1,4 +1,4 @@
-"""What a soak saves: a state that changes from save to save, and that its number alone tells."""
+"""The state that a soak saves: a function of the number of the save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _APART = 1_000_003
 
 
 def state_of(number: int) -> dict[str, Any]:
-    """Make the state with a number: tensors of several forms, small ones, objects; now and then another structure."""
+    """Return the state of a number: tensors of several layouts, small ones, objects; every fifth has one more key."""
     state: dict[str, Any] = {
         "weights": {
             f"w{i}": torch.arange(n, dtype=torch.int32) + (number + _APART * i) for i, n in enumerate(_LENGTHS)
@@ -28,7 +28,7 @@ def state_of(number: int) -> dict[str, Any]:
 
 
 def fill(target: dict[str, Any], number: int) -> dict[str, Any]:
-    """Change the tensors of a state in place to those of another number, as training does; give the whole of it."""
+    """Change the tensors of a state in place to those of another number, as training does; return the new state."""
     fresh = state_of(number)
     for name, tensor in fresh["weights"].items():
         target["weights"][name].copy_(tensor)
@@ -38,10 +38,10 @@ def fill(target: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def differences(one: Any, other: Any, where: str = "state") -> str | None:
-    """Tell where two states differ, in dtypes, shapes, values or keys; None if they don't."""
+    """Return the first difference of two states in dtypes, shapes, values or keys; None if there is none."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
-            return f"{where} is another kind of thing"
+            return f"{where} has another type, dtype or shape"
         return None if torch.equal(one, other) else f"{where} has other values"
     if type(one) is not type(other):
         return f"{where} is a {type(other).__name__}, not a {type(one).__name__}"

@@ -1,4 +1,4 @@
-"""The quick form of ``python -m benchmarks soak``: nothing is lost, nothing leaks, whatever comes in between."""
+"""The quick form of ``python -m benchmarks soak``: no checkpoint is lost, and no resource leaks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else goes on in a soak: loads, deletions, and writers that are killed."""
+"""The disturbances in a soak: loads, deletions, and kills of writer processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEPT = 6
 
 
 async def pause(chance: random.Random) -> None:
-    """Let some time go by: some turns of the loop, or a moment."""
+    """Sleep for a random time: some iterations of the loop, or some milliseconds."""
     for _ in range(chance.randrange(5)):
         await asyncio.sleep(0)
     if chance.random() < 0.5:
@@ -31,11 +31,11 @@ async def pause(chance: random.Random) -> None:
 
 
 class Visits:
-    """Comes between saves, and sees to what was announced.
+    """Loads, verifies and deletes checkpoints between saves, and kills writer processes.
 
     Attributes:
-        killed: a writer was killed, and none has written anything since, of what came after that.
-        faulty: the storages that make things fail.
+        killed: True from the kill of a writer process until a later save is written.
+        faulty: the storages with faults.
     """
 
     def __init__(self, ledger: Ledger, chance: random.Random) -> None:
@@ -46,19 +46,19 @@ class Visits:
         self._chance = chance
 
     def storage(self, share: float, faults: dict[str, float]) -> FaultyStorage | None:
-        """Give a storage with faults, in this share of cases."""
+        """Return a storage with faults in this share of calls, else None."""
         if self._chance.random() >= share:
             return None
         self.faulty.append(FaultyStorage(LocalStorage(), chances=Chances(faults, seed=self._chance.randrange(1 << 30))))
         return self.faulty[-1]
 
-    def saw_written(self, save: Save) -> None:
-        """Note that a writer works."""
+    def note_written(self, save: Save) -> None:
+        """Note that a writer process works again, if the save began after the kill."""
         if save.cut_off and save not in self._cut:
             self.killed = False
 
-    async def come(self, ckpt: aiockpt.AsyncCheckpointer, options: dict[str, Any]) -> None:
-        """Do something, or nothing; then delete what is old."""
+    async def disturb(self, ckpt: aiockpt.AsyncCheckpointer, options: dict[str, Any]) -> None:
+        """Perform one disturbance or none at random, then delete old checkpoints."""
         chance = self._chance.random()
         if chance < 0.2:
             await self._load(ckpt)
@@ -73,7 +73,7 @@ class Visits:
 
     def _kill_the_writer(self) -> None:
         for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):  # it has ended, from an earlier kill
+            with contextlib.suppress(psutil.Error):  # it has ended since, by an earlier kill
                 command = " ".join(child.cmdline())
                 if "aiockpt.writing.process" not in command:
                     continue
@@ -85,7 +85,7 @@ class Visits:
                     save.may_fail = save.cut_off = True
 
     async def _load(self, ckpt: aiockpt.AsyncCheckpointer) -> None:
-        """Load one of those that are there: whole, or into tensors; from a bad disk; and perhaps not to the end."""
+        """Load a checkpoint; at random into tensors, through a faulty storage, or with a cancellation."""
         ledger = self._ledger
         if not ledger.free:
             return
@@ -118,17 +118,17 @@ class Visits:
                 self._ledger.tally.lost.append(f"{path}: {report}")
 
     async def _read_while_it_is_deleted(self, ckpt: aiockpt.AsyncCheckpointer, path: Path) -> None:
-        """Who has a checkpoint open goes on reading it."""
+        """Check that an open reader can still read while the checkpoint is deleted."""
         expected = state_of(self._ledger.announced[path])["weights"]["w3"]
         async with ckpt.open(path) as reader:
             await ckpt.delete(path)
             read = await reader.read("weights.w3")
         self._ledger.count("read while deleted")
         if not torch.equal(read, expected):
-            self._ledger.tally.lost.append(f"{path} had other values when it was deleted")
+            self._ledger.tally.lost.append(f"{path} was read with other values during its deletion")
 
     async def _delete(self, ckpt: aiockpt.AsyncCheckpointer, path: Path) -> None:
-        """Delete the oldest one; with faults, and perhaps without waiting for it."""
+        """Delete a checkpoint; at random through a faulty storage, during a read, or with a cancellation."""
         ledger = self._ledger
         ledger.busy.add(path)
         storage = self.storage(0.2, {"delete": 0.5})
@@ -141,7 +141,7 @@ class Visits:
             deleting.cancel()
         try:
             await deleting
-        except asyncio.CancelledError:  # it goes on, for who knows how long
+        except asyncio.CancelledError:  # the deletion continues in its thread: its outcome is unknown
             ledger.count("deletions cancelled")
             ledger.doubtful[path] = (ledger.announced.pop(path), None)
             return
@@ -153,5 +153,5 @@ class Visits:
             ledger.count("deletions")
             del ledger.announced[path]
             if path.exists():
-                ledger.tally.wrong.append(f"{path} was deleted, and is there")
+                ledger.tally.wrong.append(f"{path} was deleted, but is there")
         ledger.busy.discard(path)
