@@ -119,7 +119,7 @@ def run(
     """
     summary, until = Summary(), time.monotonic() + seconds
     jobs: list[_Job] = []
-    for name, calls in _work(zygotes, [(_surveyed, (root, name)) for name in counts], until):
+    for name, calls in _run_jobs(zygotes, [(_survey, (root, name)) for name in counts], until):
         summary.calls[name] = len(calls)
         # At a mark only the moment after it is of interest: now the announced checkpoint must be there.
         points = [
@@ -129,7 +129,7 @@ def run(
         jobs += [(run_points, (root, name, chosen[at : at + _BATCH])) for at in range(0, len(chosen), _BATCH)]
         if name in live:
             jobs.append((run_live, (root, name, range(0, len(calls), 4))))
-    for result in _work(zygotes, jobs, until):
+    for result in _run_jobs(zygotes, jobs, until):
         if isinstance(result, list):
             summary.outcomes += result
         else:
@@ -138,11 +138,11 @@ def run(
     return summary
 
 
-def _surveyed(root: Path, name: str) -> tuple[str, list[FileCall]]:
+def _survey(root: Path, name: str) -> tuple[str, list[FileCall]]:
     return name, survey(root, name)
 
 
-def _work(zygotes: Sequence[Zygote], jobs: Sequence[_Job], until: float) -> Iterator[Any]:
+def _run_jobs(zygotes: Sequence[Zygote], jobs: Sequence[_Job], until: float) -> Iterator[Any]:
     """Run jobs in several processes at once; yield their results as they finish, in any order."""
     waiting = list(reversed(jobs))
     busy: dict[Any, Zygote] = {}

@@ -40,7 +40,7 @@ def hidden(folder: Path) -> set[str]:
     return set(os.listdir(folder)) - visible(folder)
 
 
-def look(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
+def compare(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
     """Compare the checkpoints with the allowed states. Call it in a process unrelated to the killed one."""
     problems = []
     found = visible(folder)
@@ -93,7 +93,7 @@ def delete_all(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Probl
     problems += run_next(scenario, copy, ["next"])
     if visible(copy) != {scenario.file("next")}:
         problems.append(Problem("stray", f"{visible(copy)} is listed after all checkpoints were deleted"))
-    problems += left_over(copy)
+    problems += leftovers(copy)
     shutil.rmtree(copy)
     return problems
 
@@ -113,7 +113,7 @@ def run_next(scenario: Scenario, folder: Path, names: Sequence[str], step: int =
     return problems
 
 
-def left_over(folder: Path) -> list[Problem]:
+def leftovers(folder: Path) -> list[Problem]:
     """Return the hidden names that the next run should have removed."""
     return [Problem("leftover", f"{name} was left") for name in sorted(hidden(folder))]
 
@@ -122,15 +122,15 @@ def check(scenario: Scenario, folder: Path, allowed: Allowed) -> list[Problem]:
     """Check the checkpoints, save as the next run would, and check for leftovers."""
     if scenario.refused:
         refuse_rename_flags()
-    problems = look(scenario, folder, allowed)
+    problems = compare(scenario, folder, allowed)
     if scenario.refused:
         problems += delete_all(scenario, folder, allowed)
         problems += run_next(scenario, folder, ["next"])
         for name in {name for name, steps in allowed.items() if None not in steps} - visible(folder):
             problems.append(Problem("lost", f"{name} is not listed after the next run has saved"))
-        problems += look(scenario, folder, {**allowed, scenario.file("next"): {19}}) + left_over(folder)
+        problems += compare(scenario, folder, {**allowed, scenario.file("next"): {19}}) + leftovers(folder)
     problems += run_next(scenario, folder, [*sorted(visible(folder))[:1], "next"])
-    return problems + left_over(folder)
+    return problems + leftovers(folder)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.crash.consequences import Problem, check, contents, hidden, look, run_next
+from tests.crash.consequences import Problem, check, compare, contents, hidden, run_next
 from tests.crash.lab.calls import FileCall
 from tests.crash.lab.tracer import Kill, Trace, Tracer, TracerTimeoutError
 from tests.crash.promises import Allowed, allowed_after
@@ -33,7 +33,7 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where to kill."""
+    """One moment in a run of a scenario at which to kill it."""
 
     scenario: str
     number: int
@@ -80,7 +80,7 @@ def survey(root: Path, name: str, scenario: Scenario | None = None) -> list[File
     scenario = scenario or SCENARIOS[name]
     with _prepared(root, name, scenario) as folder:
         trace = _trace(scenario, folder)
-        problems = [*_ended_well(trace, killed=False), *forked(check, scenario, folder, _allowed(scenario, trace))]
+        problems = [*_wrong_exits(trace, killed=False), *forked(check, scenario, folder, _allowed(scenario, trace))]
         if problems:
             raise AssertionError(f"{name}, without a kill: {problems}")
     return [replace(call, data=call.data if call.name == "mark" else b"") for call in trace.calls]
@@ -112,7 +112,7 @@ def _run_point(root: Path, name: str, scenario: Scenario, point: Point) -> Outco
         if -signal.SIGKILL not in trace.exits.values():
             return None  # this run had fewer calls, or no process to kill
         unfinished = len(hidden(folder))
-        problems = _ended_well(trace, killed=True) + forked(check, scenario, folder, _allowed(scenario, trace))
+        problems = _wrong_exits(trace, killed=True) + forked(check, scenario, folder, _allowed(scenario, trace))
     return Outcome(point, (seen[0].name, kind_of(seen[0])), unfinished, tuple(problems))
 
 
@@ -147,7 +147,7 @@ def run_live(
         orphans = set(contents(folder))
         trace = _trace(scenario, folder, decide)
         allowed = _allowed(scenario, trace) | {scenario.file(f"beside-{number}"): {19} for number in reached}
-        problems += _ended_well(trace, killed=False) + forked(look, scenario, folder, allowed)
+        problems += _wrong_exits(trace, killed=False) + forked(compare, scenario, folder, allowed)
     return held, problems
 
 
@@ -176,7 +176,7 @@ def _allowed(scenario: Scenario, trace: Trace) -> Allowed:
     return allowed_after(trace.marks, scenario.before, promise=promise)
 
 
-def _ended_well(trace: Trace, *, killed: bool) -> list[Problem]:
+def _wrong_exits(trace: Trace, *, killed: bool) -> list[Problem]:
     known = {0, -signal.SIGKILL} if killed else {0}
     if trace.error or not set(trace.exits.values()) <= known:
         return [Problem("program", f"exit codes {trace.exits} {trace.error}")]

@@ -16,13 +16,13 @@ from tests.crash.scenarios import OPTIONS, Announce, Program, checkpointer
 NEXT_STEP = 9
 
 
-def next_run(folder: Path, announce: Announce, *, name: str = "next") -> None:
+def save_next(folder: Path, announce: Announce, *, name: str = "next") -> None:
     """Save under a new name, without a delete: the save itself removes the files that killed processes have left."""
     with checkpointer() as ckpt:
         Program(ckpt, folder, announce).save(name, NEXT_STEP, **OPTIONS)
 
 
-def goes_on(folder: Path, announce: Announce) -> None:
+def save_twice(folder: Path, announce: Announce) -> None:
     """Save over an existing checkpoint; if that fails, continue with another name."""
     with checkpointer() as ckpt:
         program = Program(ckpt, folder, announce)
@@ -33,15 +33,15 @@ def goes_on(folder: Path, announce: Announce) -> None:
         program.save("d", 3, **OPTIONS)
 
 
-def saves_below(folder: Path, announce: Announce) -> None:
+def save_below(folder: Path, announce: Announce) -> None:
     """Save in a directory that does not exist yet."""
     with checkpointer() as ckpt:
         Program(ckpt, folder, announce).save("runs/c", 2, **OPTIONS)
 
 
-def saves_beside(folder: Path, announce: Announce) -> None:
-    """Save under another name in the directory of `saves_below`."""
-    next_run(folder, announce, name="runs/next")
+def save_beside(folder: Path, announce: Announce) -> None:
+    """Save under another name in the directory of `save_below`."""
+    save_next(folder, announce, name="runs/next")
 
 
 def once(matches: Callable[[FileCall, str], bool], action: Action, *, after: str = "mark") -> Callable[[str], Decide]:
@@ -62,7 +62,7 @@ def once(matches: Callable[[FileCall, str], bool], action: Action, *, after: str
     return deciding
 
 
-def without_flags(root: str) -> Decide:
+def refuse_flags(root: str) -> Decide:
     """Fail renames with flags, like a file system without RENAME_EXCHANGE and RENAME_NOREPLACE."""
     return lambda number, call: Fail(errno.EINVAL) if call.name in ("rename", "exchange") and call.flags else None
 
@@ -94,16 +94,16 @@ class Incident:
 
 INCIDENTS: dict[str, Incident] = {
     "killed when it had replaced one, then the next run": Incident(
-        "overwrite", None, once(_is_parents_sync, Kill("before"), after="exchange"), next_run
+        "overwrite", None, once(_is_parents_sync, Kill("before"), after="exchange"), save_next
     ),
     "killed when it had published, then the next run": Incident(
-        "first save", None, once(_is_parents_sync, Kill("before"), after="rename"), next_run
+        "first save", None, once(_is_parents_sync, Kill("before"), after="rename"), save_next
     ),
     "killed while it deleted, then the next run": Incident(
         "deleting older ones",
         None,
         once(_is_parents_sync, Kill("before"), after="rename"),
-        next_run,
+        save_next,
     ),
     "the writer killed when it had replaced one": Incident(
         "writer process",
@@ -111,15 +111,15 @@ INCIDENTS: dict[str, Incident] = {
         once(_is_parents_sync, Kill("before", whom="caller"), after="exchange"),
     ),
     "the sync after an exchange fails": Incident(
-        "overwrite", goes_on, once(_is_parents_sync, Fail(errno.EIO), after="exchange")
+        "overwrite", save_twice, once(_is_parents_sync, Fail(errno.EIO), after="exchange")
     ),
     "the sync after a rename fails": Incident(
-        "first save", goes_on, once(_is_parents_sync, Fail(errno.EIO), after="rename")
+        "first save", save_twice, once(_is_parents_sync, Fail(errno.EIO), after="rename")
     ),
-    "a file system that can't exchange, first save": Incident("one safetensors file", None, without_flags),
-    "a file system that can't exchange, overwrite": Incident("one safetensors file (overwrite)", None, without_flags),
+    "a file system that can't exchange, first save": Incident("one safetensors file", None, refuse_flags),
+    "a file system that can't exchange, overwrite": Incident("one safetensors file (overwrite)", None, refuse_flags),
     "killed when it had made the directory, then the next run": Incident(
-        "first save", saves_below, once(_is_parents_sync, Kill("before"), after="mkdir"), saves_beside
+        "first save", save_below, once(_is_parents_sync, Kill("before"), after="mkdir"), save_beside
     ),
 }
 

@@ -49,7 +49,7 @@ class NextRun:
     leftovers: tuple[str, ...]
 
 
-def saves_again(folder: Path, announce: Announce, name: str) -> None:
+def save_again(folder: Path, announce: Announce, name: str) -> None:
     """Save under a new name, then over each existing checkpoint."""
     scenario = SCENARIOS[name]
     shown = [path for path in folder.iterdir() if is_shown(path.name)]
@@ -84,7 +84,7 @@ def next_runs(
     zygote: Zygote, replaying: Replay, recording: Recording, folder: Path, count: int, seed: int = 0
 ) -> Iterator[NextRun]:
     """Start the next run from some of the states, and replay it with a power cut after each of its calls."""
-    program = partial(saves_again, name=recording.name)
+    program = partial(save_again, name=recording.name)
     for number, found in enumerate(choose_found(replaying, recording, count, seed)):
         root = folder / str(number)
         again = zygote.call(record_next, recording.name, found.shows, found.content, root, program)

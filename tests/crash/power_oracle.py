@@ -103,7 +103,7 @@ class _History:
             node = tree[node].get(part) if node is not None and not self.is_file[node] else None
         return node
 
-    # --- what may be left ------------------------------------------------------------------------------------
+    # --- after a power cut -----------------------------------------------------------------------------------
 
     def tree(self, there: Sequence[bool]) -> dict[int, Any]:
         """Apply the changes that are there; return the names of each directory, and the bytes of each file."""

@@ -71,7 +71,7 @@ def _every_kind(folder: Path, tracer: Tracer) -> None:
     os.unlink("a", dir_fd=at)
     os.mkdir("gone", dir_fd=at)
     os.rmdir("gone", dir_fd=at)
-    with open("/dev/null", "wb") as null:  # not below the directory
+    with open("/dev/null", "wb") as null:  # outside the directory: not recorded
         null.write(b"nothing")
     open("harder", "rb").close()  # reading is not recorded
 
@@ -342,7 +342,7 @@ def _orphan(folder: Path, tracer: Tracer) -> None:
     reading, writing = os.pipe()
     if os.fork() == 0:
         os.close(writing)
-        os.read(reading, 1)  # the parent has ended
+        os.read(reading, 1)  # returns when the parent has ended
         while os.getppid() == os.getpgid(0):
             time.sleep(0)
         (folder / "late").touch()

@@ -25,12 +25,12 @@ _LIMIT = 96
 _CASE_S = 120
 
 
-def _saves_and_loads(ckpt: aiockpt.SyncCheckpointer, path: Path) -> None:
+def _save_and_load(ckpt: aiockpt.SyncCheckpointer, path: Path) -> None:
     ckpt.save(STATE, path)
     assert torch.equal(ckpt.load(path)["x"], STATE["x"])
 
 
-def with_few_left(left: int, folder: Path, writer: str) -> None:
+def save_with_few_left(left: int, folder: Path, writer: str) -> None:
     """Save and load with this many free descriptors, which works or raises; then with more, which works."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_LIMIT, hard))
@@ -43,29 +43,29 @@ def with_few_left(left: int, folder: Path, writer: str) -> None:
     ckpt = aiockpt.SyncCheckpointer(writer=writer)  # type: ignore[arg-type]
     error = None
     try:
-        _saves_and_loads(ckpt, folder / "few")
+        _save_and_load(ckpt, folder / "few")
     except aiockpt.AiockptError as exc:
         error = str(exc)
     assert left > 0 or error is not None
     assert error is None or "Too many open files" in error, error
     for fd in taken:
         os.close(fd)
-    _saves_and_loads(ckpt, folder / "more")
+    _save_and_load(ckpt, folder / "more")
     ckpt.close()
 
 
-def without_streams(closed: Sequence[int], folder: Path, writer: str) -> None:
+def save_without_streams(closed: Sequence[int], folder: Path, writer: str) -> None:
     """Save and load after closing some of the standard streams."""
     for fd in closed:
         os.close(fd)
     with aiockpt.SyncCheckpointer(writer=writer) as ckpt:  # type: ignore[arg-type]
-        _saves_and_loads(ckpt, folder / "a")
-        _saves_and_loads(ckpt, folder / "b")
+        _save_and_load(ckpt, folder / "a")
+        _save_and_load(ckpt, folder / "b")
     with aiockpt.SyncCheckpointer() as ckpt:
-        _saves_and_loads(ckpt, folder / "c")
+        _save_and_load(ckpt, folder / "c")
 
 
-def ended(case: Callable[[], None], log: Path) -> str | None:
+def run_forked(case: Callable[[], None], log: Path) -> str | None:
     """Run a case in a forked process; return None if it succeeded, else its exit code and traceback."""
     child = os.fork()
     if child == 0:
@@ -89,14 +89,14 @@ def main(folder: Path, loop: str, writer: str) -> None:
     gc.freeze()  # else collections in the forked cases would write to, and so copy, the pages of all imported objects
     cases: dict[str, Callable[[Path], None]] = {}
     for left in range(21) if writer == "thread" else (0, 1, 2, 3, 5, 8, 13):
-        cases[f"{left} left"] = lambda own, left=left: with_few_left(left, own, writer)  # type: ignore[misc]
+        cases[f"{left} left"] = lambda own, left=left: save_with_few_left(left, own, writer)  # type: ignore[misc]
     for count in range(1, 4) if writer == "thread" else (3,):
         for closed in itertools.combinations(range(3), count):
-            cases[f"without {closed}"] = lambda own, closed=closed: without_streams(closed, own, writer)  # type: ignore[misc]
+            cases[f"without {closed}"] = lambda own, closed=closed: save_without_streams(closed, own, writer)  # type: ignore[misc]
     for number, (name, case) in enumerate(cases.items()):
         own = folder / str(number)
         own.mkdir()
-        wrong = ended(lambda case=case, own=own: case(own), folder / f"{number}.log")  # type: ignore[misc]
+        wrong = run_forked(lambda case=case, own=own: case(own), folder / f"{number}.log")  # type: ignore[misc]
         if wrong is not None:
             sys.stdout.write(f"{name}: {wrong}\n")
 

@@ -182,14 +182,14 @@ def sweep(
             at += 1
             if (at - first) % step:
                 continue
-            outcome = runs.run(_aimed(group, target))
+            outcome = runs.run(_at_call(group, target))
             if outcome.struck is not None:
                 counts.count(scenario, group_name, outcome)
     counts.seconds = time.monotonic() - begin
     return counts
 
 
-def _aimed(group: Group, target: int) -> Callable[[int, FileCall], Action | None]:
+def _at_call(group: Group, target: int) -> Callable[[int, FileCall], Action | None]:
     """Strike the call of this number; it may be none that the group concerns, because thread order varies by run."""
 
     def strikes(number: int, call: FileCall) -> Action | None:

@@ -29,7 +29,7 @@ QUICK = (
     Task("first save", ("EIO", "ENOSPC", "EACCES"), step=3, first=1),
     Task("overwrite", ("ESTALE once", "EAGAIN once", "EINTR once"), step=3, first=2),
     Task("one file, overwrite", ("EIO", "EIO for good", "EINTR once"), step=5),
-    Task("writer process", ("EIO for good",), step=9, first=1),  # its first rename, and some others
+    Task("writer process", ("EIO for good",), step=9, first=1),  # strikes its first rename, and some other calls
     Task("first save", ("direct I/O refused", "1 bytes at once", "4096 bytes at once", "nothing written"), step=2),
 )
 

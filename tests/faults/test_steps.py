@@ -27,7 +27,7 @@ def _error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
-def _occurrences(tmp_path: Path, **options) -> dict[str, int]:
+def _count_steps(tmp_path: Path, **options) -> dict[str, int]:
     """Return how often each step of a save occurs."""
     counted = FaultyStorage(LocalStorage(fsync=False))
     with aiockpt.SyncCheckpointer(fsync=False, chunk_bytes=1 << 16, staging_bytes=1 << 18) as ckpt:
@@ -35,7 +35,7 @@ def _occurrences(tmp_path: Path, **options) -> dict[str, int]:
     return dict(counted.seen)
 
 
-def _place(folder: Path, name: str, *, overwrite: bool) -> tuple[Path, dict]:
+def _prepare_path(folder: Path, name: str, *, overwrite: bool) -> tuple[Path, dict]:
     """Return the path of a save, and the checkpoints to keep if it fails; create the one to overwrite."""
     folder.mkdir()
     if not overwrite:
@@ -49,13 +49,13 @@ def _place(folder: Path, name: str, *, overwrite: bool) -> tuple[Path, dict]:
     ("number", "overwrite"), [(errno.ENOSPC, False), (errno.EIO, True)], ids=["first", "overwrite"]
 )
 def test_a_fault_at_each_step_fails_the_save(number: int, overwrite: bool, tmp_path: Path) -> None:
-    seen = _occurrences(tmp_path)
+    seen = _count_steps(tmp_path)
     assert seen["write"] > 2 * seen["create"] > 4
     tried = 0
     with aiockpt.SyncCheckpointer(fsync=False, chunk_bytes=1 << 16, staging_bytes=1 << 18) as ckpt:
         for step in ("begin", "create", "write", "finish", "commit"):
             for nth in sorted({1, 2, seen[step] // 2 + 1, seen[step]} & set(range(1, seen[step] + 1))):
-                path, kept = _place(tmp_path / f"{step}-{nth}", "c", overwrite=overwrite)
+                path, kept = _prepare_path(tmp_path / f"{step}-{nth}", "c", overwrite=overwrite)
                 fault = FaultyStorage(LocalStorage(fsync=False), step, _error(number), nth=nth)
                 handle = ckpt.submit(large_state(5), path, overwrite=overwrite, storage=fault)
                 with pytest.raises(KINDS.get(step, aiockpt.WriteError)) as caught:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# The first load of a process imports these, whatever its input is.
+# Imported here, because imports during the first load would be recorded as events.
 import aiockpt.engine.loader
 import aiockpt.reading.executor
 import aiockpt.reading.info

@@ -24,7 +24,7 @@ CallName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class FileCall:
-    """A system call that changes the file system, or makes what has changed durable.
+    """A system call that changes the file system, or makes changes durable.
 
     Attributes:
         name: the kind of call. "create" is an open that may create or truncate; "sync" is an fsync of a file or a

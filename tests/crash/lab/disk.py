@@ -11,19 +11,18 @@ With ``ordered=False`` durability follows POSIX strictly:
 - Without fsync a write may be complete, missing, torn at a block boundary, or reduced to the new size (zeros). A
   change of a directory may be there or missing, in any order, except that changes of the same name keep their order.
   Two files, two directories, and a file and its name are independent.
-
-Some guarantees hold in both modes, because without them no program could replace a file safely. A change of one
-directory (a name created, removed, renamed, or exchanged within that directory) is atomic. A rename or an exchange
-between two directories is two changes, one in each, and either alone may be there: both names, or none. A directory
-that existed when the recording began keeps its name: making it durable was up to its creator.
+- A rename or an exchange between two directories is two changes, one in each, and either alone may be there: both
+  names, or none.
 
 With ``ordered=True`` durability follows journaling file systems (ext4, XFS, btrfs). Changes of directories reach the
 disk in the order in which they were made, and a rename between two directories is atomic, so what is left is always
-the state of all directories at one moment. A sync of a directory also makes everything before its last change durable.
-Bytes of files that were not synced may still be missing. The strict mode permits every state that this mode permits,
-so a program that is safe under the strict mode is safe under both.
+the state of all directories at one moment. A sync of a directory also makes the changes of all other directories
+before its own last change durable. Bytes of files that were not synced may still be missing. The strict mode permits
+every state that this mode permits, so a program that is safe under the strict mode is safe under both.
 
-A failed sync makes nothing durable.
+In both modes a change within one directory (a name created, removed, renamed, or exchanged with another) is atomic:
+otherwise no program could replace a file safely. A directory that existed when the recording began keeps its name:
+making it durable was up to its creator. A failed sync makes nothing durable.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ class Disk:
                 named += [(node, change) for change in node.changes]
         named.sort(key=lambda pair: pair[1].key)
         needs = {change.key: self._needs(directory, change, named) for directory, change in named}
-        found.update({change.key: Pending(change.key, 2, change.what) for change in _that_matter(named, needs, shown)})
+        found.update({change.key: Pending(change.key, 2, change.what) for change in _relevant(named, needs, shown)})
         position = {key: number for number, key in enumerate(sorted(found))}
         return [
             Pending(key, each.options, each.what, tuple(position[other] for other in needs.get(key, ())))
@@ -261,7 +260,7 @@ class Disk:
                     yield from self._reachable(child, f"{path}/{name}", shown, seen)
 
 
-def _that_matter(
+def _relevant(
     named: Sequence[tuple[Directory, NameChange]], needs: Mapping[int, Sequence[int]], shown: Callable[[str], bool]
 ) -> list[NameChange]:
     """Return the changes of shown names, and the changes that they need."""

@@ -74,17 +74,17 @@ class DataChange:
 
     @classmethod
     def resize(cls, key: int, nbytes: int) -> DataChange:
-        """Set the size of a file: done or not done."""
+        """Return a change to an exact size."""
         return cls(key, (Effect(f"not the size {nbytes}"), Effect(f"the size {nbytes}", sized=nbytes)))
 
     @classmethod
     def grow(cls, key: int, nbytes: int) -> DataChange:
-        """Grow a file to a minimum size: done or not done."""
+        """Return a change to a minimum size."""
         return cls(key, (Effect(f"not the size {nbytes}"), Effect(f"the size {nbytes}", grows_to=nbytes)))
 
     @classmethod
     def write(cls, key: int, offset: int, data: bytes, borders: Callable[[int, int], Sequence[int]]) -> DataChange:
-        """Write bytes: lost, whole, the new size without the bytes, or torn at each border, with either side kept."""
+        """Return a write: lost, whole, the new size without the bytes, or torn at each border with either side kept."""
         end = offset + len(data)
         span = f"bytes {offset} to {end}"
         options = [
@@ -129,7 +129,8 @@ class File:
     def __init__(self, data: bytes = b"") -> None:
         self._durable = Content.of(data)
         self.changes: list[DataChange] = []
-        self._left = functools.lru_cache(maxsize=64)(self._after)  # a cut can have thousands of large contents: bounded
+        # Bounded, because a power cut can leave thousands of large contents.
+        self._left = functools.lru_cache(maxsize=64)(self._after)
 
     def add(self, change: DataChange) -> None:
         """Append a change that is not durable yet."""

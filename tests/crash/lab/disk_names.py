@@ -109,7 +109,7 @@ class Pending:
 
 
 def durable(content: Left) -> Node:
-    """Return a node whose content is durable: the content after a power cut, as the beginning of the next recording."""
+    """Return a node on which this content is durable, as the beginning of the next recording."""
     if isinstance(content, Symlink):
         return content
     if isinstance(content, Content):

@@ -61,7 +61,7 @@ class TraceLoop:
         self._root = root
         self._decide = decide
         self._with_data = with_data
-        self._processes = {first: first}  # of each thread
+        self._processes = {first: first}  # the process of each thread
         self._current: _Current | None = None
         self._waiting: deque[int] = deque()
         self._ending = False
