@@ -18,7 +18,7 @@ from tests.crash.scenarios import OPTIONS, Announce, Program, Scenario, checkpoi
 
 
 class InPlace(LocalStorage):
-    """Removes an old checkpoint first, and writes directly to the final directory."""
+    """A storage that removes the old checkpoint first, and writes directly to the final directory."""
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         path = self.resolve(path)
@@ -29,7 +29,7 @@ class InPlace(LocalStorage):
 
 
 class OneByOne(WrapperStorage):
-    """Moves the finished files to the final directory one by one."""
+    """A storage that moves the finished files to the final directory one by one."""
 
     def __init__(self) -> None:
         super().__init__(LocalStorage())
@@ -50,14 +50,14 @@ class _Moving(_WrapperTransaction):
 
 
 class Nameless(LocalStorage):
-    """Names its hidden directories without their owner, so that no later process can recognise an orphan."""
+    """A storage whose hidden directories do not name their owner, so that no later process recognises an orphan."""
 
     def new_ticket(self, path: str) -> str:
         return f".aiockpt-nobody-{os.urandom(4).hex()}"
 
 
 class Careless(LocalStorage):
-    """Removes every hidden directory, also those of live processes."""
+    """A storage that removes every hidden directory, also those of live processes."""
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
         folder = Path(self.resolve(path)).parent

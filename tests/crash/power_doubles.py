@@ -28,7 +28,7 @@ CARES: tuple[Care, ...] = get_args(Care)
 
 
 class CarelessStorage(Storage):
-    """Stores checkpoints in directories, and skips one sync or does it too late.
+    """A storage of checkpoints in directories that skips one sync or does it too late.
 
     Args:
         lacks: the sync to skip or delay; None for a correct storage.

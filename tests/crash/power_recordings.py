@@ -106,7 +106,7 @@ def _traced(
 
 
 class Loader:
-    """Loads a checkpoint, checks it bit by bit, and returns its step."""
+    """A function that loads a checkpoint, checks it bit by bit, and returns its step."""
 
     def __init__(self, scenario: Scenario, load: Callable[[str], Any]) -> None:
         self._load = load

@@ -109,7 +109,7 @@ def checkpointer(**options: Any) -> Iterator[SyncCheckpointer]:
 
 
 class Program:
-    """Saves and deletes checkpoints, and announces each of these calls."""
+    """A program that announces each of its saves and deletions."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ def test_chosen_states_are_permitted(operations, seed) -> None:
 
 @dataclass
 class Script:
-    """Applies calls in a short form to a disk, below the directory "/r"."""
+    """A disk and the calls on it, in a short form, below the directory "/r"."""
 
     disk: Disk
 

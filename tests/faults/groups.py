@@ -26,7 +26,7 @@ class Group:
 
     Attributes:
         action: returns the action on a call, or None to leave the call alone.
-        number: the error number that the kernel returns, or the save if the kernel reports no error.
+        number: the error number of the kernel, or of the save's error if the kernel reports none.
         calls: the names of the calls that it can strike; empty for all.
         expected: the outcome of the save. "reported": it fails with this error, unless the call is harmless. "saved":
             it succeeds. "saved but for syncs": it succeeds, unless the call is a sync.
@@ -190,7 +190,7 @@ def sweep(
 
 
 def _at_call(group: Group, target: int) -> Callable[[int, FileCall], Action | None]:
-    """Strike the call of this number; it may be none that the group concerns, because thread order varies by run."""
+    """Return a decision that strikes the call of this number, which thread order may make another one in each run."""
 
     def strikes(number: int, call: FileCall) -> Action | None:
         is_aimed = number == target or (group.stays and number > target)

@@ -183,7 +183,7 @@ def _next_run(folder: Path, scenario: Scenario) -> str:
 
 
 class _Strike:
-    """Decides on the calls of the first save only: the mark at its end stops the faults."""
+    """A decision that strikes calls of the first save only: the mark at its end stops the faults."""
 
     def __init__(self, strikes: Callable[[int, FileCall], Action | None]) -> None:
         self._strikes = strikes

@@ -1,4 +1,4 @@
-"""Renames on network file systems can take effect and still return an error: a save checks which of both happened."""
+"""Renames on network file systems can return an error and still take effect: the save checks whether they did."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _error(number: int) -> OSError:
 
 
 class Server:
-    """Makes the first ``times`` renames raise an error; with ``does`` they take effect nevertheless."""
+    """A server whose first ``times`` renames return an error; with ``does`` they take effect nevertheless."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, *, does: bool, times: int = 1) -> None:
         self.answers = 0

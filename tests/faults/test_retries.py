@@ -216,7 +216,7 @@ async def test_a_pause_can_be_cancelled() -> None:
 
 
 class Releases(logging.Handler):
-    """Raises the limit of open files again when the log reports a retry."""
+    """A log handler that raises the limit of open files again at the first retry."""
 
     def __init__(self, limits: tuple[int, int]) -> None:
         super().__init__(logging.INFO)
@@ -323,7 +323,7 @@ def test_an_ambiguous_create_is_retried_only_if_no_file_is_there(
 
 
 class MovedPosition(LocalSink):
-    """Fails every second write after moving the file position, as some file systems do."""
+    """A sink of which every second write moves the file position and fails, as on some file systems."""
 
     attempts = 0
 
@@ -352,7 +352,7 @@ async def test_a_retried_write_continues_at_its_own_offset(tmp_path: Path) -> No
 
 
 class RetryLogged(logging.Handler):
-    """Sets an event when a retry is logged."""
+    """A log handler that sets an event at a retry."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

@@ -168,7 +168,7 @@ def test_reads_that_fail_or_end_early(tmp_path: Path) -> None:
 
 
 class RecordedSteps(FaultyStorage):
-    """Records its steps in their order."""
+    """A storage that records its steps in their order."""
 
     def __init__(self, inner: Storage, **options) -> None:
         super().__init__(inner, **options)

@@ -40,7 +40,7 @@ _WRITTEN_EVERY = 100
 
 
 class Run:
-    """Tries inputs on one target.
+    """Trials of inputs on one target.
 
     Attributes:
         tried: the number of inputs.

@@ -19,7 +19,7 @@ _MOST_LETTERS = 5000
 
 
 class Judge:
-    """Opens, loads and verifies checkpoints; one instance for a process.
+    """A judge that opens, loads and verifies checkpoints; one instance for a process.
 
     Attributes:
         outcomes: the number of each outcome of each operation.

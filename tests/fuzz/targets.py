@@ -94,7 +94,7 @@ def _metadata(stock: Path, path: Path) -> Target:
 
 
 def _rank_metadata(top: Path) -> Target:
-    """Return the target of one rank's metadata; two ranks have saved alone, each other rows of a tensor."""
+    """Return the target of one rank's metadata; each rank has saved its rows of a tensor alone."""
     path = top / "ranks"
     path.mkdir()
     for rank, rows in enumerate((STATE["model"]["w"][:2], STATE["model"]["w"][2:])):

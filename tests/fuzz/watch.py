@@ -39,7 +39,7 @@ _INTERPRETER = tuple(
 
 
 class Watch:
-    """Records forbidden events.
+    """A record of forbidden events.
 
     Attributes:
         seen: a line for each event.

@@ -53,7 +53,7 @@ ACTS = {
 
 
 class Soak:
-    """Saves, loads, deletes, and disturbs these at random.
+    """A program that saves, loads and deletes at random, with disturbances.
 
     Args:
         directory: the directory to save in.

@@ -31,7 +31,7 @@ async def pause(chance: random.Random) -> None:
 
 
 class Visits:
-    """Loads, verifies and deletes checkpoints between saves, and kills writer processes.
+    """Random loads, verifications and deletions between saves, and kills of writer processes.
 
     Attributes:
         killed: True from the kill of a writer process until a later save is written.

@@ -106,7 +106,7 @@ class Report:
 
 
 class Replay:
-    """Replays recordings of programs that save the same states, and loads each distinct content only once.
+    """Replays of recordings of programs that save the same states; each distinct content is loaded only once.
 
     Args:
         identify: see the module.

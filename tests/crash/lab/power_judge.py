@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """Compares the checkpoints of a directory after a power cut with the expected labels.
+    """A comparison of the checkpoints after a power cut with the expected labels.
 
     Attributes:
         checked: the number of contents that were loaded.

@@ -83,7 +83,7 @@ class Trace:
 
 
 class Tracer:
-    """Runs functions, each in its own process, and records their calls on the file system.
+    """A tracer that runs functions, each in its own process, and records their calls on the file system.
 
     Args:
         root: the directory below which calls are recorded.
