@@ -175,5 +175,5 @@ def why_not() -> str:
         except OSError as exc:
             return f"tracing is not permitted here: {exc}"
     if [call.name for call in trace.calls] != ["create"]:
-        return f"tracing does not work here: it has recorded {trace.calls}, error: {trace.error or 'none'}"
+        return f"tracing does not work here: it has recorded {trace.calls}, error: {trace.error}"
     return ""
