@@ -11,7 +11,7 @@ from tests.ranks.world import World, start_server
 
 @pytest.fixture(scope="session", autouse=True)
 def server() -> None:
-    """Start what worlds are forked from before file descriptors and children are counted."""
+    """Start the server of the worlds before the leak checks count file descriptors and children."""
     start_server()
 
 
@@ -35,5 +35,5 @@ def world8() -> Iterator[World]:
 
 @pytest.fixture(scope="module", params=["world2", "world4", "world8"])
 def any_world(request: pytest.FixtureRequest) -> World:
-    """Run a test in each of the sizes."""
+    """Return a world of each size."""
     return request.getfixturevalue(request.param)

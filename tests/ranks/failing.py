@@ -1,4 +1,4 @@
-"""What ranks run in tests of failing saves: states, what goes wrong with them, and how the saves end."""
+"""Functions that ranks run in tests of failing saves: states, faults, saves and their outcomes."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from aiockpt.testing import FaultyStorage, GatedStorage
 from tests.ranks.world import RankFailure
 
 SMALL: dict[str, Any] = {"chunk_bytes": 1 << 16, "staging_bytes": 1 << 18, "io_threads": 1}
-"""So little staging memory that a rank's share does not fit into it."""
+"""Options with less staging memory than a rank's share of the state needs."""
 WAIT_S = 60.0
 
 
 def noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Make random numbers, other ones for each seed."""
+    """Return random numbers, different ones for each seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def own_tensor(rank: int, seed: int) -> torch.Tensor:
-    """Make what one rank alone has; larger than what is copied at the call, and than `SMALL` staging."""
+    """Return a tensor of one rank alone, larger than what is copied at the call and than `SMALL` staging memory."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randint(-(1 << 31), 1 << 31, (131_000 + rank,), generator=generator, dtype=torch.int32)
 
 
 def cut_tensor(size: int, seed: int) -> torch.Tensor:
-    """Make what all ranks have a part of."""
+    """Return the tensor that is sharded over all ranks."""
     return noise((5 * size - 1, 3001), 50 * seed + 1)
 
 
 def whole_state(size: int, seed: int) -> dict[str, Any]:
-    """Make what all ranks save together, as one process loads it."""
+    """Return the state that all ranks save together, as one process loads it."""
     return {
         "model": {"both": noise((40_011,), 50 * seed + 2), "bias": noise((7,), 50 * seed + 3)},
         "cut": cut_tensor(size, seed),
@@ -62,7 +62,7 @@ def whole_state(size: int, seed: int) -> dict[str, Any]:
 
 
 def state_of(rank: int, size: int, seed: int) -> dict[str, Any]:
-    """Make one rank's part of it. Without a word to the other ranks, some of which may be gone."""
+    """Return one rank's part of `whole_state`, without communication: other ranks may be dead."""
     state = whole_state(size, seed)
     state["cut"] = _part_of(rank, size, state["cut"])
     state["own"] = {f"of{rank}": own_tensor(rank, seed)}
@@ -85,7 +85,7 @@ def _part_of(rank: int, size: int, whole: torch.Tensor) -> ShardedTensor:
 
 @dataclass(slots=True)
 class Saving:
-    """A call of `save` that can still be spoiled."""
+    """The arguments of a call of `save`, for a fault of `WRONG` to change."""
 
     rank: int
     size: int
@@ -97,14 +97,14 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a save ended on one rank.
+    """Outcome of a save on one rank.
 
     Attributes:
-        call: what the call raised.
-        staged: what `staged` raised.
-        written: what `written` raised.
-        after_commit: what the hook after the commit raised.
-        cancelled: what a cancellation gave.
+        call: the error that the call raised.
+        staged: the error of `staged`.
+        written: the error of `written`.
+        after_commit: the text of the post_commit hook's error.
+        cancelled: the result of `cancel()`; None if this rank did not call it.
     """
 
     call: RankFailure | None = None
@@ -115,44 +115,40 @@ class Ended:
 
     @property
     def error(self) -> RankFailure | None:
-        """What the caller sees first."""
+        """The error that the caller sees first."""
         return self.call or self.written
 
 
 def die() -> None:
-    """End as when the kernel kills a process."""
+    """Kill this process with SIGKILL."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def expect_no_reason() -> None:
-    """Wait less, in this process, for the reason why a link was closed; a rank that dies gives none."""
+    """Shorten this process's wait for the reason why a link was closed: a killed rank leaves none."""
     protocol.REASON_S = 0.2
 
 
-# --- what is wrong at one rank ---------------------------------------------------------------------
+# --- faults of one rank -----------------------------------------------------------------------------
 
 
 class Unpicklable:
-    """An object that can't be saved."""
-
     def __reduce__(self) -> Any:
         raise RuntimeError("I stay here")
 
 
 class Step(WrapperStorage):
-    """Calls a function before or after one step of one file, or of the whole."""
+    """Storage that calls a function before or after one step of a file or of the transaction."""
 
     def __init__(self, step: str, act: Callable[[], object], name: str = "", *, after: bool = False) -> None:
         super().__init__(LocalStorage())
         self._step, self._act, self._name, self._after = step, act, name, after
 
     async def before(self, step: str, name: str) -> None:
-        """Act, if this is the step."""
         if not self._after and step == self._step and name.endswith(self._name):
             self._act()
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers, ticket: str | None = None) -> Transaction:
-        """Begin, and act after the commit of it if that is the step."""
         transaction = await WrapperStorage.begin(self, path, overwrite=overwrite, workers=workers, ticket=ticket)
         if self._after and self._step == "begin":
             self._act()
@@ -170,18 +166,16 @@ class _Acting(_WrapperTransaction):
 
 
 class Elsewhere(WrapperStorage):
-    """Looks for what rank 0 has begun in another place, as a host does that has not mounted the file system."""
+    """Storage that looks for rank 0's transaction in another place, as if the host had not mounted the file system."""
 
     async def join(self, path: str, ticket: str, *, workers: Workers) -> Transaction:
-        """Join, elsewhere."""
         return await self.inner.join(path + ".not-mounted/c", ticket, workers=workers)
 
 
 class Stubborn(FaultyStorage):
-    """Fails to write, and then to clean up."""
+    """Storage that fails to write, and then to abort."""
 
     async def before(self, step: str, name: str) -> None:
-        """Fail when files are closed, too."""
         await super().before(step, name)
         if step == "abort":
             raise aiockpt.WriteError(f"abort {name}: it is stuck")
@@ -239,7 +233,7 @@ def _leave_out(saving: Saving) -> None:
 
 
 def _lose_a_file(how: Callable[[Path], object], saving: Saving) -> None:
-    """Let this rank's file not be what it has written, as if rank 0 saw another file system."""
+    """Spoil this rank's file before the commit, as if rank 0 saw another file system."""
 
     def spoil(path: str) -> None:
         (file,) = Path(path).parent.glob(f".aiockpt-*/__{saving.rank}_0.distcp")
@@ -301,7 +295,7 @@ WRONG: dict[str, Callable[[Saving], None]] = {
 
 
 async def end_of(rank: int, save: aiockpt.SaveHandle) -> Ended:
-    """Wait for a save's end, whatever it is."""
+    """Wait until a save has ended, and return its outcome."""
     await save.written.settled()
     staged, written = save.staged.exception(), save.written.exception()
     after = "" if written is not None else str(save.written.result().post_commit_error or "")
@@ -310,7 +304,7 @@ async def end_of(rank: int, save: aiockpt.SaveHandle) -> Ended:
 
 
 async def attempt(ckpt: aiockpt.AsyncCheckpointer, saving: Saving) -> Ended:
-    """Save, and tell how it went."""
+    """Save, and return the outcome."""
     try:
         save = ckpt.save(saving.state, saving.path, **saving.options)
     except Exception as exc:
@@ -344,12 +338,12 @@ async def save_over(rank: int, size: int, folder: Path, wrong: str, failing: int
 
 
 async def save_on_taken(rank: int, size: int, folder: Path) -> Ended:
-    """Save to a path that is taken, then to another."""
+    """Save to a path that exists, then to another one."""
     return await save_with(rank, size, folder, "", -1)
 
 
 async def held(ckpt: aiockpt.AsyncCheckpointer, state: dict[str, Any], path: Path) -> tuple[Any, GatedStorage]:
-    """Start a save that can't create its file, and wait until it can't copy any more either."""
+    """Start a save that is held up before it creates its file; return when its staging memory is full."""
     storage = GatedStorage(LocalStorage(), ["create"])
     save = ckpt.save(state, path, storage=storage)
     async for event in save.progress():
@@ -378,7 +372,7 @@ async def change_while_saving(rank: int, size: int, folder: Path, how: str, fail
 
 
 async def fail_unseen(rank: int, size: int, folder: Path, seeing: int) -> tuple[Ended, str]:
-    """Let a save fail of which one rank alone looks at the error, and call the next one."""
+    """Fail a save whose error only one rank retrieves, then save again."""
     async with aiockpt.AsyncCheckpointer(**SMALL) as ckpt:
         saving = Saving(rank, size, folder, state_of(rank, size, 1), folder / "c")
         if rank == size - 1:
@@ -392,7 +386,7 @@ async def fail_unseen(rank: int, size: int, folder: Path, seeing: int) -> tuple[
 
 
 async def cancel_early(rank: int, size: int, folder: Path, failing: Sequence[int]) -> Ended:
-    """Cancel on some ranks before the others have called."""
+    """Cancel on some ranks before the others have called `save`."""
     async with aiockpt.AsyncCheckpointer(**SMALL) as ckpt:
         if rank not in failing:
             dist.barrier()
@@ -406,7 +400,7 @@ async def cancel_early(rank: int, size: int, folder: Path, failing: Sequence[int
 
 
 async def cancel_while_copying(rank: int, size: int, folder: Path, failing: Sequence[int]) -> Ended:
-    """Cancel on some ranks when they can't copy nor write any more."""
+    """Cancel on some ranks while these can neither copy nor write."""
     async with aiockpt.AsyncCheckpointer(**SMALL) as ckpt:
         asked = None
         if rank in failing:
@@ -420,7 +414,7 @@ async def cancel_while_copying(rank: int, size: int, folder: Path, failing: Sequ
 
 
 async def cancel_while_waiting(rank: int, size: int, folder: Path, failing: int, step: str) -> Ended:
-    """Cancel on a rank that has written all it has, while another has not; too late."""
+    """Cancel too late: on a rank that has written its share, while another rank has not."""
     holding = 0 if step == "commit" else (failing + 1) % size
     async with aiockpt.AsyncCheckpointer(**SMALL) as ckpt:
         storage = GatedStorage(LocalStorage(), [step])
@@ -449,7 +443,7 @@ async def _cancelled_end(rank: int, save: aiockpt.SaveHandle, asked: Any) -> End
 
 
 async def save_in_flight(rank: int, size: int, folder: Path, failing: int) -> list[tuple[Ended, list[str]]]:
-    """Have three saves in flight, of other keys each, of which the first fails on one rank."""
+    """Start three saves with different keys each; the first one fails on one rank."""
     order: list[str] = []
     async with aiockpt.AsyncCheckpointer(io_threads=2) as ckpt:
         saves = []
@@ -458,7 +452,7 @@ async def save_in_flight(rank: int, size: int, folder: Path, failing: int) -> li
             storage: Storage = LocalStorage()
             if rank == failing and number == 0:
                 storage = FaultyStorage(storage, "finish", _full())
-            if (rank + number) % 3 == 0:  # each is held up somewhere else
+            if (rank + number) % 3 == 0:  # each save is held up on other ranks than the one before
                 storage = GatedStorage(storage, ["create"])
                 gates.append(storage)
             state = state_of(rank, size, 4 + number)
@@ -474,7 +468,7 @@ async def save_in_flight(rank: int, size: int, folder: Path, failing: int) -> li
 
 
 async def come_late(rank: int, size: int, folder: Path, late: int, step: str) -> Ended:
-    """Let one rank not come to a save in time, or be held up while it writes; then save again."""
+    """Save while one rank does not call in time, or is held up while it writes; then save again."""
     async with aiockpt.AsyncCheckpointer(coordination_timeout=2.0, **SMALL) as ckpt:
         await ckpt.save(state_of(rank, size, 3), folder / "before")
         storage = GatedStorage(LocalStorage(), ["create"])
@@ -513,7 +507,7 @@ DEATHS: dict[str, Callable[[], Storage]] = {
 async def survive(
     rank: int, size: int, folder: Path, moment: str, dying: int, before: bool, options: dict[str, Any]
 ) -> tuple[Ended, float]:
-    """Save while a rank dies; give how that ended, and how long after the call."""
+    """Save while one rank dies; return the outcome and the seconds that the save took."""
     expect_no_reason()
     loop = asyncio.get_running_loop()
     async with aiockpt.AsyncCheckpointer(**SMALL) as ckpt:
@@ -531,7 +525,7 @@ async def survive(
 
 
 async def go_on(rank: int, size: int, folder: Path, dead: int) -> None:
-    """Save with the ranks that are left, over a group of their own; and one rank alone."""
+    """Save over a new group of the surviving ranks, then on each rank alone."""
     dist.destroy_process_group()
     left = [other for other in range(size) if other != dead]
     store = dist.FileStore(str(folder / "store"), len(left))

@@ -1,7 +1,7 @@
 """Distributed states for tests: the same random tensors, laid out over ranks in many ways.
 
-torch itself cuts the tensors (`distribute_tensor`, `fully_shard`), so that what a rank holds here says what a load
-should bring there.
+torch itself shards the tensors (`distribute_tensor`, `fully_shard`), so a load into a layout has to produce exactly the
+local tensors that a rank holds here.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
     "empty": (0, 4),
     "cube": (6, 9, 10),
-    "nine": (9, 4),  # which FSDP2 over tensor parallelism cuts otherwise than its placements say
+    "nine": (9, 4),  # FSDP2 over tensor parallelism shards it differently from what its placements say
     "large": (300, 1024),
 }
 _DTYPES = {"uneven": torch.bfloat16, "row": torch.int64, "cube": torch.complex64}
 
 
 def full_tensors(seed: int = 7) -> dict[str, torch.Tensor]:
-    """Make the whole tensors: random, and the same in every process."""
+    """Return the whole tensors: random, but the same in every process."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, torch.Tensor] = {}
     for name, shape in SHAPES.items():
@@ -44,7 +44,7 @@ def full_tensors(seed: int = 7) -> dict[str, torch.Tensor]:
 
 
 def distributed(layout: str, world_size: int, seed: int = 7) -> dict[str, torch.Tensor]:
-    """Lay the tensors out over all ranks; every rank must call this."""
+    """Shard the tensors over all ranks, every one of which must call this."""
     tensors = full_tensors(seed)
     if layout == "fsdp_tp":
         return _fsdp_over_tp(tensors, world_size)

@@ -46,7 +46,7 @@ async def tagged(values: Sequence[Any]) -> list[Any]:
 
 
 async def never(values: Sequence[Any]) -> list[Any]:
-    raise AssertionError(f"decided, with {values}")
+    raise AssertionError(f"must not be called, but got {values}")
 
 
 def texts(outcomes: list[Any]) -> set[str]:
@@ -54,7 +54,7 @@ def texts(outcomes: list[Any]) -> set[str]:
     return {outcome.text for outcome in outcomes if not outcome.killed}
 
 
-async def orders(rank: int, world_size: int, seed: int) -> list[Any]:
+async def run_three_rounds(rank: int, world_size: int, seed: int) -> list[Any]:
     values = random.Random(seed).sample(range(10**6), world_size * 3)
     async with coordinator() as ranks:
         assert (ranks.rank, ranks.world_size, ranks.leads) == (rank, world_size, rank == 0)
@@ -70,10 +70,10 @@ def test_values_come_in_rank_order_and_replies_go_to_their_rank(any_world: World
     size = any_world.size
     values = random.Random(size).sample(range(10**6), size * 3)
     rounds = [values[i * size : (i + 1) * size] for i in range(3)]
-    assert any_world.results(orders, size, loop=loop) == [[(rank, row) for row in rounds] for rank in range(size)]
+    assert any_world.results(run_three_rounds, size, loop=loop) == [[(rank, row) for row in rounds] for rank in range(size)]
 
 
-async def brings_much(rank: int, world_size: int, size_bytes: int) -> bool:
+async def exchange_blobs(rank: int, world_size: int, size_bytes: int) -> bool:
     def blob(seed: int) -> bytes:
         return random.Random(seed).randbytes(size_bytes)
 
@@ -87,10 +87,10 @@ async def brings_much(rank: int, world_size: int, size_bytes: int) -> bool:
 
 @pytest.mark.parametrize("size_bytes", [0, 5_000_003])
 def test_payloads_of_any_size(world4: World, size_bytes: int) -> None:
-    assert world4.results(brings_much, size_bytes) == [True] * 4
+    assert world4.results(exchange_blobs, size_bytes) == [True] * 4
 
 
-async def fails_then_works(rank: int, world_size: int, failing: list[int]) -> Any:
+async def fail_then_succeed(rank: int, world_size: int, failing: list[int]) -> Any:
     undone = []
 
     async def undo() -> None:
@@ -111,7 +111,7 @@ async def fails_then_works(rank: int, world_size: int, failing: list[int]) -> An
 def test_an_error_of_one_rank_reaches_all_and_the_next_round_works(world4: World, failing: list[int]) -> None:
     first = failing[0]
     text = f"rank {first}: OSError: [Errno 28] disk {first} is full"
-    for rank, (failure, after, undone) in enumerate(world4.results(fails_then_works, failing)):
+    for rank, (failure, after, undone) in enumerate(world4.results(fail_then_succeed, failing)):
         notes = [f"this rank had failed as well: OSError: [Errno 28] disk {rank} is full"]
         expected = notes if rank in failing and rank != first else []
         assert failure == ("SaveError", text, rank == first, expected)
@@ -119,7 +119,7 @@ def test_an_error_of_one_rank_reaches_all_and_the_next_round_works(world4: World
         assert undone == ([0] if rank == 0 else [])
 
 
-async def fails_to_decide(rank: int, world_size: int, how: str) -> None:
+async def fail_to_decide(rank: int, world_size: int, how: str) -> None:
     undone = []
 
     async def decide(values: Sequence[Any]) -> list[Any]:
@@ -159,40 +159,40 @@ async def fails_to_decide(rank: int, world_size: int, how: str) -> None:
     ],
 )
 def test_a_failed_decision_reaches_all(world4: World, how: str, kind: str, text: str) -> None:
-    outcomes = world4.run(fails_to_decide, how)
+    outcomes = world4.run(fail_to_decide, how)
     assert [(outcome.kind, outcome.text) for outcome in outcomes] == [(kind, text)] * 4
     assert outcomes[0].cause != ""
     assert [outcome.cause for outcome in outcomes[1:]] == [""] * 3
 
 
-async def brings_a_lock(rank: int, world_size: int) -> None:
+async def send_a_lock(rank: int, world_size: int) -> None:
     async with coordinator() as ranks:
         mine = threading.Lock() if rank == 1 else rank
         await ranks.round("load", "the load of a", mine, never)
 
 
 def test_a_value_that_cannot_be_pickled_is_an_error_of_its_rank(world2: World) -> None:
-    outcomes = world2.run(brings_a_lock)
+    outcomes = world2.run(send_a_lock)
     assert {outcome.kind for outcome in outcomes} == {"LoadError"}
     assert texts(outcomes) == {"rank 1: TypeError: cannot pickle '_thread.lock' object"}
     assert outcomes[1].cause == "TypeError: cannot pickle '_thread.lock' object"
 
 
-async def differs(rank: int, world_size: int) -> Any:
+async def call_different_operations(rank: int, world_size: int) -> Any:
     async with coordinator() as ranks:
         with pytest.raises(CoordinationError) as raised:
             await ranks.round("plan", "the save of b" if rank == 2 else "the save of a", rank, never)
         return str(raised.value), await ranks.round("plan", "the save of c", rank, tagged)
 
 
-def test_ranks_that_are_at_different_operations_raise(world4: World) -> None:
-    outcomes = world4.results(differs)
+def test_ranks_at_different_operations_raise(world4: World) -> None:
+    outcomes = world4.results(call_different_operations)
     (text,) = {text for text, _ in outcomes}
     assert text.startswith("rank 0 is at the save of a while rank 2 is at the save of b: every rank must call")
     assert [after for _, after in outcomes] == [(rank, [0, 1, 2, 3]) for rank in range(4)]
 
 
-async def dies(rank: int, world_size: int, victim: int, when: str) -> Any:
+async def die_in_a_round(rank: int, world_size: int, victim: int, when: str) -> Any:
     expect_no_reason()
     seen = []
     async with coordinator() as ranks:
@@ -217,7 +217,7 @@ async def dies(rank: int, world_size: int, victim: int, when: str) -> Any:
     return os.getpid(), seen
 
 
-async def misses_one(rank: int, world_size: int, victim: int) -> list[str]:
+async def wait_for_a_dead_rank(rank: int, world_size: int, victim: int) -> list[str]:
     """Wait in two lanes at once for a rank that has died."""
     if rank == victim:
         die()
@@ -234,7 +234,7 @@ async def misses_one(rank: int, world_size: int, victim: int) -> list[str]:
 def test_a_rank_that_was_killed_is_named_in_every_later_round(size: int, store) -> None:
     with World(size, store=store) as world:
         pid = world.pids[1]
-        outcomes = world.run(dies, 1, "between")
+        outcomes = world.run(die_in_a_round, 1, "between")
     assert outcomes[1].killed
     for _, seen in [outcome for rank, outcome in enumerate(outcomes) if rank != 1]:
         assert seen == [
@@ -250,16 +250,16 @@ def test_a_rank_that_was_killed_is_named_in_every_later_round(size: int, store) 
 def test_a_leader_that_is_killed_while_it_decides_is_named(store) -> None:
     with World(4, store=store) as world:
         pid = world.pids[0]
-        outcomes = world.run(dies, 0, "deciding")
+        outcomes = world.run(die_in_a_round, 0, "deciding")
     assert outcomes[0].killed
     for _, seen in outcomes[1:]:
         assert len(seen) == 3
         assert all(text.startswith(f"rank 0 on host {os.uname().nodename}, process {pid}, is gone") for text in seen)
 
 
-def test_a_rank_that_was_killed_before_the_first_round_did_not_come() -> None:
+def test_a_rank_that_was_killed_before_the_first_round_is_reported_as_absent() -> None:
     with World(4) as world:
-        outcomes = world.run(misses_one, 2)
+        outcomes = world.run(wait_for_a_dead_rank, 2)
     assert outcomes[2].killed
     assert outcomes[0] == outcomes[1] == outcomes[3]
     for text in outcomes[0]:
@@ -270,14 +270,14 @@ def test_a_rank_that_was_killed_before_the_first_round_did_not_come() -> None:
 # --- ranks that time out; all cases run at once, since each takes as long as a timeout ---------------
 
 Case = tuple[str, tuple[int, ...], bool]
-"""Whether ranks stay away or are late, which ones, and whether all have met before."""
+"""``away`` or ``late``, the ranks concerned, and whether all ranks have finished a round before."""
 CASES: list[Case] = [
     *(("away", absent, warm) for absent in ((3,), (1, 2), (0,)) for warm in (False, True)),
     *(("late", late, warm) for late in ((0,), (2,)) for warm in (False, True)),
 ]
 
 
-async def misses_some(ranks: Coordinator, absent: Sequence[int]) -> str:
+async def wait_for_absent_ranks(ranks: Coordinator, absent: Sequence[int]) -> str:
     if ranks.rank in absent:
         return ""
     with pytest.raises(CoordinationError) as raised:
@@ -285,7 +285,7 @@ async def misses_some(ranks: Coordinator, absent: Sequence[int]) -> str:
     return str(raised.value)
 
 
-async def waits_in_vain(rank: int, world_size: int) -> list[tuple[str, Any]]:
+async def run_timeout_cases(rank: int, world_size: int) -> list[tuple[str, Any]]:
     """Run all cases, each with a coordinator; return for each this rank's error and the result of its next round."""
     async with contextlib.AsyncExitStack() as stack:
         all_ranks = [await stack.enter_async_context(coordinator(SHORT_S)) for _ in CASES]
@@ -293,11 +293,11 @@ async def waits_in_vain(rank: int, world_size: int) -> list[tuple[str, Any]]:
         for ranks, (_, _, warm) in cases:
             if warm:
                 await ranks.round("plan", "the save of warm", rank, tagged)
-        texts_by_case = await asyncio.gather(*(misses_some(ranks, absent) for ranks, (_, absent, _) in cases))
+        texts_by_case = await asyncio.gather(*(wait_for_absent_ranks(ranks, absent) for ranks, (_, absent, _) in cases))
         await asyncio.to_thread(dist.barrier)
         late = [number for number, (how, absent, _) in enumerate(CASES) if how == "late" and rank in absent]
         # The other ranks have given up by now.
-        late_texts = await asyncio.gather(*(misses_some(all_ranks[number], ()) for number in late))
+        late_texts = await asyncio.gather(*(wait_for_absent_ranks(all_ranks[number], ()) for number in late))
         for number, text in zip(late, late_texts, strict=True):
             texts_by_case[number] = text
         return [
@@ -308,8 +308,8 @@ async def waits_in_vain(rank: int, world_size: int) -> list[tuple[str, Any]]:
 
 @pytest.fixture(scope="module")
 def missed(world4: World) -> dict[Case, list[tuple[str, Any]]]:
-    """Return by case each rank's error, and the result of its next round."""
-    outcomes = world4.results(waits_in_vain)
+    """Return for each case every rank's error and the result of its next round."""
+    outcomes = world4.results(run_timeout_cases)
     return {case: [outcome[number] for outcome in outcomes] for number, case in enumerate(CASES)}
 
 
@@ -345,7 +345,7 @@ def test_a_late_rank_fails_with_the_message_of_the_others(missed, late: int, war
     assert [after for _, after in outcomes] == [(rank, [0, 3, 6, 9]) for rank in range(4)]
 
 
-async def crosses(rank: int, world_size: int) -> Any:
+async def run_rounds_in_all_lanes(rank: int, world_size: int) -> Any:
     lanes: list[Lane] = ["plan", "finish", "load"]
     if rank % 2:
         lanes.reverse()
@@ -363,12 +363,12 @@ async def crosses(rank: int, world_size: int) -> Any:
 
 
 def test_lanes_do_not_wait_for_each_other(world4: World) -> None:
-    for rank, found in enumerate(world4.results(crosses)):
+    for rank, found in enumerate(world4.results(run_rounds_in_all_lanes)):
         for lane in ("plan", "finish", "load"):
             assert found[lane] == [(rank, [(lane, n, r) for r in range(4)]) for n in range(5)]
 
 
-async def blocks_a_lane(rank: int, world_size: int) -> Any:
+async def block_a_lane(rank: int, world_size: int) -> Any:
     planned = asyncio.Event()
 
     async def slowly(values: Sequence[Any]) -> list[Any]:
@@ -382,29 +382,29 @@ async def blocks_a_lane(rank: int, world_size: int) -> Any:
         return plan, await finish
 
 
-def test_a_long_decision_in_one_lane_leaves_the_others_alone(world4: World) -> None:
-    assert world4.results(blocks_a_lane) == [((rank, [0, 1, 2, 3]), rank) for rank in range(4)]
+def test_a_long_decision_in_one_lane_does_not_delay_the_others(world4: World) -> None:
+    assert world4.results(block_a_lane) == [((rank, [0, 1, 2, 3]), rank) for rank in range(4)]
 
 
-async def queues(rank: int, world_size: int) -> Any:
+async def queue_rounds(rank: int, world_size: int) -> Any:
     async with coordinator() as ranks:
         tasks = [asyncio.ensure_future(ranks.round("plan", f"{n}", (n, rank), tagged)) for n in range(6)]
         return [await task for task in tasks]
 
 
 def test_rounds_of_a_lane_keep_their_order(world4: World) -> None:
-    for rank, found in enumerate(world4.results(queues)):
+    for rank, found in enumerate(world4.results(queue_rounds)):
         assert found == [(rank, [(n, r) for r in range(4)]) for n in range(6)]
 
 
-async def cancels_twice(ranks: Coordinator, rank: int, task: asyncio.Task[Any]) -> None:
+async def cancel_twice(ranks: Coordinator, rank: int, task: asyncio.Task[Any]) -> None:
     for _ in range(2):
         await asyncio.sleep(0)
         task.cancel()
     await ranks.round("finish", "the cancellation", rank, tagged)
 
 
-async def is_cancelled(rank: int, world_size: int, victim: int, how: str) -> Any:
+async def cancel_a_round(rank: int, world_size: int, victim: int, how: str) -> Any:
     decided, others = asyncio.Event(), []
 
     async def decide(values: Sequence[Any]) -> list[Any]:
@@ -427,7 +427,7 @@ async def is_cancelled(rank: int, world_size: int, victim: int, how: str) -> Any
             if how == "before":
                 task.cancel()
             else:
-                told = asyncio.ensure_future(cancels_twice(ranks, rank, task))
+                told = asyncio.ensure_future(cancel_twice(ranks, rank, task))
             try:
                 await ranks.round("plan", "the save of a", rank, decide)
             except asyncio.CancelledError:
@@ -437,7 +437,7 @@ async def is_cancelled(rank: int, world_size: int, victim: int, how: str) -> Any
             if how == "during":
                 await told
         else:
-            if how == "during":  # it is cancelled while it waits for this rank
+            if how == "during":  # the victim is cancelled while it waits for this rank
                 await ranks.round("finish", "the cancellation", rank, tagged)
             outcome = await ranks.round("plan", "the save of a", rank, decide)
         return outcome, others, await ranks.round("plan", "the save of b", rank, tagged)
@@ -446,15 +446,15 @@ async def is_cancelled(rank: int, world_size: int, victim: int, how: str) -> Any
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 @pytest.mark.parametrize("how", ["before", "during", "scope"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_cancelled_rank_takes_part_to_the_end(world2: World, victim: int, how: str, loop) -> None:
-    for rank, (outcome, others, after) in enumerate(world2.results(is_cancelled, victim, how, loop=loop)):
+def test_a_cancelled_rank_finishes_its_round(world2: World, victim: int, how: str, loop) -> None:
+    for rank, (outcome, others, after) in enumerate(world2.results(cancel_a_round, victim, how, loop=loop)):
         expected = "cancelled" if rank == victim and how != "scope" else (rank, [0, 1])
         assert outcome == expected
         assert others == ([0, 1] if rank == 0 else [])
         assert after == (rank, [0, 1])
 
 
-async def trains(rank: int, world_size: int) -> Any:
+async def train_during_rounds(rank: int, world_size: int) -> Any:
     sums = []
 
     def step(number: int) -> None:
@@ -475,13 +475,13 @@ async def trains(rank: int, world_size: int) -> Any:
     return sums, found
 
 
-def test_the_groups_of_the_caller_are_left_alone(world4: World) -> None:
-    for rank, (sums, found) in enumerate(world4.results(trains)):
+def test_rounds_do_not_disturb_the_process_groups_of_the_caller(world4: World) -> None:
+    for rank, (sums, found) in enumerate(world4.results(train_during_rounds)):
         assert sums == [6 + 4 * number for number in range(30)]
         assert found == [(rank, [0, 1, 2, 3])] * 20
 
 
-def waits_in_new_group(rank: int, world_size: int) -> Any:
+def wait_in_new_group(rank: int, world_size: int) -> Any:
     async def first_round(ranks: Coordinator) -> Any:
         return await ranks.round("plan", "the save of a", rank, tagged)
 
@@ -500,10 +500,10 @@ def waits_in_new_group(rank: int, world_size: int) -> Any:
 
 
 def test_a_round_and_new_group_do_not_wait_for_each_other(world2: World) -> None:
-    assert world2.results(waits_in_new_group) == [[(0, [0, 1])], [(1, [0, 1])]]
+    assert world2.results(wait_in_new_group) == [[(0, [0, 1])], [(1, [0, 1])]]
 
 
-async def leaks(rank: int, world_size: int, fail: bool) -> Any:
+async def open_and_close(rank: int, world_size: int, fail: bool) -> Any:
     process = psutil.Process()
     counts = []
     for number in range(3):
@@ -516,7 +516,7 @@ async def leaks(rank: int, world_size: int, fail: bool) -> Any:
                     dist.barrier()
                 await ranks.round(lane, "the save of b", rank, tagged)
             assert [t for t in threading.enumerate() if t.name.startswith("aiockpt-ranks-")]
-            ranks.close()  # twice does no harm
+            ranks.close()  # idempotent
         left = [t.name for t in threading.enumerate() if t.name.startswith("aiockpt")]
         dist.barrier()
         counts.append((left, process.num_fds(), process.num_threads()))
@@ -525,14 +525,14 @@ async def leaks(rank: int, world_size: int, fail: bool) -> Any:
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_close_leaves_no_thread_and_no_file_descriptor(fail: bool) -> None:
-    with World(4, store="file") as world:  # the server of a TCP store closes its side of a connection when it likes
-        outcomes = world.results(leaks, fail)
+    with World(4, store="file") as world:  # a TCP store closes connections at any time, which changes the counts
+        outcomes = world.results(open_and_close, fail)
     for counts in outcomes:
         assert counts[1] == counts[2]
         assert counts[1][0] == []
 
 
-async def in_a_subgroup(rank: int, world_size: int) -> Any:
+async def run_in_a_subgroup(rank: int, world_size: int) -> Any:
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
         with pytest.raises(CoordinationError, match="not a member"):
@@ -548,14 +548,14 @@ async def in_a_subgroup(rank: int, world_size: int) -> Any:
 
 
 def test_a_group_of_some_ranks(world4: World) -> None:
-    outcomes = world4.results(in_a_subgroup)
+    outcomes = world4.results(run_in_a_subgroup)
     assert (outcomes[0], outcomes[2]) == (None, None)
     assert outcomes[1][:2] == ((0, 2), (0, [11, 33]))
     assert outcomes[3][:2] == ((1, 2), (1, [11, 33]))
     assert outcomes[1][2] == outcomes[3][2]
 
 
-async def subgroup_stays_away(rank: int, world_size: int) -> str:
+async def wait_for_an_absent_subgroup_rank(rank: int, world_size: int) -> str:
     group = dist.new_group([1, 3])
     if rank != 1:
         return ""
@@ -566,5 +566,5 @@ async def subgroup_stays_away(rank: int, world_size: int) -> str:
 
 
 def test_ranks_of_a_subgroup_are_named_with_their_global_rank(world4: World) -> None:
-    text = world4.results(subgroup_stays_away)[1]
+    text = world4.results(wait_for_an_absent_subgroup_rank)[1]
     assert text.startswith("rank 1 of the process group (global rank 3) did not come to the save of a")

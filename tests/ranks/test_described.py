@@ -1,4 +1,4 @@
-"""Tensors that say themselves which part of a whole they are: by attributes, or by the protocol of DCP."""
+"""Tensors that describe which part of a whole they hold: by attributes, or by DCP's protocol."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def described(local: torch.Tensor, shape: Any, parts: list[tuple[Any, Any, Any]]
 
     Args:
         local: the tensor.
-        shape: of the whole.
-        parts: of each part where it begins in the whole, where it begins in the tensor, and its sizes.
+        shape: the shape of the whole.
+        parts: for each part its offsets in the whole, its offsets in ``local``, and its sizes.
     """
     local.global_shape = shape
     local.global_offsets, local.local_offsets, local.local_sizes = map(tuple, zip(*parts, strict=True))
     return local
 
 
-class Asked(torch.Tensor):
-    """Some rows of a tensor, by DCP's protocol."""
+class ProtocolTensor(torch.Tensor):
+    """Rows of a tensor that implement DCP's protocol."""
 
     first: int
 
@@ -58,13 +58,13 @@ class Asked(torch.Tensor):
 
 
 def part(kind: str, rank: int, world_size: int, *, filled: bool) -> Any:
-    """Return a rank's part of the whole, or room for it; the ranks have rows, or columns, each."""
+    """Return a rank's part of the whole, sharded as ``kind`` says; zeros unless ``filled``."""
     values = whole() if filled else torch.zeros(ROWS, COLUMNS)
     step = ROWS // world_size
     first = rank * step
     if kind == "rows":
         return described(values[first : first + step].clone(), (ROWS, COLUMNS), [((first, 0), (0, 0), (step, COLUMNS))])
-    if kind == "padded":  # two parts, apart from each other here and in the whole, beside what belongs to no tensor
+    if kind == "padded":  # two parts, adjacent neither here nor in the whole, amid padding
         half = step // 2
         local = torch.full((step + 4, COLUMNS + 1), -7.0)
         one, two = rank * half, ROWS // 2 + rank * half
@@ -75,17 +75,17 @@ def part(kind: str, rank: int, world_size: int, *, filled: bool) -> Any:
     if kind == "parameter":
         local = torch.nn.Parameter(values[first : first + step].clone())
         return described(local, torch.Size((ROWS, COLUMNS)), [((first, 0), (0, 0), (step, COLUMNS))])
-    if kind == "copies":  # each has a half, and so have others
+    if kind == "copies":  # each rank has a half; of four ranks, two have the same one
         first = rank % 2 * (ROWS // 2)
         return described(
             values[first : first + ROWS // 2].clone(), (ROWS, COLUMNS), [((first, 0), (0, 0), (ROWS // 2, COLUMNS))]
         )
-    if kind == "asked":
-        asked = values[first : first + step].clone().as_subclass(Asked)
-        asked.first = first
-        return asked
+    if kind == "protocol":
+        tensor = values[first : first + step].clone().as_subclass(ProtocolTensor)
+        tensor.first = first
+        return tensor
     mesh = mesh_of(world_size)
-    if kind == "wrapper":  # as TorchRec has it
+    if kind == "wrapper":  # as in TorchRec
         shards = LocalShardsWrapper([values[first : first + step].clone()], [(first, 0)])
         return DTensor.from_local(
             shards, mesh, [Shard(0)], run_check=False, shape=torch.Size((ROWS, COLUMNS)), stride=(COLUMNS, 1)
@@ -94,8 +94,8 @@ def part(kind: str, rank: int, world_size: int, *, filled: bool) -> Any:
 
 
 def values_of(tensor: Any) -> list[torch.Tensor]:
-    """Return what a rank has, without what belongs to no tensor."""
-    if isinstance(tensor, Asked):
+    """Return a rank's parts without the padding."""
+    if isinstance(tensor, ProtocolTensor):
         return [tensor.as_subclass(torch.Tensor)]
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
@@ -106,15 +106,15 @@ def values_of(tensor: Any) -> list[torch.Tensor]:
     ]
 
 
-KINDS = ["rows", "padded", "parameter", "copies", "asked", "wrapper"]
+KINDS = ["rows", "padded", "parameter", "copies", "protocol", "wrapper"]
 
 
-def saves(rank: int, world_size: int, path: Path, kind: str, planning: Any) -> None:
+def save(rank: int, world_size: int, path: Path, kind: str, planning: Any) -> None:
     with aiockpt.SyncCheckpointer(planning=planning) as ckpt:
         ckpt.save({"w": part(kind, rank, world_size, filled=True), "step": 3}, path)
 
 
-def loads(rank: int, world_size: int, path: Path, kind: str) -> bool:
+def load(rank: int, world_size: int, path: Path, kind: str) -> bool:
     target = part(kind, rank, world_size, filled=False)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.load(path, {"w": target})
@@ -126,7 +126,7 @@ def loads(rank: int, world_size: int, path: Path, kind: str) -> bool:
 @pytest.mark.parametrize("planning", ["central", "decentralized"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_part_is_lost(kind: str, planning: str, world2: World, tmp_path: Path) -> None:
-    world2.results(saves, tmp_path / "c", kind, planning)
+    world2.results(save, tmp_path / "c", kind, planning)
     with aiockpt.SyncCheckpointer() as ckpt:
         assert ckpt.verify(tmp_path / "c").ok
         assert torch.equal(ckpt.load(tmp_path / "c")["w"], whole())
@@ -136,17 +136,17 @@ def test_no_part_is_lost(kind: str, planning: str, world2: World, tmp_path: Path
 
 
 @pytest.mark.parametrize("theirs", [*KINDS, "shard0", "shard1", "replicated"])
-def test_it_is_loaded_into_any_other_layout(theirs: str, world2: World, world4: World, tmp_path: Path) -> None:
-    world4.results(saves, tmp_path / "c", theirs if theirs != "padded" else "rows", "central")
+def test_each_kind_loads_into_every_other(theirs: str, world2: World, world4: World, tmp_path: Path) -> None:
+    world4.results(save, tmp_path / "c", theirs if theirs != "padded" else "rows", "central")
     for kind in [*KINDS, "shard1"]:
-        assert world2.results(loads, tmp_path / "c", kind) == [True, True], kind
+        assert world2.results(load, tmp_path / "c", kind) == [True, True], kind
 
 
-def stock_saves(rank: int, world_size: int, path: Path, kind: str) -> None:
+def stock_save(rank: int, world_size: int, path: Path, kind: str) -> None:
     dcp.save({"w": part(kind, rank, world_size, filled=True)}, checkpoint_id=path)
 
 
-def stock_loads(rank: int, world_size: int, path: Path, kind: str) -> bool:
+def stock_load(rank: int, world_size: int, path: Path, kind: str) -> bool:
     target = part(kind, rank, world_size, filled=False)
     dcp.load({"w": target}, checkpoint_id=path)
     return all(map(torch.equal, values_of(target), values_of(part(kind, rank, world_size, filled=True))))
@@ -157,34 +157,34 @@ def stock_loads(rank: int, world_size: int, path: Path, kind: str) -> bool:
     [
         "wrapper",
         *(
-            pytest.param(kind, marks=pytest.mark.skipif(not IS_KNOWN_TO_TORCH, reason="torch does not know it yet"))
+            pytest.param(kind, marks=pytest.mark.skipif(not IS_KNOWN_TO_TORCH, reason="no CheckpointableTensor"))
             for kind in ("rows", "padded", "parameter")
         ),
     ],
 )
-def test_torch_and_we_read_each_others(kind: str, world2: World, tmp_path: Path) -> None:
-    world2.results(stock_saves, tmp_path / "theirs", kind)
-    assert world2.results(loads, tmp_path / "theirs", kind) == [True, True]
+def test_torch_and_aiockpt_read_each_others_checkpoints(kind: str, world2: World, tmp_path: Path) -> None:
+    world2.results(stock_save, tmp_path / "theirs", kind)
+    assert world2.results(load, tmp_path / "theirs", kind) == [True, True]
     with aiockpt.SyncCheckpointer() as ckpt:
         assert torch.equal(ckpt.load(tmp_path / "theirs")["w"], whole())
-    world2.results(saves, tmp_path / "ours", kind, "central")
-    assert world2.results(stock_loads, tmp_path / "ours", kind) == [True, True]
+    world2.results(save, tmp_path / "ours", kind, "central")
+    assert world2.results(stock_load, tmp_path / "ours", kind) == [True, True]
 
 
-def saves_all_but_one(rank: int, world_size: int, path: Path) -> None:
+def save_all_but_one_part(rank: int, world_size: int, path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": part("rows", 0, world_size, filled=True)}, path)
 
 
-def test_a_part_that_nobody_has_is_an_error(world2: World, tmp_path: Path) -> None:
-    for outcome in world2.run(saves_all_but_one, tmp_path / "c"):
+def test_a_part_that_no_rank_has_is_an_error(world2: World, tmp_path: Path) -> None:
+    for outcome in world2.run(save_all_but_one_part, tmp_path / "c"):
         assert outcome.kind == "SaveError"
         assert "w" in str(outcome)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["rows", "padded", "parameter", "asked"])
-def test_one_process_refuses_a_part_and_saves_what_is_whole(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["rows", "padded", "parameter", "protocol"])
+def test_one_process_refuses_a_part_and_saves_a_whole_tensor(kind: str, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         with pytest.raises(aiockpt.SaveError, match=r"w is a .*, of which this process has a part only"):
             ckpt.submit({"w": part(kind, 1, 2, filled=True)}, tmp_path / "c")
@@ -205,7 +205,7 @@ def test_one_process_refuses_a_part_and_saves_what_is_whole(kind: str, tmp_path:
     ],
     ids=str,
 )
-def test_attributes_that_make_no_sense_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+def test_inconsistent_attributes_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
     tensor = part("rows", 0, 2, filled=True)
     for name, value in change.items():
         setattr(tensor, name, value)

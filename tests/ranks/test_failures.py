@@ -1,4 +1,4 @@
-"""Saves by several ranks fail on all of them, with the same words, and leave nothing; the next one works."""
+"""A save that fails on one rank fails on all with the same message and leaves nothing; the next save works."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tests.storage.memory_storage import MemoryStorage
 
 @pytest.fixture(scope="module", params=["world2-1", "world4-0", "world4-2"])
 def place(request: pytest.FixtureRequest) -> tuple[World, int]:
-    """A world, and the rank that fails there."""
+    """Return a world and the rank that fails in it."""
     name, failing_rank = request.param.split("-")
     return request.getfixturevalue(name), int(failing_rank)
 
 
 FEW = pytest.mark.parametrize("place", ["world2-0", "world4-2"], indirect=True)
-"""Enough for what does not depend on the size."""
+"""Places for tests that do not depend on the size of the world."""
 OTHERS = pytest.mark.parametrize("place", ["world2-1", "world4-2"], indirect=True)
-"""Ranks that do not lead."""
+"""Places where a rank other than 0 fails."""
 LEADERS = pytest.mark.parametrize("place", ["world4-0"], indirect=True)
 
 
 def check_next(folder: Path, size: int, published: dict[str, int] | None = None) -> None:
-    """Check that there is nothing but the checkpoints with these seeds, and the next one."""
+    """Check that the folder has the checkpoints with these seeds, the next one, and nothing else."""
     expected = {"next": 2, **(published or {})}
     assert {entry.name for entry in folder.iterdir()} == set(expected)
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -40,12 +40,12 @@ def check_next(folder: Path, size: int, published: dict[str, int] | None = None)
 
 
 def same_error(ends: list[Ended], kind: str) -> str:
-    """Check that all ranks were told the same; give it."""
+    """Check that all ranks got the same error, and return its text."""
     errors = [end.written for end in ends]
     assert all(error is not None for error in errors), ends
     assert {error.kind for error in errors if error} == {kind}
     (text,) = {error.text for error in errors if error}
-    for end in ends:  # who did not get as far as `staged` raises the same there
+    for end in ends:  # a rank that was not staged yet has the same error there
         assert end.staged is None or end.staged.text == text
     return text
 
@@ -61,7 +61,7 @@ AT_THE_CALL = [
 
 
 def check_refused(ends: list[Ended], rank: int, kind: str, message: str) -> None:
-    """Check that one rank's call raised an error, and that the others were told of it."""
+    """Check that the call raised on one rank, and that the saves of the others failed with its error."""
     call = ends[rank].call
     assert call is not None
     assert call.kind == kind
@@ -72,7 +72,7 @@ def check_refused(ends: list[Ended], rank: int, kind: str, message: str) -> None
 
 
 @pytest.mark.parametrize(("wrong", "kind", "message"), AT_THE_CALL, ids=lambda value: value if " " not in value else "")
-def test_what_one_rank_refuses_at_the_call_fails_on_all(
+def test_a_call_that_one_rank_refuses_fails_on_all(
     place: tuple[World, int], tmp_path: Path, wrong: str, kind: str, message: str
 ) -> None:
     world, rank = place
@@ -89,7 +89,7 @@ def test_partial_sums_on_one_rank(place: tuple[World, int], tmp_path: Path) -> N
 
 
 @FEW
-def test_what_is_no_path_on_one_rank(place: tuple[World, int], tmp_path: Path) -> None:
+def test_an_invalid_path_on_one_rank(place: tuple[World, int], tmp_path: Path) -> None:
     world, rank = place
     ends = world.results(failing.save_with, tmp_path, "no path", rank)
     assert ends[rank].call is not None
@@ -100,7 +100,7 @@ def test_what_is_no_path_on_one_rank(place: tuple[World, int], tmp_path: Path) -
     check_next(tmp_path, world.size)
 
 
-def test_a_path_that_is_taken(world4: World, tmp_path: Path) -> None:
+def test_a_path_that_exists(world4: World, tmp_path: Path) -> None:
     world4.results(failing.save_well, tmp_path / "c", 3)
     for rank, end in enumerate(world4.results(failing.save_on_taken, tmp_path)):
         assert end.call is not None, rank
@@ -109,14 +109,14 @@ def test_a_path_that_is_taken(world4: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seeing", [0, 2])
-def test_a_failure_that_one_rank_alone_has_seen(world4: World, tmp_path: Path, seeing: int) -> None:
+def test_a_failure_that_only_one_rank_retrieved(world4: World, tmp_path: Path, seeing: int) -> None:
     outcomes = world4.results(failing.fail_unseen, tmp_path, seeing)
     text = outcomes[seeing][1]
     assert text.startswith("rank 3: write __3_0.distcp: [Errno 28] No space left")
     for rank, (end, _) in enumerate(outcomes):
         error = end.error
         assert error is not None
-        if rank == seeing:  # it has seen the first failure, so the second save is what it fails in
+        if rank == seeing:  # it retrieved the first error, so the second call works and its save fails
             assert end.call is None
             assert text in error.text
         else:
@@ -126,7 +126,7 @@ def test_a_failure_that_one_rank_alone_has_seen(world4: World, tmp_path: Path, s
 
 
 def test_a_storage_for_one_process(world2: World, tmp_path: Path) -> None:
-    """Fails at the call, or where a wrapper hides what kind of storage it is, before anything is written."""
+    """The call fails; if a wrapper hides the kind of the storage, the save fails before it writes anything."""
     said = "takes the files of one process only: save with process_group=None and writer='thread'"
     for end in world2.results(failing.save_with, tmp_path, "", -1, {"storage": MemoryStorage()}):
         assert end.call is not None
@@ -162,7 +162,7 @@ def test_ranks_that_contradict_each_other(
     world, rank = place
     text = same_error(world.results(failing.save_with, tmp_path, wrong, rank), kind)
     assert message in text
-    assert wrong == "left out" or f"rank {rank or 1}" in text  # who differs from rank 0
+    assert wrong == "left out" or f"rank {rank or 1}" in text  # the rank that differs from rank 0
     check_next(tmp_path, world.size)
 
 
@@ -195,7 +195,7 @@ def test_a_fault_in_a_larger_world(world8: World, tmp_path: Path, rank: int) -> 
         *(f"{step} {name}" for step in ("create", "write", "finish") for name in (".metadata", ".aiockpt.json")),
     ],
 )
-def test_what_rank_0_alone_writes_fails(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
+def test_a_fault_in_a_file_that_rank_0_alone_writes(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
     world, rank = place
     text = same_error(world.results(failing.save_with, tmp_path, wrong, rank), "WriteError")
     assert text.startswith(f"rank 0: {wrong}")
@@ -204,7 +204,7 @@ def test_what_rank_0_alone_writes_fails(place: tuple[World, int], tmp_path: Path
 
 @OTHERS
 @pytest.mark.parametrize("wrong", ["join", "elsewhere"])
-def test_a_rank_that_can_not_join(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
+def test_a_rank_that_cannot_join(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
     world, rank = place
     text = same_error(world.results(failing.save_with, tmp_path, wrong, rank), "WriteError")
     assert text.startswith(f"rank {rank}: ")
@@ -223,7 +223,7 @@ def test_files_that_rank_0_does_not_see(place: tuple[World, int], tmp_path: Path
 
 
 @FEW
-def test_a_rank_that_fails_to_clean_up_as_well(place: tuple[World, int], tmp_path: Path) -> None:
+def test_a_rank_that_also_fails_to_clean_up(place: tuple[World, int], tmp_path: Path) -> None:
     world, rank = place
     text = same_error(world.results(failing.save_with, tmp_path, "stubborn", rank), "WriteError")
     assert text.startswith(f"rank {rank}: write __{rank}_0.distcp: [Errno 28]")
@@ -232,7 +232,7 @@ def test_a_rank_that_fails_to_clean_up_as_well(place: tuple[World, int], tmp_pat
 
 @FEW
 @pytest.mark.parametrize("wrong", ["write", "commit", "hook", "meta"])
-def test_a_failed_overwrite_keeps_the_old_one(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
+def test_a_failed_overwrite_keeps_the_old_checkpoint(place: tuple[World, int], tmp_path: Path, wrong: str) -> None:
     world, rank = place
     ends = world.results(failing.save_over, tmp_path, wrong, rank)
     assert all(end.error is not None for end in ends)
@@ -301,7 +301,7 @@ def test_a_cancellation_on_some_ranks_cancels_all(
 
 @pytest.mark.parametrize("step", ["finish", "commit"])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_cancellation_that_comes_when_the_others_may_publish_is_too_late(
+def test_a_cancellation_is_too_late_once_other_ranks_may_publish(
     world4: World, tmp_path: Path, rank: int, step: str
 ) -> None:
     ends = world4.results(failing.cancel_while_waiting, tmp_path, rank, step)
@@ -349,9 +349,9 @@ def test_saves_in_flight_of_which_the_first_fails(world4: World, tmp_path: Path,
 def survivors_of(
     folder: Path, size: int, moment: str, rank: int, store: Rendezvous, *, before: int | None = 3, **options: Any
 ) -> list[Ended]:
-    """Let a rank die during a save; let the others go on, and give what they were told.
+    """Kill a rank during a save, let the others save again, and return the outcomes of the first save.
 
-    ``before`` is the seed that the checkpoint of an earlier save has afterwards; None: this is the first one.
+    ``before`` is the seed that the checkpoint of an earlier save must have afterwards; None: there is no earlier save.
     """
     with World(size, store=store) as world:
         outcomes = world.run(failing.survive, folder, moment, rank, before is not None, options)
@@ -362,7 +362,7 @@ def survivors_of(
     assert hidden == []
     assert afterwards == [None] * (size - 1)
     for end, took_s in outcomes:
-        assert took_s < 30, end  # a tenth of a second, or two of them; not until a timeout
+        assert took_s < 30, end  # usually a tenth of a second; never as long as a timeout
     (folder / "store").unlink(missing_ok=True)
     with aiockpt.SyncCheckpointer() as ckpt:
         for other in set(range(size)) - {rank}:
@@ -373,7 +373,7 @@ def survivors_of(
     return [end for end, _ in outcomes]
 
 
-def check_told(ends: list[Ended], rank: int) -> None:
+def check_death_reported(ends: list[Ended], rank: int) -> None:
     text = same_error(ends, "CoordinationError")
     assert text.startswith(f"rank {rank} on host ")
     assert "is gone" in text
@@ -398,19 +398,19 @@ DEATHS = [
 
 @pytest.mark.parametrize(("size", "moment", "rank", "store"), DEATHS)
 def test_a_rank_that_dies(tmp_path: Path, size: int, moment: str, rank: int, store: Rendezvous) -> None:
-    check_told(survivors_of(tmp_path, size, moment, rank, store), rank)
+    check_death_reported(survivors_of(tmp_path, size, moment, rank, store), rank)
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(("moment", "rank", "store"), [("create", 0, "tcp"), ("write", 0, "file"), ("write", 2, "tcp")])
 def test_a_rank_that_dies_in_the_first_save(tmp_path: Path, moment: str, rank: int, store: Rendezvous) -> None:
-    check_told(survivors_of(tmp_path, 4, moment, rank, store, before=None), rank)
+    check_death_reported(survivors_of(tmp_path, 4, moment, rank, store, before=None), rank)
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_rank_0_dies_when_it_has_just_published(tmp_path: Path, store: Rendezvous) -> None:
-    check_told(survivors_of(tmp_path, 4, "committed", 0, store), 0)
+    check_death_reported(survivors_of(tmp_path, 4, "committed", 0, store), 0)
     with aiockpt.SyncCheckpointer() as ckpt:
         assert ckpt.verify(tmp_path / "c").ok
         assert_same(failing.whole_state(4, 1), ckpt.load(tmp_path / "c"))
@@ -418,4 +418,4 @@ def test_rank_0_dies_when_it_has_just_published(tmp_path: Path, store: Rendezvou
 
 @pytest.mark.parametrize(("moment", "rank", "seed"), [("write", 1, 3), ("commit", 0, 3), ("committed", 0, 1)])
 def test_a_rank_that_dies_while_overwriting(tmp_path: Path, moment: str, rank: int, seed: int) -> None:
-    check_told(survivors_of(tmp_path, 2, moment, rank, "tcp", before=seed, overwrite=True), rank)
+    check_death_reported(survivors_of(tmp_path, 2, moment, rank, "tcp", before=seed, overwrite=True), rank)

@@ -1,4 +1,4 @@
-"""`save(include=, exclude=)` of several ranks: each chooses among what it has."""
+"""`save(include=, exclude=)` with several ranks: each rank selects among its own keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def whole(n: int) -> torch.Tensor:
 
 
 def state_of(rank: int) -> dict[str, Any]:
-    """A state with sharded tensors, plain ones that all have, and a stage of its own for each rank."""
+    """Return a state with sharded tensors, a plain one that all ranks have, and a stage for each rank alone."""
     mesh = mesh_of(2)
     return {
         "model": {name: distribute_tensor(whole(n), mesh, [Shard(0)]) for n, name in enumerate("ab")},
@@ -32,7 +32,7 @@ def state_of(rank: int) -> dict[str, Any]:
 def save_parts(rank: int, world_size: int, path: Path, format: Any, planning: Any) -> None:
     leave_out = {"step"} if format == "safetensors" else set()
     with aiockpt.SyncCheckpointer(planning=planning) as ckpt:
-        for number in range(2):  # twice: with a new plan, and with that of the save before
+        for number in range(2):  # first with a new plan, then with the cached one
             ckpt.save(
                 state_of(rank),
                 path / f"{number}-no-optim",
@@ -52,7 +52,7 @@ def save_parts(rank: int, world_size: int, path: Path, format: Any, planning: An
 
 @pytest.mark.parametrize("planning", ["central", "decentralized"])
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])
-def test_each_rank_saves_what_it_has_of_it(world2: World, tmp_path: Path, format: str, planning: str) -> None:
+def test_each_rank_saves_its_part_of_the_selection(world2: World, tmp_path: Path, format: str, planning: str) -> None:
     world2.results(save_parts, tmp_path, format, planning)
     stage = {"stage.0": whole(3), "stage.1": whole(4)}
     model = {"model.a": whole(0), "model.b": whole(1)}
@@ -76,8 +76,7 @@ def save_half(rank: int, world_size: int, path: Path, planning: Any) -> None:
 
 
 @pytest.mark.parametrize("planning", ["central", "decentralized"])
-def test_a_part_of_a_sharded_tensor_that_a_rank_leaves_out(world2: World, tmp_path: Path, planning: str) -> None:
-    """Half a tensor is no tensor: all ranks are told."""
+def test_a_part_of_a_sharded_tensor_cannot_be_excluded(world2: World, tmp_path: Path, planning: str) -> None:
     outcomes = world2.run(save_half, tmp_path, planning)
     text = (
         "rank 0: model.b: the ranks have 32 of its 64 elements together; every rank that has a part of it must save it"
@@ -87,7 +86,7 @@ def test_a_part_of_a_sharded_tensor_that_a_rank_leaves_out(world2: World, tmp_pa
 
 
 def save_refused(rank: int, world_size: int, path: Path) -> list[str]:
-    """Choose what only rank 0 has; then save again."""
+    """Select a key that only rank 0 has, then save again."""
     with aiockpt.SyncCheckpointer() as ckpt:
         try:
             ckpt.save(state_of(rank), path / "c", include=["model", "stage.0"])
@@ -106,7 +105,7 @@ def test_a_name_that_only_one_rank_has(world2: World, tmp_path: Path) -> None:
 
 
 def save_stages(rank: int, world_size: int, path: Path, rule: Any) -> None:
-    """Save a pipeline, whose optimizers give the same numbers to different parameters."""
+    """Save pipeline stages whose optimizers give the same numbers to different parameters."""
     mesh = mesh_of(2, 1, names=("pp", "dp"))["dp"]
     model = torch.nn.Linear(4, 4 + rank, bias=False)
     model.weight = torch.nn.Parameter(distribute_tensor(torch.full((4 + rank, 4), 7.0 + rank), mesh, [Shard(0)]))
@@ -115,7 +114,7 @@ def save_stages(rank: int, world_size: int, path: Path, rule: Any) -> None:
         ckpt.save({f"stage{rank}": model, "optim": optim}, path, exclude=rule)
 
 
-def test_an_optimizer_that_is_left_out_may_number_as_it_likes(world2: World, tmp_path: Path) -> None:
+def test_an_excluded_optimizer_may_have_ambiguous_parameter_numbers(world2: World, tmp_path: Path) -> None:
     outcomes = world2.run(save_stages, tmp_path / "c", None)
     assert all("so the numbers that its state_dict() calls them by" in outcome.text for outcome in outcomes)
     world2.results(save_stages, tmp_path / "c", "optim")

@@ -29,7 +29,7 @@ from tests.ranks.world import World, mesh_of
 WRITERS = ["dcp", "aiockpt"] if "process_group" in inspect.signature(aiockpt.SyncCheckpointer).parameters else ["dcp"]
 Full = dict[str, np.ndarray]
 KINDS = ["fsdp", "hsdp", "tp", "fsdp_tp"]
-WIDTH = 18  # which 4 ranks don't share evenly
+WIDTH = 18  # not divisible by 4 ranks
 
 
 class Block(torch.nn.Module):
@@ -59,7 +59,7 @@ class Model(torch.nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(x).clone()  # FSDP2 warns of views
+        return self.head(x).clone()  # FSDP2 warns if the output is a view
 
 
 def build(kind: str, world_size: int, seed: int) -> tuple[Model, torch.optim.AdamW]:
@@ -87,7 +87,7 @@ def shard(model: Model, mesh: DeviceMesh) -> None:
 
 
 def train(model: Model, optimizer: torch.optim.AdamW, steps: range, share: int) -> list[float]:
-    """Take steps on one share of the data; ranks that share tensors by tensor parallelism need the same."""
+    """Train on one share of the data, which must be the same on all ranks of a tensor-parallel group."""
     losses: list[float] = []
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + share)
@@ -110,7 +110,7 @@ def state_of(model: Model, optimizer: torch.optim.AdamW) -> dict[str, Any]:
 
 
 def full_state(model: Model, optimizer: torch.optim.AdamW) -> Full:
-    """Give all tensors of a state, whole, by name."""
+    """Return the whole tensors of a state by name."""
     state = state_of(model, optimizer)
     leaves = {f"model.{name}": value for name, value in state["model"].items()}
     for name, slots in state["optim"]["state"].items():
@@ -122,7 +122,7 @@ def full_state(model: Model, optimizer: torch.optim.AdamW) -> Full:
 
 
 def save_trained(rank: int, world_size: int, writer: str, path: Path, kind: str) -> tuple[list[float], Full]:
-    """Train two steps, save, and train two more; give these losses and what was saved."""
+    """Train two steps, save, and train two more; return the losses of these and the saved state."""
     model, optimizer = build(kind, world_size, seed=1)
     train(model, optimizer, range(2), share_of(kind, rank))
     state = state_of(model, optimizer)
@@ -136,7 +136,7 @@ def save_trained(rank: int, world_size: int, writer: str, path: Path, kind: str)
 
 
 def load_trained(rank: int, world_size: int, path: Path, kind: str) -> tuple[list[float], Full]:
-    """Load into a model and an optimizer that were made anew; give what came, and the losses of two steps."""
+    """Load into a new model and optimizer, and train two steps; return their losses and the loaded state."""
     model, optimizer = build(kind, world_size, seed=2)
     state = state_of(model, optimizer)
     assert any(isinstance(value, DTensor) for value in state["model"].values())
@@ -148,7 +148,7 @@ def load_trained(rank: int, world_size: int, path: Path, kind: str) -> tuple[lis
 
 
 class Trained(NamedTuple):
-    """A checkpoint, and for each rank that saved it the losses afterwards and what was saved."""
+    """A checkpoint and, for each rank that saved it, the losses afterwards and the saved state."""
 
     path: Path
     outcomes: list[tuple[list[float], Full]]
@@ -156,15 +156,15 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(world2: World, world4: World, tmp_path_factory: pytest.TempPathFactory):
-    """Give what was trained and saved, by writer, number of ranks and kind; each is made once."""
+    """Return a function that trains and saves with a writer, number of ranks and kind; cached."""
     worlds = {2: world2, 4: world4}
 
     @functools.cache
-    def give(writer: str, ranks: int, kind: str) -> Trained:
+    def train_and_save(writer: str, ranks: int, kind: str) -> Trained:
         path = tmp_path_factory.mktemp("trained") / "c"
         return Trained(path, worlds[ranks].results(save_trained, writer, path, kind))
 
-    return give
+    return train_and_save
 
 
 def same(left: Full, right: Full) -> bool:
@@ -176,7 +176,7 @@ def same(left: Full, right: Full) -> bool:
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_as_if_it_had_not_stopped(trained, world4: World, writer: str, kind: str) -> None:
+def test_resumed_training_equals_uninterrupted(trained, world4: World, writer: str, kind: str) -> None:
     path, before = trained(writer, 4, kind)
     after = world4.results(load_trained, path, kind)
     for (losses, saved), (losses_after, loaded) in zip(before, after, strict=True):
@@ -188,7 +188,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(trained, world4: World, write
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp_tp"])
-def test_more_ranks_and_other_layouts_take_over(trained, world4: World, writer: str, kind: str) -> None:
+def test_more_ranks_load_into_other_layouts(trained, world4: World, writer: str, kind: str) -> None:
     path, before = trained(writer, 2, "fsdp")
     saved = before[0][1]
     for losses, loaded in world4.results(load_trained, path, kind):
@@ -207,13 +207,13 @@ def load_into_plain(path: Path) -> Full:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_one_process_takes_over(trained, writer: str) -> None:
+def test_one_process_loads_whole_tensors(trained, writer: str) -> None:
     path, before = trained(writer, 4, "fsdp_tp")
     assert same(before[0][1], load_into_plain(path))
 
 
 def load_full(rank: int, world_size: int, path: Path) -> Full:
-    """Load on rank 0 alone, as whole tensors, and let torch hand them out."""
+    """Load whole tensors on rank 0 alone, and have torch broadcast them."""
     model, _ = build("fsdp", world_size, seed=2)
     state: dict[str, Any] = {}
     if rank == 0:

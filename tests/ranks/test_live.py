@@ -17,7 +17,7 @@ from tests.ranks.world import RankFailure, World, mesh_of
 
 
 class Counter:
-    """Fails where it is told to."""
+    """Live object; ``fails`` names the method that raises, or is ``Ctrl-C``."""
 
     def __init__(self, count: int, fails: str = "") -> None:
         self.count = count
@@ -25,7 +25,7 @@ class Counter:
 
     def state_dict(self) -> dict[str, Any]:
         if self._fails == "state_dict":
-            raise ValueError("no state today")
+            raise ValueError("no state")
         if self._fails == "Ctrl-C":
             raise KeyboardInterrupt
         return {"count": self.count}
@@ -62,7 +62,7 @@ def load_trained(rank: int, world_size: int, path: Path, kind: str, stepped: boo
 
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tp", "fsdp_tp"])
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
-def test_training_goes_on_as_if_it_had_not_stopped(world4: World, tmp_path: Path, kind: str, stepped: bool) -> None:
+def test_resumed_training_equals_uninterrupted(world4: World, tmp_path: Path, kind: str, stepped: bool) -> None:
     before = world4.results(save_trained, tmp_path / "c", kind, False)
     after = world4.results(load_trained, tmp_path / "c", kind, stepped)
     for (losses, saved), (losses_after, loaded) in zip(before, after, strict=True):
@@ -70,8 +70,8 @@ def test_training_goes_on_as_if_it_had_not_stopped(world4: World, tmp_path: Path
         assert losses == losses_after
 
 
-def test_other_numbers_of_ranks_take_over(world2: World, world4: World, tmp_path: Path) -> None:
-    """Also one process, whose optimizer gets whole tensors."""
+def test_other_numbers_of_ranks_load_it(world2: World, world4: World, tmp_path: Path) -> None:
+    """One process loads it as well; its optimizer gets whole tensors."""
     before = world2.results(save_trained, tmp_path / "c", "fsdp", False)
     for _, loaded in world4.results(load_trained, tmp_path / "c", "fsdp_tp", False):
         assert same(before[0][1], loaded)
@@ -96,10 +96,10 @@ def save_counter(rank: int, world_size: int, path: Path, failing: int) -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_state_dict_that_fails_on_one_rank(world2: World, tmp_path: Path, failing: int) -> None:
     outcomes = world2.run(save_counter, tmp_path / "c", failing)
-    text = "state_dict() of a (Counter) failed: ValueError: no state today"
+    text = "state_dict() of a (Counter) failed: ValueError: no state"
     assert [outcome.kind for outcome in outcomes] == ["SaveError", "SaveError"]
     assert outcomes[failing].text == text
-    assert outcomes[failing].cause == "ValueError: no state today"
+    assert outcomes[failing].cause == "ValueError: no state"
     assert outcomes[1 - failing].text == f"rank {failing}: {text}"
     assert {path.name for path in tmp_path.iterdir()} == {"next"}
 
@@ -130,7 +130,7 @@ def load_counter(rank: int, world_size: int, path: Path, failing: int, fails: st
     with aiockpt.SyncCheckpointer() as ckpt:
         try:
             ckpt.load(path, {"a": counter, "w": torch.zeros(3)})
-        finally:  # the next one works, here with an object on one rank alone
+        finally:  # the next load works, also with a live object on one rank alone
             again: Any = Counter(0) if rank else {"count": 0}
             target = {"a": again}
             ckpt.load(path, target)
@@ -163,7 +163,7 @@ def test_an_interrupt_on_one_rank_fails_the_load_on_all(world2: World, tmp_path:
 
 
 class Loader(Counter):
-    """Loads by itself, which with other ranks would wait for itself."""
+    """Object whose `load_state_dict` loads, which would deadlock with several ranks."""
 
     def __init__(self, ckpt: aiockpt.SyncCheckpointer, path: Path) -> None:
         super().__init__(0)
@@ -181,17 +181,17 @@ def load_within(rank: int, world_size: int, path: Path) -> None:
 def test_a_load_within_a_load(world2: World, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"a": Counter(7)}, tmp_path / "c")
-        ckpt.load(tmp_path / "c", {"a": Loader(ckpt, tmp_path / "c")})  # alone it may
+        ckpt.load(tmp_path / "c", {"a": Loader(ckpt, tmp_path / "c")})  # allowed in one process
     for outcome in world2.run(load_within, tmp_path / "c"):
         assert isinstance(outcome, RankFailure)
         assert "can't be loaded within a load_state_dict()" in outcome.text
 
 
-# --- optimizers whose keys mean something else on each rank ---------------------------------------------
+# --- optimizers whose keys mean different parameters on each rank ---------------------------------------
 
 
 def save_half(rank: int, world_size: int, path: Path) -> None:
-    """As pipeline stages do: each rank has parameters of its own, under the same numbers."""
+    """Save the optimizer of a pipeline stage: each rank gives the same numbers to parameters of its own."""
     alone = mesh_of(world_size, 1, names=("stages", "shards"))["shards"]
     weight = torch.nn.Parameter(distribute_tensor(torch.ones(2 + rank, 2), alone, [Shard(0)]))
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -214,7 +214,7 @@ def test_optimizers_that_need_names(world2: World, tmp_path: Path, save: Any, wh
         assert "Use get_state_dict(model, optim)" in outcome.text
 
 
-def ddp_saves(rank: int, world_size: int, path: Path) -> None:
+def save_and_load_ddp(rank: int, world_size: int, path: Path) -> None:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
     optimizer = torch.optim.Adam(model.parameters())
@@ -234,4 +234,4 @@ def ddp_saves(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_data_parallel(world2: World, tmp_path: Path) -> None:
-    world2.results(ddp_saves, tmp_path / "c")
+    world2.results(save_and_load_ddp, tmp_path / "c")

@@ -1,4 +1,4 @@
-"""Ranks and plans that could lose step with each other: saves in flight, failed ones, and ranks that don't come."""
+"""Ranks and plans stay in step: with saves in flight, after failed saves, and if a rank never calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair(rank: int, one: int, other: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 async def save_unlike(rank: int, world_size: int, path: Path, planning: Any) -> list[str]:
-    """Save A and B of another form together, of which B fails, then C like B, then A again."""
+    """Have A and B, of different forms, in flight, of which B fails; then save C like B and D like A."""
     async with aiockpt.AsyncCheckpointer(planning=planning, coordination_timeout=30) as ckpt:
         first = ckpt.save(pair(rank, 50_000, 60_000, 0), path / "a")
         second = ckpt.save(pair(rank, 60_000, 50_000, 1), path / "b", pre_commit=fails if rank == 1 else None)
@@ -81,7 +81,7 @@ def test_decentralized_saves_go_on_after_a_failure(world2: World, tmp_path: Path
 
 
 async def save_hinted(rank: int, world_size: int, path: Path) -> list[str]:
-    """Save with a hint, without, and with it on one rank alone."""
+    """Save with a hint, without one, with one on rank 0 alone, and with one again."""
     async with aiockpt.AsyncCheckpointer(coordination_timeout=30) as ckpt:
         hints = ["x", None, "x" if rank == 0 else None, "x"]
         state = pair(rank, 500, 300, 0)
@@ -125,7 +125,7 @@ def test_trees_that_contradict_each_other_are_refused(world2: World, tmp_path: P
 
 
 async def load_alone(rank: int, world_size: int, path: Path) -> str:
-    """Rank 0 loads before rank 1 does, and is cancelled; then both load."""
+    """Cancel a load of rank 0 before rank 1 has called, then load on both ranks."""
     state = {"w": torch.full((50_000,), -1.0)}
     async with aiockpt.AsyncCheckpointer(coordination_timeout=600) as ckpt:
         await ckpt.save({"w": torch.arange(50_000.0)}, path / "c")
@@ -134,13 +134,13 @@ async def load_alone(rank: int, world_size: int, path: Path) -> str:
             await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await task  # at once: rank 1 waits for this before it comes
+                await task  # at once: rank 1 calls only after this
             await asyncio.to_thread(dist.barrier)
         else:
             await asyncio.to_thread(dist.barrier)
             with pytest.raises(aiockpt.LoadError, match=r"rank 0: the load of .* was cancelled") as caught:
                 await ckpt.load(path / "c", state)
-            # If rank 0 had agreed to begin before it was cancelled, this rank has filled its tensor, and is told so.
+            # If rank 0 agreed to begin before it was cancelled, this rank has filled its tensor, and `placed` names it.
             filled = torch.arange(50_000.0) if caught.value.placed else torch.full((50_000,), -1.0)
             assert caught.value.placed in ((), ("w",))
             assert torch.equal(state["w"], filled)
@@ -150,19 +150,19 @@ async def load_alone(rank: int, world_size: int, path: Path) -> str:
     return "loaded" if torch.equal(state["w"], torch.arange(50_000.0)) else "other values"
 
 
-def test_a_load_that_waits_for_other_ranks_can_be_left(world2: World, tmp_path: Path) -> None:
+def test_a_load_that_waits_for_other_ranks_can_be_cancelled(world2: World, tmp_path: Path) -> None:
     assert world2.results(load_alone, tmp_path) == ["loaded", "loaded"]
 
 
 def close_while_waiting(rank: int, world_size: int, path: Path) -> str:
-    """Close a checkpointer whose save, or load, the other rank does not join."""
+    """Close a checkpointer during a save that the other rank does not join."""
     ckpt = aiockpt.SyncCheckpointer(coordination_timeout=600, drain_timeout=0.2)
     ckpt.save({"w": torch.arange(50_000.0)}, path / "c")
     dist.barrier()
     told = ""
     if rank == 1:
         aiockpt.engine.engine.CANCEL_GRACE_S = 3.0
-        coordinator._END_S = 0.5  # a thread waits for rank 0, however long one waits for it
+        coordinator._END_S = 0.5  # the thread waits for rank 0 longer than any limit here
         ckpt.submit({"w": torch.ones(5)}, path / "d")
         with pytest.raises(aiockpt.SaveCancelledError, match="nothing of it is left"):
             ckpt.close()
@@ -173,7 +173,7 @@ def close_while_waiting(rank: int, world_size: int, path: Path) -> str:
     return told
 
 
-def test_closing_does_not_wait_for_ranks_that_do_not_come(tmp_path: Path) -> None:
+def test_close_does_not_wait_for_ranks_that_never_call(tmp_path: Path) -> None:
     with World(2) as world:
         assert world.results(close_while_waiting, tmp_path, timeout_s=60) == ["", "closed"]
 
@@ -197,7 +197,7 @@ else:
 """
 
 
-def test_a_process_ends_though_another_rank_never_comes(tmp_path: Path) -> None:
+def test_a_process_exits_although_another_rank_never_calls(tmp_path: Path) -> None:
     stays, leaves = (
         subprocess.Popen(
             [sys.executable, "-c", _LEAVES, str(rank), str(tmp_path)],
@@ -230,6 +230,6 @@ def save_after_the_end(rank: int, world_size: int, path: Path) -> list[str]:
     return told
 
 
-def test_a_group_that_is_gone_is_not_taken_for_a_process_alone(tmp_path: Path) -> None:
+def test_a_destroyed_group_is_not_mistaken_for_one_process(tmp_path: Path) -> None:
     with World(2) as world:
         assert world.results(save_after_the_end, tmp_path) == [["refused", "refused", "1"]] * 2

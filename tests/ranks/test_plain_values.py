@@ -1,4 +1,4 @@
-"""Values that need no permission, and those that do, where several ranks save together."""
+"""Values that need no `safe_globals`, and values that do, saved by several ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.ranks.world import World
 
 
 class Settings:
-    """Needs permission."""
+    """Class that a load has to allow with `safe_globals`."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
 
 def plain_state(rank: int) -> dict[str, Any]:
-    """Some of it is the same on all ranks, some is the rank's own."""
+    """Return values of which some are the same on all ranks and some are the rank's own."""
     generator = np.random.default_rng(rank)
     return {
         "shared": np.arange(12, dtype=np.int16).reshape(3, 4),
@@ -50,7 +50,7 @@ def save_plain(rank: int, world_size: int, path: Path) -> None:
 
 
 def load_plain(rank: int, world_size: int, path: Path) -> None:
-    """Each rank reads what the other one saved."""
+    """Load, and compare with the values that the other rank saved."""
     expected = plain_state((rank + 1) % world_size)
     name = next(key for key in expected if key.startswith("own"))
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -88,10 +88,10 @@ def load_settings(rank: int, world_size: int, path: Path) -> tuple[int, int]:
         except aiockpt.UnsafeCheckpointError:
             loaded = ckpt.load(path, safe_globals=[Settings])
             return loaded["all"].rank, loaded[f"own{1 - rank}"].rank
-    raise AssertionError("it was loaded without permission")
+    raise AssertionError("it was loaded without safe_globals")
 
 
-def test_ranks_warn_of_what_will_need_permission(world2: World, tmp_path: Path) -> None:
+def test_ranks_warn_of_values_that_will_need_safe_globals(world2: World, tmp_path: Path) -> None:
     seen = world2.results(save_settings, tmp_path / "c")
     for rank, messages in enumerate(seen):
         assert len(messages) == 1, messages

@@ -1,4 +1,4 @@
-"""Several ranks, whose saves come too fast or take too long: they skip, and give up, together."""
+"""Saves that come too fast or take too long: all ranks skip them or give up together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.states import assert_same
 
 
 async def save_too_fast(rank: int, size: int, folder: Path, options: dict[str, Any]) -> list[tuple[bool, str]]:
-    """Save three times while the first is held up on rank 0; tell of each whether it was skipped, and its error."""
+    """Save three times while rank 0 holds up the first; return for each whether it was skipped, and its error."""
     storage = GatedStorage(LocalStorage(), ["commit"] if rank == 0 else [])
     async with aiockpt.AsyncCheckpointer(drain_timeout=20, **options, **SMALL) as ckpt:
         saves = [ckpt.save(state_of(rank, size, number), folder / str(number), storage=storage) for number in range(3)]
@@ -41,7 +41,7 @@ async def save_too_fast(rank: int, size: int, folder: Path, options: dict[str, A
     [({"on_busy": "skip"}, [1, 2]), ({"on_busy": "skip", "max_in_flight": 2}, [2]), ({"on_busy": "supersede"}, [1])],
     ids=str,
 )
-def test_rank_0_decides_which_saves_are_left_out(
+def test_rank_0_decides_which_saves_are_skipped(
     world2: World, tmp_path: Path, options: dict[str, Any], skipped: list[int]
 ) -> None:
     outcomes = world2.results(save_too_fast, tmp_path, options)
@@ -54,8 +54,8 @@ def test_rank_0_decides_which_saves_are_left_out(
             assert_same(whole_state(2, int(name)), ckpt.load(tmp_path / name))
 
 
-async def be_slow(rank: int, size: int, folder: Path, slow: int) -> str:
-    """Save while one rank is held up for longer than a save may take."""
+async def save_slowly(rank: int, size: int, folder: Path, slow: int) -> str:
+    """Save while one rank is held up for longer than `save_timeout`."""
     storage = GatedStorage(LocalStorage(), ["write"] if rank == slow else [])
     timeout = 0.5 if rank == slow else 60.0
     async with aiockpt.AsyncCheckpointer(save_timeout=timeout, **SMALL) as ckpt:
@@ -70,12 +70,12 @@ async def be_slow(rank: int, size: int, folder: Path, slow: int) -> str:
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_save_that_is_given_up_on_one_rank_fails_on_all(world2: World, tmp_path: Path, slow: int) -> None:
-    assert world2.results(be_slow, tmp_path, slow) == ["SaveTimeoutError", "SaveTimeoutError"]
+def test_a_save_that_times_out_on_one_rank_fails_on_all(world2: World, tmp_path: Path, slow: int) -> None:
+    assert world2.results(save_slowly, tmp_path, slow) == ["SaveTimeoutError", "SaveTimeoutError"]
     assert not (tmp_path / "c").exists()
 
 
-async def want_a_fallback(rank: int, size: int, folder: Path) -> str:
+async def save_with_a_fallback(rank: int, size: int, folder: Path) -> str:
     async with aiockpt.AsyncCheckpointer(fallback_path=folder / "spare") as ckpt:
         try:
             ckpt.save(state_of(rank, size, 1), folder / "c")
@@ -84,7 +84,7 @@ async def want_a_fallback(rank: int, size: int, folder: Path) -> str:
     return ""
 
 
-def test_there_is_no_fallback_for_several_ranks(world2: World, tmp_path: Path) -> None:
-    for message in world2.results(want_a_fallback, tmp_path):
+def test_a_fallback_path_is_refused_with_several_ranks(world2: World, tmp_path: Path) -> None:
+    for message in world2.results(save_with_a_fallback, tmp_path):
         assert "fallback_path is for one process" in message
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The program for many ranks that the documentation shows."""
+"""The example program for several ranks in the documentation."""
 
 from __future__ import annotations
 

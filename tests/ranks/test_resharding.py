@@ -1,4 +1,4 @@
-"""Loading into distributed tensors: saved by some ranks in one layout, loaded by others in another."""
+"""Loads into distributed tensors, saved by some ranks in one layout and loaded by others in another."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def local_of(tensor: DTensor) -> torch.Tensor:
 
 
 def differing(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Give the keys whose local parts are not the same, bit for bit."""
+    """Return the keys whose local parts differ in any bit."""
     assert found.keys() == expected.keys()
     return [name for name in found if bits(local_of(found[name])) != bits(local_of(expected[name]))]
 
 
 def load_in(rank: int, world_size: int, paths: list[Path], layout: str) -> None:
-    """Load each into tensors that hold other values, and compare with what torch lays out."""
+    """Load each checkpoint into tensors with other values, and compare with the layout that torch makes."""
     expected = distributed(layout, world_size)
     with aiockpt.SyncCheckpointer() as ckpt:
         for path in paths:
@@ -73,10 +73,10 @@ def load_in(rank: int, world_size: int, paths: list[Path], layout: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(world2: World, world4: World, tmp_path_factory: pytest.TempPathFactory):
-    """Give checkpoints by writer, number of ranks and layout; each is saved once."""
+    """Return a function that saves with a writer, number of ranks and layout; cached."""
     made: dict[tuple[str, int, str], Path] = {}
 
-    def give(writer: str, ranks: int, layout: str) -> Path:
+    def save_once(writer: str, ranks: int, layout: str) -> Path:
         key = (writer, ranks, layout)
         if key not in made:
             made[key] = tmp_path_factory.mktemp("saved") / "-".join(map(str, key))
@@ -87,7 +87,7 @@ def saved(world2: World, world4: World, tmp_path_factory: pytest.TempPathFactory
                 {2: world2, 4: world4}[ranks].results(save, writer, made[key], layout)
         return made[key]
 
-    return give
+    return save_once
 
 
 SAVED = [("dcp", 1, "plain")] + [(w, ranks, layout) for w in WRITERS for ranks in (2, 4) for layout in LAYOUTS]
@@ -109,7 +109,7 @@ def test_one_process_gets_whole_tensors(saved, writer: str, ranks: int, layout: 
 
 
 READ = [("dcp", 4), ("aiockpt", 2), ("aiockpt", 8)]
-"""By whom the checkpoints are written that so many ranks read."""
+"""Writers, each with a number of ranks that read its checkpoints."""
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -121,9 +121,9 @@ def test_every_layout_loads_into_every_other(
     paths = []
     for writer, saved_by, layout in SAVED:
         if layout == "fsdp_tp" and into != "fsdp_tp":
-            continue  # it has no empty and no 0-d tensors; see below
+            continue  # fsdp_tp has no empty and no 0-d tensors; see below
         if (writer, ranks) not in READ or (ranks == 8 and saved_by != 4):
-            continue  # which would tell no more, and take minutes
+            continue  # would find nothing more, and take minutes
         paths.append(saved(writer, saved_by, layout))
     world.results(load_in, paths, into)
 
@@ -149,7 +149,7 @@ def test_fsdp_over_tensor_parallelism_loads_into_all(
         world.results(load_common, saved(writer, 4, "fsdp_tp"), into)
 
 
-# --- what is read ---------------------------------------------------------------------------------
+# --- bytes read -----------------------------------------------------------------------------------
 
 
 def count_bytes(rank: int, world_size: int, paths: list[Path], layout: str) -> list[tuple[int, int]]:
@@ -176,7 +176,7 @@ def test_each_rank_reads_only_its_bytes(saved, world4: World, writer: str, into:
 
 
 class Watched(WrapperStorage):
-    """Tells whether what is read was shared with other ranks of the host."""
+    """Storage that counts the sources that a load shares with other ranks of the host."""
 
     shared = 0
 
@@ -193,7 +193,7 @@ class Watched(WrapperStorage):
 
 
 def load_large(rank: int, world_size: int, path: Path, placements: list[Placement]) -> int:
-    """Load 20 MiB; the first half of the ranks and the second half, or all of them, have the same parts."""
+    """Load a tensor of 20 MiB with the given placements; return how many sources were shared."""
     whole = torch.randn(2560, 2048, generator=torch.Generator().manual_seed(12))
     mesh = mesh_of(2, world_size // 2)
     target = distribute_tensor(torch.zeros_like(whole), mesh, placements)
@@ -204,16 +204,16 @@ def load_large(rank: int, world_size: int, path: Path, placements: list[Placemen
     return storage.shared
 
 
-def test_what_ranks_of_a_host_read_alike_comes_through_the_page_cache(world4: World, tmp_path: Path) -> None:
+def test_ranks_of_a_host_share_equal_reads_through_the_page_cache(world4: World, tmp_path: Path) -> None:
     whole = torch.randn(2560, 2048, generator=torch.Generator().manual_seed(12))
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": whole}, tmp_path / "c")
     assert world4.results(load_large, tmp_path / "c", [Replicate(), Replicate()]) == [1] * 4
-    assert world4.results(load_large, tmp_path / "c", [Shard(0), Replicate()]) == [0] * 4  # below what matters
+    assert world4.results(load_large, tmp_path / "c", [Shard(0), Replicate()]) == [0] * 4  # 10 MiB: too few to share
     assert world4.results(load_large, tmp_path / "c", [Shard(0), Shard(1)]) == [0] * 4
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- targets that do not fit ----------------------------------------------------------------------
 
 
 def load_one(rank: int, world_size: int, path: Path, kind: str) -> str:
@@ -260,7 +260,7 @@ def load_one(rank: int, world_size: int, path: Path, kind: str) -> str:
         ("sizes", "ShapeMismatchError", r"model.even is a DTensor of \(16, 24\) whose local part is \([56], 24\)"),
     ],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(saved, world2: World, kind: str, error: str, said: str) -> None:
+def test_a_target_that_does_not_fit_is_refused(saved, world2: World, kind: str, error: str, said: str) -> None:
     outcomes = world2.run(load_one, saved("dcp", 4, "shard0"), kind)
     assert [type(outcome) for outcome in outcomes] == [RankFailure, RankFailure]
     for outcome in outcomes:
@@ -269,7 +269,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(saved, world2: World, kind: 
             raise AssertionError(outcome.text)
 
 
-def test_a_key_that_one_rank_alone_asks_for_changes_nothing_on_any(saved, world2: World) -> None:
+def test_a_missing_key_of_one_rank_changes_nothing_on_any_rank(saved, world2: World) -> None:
     first, second = world2.run(load_one, saved("dcp", 4, "shard0"), "rank 1 alone")
     assert (second.kind, second.text.count("the keys asked for: model.odd")) == ("MissingKeysError", 1)
     assert (first.kind, first.text) == ("MissingKeysError", second.text)
@@ -277,7 +277,7 @@ def test_a_key_that_one_rank_alone_asks_for_changes_nothing_on_any(saved, world2
     assert second.cause.startswith("MissingKeysError: ")
 
 
-def test_a_damaged_part_is_found_by_who_reads_it_and_told_to_all(saved, world4: World, tmp_path: Path) -> None:
+def test_damage_that_one_rank_finds_fails_the_load_on_all(saved, world4: World, tmp_path: Path) -> None:
     path = tmp_path / "damaged"
     world4.results(save, "dcp", path, "shard0")
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
@@ -295,10 +295,10 @@ def test_a_damaged_part_is_found_by_who_reads_it_and_told_to_all(saved, world4: 
     assert "no tensor was changed" in text
 
 
-# --- corners --------------------------------------------------------------------------------------
+# --- unusual targets ------------------------------------------------------------------------------
 
 
-def load_corners(rank: int, world_size: int, path: Path) -> None:
+def load_unusual(rank: int, world_size: int, path: Path) -> None:
     full = full_tensors()
     other = full_tensors(8)
     mesh = mesh_of(world_size)
@@ -306,7 +306,7 @@ def load_corners(rank: int, world_size: int, path: Path) -> None:
     parameter = torch.nn.Parameter(distribute_tensor(other["even"], mesh, [Shard(0)]))
     strided = distribute_tensor(other["cube"], mesh_of(2, 2), [_StridedShard(0, split_factor=3), Replicate()])
     outside = distribute_tensor(other["large"], part, [Shard(0)])
-    backwards = DTensor.from_local(  # a local tensor that is no row after row
+    backwards = DTensor.from_local(  # a local tensor that is not row-major
         local_of(distribute_tensor(other["uneven"], mesh, [Shard(1)])).t().contiguous().t(),
         mesh,
         [Shard(1)],
@@ -321,7 +321,7 @@ def load_corners(rank: int, world_size: int, path: Path) -> None:
     assert parameter._version > versions[0]
     assert local_of(parameter)._version > versions[1]
     assert bits(parameter.full_tensor()) == bits(full["even"])
-    rows = full["cube"].view(3, 2, 9, 10)[:, rank // 2]  # one of every two
+    rows = full["cube"].view(3, 2, 9, 10)[:, rank // 2]  # one row of every two
     assert bits(local_of(strided)) == bits(rows)
     columns = full["uneven"].chunk(world_size, 1)
     assert local_of(backwards).stride(0) == 1
@@ -332,15 +332,15 @@ def load_corners(rank: int, world_size: int, path: Path) -> None:
         assert local_of(outside).numel() == 0
 
 
-def test_corners(saved, world4: World) -> None:
+def test_unusual_distributed_tensors(saved, world4: World) -> None:
     for writer in WRITERS:
-        world4.results(load_corners, saved(writer, 2, "grid"))
+        world4.results(load_unusual, saved(writer, 2, "grid"))
 
 
 def load_sharded_tensor(rank: int, world_size: int, path: Path) -> None:
     full, other = full_tensors(), full_tensors(8)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch would rather see DTensors
+        warnings.simplefilter("ignore", FutureWarning)  # ShardedTensor is deprecated
         tops = [0, 5, 6, 13][rank : rank + 2] + [16] * (rank == 3)
         where = [ShardMetadata([tops[0], 0], [tops[1] - tops[0], 10], f"rank:{rank}/cpu")]
         where += [ShardMetadata([tops[0], 10], [tops[1] - tops[0], 14], f"rank:{rank}/cpu")]
@@ -366,7 +366,7 @@ def test_sharded_tensors(saved, world4: World) -> None:
 
 
 def load_unfinished(rank: int, world_size: int, path: Path) -> None:
-    """Load into a tensor whose collective nobody has waited for."""
+    """Load into a tensor with a pending collective."""
     mesh = mesh_of(world_size)
     sharded = distribute_tensor(full_tensors(8)["even"], mesh, [Shard(0)])
     target = sharded.redistribute(placements=[Replicate()], async_op=True)

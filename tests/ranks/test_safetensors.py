@@ -1,4 +1,4 @@
-"""Safetensors from several ranks: each writes its parts of the same files, which are those that one process writes."""
+"""Safetensors from several ranks: each writes its parts of the files, which equal those of one process."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ def small(**options: Any) -> aiockpt.SyncCheckpointer:
 
 
 def patterned(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Make a tensor whose every byte differs from its neighbours'."""
+    """Return a tensor in which each byte differs from its neighbours."""
     count = torch.Size(shape).numel() * dtype.itemsize
     return ((torch.arange(count) * 7 + seed) % 251).to(torch.uint8).view(dtype).reshape(shape)
 
 
 def whole_state() -> dict[str, Any]:
-    """Make the whole tensors: the same in every process."""
+    """Return the whole tensors: the same in every process."""
     tied = patterned(torch.float32, 90, 33, seed=1)
     return {
         "model": {
             **full_tensors(),
             "tied": tied,
             "bf16": patterned(torch.bfloat16, 513, 65, seed=2),
-            "fp8": patterned(torch.uint8, 41, 6, seed=3),  # a float8 once it is cut, which torch can't do itself
+            "fp8": patterned(torch.uint8, 41, 6, seed=3),  # viewed as float8 after sharding: torch can't shard float8
             "bytes": patterned(torch.uint8, 1001, seed=4),
-            "one row": patterned(torch.int32, 1, 5, seed=5),  # of which most ranks have nothing
+            "one row": patterned(torch.int32, 1, 5, seed=5),  # most ranks have no part of it
             "turned": patterned(torch.float32, 64, 48, seed=6),
-            "direct": patterned(torch.float32, 4, 1 << 19, seed=7),  # rows of 2 MiB, past the page cache
+            "direct": patterned(torch.float32, 4, 1 << 19, seed=7),  # rows of 2 MiB, large enough for direct I/O
         },
         "head": tied,
         "plain": patterned(torch.float64, 77, seed=8),
@@ -66,7 +66,7 @@ def whole_state() -> dict[str, Any]:
 
 
 def as_saved(state: dict[str, Any]) -> dict[str, Any]:
-    """Give the state its float8 tensor; `state` has bytes in its place."""
+    """Return the state with its float8 tensor, which is uint8 in ``state``."""
     model = state["model"]
     cut = model["fp8"]
     if isinstance(cut, DTensor):
@@ -78,7 +78,7 @@ def as_saved(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def laid_out(layout: str, world_size: int) -> dict[str, Any]:
-    """Cut the whole tensors: by rows, columns, both, not at all, or each one in its own way."""
+    """Return the whole tensors sharded by rows, by columns, by both, not at all, or each one differently."""
     state = whole_state()
     mesh = mesh_of(2, world_size // 2) if layout in ("grid", "hsdp") else mesh_of(world_size)
 
@@ -127,7 +127,7 @@ def assert_same_directory(found: Path, expected: Path) -> None:
     mine, theirs = contents(found), contents(expected)
     assert mine.keys() == theirs.keys()
     for name, data in theirs.items():
-        assert mine[name] == data, f"{name} has other bytes"
+        assert mine[name] == data, f"{name} differs"
     manifests = [json.loads((path / ".aiockpt.json").read_text()) for path in (found, expected)]
     for key in ("files", "metadata", "containers"):
         assert manifests[0][key] == manifests[1][key]
@@ -141,7 +141,7 @@ def assert_same_directory(found: Path, expected: Path) -> None:
         *((4, layout) for layout in ("rows", "columns", "replicated", "grid", "hsdp", "mixed")),
     ],
 )
-def test_the_files_are_those_of_one_process(worlds: dict[int, World], tmp_path: Path, ranks: int, layout: str) -> None:
+def test_files_equal_those_of_one_process(worlds: dict[int, World], tmp_path: Path, ranks: int, layout: str) -> None:
     given = {"shard_bytes": 3_000_000, "metadata": {"step": 3, "run": "ä"}}
     expected = alone(tmp_path / "one", **given)
     results = worlds[ranks].results(save, tmp_path / "many", layout, dict(given))
@@ -163,7 +163,7 @@ def test_the_files_are_those_of_one_process(worlds: dict[int, World], tmp_path: 
             assert opened.metadata()["step"] == "3"
 
 
-@pytest.mark.parametrize("chunk_bytes", [CHUNK, 3 << 20], ids=["through the page cache", "past it"])
+@pytest.mark.parametrize("chunk_bytes", [CHUNK, 3 << 20], ids=["page cache", "direct I/O"])
 @pytest.mark.parametrize("layout", ["rows", "columns"])
 def test_one_file(world2: World, tmp_path: Path, layout: str, chunk_bytes: int) -> None:
     expected = alone(tmp_path / "one.safetensors")
@@ -178,7 +178,7 @@ def test_one_file(world2: World, tmp_path: Path, layout: str, chunk_bytes: int) 
 def test_a_writer_process_and_decentralized_planning(
     world2: World, tmp_path: Path, path: str, given: dict[str, Any]
 ) -> None:
-    """The global plan fixes the places, whoever plans the saves of the other format."""
+    """The files are the same: safetensors always uses the plan of rank 0."""
     with World(2, may_start=True) as world:
         world.results(save, tmp_path / path, "mixed", given)
     alone(tmp_path / "one")
@@ -199,13 +199,13 @@ def save_again(rank: int, world_size: int, path: Path) -> None:
                 state[name].to_local().view(torch.int32).copy_(local)
             if step == 3:
                 state["late"] = torch.full((5,), 7.0)
-            # The metadata of rank 0 counts.
+            # Rank 0's metadata is saved.
             ckpt.save(
                 state, path / str(step), format="safetensors", metadata=metadata if rank == 0 else {"step": "other"}
             )
 
 
-def test_a_layout_serves_until_it_does_not_fit(world2: World, tmp_path: Path) -> None:
+def test_a_cached_layout_is_used_until_it_no_longer_fits(world2: World, tmp_path: Path) -> None:
     world2.results(save_again, tmp_path)
     for step, said in enumerate(("1", "2", str(10**9), "3")):
         found = load_file(tmp_path / str(step) / "model.safetensors")
@@ -218,13 +218,13 @@ def test_a_layout_serves_until_it_does_not_fit(world2: World, tmp_path: Path) ->
 
 
 def save_stages(rank: int, world_size: int, path: Path) -> None:
-    """Save as a pipeline does: each rank has keys of its own, one has none."""
+    """Save pipeline stages: each rank has keys of its own, and rank 1 has none."""
     state = {f"stage{rank}.w": patterned(torch.float32, 100 * rank, 70, seed=rank)} if rank != 1 else {}
     with small() as ckpt:
         ckpt.save(state, path, format="safetensors", shard_bytes=40_000)
 
 
-def test_ranks_may_have_other_keys_or_none(world4: World, tmp_path: Path) -> None:
+def test_ranks_may_have_different_keys_or_none(world4: World, tmp_path: Path) -> None:
     world4.results(save_stages, tmp_path / "many")
     whole = {f"stage{rank}.w": patterned(torch.float32, 100 * rank, 70, seed=rank) for rank in (0, 2, 3)}
     with small(process_group=None) as ckpt:
@@ -279,7 +279,7 @@ def refused(rank: int, world_size: int, path: Path) -> list[str]:
     return said
 
 
-def test_what_can_not_be_saved_is_refused_on_all_ranks(world2: World, tmp_path: Path) -> None:
+def test_invalid_states_and_options_are_refused_on_all_ranks(world2: World, tmp_path: Path) -> None:
     said = world2.results(refused, tmp_path / "c")
     expected = ["n is not a plain tensor", "division into files", "w is not in fqn_to_index_mapping", "tensor of (3,)"]
     for texts in said:
@@ -315,7 +315,7 @@ def test_a_rank_that_fails_leaves_nothing(world2: World, tmp_path: Path, step: s
 
 
 def die_when_staged(rank: int, world_size: int, path: Path) -> None:
-    """Save, and be killed when everything is staged and nothing written: the writer processes go on."""
+    """Save, and die once everything is staged but no file is finished; the writer process goes on."""
     writer = aiockpt.ProcessWriter(agreement_timeout=20)
     ckpt = aiockpt.SyncCheckpointer(writer=writer, coordination_timeout=60)
     storage = Gate(path.parent / f"gate{rank}").storage("finish")
@@ -342,7 +342,7 @@ def test_the_writer_processes_publish_without_the_trainers(tmp_path: Path, name:
 
 
 def save_while_one_dies(rank: int, world_size: int, path: Path, dead: int, moment: str) -> int:
-    """Save over an older file; one rank's trainer is killed when it has staged, or when both names are exchanged."""
+    """Overwrite a file; one rank's trainer dies when it has staged, or when both names have been exchanged."""
     failing.expect_no_reason()
     writer = aiockpt.ProcessWriter(agreement_timeout=20)
     with small(writer=writer, coordination_timeout=60, staging_bytes=32 << 20) as ckpt:
@@ -359,7 +359,7 @@ def save_while_one_dies(rank: int, world_size: int, path: Path, dead: int, momen
 
 
 @pytest.mark.parametrize(("dead", "moment"), [(0, "staged"), (1, "staged"), (0, "replacing")])
-def test_a_survivor_of_one_file_is_told_that_it_was_published(tmp_path: Path, dead: int, moment: str) -> None:
+def test_the_surviving_rank_learns_that_the_file_was_published(tmp_path: Path, dead: int, moment: str) -> None:
     with World(2, may_start=True) as world:
         outcomes = world.run(save_while_one_dies, tmp_path / "c.safetensors", dead, moment)
         assert all(ended(int((tmp_path / f"pid{rank}").read_text())) for rank in range(2))
@@ -392,7 +392,7 @@ def test_a_rank_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
 
 
 def save_llama(rank: int, world_size: int, path: Path) -> None:
-    """Save a tiny model of which each rank has a part of every tensor, by rows and by columns."""
+    """Save a tiny model whose tensors are sharded by rows or by columns."""
     mesh = mesh_of(world_size)
     state = {
         name: distribute_tensor(tensor, mesh, [Shard(number % tensor.dim())])

@@ -1,4 +1,4 @@
-"""Saving with several ranks: one checkpoint, of which each rank writes a share."""
+"""Saves by several ranks: each rank writes a share of one checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 def refused(rank: int, world_size: int, path: Path) -> list[str]:
-    """What several ranks are told that would compress or transform."""
+    """Return the errors of a save with compression and of one with transforms."""
     told = []
     for options, given in (({}, {"compress": "zstd"}), ({"transforms": [Zstd()]}, {})):
         with aiockpt.SyncCheckpointer(**options) as ckpt, pytest.raises(aiockpt.SaveError) as caught:
@@ -52,7 +52,7 @@ def refused(rank: int, world_size: int, path: Path) -> list[str]:
     return told
 
 
-def test_several_ranks_save_items_as_they_are(world2: World, tmp_path: Path) -> None:
+def test_compression_and_transforms_are_refused_with_several_ranks(world2: World, tmp_path: Path) -> None:
     for compress, transforms in world2.results(refused, tmp_path / "c"):
         assert "compress is for one process" in compress
         assert "transforms is for one process" in transforms
@@ -72,7 +72,7 @@ def save_layout(rank: int, world_size: int, path: Path, layout: str, planning: A
         *((8, "central", layout) for layout in ("shard1", "grid", "fsdp_tp")),
     ],
 )
-def test_every_layout_comes_back_here_and_in_stock_torch(
+def test_every_layout_loads_here_and_in_stock_torch(
     worlds: dict[int, World], tmp_path: Path, ranks: int, planning: str, layout: str
 ) -> None:
     path = tmp_path / "c"
@@ -85,7 +85,7 @@ def test_every_layout_comes_back_here_and_in_stock_torch(
     assert same(state["model"], expected)
     target = {"model": {name: torch.full_like(tensor, 1) for name, tensor in expected.items()}, "step": 0}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process, which is meant
+        warnings.simplefilter("ignore")  # torch warns that there is one process
         dcp.load(target, checkpoint_id=path, **ALONE)
     assert same(target["model"], expected)
     assert target["step"] == 7
@@ -113,7 +113,7 @@ def save_replicated(rank: int, world_size: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_what_all_ranks_have_is_written_once_and_spread_evenly(
+def test_replicated_tensors_are_written_once_and_spread_evenly(
     worlds: dict[int, World], tmp_path: Path, ranks: int
 ) -> None:
     path = tmp_path / "c"
@@ -146,7 +146,7 @@ def save_arrays(rank: int, world_size: int, path: Path) -> None:
     assert {type(value) for value in target["own"].values()} == {np.ndarray}
 
 
-def test_arrays_are_written_once_and_are_arrays_again(world2: World, tmp_path: Path) -> None:
+def test_arrays_are_written_once_and_loaded_as_arrays(world2: World, tmp_path: Path) -> None:
     path = tmp_path / "c"
     world2.results(save_arrays, path)
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -165,7 +165,7 @@ def test_arrays_are_written_once_and_are_arrays_again(world2: World, tmp_path: P
 
 
 def save_stages(rank: int, world_size: int, path: Path) -> None:
-    """Save as a pipeline does: each rank has layers of its own, and some have none."""
+    """Save pipeline stages: ranks 1 and 3 have layers of their own, ranks 0 and 2 have nothing."""
     torch.manual_seed(100 + rank)
     state: dict[Any, Any] = {}
     if rank % 2:
@@ -177,12 +177,12 @@ def save_stages(rank: int, world_size: int, path: Path) -> None:
         ckpt.save(state, path)
 
 
-def test_ranks_may_have_other_keys_or_none(world4: World, tmp_path: Path) -> None:
+def test_ranks_may_have_different_keys_or_none(world4: World, tmp_path: Path) -> None:
     world4.results(save_stages, tmp_path / "c")
     state = loaded(tmp_path / "c")
     assert type(state["stages"]) is OrderedDict
     assert list(state["stages"]) == ["layer1", "layer3"]
-    assert state["only"] == {"rank": (1, "text")}  # of what several ranks have, the lowest one's is kept
+    assert state["only"] == {"rank": (1, "text")}  # if several ranks have a key, the lowest rank's value is saved
     assert list(map(repr, state["odd"])) == ["0.5", "(1, None)", "True", "1.5", "(3, None)"]
     for rank in (1, 3):
         assert state["odd"][rank / 2].numel() == state["odd"][rank, None] == rank
@@ -194,7 +194,7 @@ def test_ranks_may_have_other_keys_or_none(world4: World, tmp_path: Path) -> Non
 
 
 def save_owned(rank: int, world_size: int, path: Path) -> None:
-    """Save a ShardedTensor of which each rank has two pieces, and one of which rank 1 has all."""
+    """Save a ShardedTensor with two pieces on each rank, and one that is all on rank 1."""
     whole = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
 
     def owned(rows: list[int]) -> ShardedTensor:
@@ -241,7 +241,7 @@ def test_tied_tensors_are_written_once(world2: World, tmp_path: Path) -> None:
 
 
 def save_again(rank: int, world_size: int, path: Path) -> list[tuple[int, int]]:
-    """Save a state that changes, again and again; give how large the first rounds' messages were, and the plan used."""
+    """Save a changing state six times; return for each the size of the planning message and the plan's token."""
     mesh = mesh_of(world_size)
     generator = torch.Generator().manual_seed(5)
     whole = {f"w{number}": torch.randn(40 + number, 9, generator=generator) for number in range(30)}
@@ -271,14 +271,14 @@ def save_again(rank: int, world_size: int, path: Path) -> list[tuple[int, int]]:
     return seen
 
 
-def test_a_plan_is_made_once_and_serves_until_something_changes(world4: World, tmp_path: Path) -> None:
+def test_a_plan_is_reused_until_something_changes(world4: World, tmp_path: Path) -> None:
     seen = world4.results(save_again, tmp_path)
     for rank, rounds in enumerate(seen):
         sizes, tokens = zip(*rounds, strict=True)
         assert tokens == (1, 1, 1, 2, 2, 2)
         assert sizes[0] > 1000
-        assert max(sizes[1], sizes[2], sizes[4], sizes[5]) < 200  # nothing but the number of the plan
-        assert (sizes[3] > 1000) == (rank == 1)  # who has the same as before says so
+        assert max(sizes[1], sizes[2], sizes[4], sizes[5]) < 200  # only the token of the plan
+        assert (sizes[3] > 1000) == (rank == 1)  # a rank without changes sends only the token
     generator = torch.Generator().manual_seed(5)
     whole = {f"w{number}": torch.randn(40 + number, 9, generator=generator) for number in range(30)}
     for step in range(6):
@@ -290,7 +290,7 @@ def test_a_plan_is_made_once_and_serves_until_something_changes(world4: World, t
 
 
 def save_decentralized(rank: int, world_size: int, path: Path) -> list[int]:
-    """Save without asking rank 0, three times, of which the last is different; give the items that were written."""
+    """Save three times, the last with one more key; return how many chunks of the tensors this rank wrote."""
     mesh = mesh_of(2, world_size // 2)
     generator = torch.Generator().manual_seed(11)
     whole = {f"w{number}": torch.randn(12, 5 + number, generator=generator) for number in range(40)}
@@ -312,9 +312,9 @@ def save_decentralized(rank: int, world_size: int, path: Path) -> list[int]:
     return written
 
 
-def test_ranks_that_decide_alone_write_each_part_of_a_tensor_once(world4: World, tmp_path: Path) -> None:
+def test_decentralized_planning_writes_each_part_of_a_tensor_once(world4: World, tmp_path: Path) -> None:
     written = world4.results(save_decentralized, tmp_path)
-    assert sum(counts[0] for counts in written) == 2 * 40  # each part of a tensor has two copies, of which one counts
+    assert sum(counts[0] for counts in written) == 2 * 40  # two parts of each tensor, each written once
     assert min(counts[0] for counts in written) > 10
     assert all(counts == [counts[0]] * 3 for counts in written)
     generator = torch.Generator().manual_seed(11)
@@ -341,7 +341,7 @@ def save_separately(rank: int, world_size: int, path: Path) -> None:
         ckpt.save(state, path, separation_hint="optim.")
 
 
-def test_a_separation_hint_gives_files_of_their_own(world2: World, tmp_path: Path) -> None:
+def test_a_separation_hint_puts_keys_into_separate_files(world2: World, tmp_path: Path) -> None:
     path = tmp_path / "c"
     world2.results(save_separately, path)
     names = {file.name for file in path.glob("*.distcp")}
@@ -375,7 +375,7 @@ def test_partial_sums_are_refused(world2: World, tmp_path: Path) -> None:
 
 
 def save_by_some(rank: int, world_size: int, path: Path) -> Any:
-    """Save with a group of two of the ranks, and alone on another."""
+    """Save with a group of two ranks, and on another rank alone."""
     group = dist.new_group([1, 3])
     if rank == 2:
         with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
@@ -422,7 +422,7 @@ async def save_awaiting(rank: int, world_size: int, path: Path) -> list[str]:
     return order
 
 
-def test_several_in_flight_are_committed_in_order(world4: World, tmp_path: Path) -> None:
+def test_saves_in_flight_are_committed_in_order(world4: World, tmp_path: Path) -> None:
     orders = world4.results(save_awaiting, tmp_path)
     expected = [line for number in range(3) for line in (f"before {number} False", f"after {number} True")]
     assert orders == [expected] * 4

@@ -39,7 +39,7 @@ def save_and_load(
         state = {f"rank{rank}": torch.full((100_000 * (rank + 1),), rank), "common": torch.ones(1000)}
         result = ckpt.save(state, folder / "a")
         host = ckpt._engine.tools.writer
-        assert host is None or repr(host._connection).endswith(", 0 saves>")  # else a long run would collect them
+        assert host is None or repr(host._connection).endswith(", 0 saves>")  # or a long run would accumulate them
         ckpt.load(folder / "a", state, progress=lambda event: phases.append(event.phase))
         with pytest.raises(aiockpt.SaveError):
             ckpt.save({"x": object() if rank else 1, "y": lambda: 0} if rank else {"x": 1}, folder / "b")
@@ -47,7 +47,7 @@ def save_and_load(
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
-def test_each_rank_has_its_own(writer: str, world2: World, tmp_path: Path) -> None:
+def test_each_rank_has_its_own_timeline_and_observers(writer: str, world2: World, tmp_path: Path) -> None:
     answers = world2.results(save_and_load, tmp_path, writer)
     written: dict[str, int] = {}
     for result, pid, calls, phases in answers:
@@ -65,7 +65,7 @@ def test_each_rank_has_its_own(writer: str, world2: World, tmp_path: Path) -> No
         assert phases[-1] == "done"
     sizes = answers[0][0].files
     assert written == {name: nbytes for name, nbytes in sizes.items() if name != ".metadata"}
-    # A rank that refuses its own state has not begun to save; the other one is told.
+    # Rank 1 refuses its own state before the save begins there; on rank 0 the save begins and fails.
     assert answers[0][2][3] == "save_started"
     assert answers[0][2][4].startswith("failed: ")
     assert answers[1][2][3:] == []

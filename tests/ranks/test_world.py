@@ -1,4 +1,4 @@
-"""The harness itself: results, failures, deaths and timeouts come back as such."""
+"""The harness itself: `World` returns results and reports failures, deaths and timeouts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_rank_runs_in_one_group(world4: World) -> None:
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_failures_come_back(world2: World, loop) -> None:
+def test_failures_are_reported(world2: World, loop) -> None:
     assert world2.run(fails, "raises", loop=loop) == [
         "raises",
         RankFailure(1, "ValueError", "outer", "KeyError: 'inner'"),
@@ -58,7 +58,7 @@ def test_failures_come_back(world2: World, loop) -> None:
         world2.results(fails, "raises", loop=loop)
 
 
-def test_deaths_come_back() -> None:
+def test_deaths_are_reported() -> None:
     with World(2, store="file") as world:
         pids = world.pids
         assert world.run(fails, "dies") == ["dies", RankFailure(1, "killed", "exit code -9")]

@@ -11,7 +11,7 @@
         assert outcomes[1].kind == "WriteError"
 
     def test_one_dies() -> None:
-        with World(2) as world:                                          # who kills makes a world of its own
+        with World(2) as world:                                          # a test that kills makes its own world
             outcomes = world.run(kills_itself)                           # os.kill(os.getpid(), signal.SIGKILL)
             assert outcomes[1].killed
 
@@ -63,7 +63,7 @@ PRELOAD = [
     "torch._dynamo",
     "torch.utils.serialization.config",
     "anyio._backends._asyncio",
-    "aiockpt.checkpointer",  # aiockpt alone imports its parts at their first use, in each rank
+    "aiockpt.checkpointer",  # `import aiockpt` is lazy: each rank would import its parts again
     "aiockpt.sync_checkpointer",
     "aiockpt.manager.sync_manager",
     "aiockpt.dcp.format_utils",
@@ -71,7 +71,7 @@ PRELOAD = [
     "tests.ranks.failing",
     __name__,
 ]
-"""What is imported once, by the server: a rank that imports half of a second's worth would do so in each world."""
+"""Modules that the server imports once; otherwise each rank of each world would spend half a second on them."""
 LOOPS: dict[Loop, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,
@@ -84,9 +84,9 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
-    """Start what worlds are forked from, which lives as long as this process; idempotent."""
-    # torch looks up the name of the other end of each connection to a store, for its log. Where no hosts file has it,
-    # a name server is asked, and one that is slow to answer holds up every few connections by seconds.
+    """Start the server that worlds are forked from, which lives as long as this process; idempotent."""
+    # For its log, torch looks up the host name of the peer of each connection to a store. If the hosts file lacks that
+    # name, torch asks a name server, and a slow one delays some of the connections by seconds.
     os.environ.setdefault("RES_OPTIONS", "attempts:0")
     _context.set_forkserver_preload(PRELOAD)
     resource_tracker.ensure_running()
@@ -95,7 +95,7 @@ def start_server() -> None:
 
 @functools.cache
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Give the mesh of a shape, in a rank: one for all runs, for each new one has threads that wake all the time."""
+    """Return a rank's mesh of a shape, the same for all runs: each mesh has threads that never stop waking up."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -104,11 +104,11 @@ class RankFailure:
     """How a rank failed in a `World.run`.
 
     Attributes:
-        rank: its number in the world.
+        rank: the number of the rank in the world.
         kind: the name of the exception's class, or ``killed``.
         text: the exception's text.
         cause: class and text of its ``__cause__``, as ``ValueError: text``; empty without.
-        trace: its traceback, for people.
+        trace: the traceback, for messages.
     """
 
     rank: int
@@ -119,12 +119,12 @@ class RankFailure:
 
     @property
     def killed(self) -> bool:
-        """Whether the process died, rather than the function raised."""
+        """True if the process died, False if the function raised."""
         return self.kind == "killed"
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Self:
-        """Describe an exception so that it can leave its process."""
+        """Return a description of an exception that can be pickled."""
         cause = error.__cause__
         shown = "" if cause is None else f"{type(cause).__name__}: {cause}"
         return cls(rank, type(error).__name__, str(error), shown, "".join(traceback.format_exception(error)))
@@ -142,8 +142,8 @@ class World:
     """A number of processes that form a gloo group.
 
     Args:
-        size: how many.
-        store: what they meet over: a TCP store served by rank 0, as with ``tcp://``, or a file.
+        size: the number of ranks.
+        store: the store of the group: a TCP store served by rank 0, as with ``tcp://``, or a file.
         may_start: whether the ranks may start processes of their own, which `multiprocessing` forbids to daemons.
     """
 
@@ -177,30 +177,30 @@ class World:
 
     @property
     def pids(self) -> list[int]:
-        """The process number of each rank."""
+        """The process ID of each rank."""
         return [process.pid or 0 for process in self._processes]
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 90, loop: Loop = "asyncio") -> list[Any]:
-        """Call ``function(rank, world_size, *args)`` on every rank that lives; wait for all.
+        """Call ``function(rank, world_size, *args)`` on every living rank, and wait for all.
 
         Args:
-            function: of a module's top level; plain or ``async def``.
-            args: the same for every rank; pickled.
-            timeout_s: how long they may take.
-            loop: what runs an ``async def``.
+            function: a function of a module's top level, plain or ``async def``.
+            args: its arguments, the same for every rank; pickled.
+            timeout_s: the limit for all ranks.
+            loop: the event loop that runs an ``async def``.
 
         Returns:
-            For each rank what it returned, or a `RankFailure`.
+            For each rank its result or a `RankFailure`.
         """
         if not self._pipes:
             raise AssertionError("this world has ended; see the first failure of this module")
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it was killed, and is reported so below
+            with contextlib.suppress(OSError):  # the rank was killed; _receive reports it
                 pipe.send(_Call(function, args, timeout_s, loop))
         return self._collect(timeout_s)
 
     def results(self, function: Callable[..., Any], *args: Any, timeout_s: float = 90, loop: Loop = "asyncio") -> Any:
-        """Do as `run`, and raise when a rank failed."""
+        """Return the results of `run`; raise AssertionError if a rank failed."""
         outcomes = self.run(function, *args, timeout_s=timeout_s, loop=loop)
         failed = [outcome for outcome in outcomes if isinstance(outcome, RankFailure)]
         if failed:
@@ -208,12 +208,12 @@ class World:
         return outcomes
 
     def kill(self, rank: int) -> None:
-        """Kill a rank at once, as the kernel does when memory is short, and wait for its end."""
+        """Kill a rank with SIGKILL, as the OOM killer does, and wait until it has exited."""
         self._processes[rank].kill()
         self._processes[rank].join(_END_S)
 
     def _introduce(self) -> None:
-        """Tell the ranks where rank 0 serves its store, and wait until all have met."""
+        """Send the port of rank 0's store to the other ranks, and wait until the group has formed."""
         if self.store == "tcp":
             (port,) = self._collect(_START_S, self._pipes[:1])
             for pipe in self._pipes[1:]:
@@ -271,14 +271,14 @@ class World:
 
 
 def _serve(rank: int, size: int, store: Rendezvous, folder: str, pipe: connection.Connection) -> None:
-    """Be a rank: meet the others, then run what comes through the pipe until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the test run, which ends its children
-    gc.freeze()  # or collections would copy the pages of all that the server has imported
+    """Run a rank: join the group, then serve calls from the pipe until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the test run ends its ranks
+    gc.freeze()  # otherwise each collection would copy the memory pages that are shared with the server
     torch.set_num_threads(1)
     with Path(folder, f"stacks-{rank}").open("w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.dump_traceback_later(_START_S, file=stacks)
-        _meet(rank, size, store, folder, pipe)
+        _join_group(rank, size, store, folder, pipe)
         pipe.send(rank)
         while True:
             faulthandler.cancel_dump_traceback_later()
@@ -298,7 +298,7 @@ def _serve(rank: int, size: int, store: Rendezvous, folder: str, pipe: connectio
         faulthandler.disable()
 
 
-def _meet(rank: int, size: int, store: Rendezvous, folder: str, pipe: connection.Connection) -> None:
+def _join_group(rank: int, size: int, store: Rendezvous, folder: str, pipe: connection.Connection) -> None:
     wait = timedelta(seconds=_START_S)
     if store == "file":
         shared: dist.Store = dist.FileStore(f"{folder}/store", size)
@@ -316,26 +316,26 @@ def _answer(rank: int, pipe: connection.Connection, outcome: Any) -> None:
         pipe.send(outcome)
     except BrokenPipeError:
         pass  # the test is over
-    except Exception as exc:  # what it returned can't be pickled
+    except Exception as exc:  # the result can't be pickled
         pipe.send(RankFailure.of(rank, exc))
 
 
 def _outcome(rank: int, size: int, call: _Call) -> Any:
-    unheard: list[RankFailure] = []
+    uncaught: list[RankFailure] = []
 
-    def hear(event: Any) -> None:
+    def record(event: Any) -> None:
         error = event.exc_value or event.exc_type()
-        unheard.append(RankFailure.of(rank, error))
+        uncaught.append(RankFailure.of(rank, error))
 
     hooks = sys.unraisablehook, threading.excepthook
-    sys.unraisablehook, threading.excepthook = hear, hear
+    sys.unraisablehook, threading.excepthook = record, record
     try:
         outcome = _called(rank, size, call)
     except BaseException as exc:
         return RankFailure.of(rank, exc)
     finally:
         sys.unraisablehook, threading.excepthook = hooks
-    return unheard[0] if unheard else outcome
+    return uncaught[0] if uncaught else outcome
 
 
 def _called(rank: int, size: int, call: _Call) -> Any:
