@@ -54,7 +54,7 @@ def texts(outcomes: list[Any]) -> set[str]:
     return {outcome.text for outcome in outcomes if not outcome.killed}
 
 
-async def run_three_rounds(rank: int, world_size: int, seed: int) -> list[Any]:
+async def run_rounds(rank: int, world_size: int, seed: int) -> list[Any]:
     values = random.Random(seed).sample(range(10**6), world_size * 3)
     async with coordinator() as ranks:
         assert (ranks.rank, ranks.world_size, ranks.leads) == (rank, world_size, rank == 0)
@@ -70,7 +70,7 @@ def test_values_come_in_rank_order_and_replies_go_to_their_rank(any_world: World
     size = any_world.size
     values = random.Random(size).sample(range(10**6), size * 3)
     rounds = [values[i * size : (i + 1) * size] for i in range(3)]
-    assert any_world.results(run_three_rounds, size, loop=loop) == [[(rank, row) for row in rounds] for rank in range(size)]
+    assert any_world.results(run_rounds, size, loop=loop) == [[(rank, row) for row in rounds] for rank in range(size)]
 
 
 async def exchange_blobs(rank: int, world_size: int, size_bytes: int) -> bool:
