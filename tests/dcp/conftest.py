@@ -1,4 +1,4 @@
-"""Process groups for the adapters, and warnings that most of their tests are not about."""
+"""Fixtures for tests of the adapters: worlds of ranks, and filters for warnings of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["alone", "server", "world2", "world4"]
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Loads and saves without a process group, and saves over a checkpoint, warn."""
+    """Ignore torch's warnings about a missing process group and an existing checkpoint."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         warnings.filterwarnings("ignore", "Detected an existing checkpoint")

@@ -1,4 +1,4 @@
-"""Drives `FileSystemWriterAsync` as a trainer of Megatron-Core does; run by each rank of `test_megatron.py`."""
+"""Driver of `FileSystemWriterAsync` like a Megatron-Core trainer; each rank of `test_megatron.py` runs it."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def plan_save(
         plans, metadata = planner.create_global_plan(plans)
         return writer.prepare_global_plan(plans)
 
-    if how == "kept" and "central" in kept:
+    if how == "cached" and "central" in kept:
         local_step()
         central, metadata = kept["central"], kept["metadata"]
-    elif how == "each":
+    elif how == "decentralized":
         local = local_step()
         gathered = ranks.gather_object(local)
         if gathered is not None:
@@ -82,7 +82,7 @@ def plan_save(
 
 @dataclasses.dataclass
 class Alone:
-    """A save in a single process, planned and not written."""
+    """A save of a single process that is planned but not written yet."""
 
     writer: FileSystemWriterAsync
     metadata: Any
@@ -120,7 +120,7 @@ def write_alone(path: Path, state: dict[str, Any], **options: Any) -> None:
 
 
 def keep_writing(inbox: Any, preloaded: Any, done: Any) -> None:
-    """Run as the persistent writing process."""
+    """Write requests until None arrives; run by the persistent writer process."""
     while (request := inbox.get()) is not None:
         write, args, preload = request
         args[1] = preload()
@@ -145,7 +145,7 @@ class Calls:
         process = None
         if request.write is None:
             pass
-        elif self.kind == "at once":
+        elif self.kind == "inline":
             request.args[1] = request.preload()
             request.write(*request.args)
         elif self.kind == "forked":

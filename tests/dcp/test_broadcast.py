@@ -34,26 +34,26 @@ def blank(state: Any) -> Any:
     return torch.zeros_like(state) if isinstance(state, torch.Tensor) else None
 
 
-def _plain(rank: int, world_size: int, path: Path, whose: str) -> dict[str, Any]:
+def _load_plain(rank: int, world_size: int, path: Path, whose: str) -> dict[str, Any]:
     target = blank(file_state())
     reader = BroadcastingTorchSaveReader if whose == "ours" else theirs.BroadcastingTorchSaveReader
     planner = DynamicMetaLoadPlanner if whose == "ours" else theirs.DynamicMetaLoadPlanner
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs asks for the group's device in a way that is going to be dropped
+        warnings.simplefilter("ignore")  # torch's reader gets the group's device in a deprecated way
         dcp.load(target, storage_reader=reader(), planner=planner(), checkpoint_id=path)
     return target
 
 
-def test_tensors_come_to_all_ranks_as_with_torchs_reader(world2: World, tmp_path: Path) -> None:
+def test_all_ranks_get_the_tensors_as_with_torchs_reader(world2: World, tmp_path: Path) -> None:
     torch.save(file_state(), tmp_path / "m.pt")
-    ours = world2.results(_plain, tmp_path / "m.pt", "ours", timeout_s=100)
-    expected = world2.results(_plain, tmp_path / "m.pt", "theirs", timeout_s=100)
+    ours = world2.results(_load_plain, tmp_path / "m.pt", "ours", timeout_s=100)
+    expected = world2.results(_load_plain, tmp_path / "m.pt", "theirs", timeout_s=100)
     for target, other in zip(ours, expected, strict=True):
         assert_same(other, target)
         assert_same({name: file_state()[name] for name in target}, target)
 
 
-def _distributed(rank: int, world_size: int, path: Path, piece_bytes: int) -> list[bool]:
+def _load_distributed(rank: int, world_size: int, path: Path, piece_bytes: int) -> list[bool]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -86,17 +86,17 @@ def _distributed(rank: int, world_size: int, path: Path, piece_bytes: int) -> li
 @pytest.mark.parametrize("piece_bytes", [40, 1000, 32 << 20])
 def test_each_rank_gets_its_part_of_distributed_tensors(world2: World, tmp_path: Path, piece_bytes: int) -> None:
     torch.save(file_state(), tmp_path / "m.pt")
-    for same in world2.results(_distributed, tmp_path / "m.pt", piece_bytes, timeout_s=100):
+    for same in world2.results(_load_distributed, tmp_path / "m.pt", piece_bytes, timeout_s=100):
         assert all(same), same
 
 
 def test_ranks_that_have_no_part_of_a_tensor_do_not_wait(world4: World, tmp_path: Path) -> None:
     torch.save(file_state(), tmp_path / "m.pt")
-    for same in world4.results(_distributed, tmp_path / "m.pt", 1000, timeout_s=100):
+    for same in world4.results(_load_distributed, tmp_path / "m.pt", 1000, timeout_s=100):
         assert all(same), same
 
 
-def _with_objects(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+def _load_objects(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     target: dict[str, Any] = {"w": torch.zeros(4), "step": None, "nested": {"names": None}}
     dcp.load(
         target, storage_reader=BroadcastingTorchSaveReader(path), planner=DynamicMetaLoadPlanner(), checkpoint_id=path
@@ -104,20 +104,20 @@ def _with_objects(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     return target
 
 
-def test_objects_come_too(world2: World, tmp_path: Path) -> None:
+def test_objects_are_broadcast(world2: World, tmp_path: Path) -> None:
     state = {"w": torch.rand(4), "step": 12, "nested": {"names": ["a", 1.5]}}
     torch.save(state, tmp_path / "m.pt")
-    for target in world2.results(_with_objects, tmp_path / "m.pt", timeout_s=100):
+    for target in world2.results(_load_objects, tmp_path / "m.pt", timeout_s=100):
         assert_same(state, target)
 
 
 def test_an_error_of_the_coordinator_reaches_every_rank(world2: World, tmp_path: Path) -> None:
     torch.save({"w": torch.rand(4), "nested": {"names": []}}, tmp_path / "m.pt")
-    failures = world2.run(_with_objects, tmp_path / "m.pt", timeout_s=100)
+    failures = world2.run(_load_objects, tmp_path / "m.pt", timeout_s=100)
     assert all(isinstance(f, RankFailure) and "lacks step" in f.text for f in failures), failures
 
 
-def _misshapen(rank: int, world_size: int, path: Path) -> dict[str, Any]:
+def _load_misshapen(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     target = {"a": torch.zeros(3 + rank), "b": torch.zeros(5)}
     try:
         dcp.load(
@@ -129,10 +129,10 @@ def _misshapen(rank: int, world_size: int, path: Path) -> dict[str, Any]:
     raise AssertionError("it was loaded")
 
 
-def test_an_error_of_one_rank_keeps_nobody_waiting(world2: World, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_does_not_block_the_others(world2: World, tmp_path: Path) -> None:
     state = {"a": torch.rand(3), "b": torch.rand(5)}
     torch.save(state, tmp_path / "m.pt")
-    for outcome in world2.results(_misshapen, tmp_path / "m.pt", timeout_s=100):
+    for outcome in world2.results(_load_misshapen, tmp_path / "m.pt", timeout_s=100):
         assert "a has the shape (3,) in the file, which has no (4,) at (0,)" in outcome["error"]
         assert torch.equal(outcome["b"], state["b"])
 
@@ -149,7 +149,7 @@ def test_without_a_process_group_the_file_is_read(tmp_path: Path) -> None:
     assert_same(file_state(), target)
 
 
-def test_the_right_rank_must_coordinate(tmp_path: Path) -> None:
+def test_the_reader_needs_a_file(tmp_path: Path) -> None:
     reader = BroadcastingTorchSaveReader()
     assert reader.validate_checkpoint_id(__file__)
     assert not reader.validate_checkpoint_id(tmp_path)

@@ -22,7 +22,7 @@ STORED = {"w": torch.float16, "large": torch.float16, "wide": torch.float64, "n"
 
 
 def state_of() -> dict[str, torch.Tensor]:
-    """Values that each of the dtypes represents exactly."""
+    """Return values that each of the dtypes represents exactly."""
     return {
         "w": torch.arange(35.0).view(5, 7),
         "large": torch.arange(1_800_000).remainder(2039).float().view(1800, 1000),
@@ -60,13 +60,13 @@ def test_dcp_load_casts_to_its_targets(tmp_path: Path, writer: Any, planner: Any
 
 
 class Committing(DefaultLoadPlanner):
-    """Depends on the order of its calls, so that tensors are read ahead of their targets."""
+    """Planner that is called in order, so the reader reads tensors before it asks for their targets."""
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
         super().commit_tensor(read_item, tensor)
 
 
-def test_a_planner_that_is_called_in_order_gets_the_values_too(tmp_path: Path) -> None:
+def test_a_planner_that_is_called_in_order_gets_cast_values(tmp_path: Path) -> None:
     dcp.save(state_of(), storage_writer=FileSystemWriter(tmp_path / "c"), planner=InResolve())
     target = {name: torch.zeros_like(value) for name, value in state_of().items()}
     dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c"), planner=Committing())
@@ -74,7 +74,7 @@ def test_a_planner_that_is_called_in_order_gets_the_values_too(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_our_own_loads_cast_to_the_dtype_of_the_metadata(tmp_path: Path, writer: Any) -> None:
+def test_loads_of_aiockpt_cast_to_the_dtype_of_the_metadata(tmp_path: Path, writer: Any) -> None:
     state = state_of()
     dcp.save(state, storage_writer=writer(tmp_path / "c"), planner=InTransform())
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -114,7 +114,7 @@ def test_the_values_of_one_shard_are_cast(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("window", [32 << 20, 1 << 20])
-def test_conversions_hold_the_values_of_the_metadatas_dtype(
+def test_conversions_cast_to_the_dtype_of_the_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     monkeypatch.setattr("aiockpt.dcp.convert.to_torch._WINDOW_BYTES", window)
@@ -123,7 +123,7 @@ def test_conversions_hold_the_values_of_the_metadatas_dtype(
     assert_same(state_of(), torch.load(tmp_path / "c.pt"))
 
 
-def test_another_shape_is_damage(tmp_path: Path) -> None:
+def test_an_item_of_another_shape_is_damage(tmp_path: Path) -> None:
     class Cutting(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
             return super().resolve_data(write_item)[:-1].clone()

@@ -161,7 +161,7 @@ def test_an_array_that_is_cast_comes_back_as_a_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_views_of_one_storage_stay_apart(to: str, tmp_path: Path) -> None:
+def test_views_of_one_storage_become_separate_tensors(to: str, tmp_path: Path) -> None:
     whole = torch.arange(16.0).reshape(4, 4)
     state = {"w": whole, "t": whole.t(), "top": whole[:2], "bottom": whole[2:], "again": whole}
     source = write("torch", tmp_path / "in", state)
@@ -246,7 +246,7 @@ def test_memory_is_bounded(to: str, dtype: torch.dtype | None, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("to", FORMATS)
-def test_what_is_there_is_not_replaced_unasked(to: str, tmp_path: Path) -> None:
+def test_an_existing_target_is_replaced_only_if_allowed(to: str, tmp_path: Path) -> None:
     source = write("dcp", tmp_path / "in", tensors())
     target = write(to, tmp_path / "out", {"old": torch.ones(3)})
     with pytest.raises(aiockpt.CheckpointExistsError):

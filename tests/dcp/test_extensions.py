@@ -21,7 +21,7 @@ ZSTD = "stream.zstd/1"
 
 
 class Rolling(extension.StreamTransformExtension):
-    """Adds to every byte the one before it, and a key; writes no byte before it is closed."""
+    """Extension that adds to each byte the previous one and a key, and writes only when it is closed."""
 
     name, key = "stream.rolling", 5
 
@@ -50,7 +50,7 @@ class Rolling(extension.StreamTransformExtension):
 
             def write(self, data: Any) -> int:
                 self.data += data
-                return 1  # as compressors count what they have passed on
+                return 1  # like compressors, which count the bytes that they passed on
 
             def close(self) -> None:
                 if not self.closed:
@@ -75,7 +75,7 @@ class Rolling(extension.StreamTransformExtension):
 
 
 class Labelled(Rolling):
-    """Puts a label before the bytes, which must be there when they are read."""
+    """Extension that writes a label before the bytes, and requires it when they are read."""
 
     name = "stream.label"
 
@@ -127,7 +127,7 @@ def test_items_are_written_and_read_through_extensions(
         assert_same(state, target)
 
 
-def test_zstandard_is_compressed_by_us_and_read_by_all(tmp_path: Path) -> None:
+def test_torch_and_aiockpt_read_zstandard_items(tmp_path: Path) -> None:
     state = state_of() | {"zeros": torch.zeros(700, 1000), "text": "again and again " * 9000}
     dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "c", _extensions=[extension.ZStandard()]))
     assert sum(path.stat().st_size for path in (tmp_path / "c").iterdir()) < 2_000_000
@@ -142,7 +142,7 @@ def test_zstandard_is_compressed_by_us_and_read_by_all(tmp_path: Path) -> None:
         assert checkpointer.verify(tmp_path / "c").ok
 
 
-def test_extensions_go_to_another_process_with_their_writer(tmp_path: Path) -> None:
+def test_a_pickled_writer_keeps_its_extensions(tmp_path: Path) -> None:
     writer = pickle.loads(pickle.dumps(FileSystemWriter(tmp_path / "c", _extensions=[Rolling("1.5")])))
     metadata = dcp.save(small_state(), storage_writer=writer)
     assert {tuple(info.transform_descriptors) for info in metadata.storage_data.values()} == {("stream.rolling/1.5",)}
@@ -165,7 +165,7 @@ def test_an_extension_may_refuse_a_version(tmp_path: Path) -> None:
         dcp.load(blank(small_state()), storage_reader=FileSystemReader(tmp_path / "c", registry(Rolling)))
 
 
-def test_an_extension_that_fails_fails_the_save(tmp_path: Path) -> None:
+def test_a_failing_extension_fails_the_save(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"stream\.rolling/1 failed for .*: ArithmeticError: it broke"):
         writer = FileSystemWriter(tmp_path / "c", _extensions=[Failing()])
         dcp.save(small_state(), storage_writer=writer)
@@ -173,7 +173,7 @@ def test_an_extension_that_fails_fails_the_save(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bomb_is_refused(tmp_path: Path) -> None:
+def test_a_decompression_bomb_is_refused(tmp_path: Path) -> None:
     class Endless(io.RawIOBase):
         def readable(self) -> bool:
             return True

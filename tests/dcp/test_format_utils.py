@@ -41,7 +41,7 @@ def assert_sound(path: Path) -> None:
 # --- from a checkpoint to a torch.save file -------------------------------------------------------
 
 
-def test_a_checkpoint_of_torch_becomes_what_torchs_function_makes_of_it(tmp_path: Path) -> None:
+def test_a_checkpoint_of_torch_converts_as_with_torchs_function(tmp_path: Path) -> None:
     dcp.save(state_of(), checkpoint_id=tmp_path / "c")
     ours.dcp_to_torch_save(tmp_path / "c", tmp_path / "ours.pt")
     theirs.dcp_to_torch_save(tmp_path / "c", tmp_path / "theirs.pt")
@@ -52,7 +52,7 @@ def test_a_checkpoint_of_torch_becomes_what_torchs_function_makes_of_it(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "ours.pt", "theirs.pt"]
 
 
-def test_a_checkpoint_of_ours_becomes_what_was_saved(tmp_path: Path) -> None:
+def test_a_checkpoint_of_aiockpt_converts_to_the_saved_state(tmp_path: Path) -> None:
     state = training_state() | {"key": {3: torch.rand(4), "t": (torch.rand(2), [torch.rand(1)])}}
     state["tied"] = state["model"]["0.weight"]
     with aiockpt.SyncCheckpointer() as checkpointer:
@@ -75,7 +75,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("kind", VIEWS)
-def test_views_of_the_same_bytes_are_different_tensors(kind: str, tmp_path: Path) -> None:
+def test_views_of_one_storage_become_separate_tensors(kind: str, tmp_path: Path) -> None:
     expected = {name: tensor.clone().resolve_conj().resolve_neg() for name, tensor in VIEWS[kind].items()}
     torch.save(VIEWS[kind], tmp_path / "m.pt")
     ours.dcp_to_torch_save(tmp_path / "m.pt", tmp_path / "ours.pt")
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_several_ranks(
     theirs.dcp_to_torch_save(tmp_path / "c", tmp_path / "theirs.pt")
     loaded = torch.load(tmp_path / "ours.pt", weights_only=True)
     expected = torch.load(tmp_path / "theirs.pt", weights_only=True)
-    expected["model"] = {name: expected["model"][name] for name in loaded["model"]}  # whose order is that of the ranks
+    expected["model"] = {name: expected["model"][name] for name in loaded["model"]}  # in aiockpt's order
     assert_same({name: expected[name] for name in loaded}, loaded)
     whole = sharded_whole()
     assert_same({"model": {name: whole[name] for name in loaded["model"]}, "step": 3, "plain": whole["plain"]}, loaded)
@@ -173,7 +173,7 @@ def test_objects_that_hold_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(50,), (900, 700), (3000, 4000)])
-def test_damage_leaves_what_was_there(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_damaged_checkpoint_leaves_the_old_file(tmp_path: Path, shape: tuple[int, ...]) -> None:
     state = {"first": torch.rand(3), "second": random_tensor(torch.float32, shape, 2)}
     dcp.save(state, checkpoint_id=tmp_path / "c")
     (file,) = (tmp_path / "c").glob("*.distcp")
@@ -187,7 +187,7 @@ def test_damage_leaves_what_was_there(tmp_path: Path, shape: tuple[int, ...]) ->
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_file_is_replaced_only_if_it_may_be(tmp_path: Path) -> None:
+def test_a_file_is_replaced_only_if_allowed(tmp_path: Path) -> None:
     dcp.save({"w": torch.rand(3)}, checkpoint_id=tmp_path / "c")
     torch.save({"before": 1}, tmp_path / "m.pt")
     (tmp_path / "link.pt").symlink_to(tmp_path / "m.pt")
@@ -210,7 +210,7 @@ def test_a_file_is_replaced_only_if_it_may_be(tmp_path: Path) -> None:
 # --- from a torch.save file to a checkpoint -------------------------------------------------------
 
 
-def test_a_file_becomes_what_torchs_function_makes_of_it(tmp_path: Path) -> None:
+def test_a_file_converts_as_with_torchs_function(tmp_path: Path) -> None:
     state = state_of()
     base = random_tensor(torch.float32, (30, 40), 9)
     state |= {"view": base[3:9, 2:20], "base": base, "tied": state["model"]["w"]}
@@ -231,7 +231,7 @@ def test_files_that_only_torch_reads(tmp_path: Path, how: str) -> None:
     state: dict[str, Any] = {"w": random_tensor(torch.float32, (33, 9), 1), "n": 4}
     if how == "quantized":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch is about to drop them
+            warnings.simplefilter("ignore")  # quantized tensors are deprecated
             state["q"] = torch.quantize_per_tensor(torch.rand(5, 3), 0.1, 3, torch.qint8)
     if how == "class":
         state["object"] = Settings(8)
@@ -249,7 +249,7 @@ def test_files_that_only_torch_reads(tmp_path: Path, how: str) -> None:
     assert how != "quantized" or torch.equal(loaded["q"], state["q"])
 
 
-def test_what_is_no_state_dict_is_told(tmp_path: Path) -> None:
+def test_a_file_without_a_state_dict_is_refused(tmp_path: Path) -> None:
     torch.save([torch.rand(2)], tmp_path / "m.pt")
     with pytest.raises(aiockpt.LoadError, match="holds a list, not a state dict"):
         ours.torch_save_to_dcp(tmp_path / "m.pt", tmp_path / "c")
@@ -274,7 +274,7 @@ def test_a_damaged_file_is_not_converted(tmp_path: Path) -> None:
     assert raw_bytes(stock_load(tmp_path / "c")["w"]) != raw_bytes(weight)
 
 
-def test_the_file_may_lie_where_the_checkpoint_goes(tmp_path: Path) -> None:
+def test_the_file_may_be_in_the_target_directory(tmp_path: Path) -> None:
     state = state_of()
     torch.save(state, tmp_path / "m.pt")
     (tmp_path / "notes.txt").write_text("mine")
@@ -290,7 +290,7 @@ def test_the_file_may_lie_where_the_checkpoint_goes(tmp_path: Path) -> None:
     assert_same(state, stock_load(tmp_path))
 
 
-def test_a_checkpoint_is_replaced_only_if_it_may_be(tmp_path: Path) -> None:
+def test_a_checkpoint_is_replaced_only_if_allowed(tmp_path: Path) -> None:
     torch.save({"w": torch.full((3,), 7.0)}, tmp_path / "m.pt")
     dcp.save({"old": torch.rand(3)}, checkpoint_id=tmp_path / "c")
     with pytest.raises(aiockpt.CheckpointExistsError):
@@ -333,7 +333,7 @@ async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
 
 
 def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
-    """Convert; return by how many bytes the memory of this process has grown at its peak."""
+    """Convert; return the peak growth of this process's memory in bytes."""
     warnings.simplefilter("ignore")
     torch.save({"warm": torch.rand(9)}, folder / "warm.pt")
     ours.torch_save_to_dcp(folder / "warm.pt", folder / "warm")
@@ -353,10 +353,10 @@ def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:
             checkpointer.save(state, tmp_path / "in")
     else:
         torch.save(state, tmp_path / "in")
-    with World(1, store="file") as world:  # a process of its own, which has held nothing large yet
+    with World(1, store="file") as world:  # a new process, without an earlier peak that would hide the growth
         (peak_bytes,) = world.results(_peak_of, tmp_path, way)
-    most = 96 << 20 if way == "dcp_to_torch_save" else 256 << 20  # the other stages 128 MiB, and maps its source
-    assert 8 << 20 < peak_bytes < most  # of 640 MiB and more
+    most = 96 << 20 if way == "dcp_to_torch_save" else 256 << 20  # torch_save_to_dcp stages 128 MiB and maps its source
+    assert 8 << 20 < peak_bytes < most  # the state has 640 MiB or more
     if way == "dcp_to_torch_save":
         out = torch.load(tmp_path / "out", weights_only=True, mmap=True)
         assert all(torch.equal(out[name], tensor) for name, tensor in state.items())

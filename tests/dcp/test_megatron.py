@@ -24,7 +24,7 @@ from tests.states import assert_same
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[World]:
-    """Two ranks, each with writing processes of its own."""
+    """Yield a world of two ranks, each with writer processes of its own."""
     with World(2, store="file", may_start=True) as world:
         yield world
 
@@ -37,7 +37,13 @@ def expected(step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("forked", "together"), ("forked", "each"), ("forked", "kept"), ("kept", "kept"), ("at once", "together")],
+    [
+        ("forked", "central"),
+        ("forked", "decentralized"),
+        ("forked", "cached"),
+        ("persistent", "cached"),
+        ("inline", "central"),
+    ],
 )
 def test_saves_are_written_by_other_processes(ranks: World, tmp_path: Path, kind: str, how: str) -> None:
     assert ranks.results(drive, tmp_path, kind, how, {"thread_count": 2}) == ["saved", "saved"]
@@ -53,16 +59,16 @@ def test_saves_are_written_by_other_processes(ranks: World, tmp_path: Path, kind
         assert {name[:4] for name in names if name.endswith(".distcp")} == {"__0_", "__1_"}
 
 
-def test_names_with_a_hint_go_to_files_of_their_own(ranks: World, tmp_path: Path) -> None:
+def test_names_with_a_hint_go_to_separate_files(ranks: World, tmp_path: Path) -> None:
     options = {"thread_count": 4, "separation_hint": "optim"}
-    assert ranks.results(drive, tmp_path, "forked", "each", options) == ["saved", "saved"]
+    assert ranks.results(drive, tmp_path, "forked", "decentralized", options) == ["saved", "saved"]
     metadata = dcp.FileSystemReader(tmp_path / "0").read_metadata()
     for index, info in metadata.storage_data.items():
         assert info.relative_path.startswith("optim__" if index.fqn.startswith("optim") else "__")
 
 
-def test_a_writing_process_that_dies_fails_the_save_on_all_ranks(ranks: World, tmp_path: Path) -> None:
-    outcomes = ranks.results(drive, tmp_path, "forked", "together", {"breaks": True})
+def test_a_writer_process_that_dies_fails_the_save_on_all_ranks(ranks: World, tmp_path: Path) -> None:
+    outcomes = ranks.results(drive, tmp_path, "forked", "central", {"breaks": True})
     assert all("did its process die?" in outcomes[0] for _ in "1")
     assert outcomes[1].startswith("failed")
     assert [path.name for path in (tmp_path / "0").iterdir() if not path.name.startswith(".aiockpt-")] == ["common.pt"]
@@ -77,7 +83,7 @@ def test_one_process_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_what_went_wrong_is_among_the_results(tmp_path: Path) -> None:
+def test_an_error_is_among_the_results(tmp_path: Path) -> None:
     alone = plan_alone(tmp_path / "c", {"w": torch.rand(30, 20)})
     write, preload, args = alone.writer.get_save_function_and_args()
     assert write is not None
@@ -89,7 +95,7 @@ def test_what_went_wrong_is_among_the_results(tmp_path: Path) -> None:
     assert isinstance(error, tuple)
     assert "Worker failure: " in str(error[0])
     assert "w is on the meta device" in str(error[0])
-    pickle.dumps(error)  # to be sent to another rank
+    pickle.dumps(error)  # it is sent to another rank
     error = alone.writer.retrieve_write_results()
     assert isinstance(error, tuple)
     assert "did its process die?" in str(error[0])
@@ -97,9 +103,7 @@ def test_what_went_wrong_is_among_the_results(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_that_is_gone_does_not_end_the_process_that_writes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_removed_directory_does_not_end_the_writer_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     alone = plan_alone(tmp_path / "c", {"w": torch.rand(30, 20)})
     (hidden,) = tmp_path.iterdir()
     shutil.rmtree(hidden)
@@ -112,7 +116,7 @@ def test_a_directory_that_is_gone_does_not_end_the_process_that_writes(
     alone.writer.discard()
 
 
-def test_an_empty_part_is_no_part(tmp_path: Path) -> None:
+def test_an_empty_plan_writes_nothing(tmp_path: Path) -> None:
     writer = FileSystemWriterAsync(tmp_path / "c")
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
@@ -124,7 +128,7 @@ def test_an_empty_part_is_no_part(tmp_path: Path) -> None:
     writer.discard()
 
 
-def test_what_it_can_not_do_is_told(tmp_path: Path) -> None:
+def test_unsupported_options_and_calls_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="single_file_per_rank"):
         FileSystemWriterAsync(tmp_path, single_file_per_rank=False)
     error = FileSystemWriterAsync(tmp_path).retrieve_write_results()
@@ -153,16 +157,18 @@ def data_files(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(path) if name.endswith(".distcp"))
 
 
-def refuses(path: str, mode: str) -> IO[bytes]:
+def fail_to_open(path: str, mode: str) -> IO[bytes]:
     raise OSError(f"no space for {os.path.basename(path)}")
 
 
-def opens(path: str, mode: str) -> IO[bytes]:
+def open_plainly(path: str, mode: str) -> IO[bytes]:
     return open(path, mode)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"is_multiproc_io": True}, {"open_file": opens}], ids=lambda options: next(iter(options), "threads")
+    "options",
+    [{}, {"is_multiproc_io": True}, {"open_file": open_plainly}],
+    ids=lambda options: next(iter(options), "threads"),
 )
 def test_thread_count_is_the_number_of_files(tmp_path: Path, options: dict[str, Any]) -> None:
     write_alone(tmp_path / "c", STATE, thread_count=3, **options)
@@ -187,8 +193,8 @@ def test_files_are_written_with_the_function_that_opens_them(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("processes", [True, False])
-def test_a_file_that_can_not_be_opened_fails_the_save(tmp_path: Path, processes: bool) -> None:
-    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, open_file=refuses, is_multiproc_io=processes)
+def test_a_file_that_cannot_be_opened_fails_the_save(tmp_path: Path, processes: bool) -> None:
+    alone = plan_alone(tmp_path / "c", STATE, thread_count=2, open_file=fail_to_open, is_multiproc_io=processes)
     error = alone.write()
     assert "Worker failure: " in str(error[0])
     assert "no space for __0_0.distcp" in str(error[0])
@@ -196,8 +202,8 @@ def test_a_file_that_can_not_be_opened_fails_the_save(tmp_path: Path, processes:
     assert os.listdir(tmp_path) == []
 
 
-def fails_on_file_1(transform_list, local_proc_idx, write_bucket, results_queue, count_queue, use_fsync, **kwargs):
-    """As tests of trainers do it: with this signature, and through the queues."""
+def fail_on_file_1(transform_list, local_proc_idx, write_bucket, results_queue, count_queue, use_fsync, **kwargs):
+    """Replace the function as tests of trainers do: same signature, results through the queues."""
     results_queue.put((local_proc_idx, OSError("disk 1 is gone") if local_proc_idx == 1 else []))
     count_queue.get()
     count_queue.task_done()
@@ -207,29 +213,29 @@ def fails_on_file_1(transform_list, local_proc_idx, write_bucket, results_queue,
 def test_the_function_that_writes_a_file_can_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: bool
 ) -> None:
-    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", fails_on_file_1)
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", fail_on_file_1)
     alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=processes)
     assert "disk 1 is gone" in str(alone.write()[0])
     alone.writer.discard()
 
 
-def ends_its_process(*_: Any, **__: Any) -> None:
+def exit_process(*_: Any, **__: Any) -> None:
     os._exit(5)
 
 
-def test_a_process_of_one_file_that_dies_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", ends_its_process)
+def test_a_process_that_dies_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", exit_process)
     alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=True)
     assert "died" in str(alone.write()[0])
     alone.writer.discard()
 
 
-def sends_much(bucket: Any, *_: Any, **__: Any) -> None:
+def raise_large_error(bucket: Any, *_: Any, **__: Any) -> None:
     raise OSError("x" * 1_000_000)  # more than a pipe holds
 
 
-def test_a_process_that_can_not_be_started_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", sends_much)
+def test_a_process_that_cannot_start_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", raise_large_error)
     alone = plan_alone(tmp_path / "c", STATE, thread_count=2, is_multiproc_io=True)
     start, started = multiprocessing.process.BaseProcess.start, []
 
@@ -241,7 +247,7 @@ def test_a_process_that_can_not_be_started_fails_the_save(tmp_path: Path, monkey
 
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", once)
     assert "no more processes" in str(alone.write()[0])
-    assert len(started) == 1  # and it has ended, which every test is asked for
+    assert len(started) == 1  # the leak check after the test finds out whether it has ended
     alone.writer.discard()
 
 
@@ -249,7 +255,7 @@ def write_and_send(alone: Any, sender: Any) -> None:
     sender.send(str(alone.write()[0]))
 
 
-def test_a_daemon_can_not_start_processes(tmp_path: Path) -> None:
+def test_a_daemon_cannot_start_processes(tmp_path: Path) -> None:
     alone = plan_alone(tmp_path / "c", STATE, is_multiproc_io=True)
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -264,7 +270,7 @@ def test_a_daemon_can_not_start_processes(tmp_path: Path) -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that says it is on an accelerator."""
+    """Tensor that claims to be on an accelerator."""
 
     device = property(lambda self: torch.device("meta"))  # type: ignore[assignment]
 
@@ -274,7 +280,7 @@ def test_tensors_of_accelerators_are_copied_to_shared_memory(tmp_path: Path) -> 
     alone = plan_alone(tmp_path / "c", there, thread_count=2, use_cpu_shm_for_gpu_tensors=True)
     for value in there.values():
         if isinstance(value, Elsewhere):
-            value.as_subclass(torch.Tensor).add_(1)  # the training goes on
+            value.as_subclass(torch.Tensor).add_(1)  # training continues during the save
     _, preload, _ = alone.writer.get_save_function_and_args()
     assert preload is not None
     assert b"Elsewhere" not in pickle.dumps(preload)
@@ -307,12 +313,12 @@ def test_shared_memory_is_used_again_when_its_save_is_over(tmp_path: Path) -> No
     FileSystemWriterAsync.cleanup_tensor_caches()
     try:
         save(0)
-        save(1)  # nobody says how to wait for the first
+        save(1)  # no callback is registered that waits for the first save
         drain()
         FileSystemWriterAsync.register_shm_drain_callback(drain)
-        save(2)  # of two blocks one is used again
-        save(3)  # and the other one
-        save(4)  # waits
+        save(2)  # reuses one of the two blocks
+        save(3)  # reuses the other one
+        save(4)  # drains first
         assert calls == [2, 2]
         drain()
     finally:
@@ -331,7 +337,7 @@ def test_checkpoints_through_multistorageclient(tmp_path: Path) -> None:
     write_alone(path, STATE, thread_count=2, use_msc=True)
     assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp", "__0_1.distcp"]
     assert_loads(path)
-    # Until its `.metadata` is there, the new checkpoint leaves the old one as it was.
+    # The old checkpoint stays as it was until the new `.metadata` is published.
     other = {"w": torch.rand(50)}
     alone = plan_alone(path, other, use_msc=True)
     results = alone.write()
@@ -356,12 +362,12 @@ def test_paths_of_checkpoints() -> None:
 
 
 @pytest.mark.skipif(not hasattr(filesystem, "SerializationFormat"), reason="this torch has one format")
-def test_safetensors_are_not_for_saves_in_another_process(tmp_path: Path) -> None:
+def test_safetensors_are_refused_for_saves_in_another_process(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="SAFETENSORS"):
         FileSystemWriterAsync(tmp_path, serialization_format=filesystem.SerializationFormat.SAFETENSORS)
 
 
-def test_extensions_are_not_for_files_that_another_opens(tmp_path: Path) -> None:
+def test_extensions_are_refused_with_open_file(tmp_path: Path) -> None:
     extension = pytest.importorskip("torch.distributed.checkpoint._extension")
     with pytest.raises(ValueError, match="_extensions are not for"):
-        FileSystemWriterAsync(tmp_path, _extensions=[extension.ZStandard()], open_file=opens)
+        FileSystemWriterAsync(tmp_path, _extensions=[extension.ZStandard()], open_file=open_plainly)

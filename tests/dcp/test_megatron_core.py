@@ -1,4 +1,4 @@
-"""Saves that the real Megatron-Core plans and loads, where it is installed."""
+"""Saves that the real Megatron-Core plans and loads, if it is installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUEUES = {
 
 @pytest.fixture
 def ranks() -> Iterator[World]:
-    """Two ranks, each with writing processes of its own."""
+    """Yield a world of two ranks, each with writer processes of its own."""
     with World(2, store="file", may_start=True) as world:
         yield world
 
@@ -61,7 +61,7 @@ def strategies_of(save: Any) -> dict[str, dict[str, str]]:
 
 
 def save_and_load(rank: int, size: int, folder: Path) -> list[str]:
-    """Save two steps at once with each strategy, and load them; return the strategies."""
+    """Save two steps, both in flight, with each strategy, and load them; return the strategies."""
     warnings.simplefilter("ignore")
     megatron.install()
     core = importlib.import_module("megatron.core.dist_checkpointing")
@@ -88,7 +88,7 @@ def save_and_load(rank: int, size: int, folder: Path) -> list[str]:
     return list(strategies_of(core.save))
 
 
-def test_saves_are_loaded_by_megatron_by_stock_and_by_ours(ranks: World, tmp_path: Path) -> None:
+def test_megatron_torch_and_aiockpt_load_the_saves(ranks: World, tmp_path: Path) -> None:
     strategies, others = ranks.results(save_and_load, tmp_path)
     assert strategies == others
     for strategy in strategies:

@@ -42,7 +42,7 @@ def created(strategy):
 """,
 }
 RESILIENCY = {f"{NVRX}/filesystem_async.py": "class FileSystemWriterAsync: ..."}
-# Such as a later version might be: the class is kept where nobody can replace it.
+# A possible later version: it keeps the class in a default argument, which `install` can't replace.
 CLOSED = {
     f"{STRATEGIES}/torch.py": """
 def get_async_strategy(async_strategy="nvrx", module=None, _kind=type("FileSystemWriterAsync", (), {})):
@@ -53,7 +53,7 @@ def get_async_strategy(async_strategy="nvrx", module=None, _kind=type("FileSyste
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder from which packages of the two names are imported, and no others."""
+    """Yield a folder that alone provides the packages `megatron` and `nvidia_resiliency_ext`."""
     names = ("megatron", "nvidia_resiliency_ext")
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in names}
     for name in names:
@@ -121,7 +121,7 @@ def test_nvrx_without_megatron(packages: Path) -> None:
     assert holder.FileSystemWriterAsync is megatron.FileSystemWriterAsync
 
 
-def test_a_package_that_comes_later_is_replaced_by_the_next_call(packages: Path) -> None:
+def test_a_package_that_is_installed_later_is_patched_by_the_next_call(packages: Path) -> None:
     write(packages, NEW)
     first = megatron.install()
     write(packages, RESILIENCY)
@@ -143,7 +143,7 @@ def test_no_package_is_an_error(packages: Path) -> None:
         megatron.install()
 
 
-def test_a_package_that_can_not_be_imported_is_an_error(packages: Path) -> None:
+def test_a_package_that_cannot_be_imported_is_an_error(packages: Path) -> None:
     write(packages, OLD, {f"{STRATEGIES}/torch.py": "import a_module_that_is_nowhere"})
     with pytest.raises(ModuleNotFoundError, match="a_module_that_is_nowhere"):
         megatron.install()

@@ -20,7 +20,7 @@ from aiockpt.dcp.format_utils import dcp_to_torch_save
 from tests.dcp.test_cast_items import Committing
 from tests.states import raw_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of which it gives each once a process
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, each once in a process
 WRITERS = [dcp.FileSystemWriter, FileSystemWriter]
 
 
@@ -85,7 +85,7 @@ def test_dcp_load_fills_quantized_tensors(tmp_path: Path, writer: Any, planner: 
 
 @pytest.mark.parametrize("trust", [False, True])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_our_own_loads_read_them(tmp_path: Path, writer: Any, trust: bool) -> None:
+def test_aiockpt_loads_quantized_tensors(tmp_path: Path, writer: Any, trust: bool) -> None:
     state = state_of(1)
     dcp.save(state, storage_writer=writer(tmp_path / "c"))
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -101,7 +101,7 @@ def test_our_own_loads_read_them(tmp_path: Path, writer: Any, trust: bool) -> No
 
 
 @pytest.mark.parametrize("writer", [*WRITERS, None])
-def test_they_become_part_of_a_file_of_torch(tmp_path: Path, writer: Any) -> None:
+def test_quantized_tensors_convert_to_a_torch_save_file(tmp_path: Path, writer: Any) -> None:
     state: dict[str, Any] = {"model": state_of(5), "step": 4, "more": {"last": torch.arange(9)}}
     shared = state["model"]["channel"]
     state["more"]["again"] = torch.nn.Parameter(shared, requires_grad=False)
@@ -119,7 +119,7 @@ def test_they_become_part_of_a_file_of_torch(tmp_path: Path, writer: Any) -> Non
         assert archive.testzip() is None
 
 
-def test_so_do_nested_tensors_of_objects(tmp_path: Path) -> None:
+def test_nested_tensors_of_objects_convert_to_a_torch_save_file(tmp_path: Path) -> None:
     parts = [torch.arange(3.0), torch.arange(2.0, 7.0)]
     dcp.save({"object": Namespace(value=torch.nested.nested_tensor(parts))}, checkpoint_id=tmp_path / "c")
     dcp_to_torch_save(tmp_path / "c", tmp_path / "m.pt", trust=True)
@@ -128,7 +128,7 @@ def test_so_do_nested_tensors_of_objects(tmp_path: Path) -> None:
 
 
 def _load_part(path: Path, target: torch.Tensor) -> None:
-    """Fill a corner of a tensor with a corner of what is stored."""
+    """Fill a block of a tensor with a block of the stored tensor."""
     reader, planner, state = FileSystemReader(path), DefaultLoadPlanner(), {"tensor": target}
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
@@ -140,7 +140,7 @@ def _load_part(path: Path, target: torch.Tensor) -> None:
     reader.read_data(dcp.LoadPlan([part]), planner).wait()
 
 
-def test_a_part_of_one_is_read(tmp_path: Path) -> None:
+def test_a_part_of_a_quantized_tensor_is_read(tmp_path: Path) -> None:
     state = state_of(3)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "c"))
     target = torch.quantize_per_tensor(torch.zeros(6, 8), 0.07, 3, torch.quint8)

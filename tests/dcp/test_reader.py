@@ -88,12 +88,12 @@ def test_one_reader_reads_several_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writer", ["torch", "aiockpt", "without manifest"])
-def test_metadata_says_what_torchs_reader_says(tmp_path: Path, writer: str) -> None:
+def test_metadata_equals_that_of_torchs_reader(tmp_path: Path, writer: str) -> None:
     save_with(writer, state_of(), tmp_path / "c")
     reader = FileSystemReader(tmp_path / "c")
     ours, theirs = reader.read_metadata(), dcp.FileSystemReader(tmp_path / "c").read_metadata()
     for described in theirs.state_dict_metadata.values():
-        if hasattr(getattr(described, "properties", None), "strides"):  # since torch 2.15, which asks for none
+        if hasattr(getattr(described, "properties", None), "strides"):  # since torch 2.15, and optional
             described.properties.strides = None
     assert ours.state_dict_metadata == theirs.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
@@ -106,14 +106,14 @@ def test_metadata_says_what_torchs_reader_says(tmp_path: Path, writer: str) -> N
 
 
 class Described(dcp.FileSystemWriter):
-    """Stores more about its save, as subclasses of torch's writer may."""
+    """Writer that stores more about its save, as subclasses of torch's writer may."""
 
     def storage_meta(self) -> Any:
         return dataclasses.replace(super().storage_meta(), modules=["model", "optim"])
 
 
 @pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriter, Described])
-def test_metadata_keeps_what_is_stored_about_the_save(tmp_path: Path, writer: Any) -> None:
+def test_metadata_keeps_the_facts_about_the_save(tmp_path: Path, writer: Any) -> None:
     saved = writer(tmp_path / "c")
     dcp.save({"w": torch.rand(2)}, storage_writer=saved)
     reader, theirs = FileSystemReader(tmp_path / "c"), dcp.FileSystemReader(tmp_path / "c")
@@ -131,7 +131,7 @@ def test_metadata_keeps_what_is_stored_about_the_save(tmp_path: Path, writer: An
     assert reader.read_metadata().storage_meta == type(found)(checkpoint_id=tmp_path / "c", load_id=reader.load_id)
 
 
-def test_metadata_of_another_reader_will_do(tmp_path: Path) -> None:
+def test_metadata_of_another_reader_is_accepted(tmp_path: Path) -> None:
     state = state_of()
     save_with("torch", state, tmp_path / "c")
 
@@ -170,7 +170,7 @@ class Settings:
         return isinstance(other, Settings) and other.value == self.value
 
 
-def test_objects_are_looked_into_before_they_are_unpickled(tmp_path: Path) -> None:
+def test_objects_are_checked_before_they_are_unpickled(tmp_path: Path) -> None:
     dcp.save({"w": torch.rand(3), "object": Harmful(tmp_path / "harm")}, checkpoint_id=tmp_path / "c")
     (tmp_path / "harm").unlink(missing_ok=True)
     target = {"w": torch.zeros(3), "object": None}
@@ -181,7 +181,7 @@ def test_objects_are_looked_into_before_they_are_unpickled(tmp_path: Path) -> No
     assert (tmp_path / "harm").exists()
 
 
-def test_classes_may_be_allowed(tmp_path: Path) -> None:
+def test_allowed_classes_are_loaded(tmp_path: Path) -> None:
     dcp.save({"object": Settings(23)}, checkpoint_id=tmp_path / "c")
     target: dict[str, Any] = {"object": None}
     with pytest.raises(CheckpointException, match="Settings"):
@@ -192,7 +192,7 @@ def test_classes_may_be_allowed(tmp_path: Path) -> None:
 
 
 class Losses:
-    """A stateful object that keeps a part of its state in a file in memory, as trainers do."""
+    """Stateful object that keeps a part of its state in a BytesIO, as trainers do."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = values
@@ -210,7 +210,7 @@ class Losses:
 
 
 @pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriter])
-def test_files_in_memory_load_without_permission(tmp_path: Path, writer: Any) -> None:
+def test_files_in_memory_need_no_safe_globals(tmp_path: Path, writer: Any) -> None:
     half_read = io.BytesIO(bytes(range(256)))
     half_read.seek(100)
     dcp.save({"train": Losses([0.5, 1.5]), "file": half_read}, storage_writer=writer(tmp_path / "c"))
@@ -221,7 +221,7 @@ def test_files_in_memory_load_without_permission(tmp_path: Path, writer: Any) ->
 
 
 @pytest.mark.parametrize("shape", [(40,), (900, 700)])
-def test_damage_is_found_and_told(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_damage_is_reported(tmp_path: Path, shape: tuple[int, ...]) -> None:
     state = {"first": random_tensor(torch.float32, shape, 1), "second": random_tensor(torch.float32, shape, 2)}
     dcp.save(state, checkpoint_id=tmp_path / "c")
     (file,) = (tmp_path / "c").glob("*.distcp")
@@ -241,7 +241,7 @@ def test_damage_is_found_and_told(tmp_path: Path, shape: tuple[int, ...]) -> Non
 
 
 class Renaming(DefaultLoadPlanner):
-    """Loads under other names, through the metadata."""
+    """Planner that renames the keys in the metadata."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
         metadata.state_dict_metadata = {f"new.{k}": v for k, v in metadata.state_dict_metadata.items()}
@@ -266,7 +266,7 @@ def test_a_planner_may_rename(tmp_path: Path) -> None:
 
 
 class Scratching(DefaultLoadPlanner):
-    """Returns the same tensor every time, and copies from it when it is committed."""
+    """Planner that returns one scratch tensor each time, and copies from it at the commit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Scratching(DefaultLoadPlanner):
         super().resolve_tensor(read_item).copy_(tensor.mul(2))
 
 
-def test_a_planner_may_do_something_with_each_tensor_when_it_is_complete(tmp_path: Path) -> None:
+def test_a_planner_may_process_each_tensor_at_its_commit(tmp_path: Path) -> None:
     state = {f"w{n}": torch.rand(n * 37 + 3, 5) for n in range(40)}
     state |= {"large": torch.rand(1200, 7500), "larger": torch.rand(1300, 7600), "last": torch.rand(3)}
     state["scalar"] = torch.rand(())
@@ -303,7 +303,7 @@ def test_a_planner_may_do_something_with_each_tensor_when_it_is_complete(tmp_pat
 
 
 class Taking(DefaultLoadPlanner):
-    """Keeps the stored bytes of objects."""
+    """Planner that keeps the stored bytes of objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class Wrong(DefaultLoadPlanner):
         return super().resolve_tensor(read_item)[:-1]
 
 
-def test_a_planner_that_gives_another_shape_is_told(tmp_path: Path) -> None:
+def test_a_planner_that_returns_another_shape_is_refused(tmp_path: Path) -> None:
     dcp.save({"w": torch.rand(5, 2)}, checkpoint_id=tmp_path / "c")
     with pytest.raises(CheckpointException, match=r"w: the planner gave a tensor of the shape \(4, 2\)"):
         dcp.load({"w": torch.zeros(5, 2)}, storage_reader=FileSystemReader(tmp_path / "c"), planner=Wrong())
@@ -360,7 +360,7 @@ def test_keys_that_share_memory_are_filled_in_the_order_of_the_plan(tmp_path: Pa
     assert_same(theirs, ours)
 
 
-def test_a_load_is_seen_by_autograd_and_saves(tmp_path: Path) -> None:
+def test_a_load_is_visible_to_autograd(tmp_path: Path) -> None:
     dcp.save({"w": torch.rand(5)}, checkpoint_id=tmp_path / "c")
     weight = torch.zeros(5, requires_grad=True)
     product = weight * weight
@@ -384,13 +384,13 @@ def test_an_empty_state_dict_is_filled_as_by_torchs_planner(tmp_path: Path, keys
     assert_same(theirs, ours)
 
 
-def test_the_empty_planner_refuses_what_is_not_empty(tmp_path: Path) -> None:
+def test_the_empty_planner_refuses_a_state_dict_with_keys(tmp_path: Path) -> None:
     save_with("torch", state_of(), tmp_path / "c")
     with pytest.raises(CheckpointException, match="has 1 keys already"):
         _load_state_dict({"x": 1}, FileSystemReader(tmp_path / "c"), planner=EmptyStateDictLoadPlanner(), no_dist=True)
 
 
-# --- where the bytes come from --------------------------------------------------------------------
+# --- sources --------------------------------------------------------------------------------------
 
 
 def test_only_the_bytes_of_a_part_are_read(tmp_path: Path) -> None:
@@ -442,12 +442,12 @@ def test_files_of_torch_save_and_safetensors_are_read_too(tmp_path: Path) -> Non
     assert_same({"a.w": state["a"]["w"]}, flat)
 
 
-def test_paths_are_judged_as_torch_does(tmp_path: Path) -> None:
+def test_paths_are_validated_as_by_torch(tmp_path: Path) -> None:
     for path in (tmp_path, str(tmp_path / "new"), "s3://bucket/c", "relative"):
         assert FileSystemReader.validate_checkpoint_id(path) == dcp.FileSystemReader.validate_checkpoint_id(path)
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported(tmp_path: Path) -> None:
     with pytest.raises(aiockpt.CheckpointNotFoundError, match="no checkpoint at"):
         FileSystemReader(tmp_path / "nothing").read_metadata()
     with pytest.raises(aiockpt.LoadError, match="set_up_storage_reader"):
@@ -457,7 +457,7 @@ def test_what_is_not_there_is_told(tmp_path: Path) -> None:
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-def _sharded(rank: int, world_size: int, path: Path) -> list[bool]:
+def _save_and_load_sharded(rank: int, world_size: int, path: Path) -> list[bool]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -471,17 +471,17 @@ def _sharded(rank: int, world_size: int, path: Path) -> list[bool]:
     return [raw_bytes(other[str(n)].full_tensor()) == raw_bytes(t) for n, t in whole.items()] + [target["step"] == 7]
 
 
-def test_ranks_load_what_others_had(world4: World, tmp_path: Path) -> None:
-    assert world4.results(_sharded, tmp_path / "c", timeout_s=100) == [[True] * 4] * 4
+def test_ranks_load_into_another_layout(world4: World, tmp_path: Path) -> None:
+    assert world4.results(_save_and_load_sharded, tmp_path / "c", timeout_s=100) == [[True] * 4] * 4
     target = {str(n): torch.zeros(37, 29 + n) for n in range(3)}
     dcp.load(target, storage_reader=FileSystemReader(tmp_path / "c"))
     assert_same({str(n): random_tensor(torch.float32, (37, 29 + n), n) for n in range(3)}, target)
 
 
-def _alone(rank: int, world_size: int, path: Path) -> bool:
+def _save_and_load_alone(rank: int, world_size: int, path: Path) -> bool:
     state = {"w": random_tensor(torch.float32, (11, 5), rank), "rank": rank}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's writer takes what another rank has saved for an older checkpoint
+        warnings.simplefilter("ignore")  # torch's writer mistakes another rank's files for an older checkpoint
         dcp.save(state, checkpoint_id=path, use_collectives=False)
     torch.distributed.barrier()
     target = {"w": torch.zeros(11, 5), "rank": None}
@@ -491,4 +491,4 @@ def _alone(rank: int, world_size: int, path: Path) -> bool:
 
 @needs_saves_alone
 def test_ranks_load_what_they_saved_alone(world2: World, tmp_path: Path) -> None:
-    assert world2.results(_alone, tmp_path / "c", timeout_s=100) == [True, True]
+    assert world2.results(_save_and_load_alone, tmp_path / "c", timeout_s=100) == [True, True]

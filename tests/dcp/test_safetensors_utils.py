@@ -1,4 +1,4 @@
-"""Conversions between DCP checkpoints and safetensors: what is written is what a save of the loaded tensors writes."""
+"""Conversions between DCP checkpoints and safetensors: the files equal a save of the loaded tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def assert_as_saved(path: Path, state: dict[str, torch.Tensor], expected: Path, **given: Any) -> None:
-    """Check that a directory is what a save of ``state`` writes, CRCs included."""
+    """Check that a directory equals a save of ``state``, CRCs included."""
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save(state, expected, format="safetensors", **given)
         assert ckpt.verify(path).ok
@@ -41,7 +41,7 @@ def assert_as_saved(path: Path, state: dict[str, torch.Tensor], expected: Path, 
 def stock_load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     target = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process, which is meant
+        warnings.simplefilter("ignore")  # torch warns that there is one process
         dcp.load(target, checkpoint_id=path, **ALONE)
     return target
 
@@ -50,7 +50,7 @@ def stock_load(path: Path, like: dict[str, Any]) -> dict[str, Any]:
 def test_a_checkpoint_of_several_ranks(
     world4: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    """Rows, columns, blocks and copies, tensors in many chunks and many tensors in one."""
+    """Convert shards by rows, columns and blocks, and replicas, with many chunks per tensor and the reverse."""
     monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
     world4.results(_save_sharded, tmp_path / "c", timeout_s=100)
     ours.dcp_to_safetensors(
@@ -132,7 +132,7 @@ def test_keys_and_dtype_are_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
-def test_what_safetensors_can_not_hold_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save({"z": torch.zeros(3, dtype=torch.complex128)}, tmp_path / "c")
     with pytest.raises(aiockpt.SaveError, match=r"z is a tensor of 1 dimensions and of torch\.complex128"):
@@ -141,7 +141,7 @@ def test_what_safetensors_can_not_hold_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [4096, 16 << 20])
-def test_damage_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+def test_damage_leaves_the_old_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
     monkeypatch.setattr(recode, "_CHUNK_BYTES", chunk_bytes)
     state = {"w": random_tensor(torch.float32, (300, 211), 1)}
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
@@ -190,7 +190,7 @@ async def test_cancelling_leaves_nothing(tmp_path: Path, way: str) -> None:
 
 
 def _peak_of(rank: int, world_size: int, folder: Path, way: str) -> int:
-    """Convert; return by how many bytes the memory of this process has grown at its peak."""
+    """Convert; return the peak growth of this process's memory in bytes."""
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         ckpt.save({"warm": torch.rand(9)}, folder / "warm.safetensors")
     ours.safetensors_to_dcp(folder / "warm.safetensors", folder / "warm")
@@ -207,9 +207,9 @@ def test_memory_is_bounded(tmp_path: Path, way: str, large: bool) -> None:
         tensor.view(-1)[n :: side + 1] = torch.rand(len(tensor.view(-1)[n :: side + 1]))
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path / "in", format="dcp" if way.startswith("dcp") else "safetensors")
-    with World(1, store="file") as world:  # a process of its own, which has held nothing large yet
+    with World(1, store="file") as world:  # a new process, without an earlier peak that would hide the growth
         (peak_bytes,) = world.results(_peak_of, tmp_path, way)
-    assert 8 << 20 < peak_bytes < 256 << 20  # of 640 MiB and more
+    assert 8 << 20 < peak_bytes < 256 << 20  # the state has 640 MiB or more
     with aiockpt.SyncCheckpointer() as ckpt:
         out = ckpt.load(tmp_path / "out", mmap=True)
     assert all(torch.equal(out[name], tensor.bfloat16()) for name, tensor in state.items())

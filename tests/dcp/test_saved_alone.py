@@ -1,4 +1,4 @@
-"""Checkpoints whose ranks saved without each other: in one directory, or each in its own."""
+"""Checkpoints whose ranks saved without coordination: in one directory, or each in its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def whole_state() -> dict[str, Any]:
         "model": {
             "rows": random_tensor(torch.float32, (10, 4), 1),
             "columns": random_tensor(torch.int32, (6, 9), 2),
-            "one": random_tensor(torch.float64, (1, 3), 3),  # all but one rank have nothing of it
+            "one": random_tensor(torch.float64, (1, 3), 3),  # only one rank has a part of it
             "same": random_tensor(torch.float32, (7,), 4),
         },
         "plain": random_tensor(torch.int32, (5,), 5),
@@ -61,7 +61,7 @@ def locals_of(state: dict[str, Any]) -> dict[str, Any]:
 
 def _quietly(save: Any, *args: Any, **options: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's: of ranks' files taken for an older checkpoint, and of no_dist
+        warnings.simplefilter("ignore")  # torch warns of other ranks' files and of no_dist
         save(*args, **options)
 
 
@@ -100,7 +100,7 @@ def test_each_rank_loads_from_its_own_directory(world2: World, tmp_path: Path, w
         target := {"plain": torch.zeros(5, dtype=torch.int32)}, storage_reader=FileSystemReader(tmp_path / "rank1")
     )
     assert_same({"plain": whole_state()["plain"]}, target)
-    # What other ranks have is not there: nothing is filled, and it says so.
+    # The parts of other ranks are missing: the load raises and fills nothing.
     target = {"model": {"rows": torch.zeros(10, 4)}}
     with pytest.raises(CheckpointException, match=r"holds 20 of the 40 elements of model\.rows"):
         dcp.load(target, storage_reader=FileSystemReader(tmp_path / "rank1"))
@@ -121,7 +121,7 @@ def _save_apart(rank: int, world_size: int, path: Path, writer: str) -> None:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_our_own_loads_join_the_directories_of_ranks(world2: World, tmp_path: Path, writer: str) -> None:
+def test_aiockpt_joins_the_directories_of_ranks(world2: World, tmp_path: Path, writer: str) -> None:
     world2.results(_save_apart, tmp_path / "c", writer, timeout_s=100)
     expected = whole_state() | {f"of rank {rank}": torch.full((2,), rank) for rank in range(2)}
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -147,7 +147,7 @@ def test_our_own_loads_join_the_directories_of_ranks(world2: World, tmp_path: Pa
         assert not ckpt.verify(tmp_path / "c").ok
 
 
-def test_numbered_checkpoints_are_not_taken_for_parts(tmp_path: Path) -> None:
+def test_numbered_checkpoints_are_not_mistaken_for_parts(tmp_path: Path) -> None:
     for step in (1, 2):
         dcp.save({"w": torch.rand(3)}, checkpoint_id=tmp_path / f"step-{step}")
     with (
@@ -164,7 +164,7 @@ def test_numbered_checkpoints_are_not_taken_for_parts(tmp_path: Path) -> None:
 
 
 def _save_steps(rank: int, world_size: int, path: Path, writer: str) -> None:
-    """Save two steps whose sharded tensors tell which they are, and objects of a rank under one name."""
+    """Save two steps with different sharded tensors, and with an object of each rank under one name."""
     for step in (1, 2):
         rows = distribute_tensor(torch.full((8,), float(step)), mesh_of(world_size), [Shard(0)])
         state = {
@@ -181,7 +181,7 @@ def _save_steps(rank: int, world_size: int, path: Path, writer: str) -> None:
 def test_parts_of_different_saves_are_refused(
     world2: World, tmp_path: Path, writer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a crash, when rank 0 has replaced its part and rank 1 has not: what both have shows it."""
+    """After a crash, rank 0's part may be newer than rank 1's; values that both ranks saved reveal it."""
     for name, key in (("t", "same"), ("s", "step"), ("n", "name"), ("-", None)):
         world2.results(_save_steps, tmp_path / name, writer, timeout_s=100)
         mixed, newer = tmp_path / name / "mixed", tmp_path / name / "2"
@@ -193,12 +193,12 @@ def test_parts_of_different_saves_are_refused(
             expected = {"w": torch.full((8,), 2.0), "step": 2 * (name == "s")}
             found = ckpt.load(newer)
             assert_same(expected, {key: found[key] for key in expected})
-            assert "different values of rng" in caplog.text  # each rank's may be its own
+            assert "different values of rng" in caplog.text  # ranks may differ in it
             assert found["rng"] == {"state": [0, 2]}
             report = ckpt.verify(newer)
             assert report.ok
             assert [(each.severity, each.key) for each in report.problems] == [("warning", "rng.state")]
-            if key is None:  # nothing in it tells that it is a mix
+            if key is None:  # nothing reveals the mix
                 continue
             message = rf"ranks 0 and 1, .* have different values of {key}: .* a directory of its own"
             with pytest.raises(aiockpt.CorruptCheckpointError, match=message):
@@ -211,7 +211,7 @@ def test_parts_of_different_saves_are_refused(
 
 
 def _save_epochs(rank: int, world_size: int, path: Path) -> None:
-    """Save another part into the directory of each epoch."""
+    """Save a rank's part to a directory that is named like an epoch."""
     _quietly(dcp.save, sharded(world_size), storage_writer=FileSystemWriter(path / f"Epoch_{rank}"), no_dist=True)
 
 
@@ -225,7 +225,7 @@ def test_directories_of_epochs_are_not_joined(world2: World, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_our_own_loads_join_the_parts(world4: World, tmp_path: Path, writer: str) -> None:
+def test_aiockpt_joins_the_parts(world4: World, tmp_path: Path, writer: str) -> None:
     world4.results(_save_alone, tmp_path / "c", writer, timeout_s=100)
     expected = whole_state() | {f"of rank {rank}": torch.full((2,), rank) for rank in range(4)}
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -245,13 +245,13 @@ def test_our_own_loads_join_the_parts(world4: World, tmp_path: Path, writer: str
     assert not os.listdir(tmp_path)
 
 
-def _save_at_odds(rank: int, world_size: int, path: Path) -> None:
+def _save_contradicting(rank: int, world_size: int, path: Path) -> None:
     state = sharded(world_size) | {"odd": 1 if rank == 0 else {"within": 2}}
     _quietly(dcp.save, state, storage_writer=FileSystemWriter(path), use_collectives=False)
 
 
-def test_parts_that_make_up_no_state_dict_are_found(world2: World, tmp_path: Path) -> None:
-    world2.results(_save_at_odds, tmp_path / "c", timeout_s=100)
+def test_parts_of_contradicting_structure_are_found(world2: World, tmp_path: Path) -> None:
+    world2.results(_save_contradicting, tmp_path / "c", timeout_s=100)
     with aiockpt.SyncCheckpointer() as ckpt:
         with pytest.raises(
             aiockpt.CorruptCheckpointError, match="the structure of the state dict is damaged: 'within'"
@@ -268,7 +268,7 @@ def _metadata_of(path: Path, rank: int) -> Metadata:
     return metadata
 
 
-def test_what_is_missing_or_contradicts_is_told(world4: World, tmp_path: Path) -> None:
+def test_missing_and_contradicting_parts_are_reported(world4: World, tmp_path: Path) -> None:
     world4.results(_save_alone, tmp_path / "all", "torch", timeout_s=100)
 
     def without(*names: str) -> Path:
@@ -324,11 +324,11 @@ def test_what_is_missing_or_contradicts_is_told(world4: World, tmp_path: Path) -
         data[data.index(plain) + 3] ^= 1
         (damaged / "__2_0.distcp").write_bytes(bytes(data))
         assert [(problem.file, problem.key) for problem in ckpt.verify(damaged).problems] == [("__2_0.distcp", "plain")]
-        assert_same(whole_state()["plain"], ckpt.load(damaged)["plain"])  # rank 0's
+        assert_same(whole_state()["plain"], ckpt.load(damaged)["plain"])  # rank 0's copy
 
 
 class _OfRank(FileSystemReader):
-    """Reads as a certain rank."""
+    """Reader that reads as the given rank."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path)
@@ -338,7 +338,7 @@ class _OfRank(FileSystemReader):
         return super().read_metadata(*args, **kwargs | {"rank": self._of})
 
 
-def test_a_load_of_another_layout_is_refused_by_the_reader_and_works_with_ours(world2: World, tmp_path: Path) -> None:
+def test_another_layout_is_refused_by_the_reader_and_converted(world2: World, tmp_path: Path) -> None:
     world2.results(_save_alone, tmp_path / "c", "aiockpt", timeout_s=100)
     errors = (CheckpointException, aiockpt.CorruptCheckpointError)  # it depends on the version of torch
     with pytest.raises(errors, match=r"holds 20 of the 40 elements .*own load joins"):
@@ -375,9 +375,9 @@ def test_a_hole_in_a_plain_checkpoint_is_found_before_anything_is_filled(tmp_pat
         EmptyStateDictLoadPlanner().set_up_planner({}, reader.read_metadata())
 
 
-def test_a_planner_of_ones_own_decides_what_it_wants(tmp_path: Path) -> None:
+def test_a_custom_planner_may_load_an_incomplete_tensor(tmp_path: Path) -> None:
     class Own(DefaultLoadPlanner):
-        """Keeps its state elsewhere."""
+        """Planner that keeps its state dict in another attribute."""
 
         def finish_plan(self, central_plan: Any) -> Any:
             self.mine, self.state_dict = self.state_dict, None  # type: ignore[assignment]

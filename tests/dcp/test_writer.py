@@ -49,7 +49,7 @@ def stock_loaded(state: Any, path: Path) -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 2}, {"sync_files": False}])
-def test_what_is_written_is_what_torch_writes(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_save_equals_that_of_torchs_writer(tmp_path: Path, options: dict[str, Any]) -> None:
     state = state_of()
     ours = dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "ours", **options))
     theirs = dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs", **options))
@@ -88,7 +88,7 @@ def test_large_states_go_to_several_files_by_several_threads(tmp_path: Path) -> 
 
 
 class Casting(DefaultSavePlanner):
-    """Makes new tensors, and counts those that are alive, in elements."""
+    """Planner that makes new tensors, and counts the elements of those that are alive."""
 
     alive = most = 0
 
@@ -107,7 +107,7 @@ class Casting(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 1}])
-def test_what_a_planner_makes_is_held_a_few_items_at_a_time(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_tensors_of_a_planner_are_held_a_few_at_a_time(tmp_path: Path, options: dict[str, Any]) -> None:
     state = {f"w{n}": random_tensor(torch.int32, (1024, 10 + n), n) for n in range(40)} | {"text": "abc"}
     planner = Casting()
     for _ in range(2):
@@ -126,12 +126,12 @@ def test_a_failure_in_a_later_batch_leaves_nothing(tmp_path: Path) -> None:
     writer = FileSystemWriter(tmp_path / "c", staging_bytes=200_000)
     with pytest.raises(CheckpointException, match="the planner broke"):
         dcp.save(state | {"bad": torch.rand(3)}, storage_writer=writer, planner=Breaking())
-    assert [os.listdir(tmp_path / hidden) for hidden in os.listdir(tmp_path)] == [[]]  # for the other ranks' files
+    assert [os.listdir(tmp_path / hidden) for hidden in os.listdir(tmp_path)] == [[]]  # kept for the other ranks' files
     writer.discard()
     assert os.listdir(tmp_path) == []
 
 
-def test_arguments_are_torchs(tmp_path: Path) -> None:
+def test_the_writer_takes_torchs_arguments(tmp_path: Path) -> None:
     writer = FileSystemWriter(tmp_path / "c", True, True, 2, 1000, False, False, None)
     assert (writer.thread_count, writer.overwrite, writer.cache_staged_state_dict) == (2, False, False)
     assert writer.checkpoint_id == dcp.FileSystemWriter(tmp_path / "c").checkpoint_id
@@ -146,7 +146,7 @@ def test_arguments_are_torchs(tmp_path: Path) -> None:
         FileSystemWriter("s3://bucket/c")
 
 
-def test_adapters_are_torchs_classes_with_their_attributes(tmp_path: Path) -> None:
+def test_adapters_are_subclasses_with_torchs_attributes(tmp_path: Path) -> None:
     for ours, theirs in (
         (FileSystemWriter(tmp_path), dcp.FileSystemWriter(tmp_path)),
         (FileSystemReader(tmp_path), dcp.FileSystemReader(tmp_path)),
@@ -166,7 +166,7 @@ def test_adapters_are_torchs_classes_with_their_attributes(tmp_path: Path) -> No
 def test_subclasses_may_override_the_documented_methods(tmp_path: Path) -> None:
     calls: list[str] = []
 
-    class Logged:  # the same mix-in fits torch's classes and ours
+    class Logged:  # the mix-in fits torch's classes and aiockpt's
         def __init__(self, path: Any) -> None:
             super().__init__(path)  # type: ignore[call-arg]
             self.calls = calls
@@ -202,7 +202,7 @@ def test_subclasses_may_override_the_documented_methods(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(filesystem, "SerializationFormat"), reason="this torch has one format")
-def test_formats_are_torchs(tmp_path: Path) -> None:
+def test_the_writer_takes_torchs_formats(tmp_path: Path) -> None:
     formats = filesystem.SerializationFormat
     for given, kept in ((None, formats.TORCH_SAVE), *((each, each) for each in formats)):
         writer = FileSystemWriter(tmp_path / "c", True, True, 2, 1000, False, False, None, given)
@@ -291,7 +291,7 @@ def test_chunks_of_one_tensor_go_to_several_safetensors_files(tmp_path: Path) ->
     ("value", "message"),
     [(torch.zeros(3, dtype=torch.complex128), "has no name for"), (torch.zeros(3), "the plan says torch.float32")],
 )
-def test_what_safetensors_can_not_hold_is_refused(tmp_path: Path, value: torch.Tensor, message: str) -> None:
+def test_a_tensor_that_safetensors_cannot_hold_is_refused(tmp_path: Path, value: torch.Tensor, message: str) -> None:
     class Halved(DefaultSavePlanner):
         def transform_object(self, write_item: Any, object: Any) -> Any:
             return object.half()
@@ -305,7 +305,7 @@ def test_what_safetensors_can_not_hold_is_refused(tmp_path: Path, value: torch.T
 
 
 @needs_safetensors
-def test_a_safetensors_file_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+def test_a_safetensors_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     class Taking(FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
             (hidden,) = tmp_path.glob(HIDDEN)
@@ -326,7 +326,7 @@ def test_a_safetensors_file_that_can_not_be_written_is_named(tmp_path: Path) -> 
 @pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="this torch has no such tensors")
 @pytest.mark.parametrize("writer", [FileSystemWriter, dcp.FileSystemWriter])
 @pytest.mark.parametrize("reader", [FileSystemReader, dcp.FileSystemReader])
-def test_tensors_that_say_which_parts_they_are(tmp_path: Path, writer: Any, reader: Any) -> None:
+def test_tensors_that_describe_their_parts(tmp_path: Path, writer: Any, reader: Any) -> None:
     whole = random_tensor(torch.float32, (8, 5), 1)
     parts = [((0, 0), (1, 0), (3, 5)), ((3, 0), (4, 0), (5, 5))]
     saved, target = (described(torch.full((9, 5), -1.0), (8, 5), parts) for _ in range(2))
@@ -339,10 +339,10 @@ def test_tensors_that_say_which_parts_they_are(tmp_path: Path, writer: Any, read
     assert raw_bytes(plain["w"]) == raw_bytes(whole)
 
 
-# --- what is there already ------------------------------------------------------------------------
+# --- existing targets -----------------------------------------------------------------------------
 
 
-def test_a_checkpoint_is_not_replaced_unless_it_may_be(tmp_path: Path) -> None:
+def test_a_checkpoint_is_replaced_only_if_allowed(tmp_path: Path) -> None:
     dcp.save(state_of(1), checkpoint_id=tmp_path / "c")
     for writer in (FileSystemWriter, dcp.FileSystemWriter):
         with pytest.raises(CheckpointException, match="Checkpoint already exists"):
@@ -359,7 +359,7 @@ def test_replacing_a_checkpoint_warns(tmp_path: Path, writer: Any) -> None:
     assert_same(state_of(2), stock_loaded(state_of(2), tmp_path / "c"))
 
 
-def test_a_checkpoint_is_replaced_at_once_and_what_is_beside_it_stays(tmp_path: Path) -> None:
+def test_a_checkpoint_is_replaced_atomically_and_other_files_stay(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as checkpointer:
         checkpointer.save(state_of(1), tmp_path / "c")
     (tmp_path / "c" / "config.json").write_text("{}")
@@ -377,12 +377,12 @@ def test_a_checkpoint_is_replaced_at_once_and_what_is_beside_it_stays(tmp_path: 
 
 
 @pytest.mark.parametrize("there", ["nothing", "an empty directory", "other files", "a link", "no parent"])
-def test_wherever_it_goes(tmp_path: Path, there: str) -> None:
+def test_kinds_of_targets(tmp_path: Path, there: str) -> None:
     path = tmp_path / "c"
     if there in ("an empty directory", "other files"):
         path.mkdir()
     if there == "other files":
-        (path / "__9_9.distcp").write_text("somebody's")
+        (path / "__9_9.distcp").write_text("another's")
         (path / "notes").write_text("mine")
     if there == "a link":
         (tmp_path / "real").mkdir()
@@ -408,13 +408,13 @@ def test_only_files_of_the_old_checkpoint_are_removed(tmp_path: Path, rank: int 
     stored = Metadata({}, storage_data={MetadataIndex("x"): _StorageInfo("__7_7.distcp", 0, 1)})
     (path / "__7.metadata").write_bytes(pickle.dumps(stored))
     if not damaged:
-        (path / "__0_9.distcp").write_text("somebody's")
+        (path / "__0_9.distcp").write_text("another's")
     document = path / (".metadata" if rank is None else "__0.metadata")
     document.write_bytes(document.read_bytes()[: -9 if damaged else None])
     dcp.save(state_of(2), storage_writer=FileSystemWriter(path), **alone)
     assert not old.exists()
     assert (path / "__7_7.distcp").read_text() == "named by another rank"
-    assert damaged or (path / "__0_9.distcp").read_text() == "somebody's"
+    assert damaged or (path / "__0_9.distcp").read_text() == "another's"
 
 
 def test_a_file_is_not_replaced(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "c").read_text() == "mine"
 
 
-def test_a_directory_that_appears_meanwhile_is_used(tmp_path: Path) -> None:
+def test_a_directory_that_appears_during_a_save_is_used(tmp_path: Path) -> None:
     class Late(FileSystemWriter):
         def finish(self, metadata: Any, results: Any) -> None:
             (tmp_path / "c").mkdir()
@@ -461,9 +461,7 @@ class Mistaken(DefaultSavePlanner):
 @pytest.mark.parametrize("convert", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
 def test_a_sparse_tensor_is_refused_as_by_torchs_writer(tmp_path: Path, convert: Any) -> None:
     state = {"w": torch.rand(3), "rare": convert(torch.eye(4))}
-    told = (
-        r"rare has the layout torch\.sparse.*to_dense\(\)|Sparse CSR tensors do not have strides"  # the planner's own
-    )
+    told = r"rare has the layout torch\.sparse.*to_dense\(\)|Sparse CSR tensors do not have strides"  # the second is torch's
     with pytest.raises(CheckpointException, match=told):
         dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "c"))
     gc.collect()
@@ -474,7 +472,7 @@ def test_a_sparse_tensor_is_refused_as_by_torchs_writer(tmp_path: Path, convert:
 
 @pytest.mark.parametrize("planner", [Breaking, Mistaken])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_failed_save_leaves_what_was_there(tmp_path: Path, before: bool, planner: Any) -> None:
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path, before: bool, planner: Any) -> None:
     if before:
         dcp.save(state_of(1), storage_writer=FileSystemWriter(tmp_path / "c"))
     writer = FileSystemWriter(tmp_path / "c")
@@ -489,14 +487,14 @@ def test_a_failed_save_leaves_what_was_there(tmp_path: Path, before: bool, plann
         assert os.listdir(tmp_path) == []
 
 
-def test_a_later_save_takes_the_place_of_a_failed_one(tmp_path: Path) -> None:
+def test_a_save_succeeds_after_a_failed_one(tmp_path: Path) -> None:
     writer = FileSystemWriter(tmp_path / "c")
     with pytest.raises(CheckpointException):
         dcp.save(state_of(2) | {"bad": torch.rand(3)}, storage_writer=writer, planner=Breaking())
     other = FileSystemWriter(tmp_path / "c")
     with pytest.raises(CheckpointException):
         dcp.save(state_of(2) | {"bad": torch.rand(3)}, storage_writer=other, planner=Breaking())
-    writer.discard()  # it must not touch what the other has there
+    writer.discard()  # it must not touch the other writer's hidden directory
     assert len(list(tmp_path.glob(HIDDEN))) == 1
     dcp.save(state_of(3), storage_writer=other)
     assert_same(state_of(3), stock_loaded(state_of(), tmp_path / "c"))
@@ -514,7 +512,7 @@ def test_nothing_is_published_unless_all_was_written(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_that_is_gone_is_noticed(tmp_path: Path) -> None:
+def test_a_removed_file_fails_the_save(tmp_path: Path) -> None:
     class Losing(FileSystemWriter):
         def finish(self, metadata: Any, results: Any) -> None:
             next(tmp_path.glob(".*/__0_0.distcp")).unlink()
@@ -537,7 +535,7 @@ def alone_in_a_group(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_async_saves_may_be_changed_behind(tmp_path: Path, cached: bool, alone_in_a_group: None) -> None:
+def test_a_state_may_change_during_an_async_save(tmp_path: Path, cached: bool, alone_in_a_group: None) -> None:
     writer = FileSystemWriter(tmp_path / "x", cache_staged_state_dict=cached and torch.cuda.is_available())
     for seed in range(3):
         state = state_of(seed)
@@ -562,7 +560,7 @@ def test_other_stagers_work_too(tmp_path: Path, alone_in_a_group: None) -> None:
     assert_same(state, stock_loaded(state, tmp_path / "c"))
 
 
-def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
+def test_a_writer_can_be_pickled(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as checkpointer:
         writer = FileSystemWriter(tmp_path / "c", thread_count=3, checkpointer=checkpointer)
         dcp.save(state_of(), storage_writer=writer)
@@ -655,9 +653,9 @@ def test_ranks_save_together(world4: World, tmp_path: Path, options: dict[str, A
         assert checkpointer.verify(tmp_path / "c").ok
 
 
-def _fail_on_one(rank: int, world_size: int, path: Path, who: int) -> None:
+def _fail_on_one(rank: int, world_size: int, path: Path, failing: int) -> None:
     state = _sharded_state(world_size)
-    if rank == who:
+    if rank == failing:
         state["model"]["rows"].to_local()
         planner: Any = _BreakingRows()
     else:
@@ -676,9 +674,9 @@ class _BreakingRows(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_fails_fails_all_and_nothing_is_left(world2: World, tmp_path: Path, who: int) -> None:
-    for outcome in world2.run(_fail_on_one, tmp_path / "c", who, timeout_s=100):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_of_one_rank_fails_all_and_leaves_nothing(world2: World, tmp_path: Path, failing: int) -> None:
+    for outcome in world2.run(_fail_on_one, tmp_path / "c", failing, timeout_s=100):
         assert isinstance(outcome, RankFailure)
         assert "no rows here" in outcome.text
     world2.results(_collect, timeout_s=100)
