@@ -1,4 +1,4 @@
-"""NumPy arrays are stored, checked, sliced and filled as tensors are, and come back as arrays."""
+"""NumPy arrays are stored, checked, sliced and filled like tensors, and loaded as arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aiockpt.storage.local.storage import LocalStorage
 from aiockpt.testing import GatedStorage
 from tests.stock import ALONE
 
-# torch's DCP warns that it runs without a process group, which is what we want here.
+# torch's DCP warns that it runs without a process group, as it should here.
 DCP_ALONE = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 CHUNK = 64 << 10
 
@@ -47,8 +47,8 @@ FORMS = {
     "backwards": np.arange(12.0).reshape(3, 4)[::-1, ::-2],
     "broadcast": np.broadcast_to(np.arange(3), (4, 3)),
     "read-only": _read_only(np.arange(30_000)),
-    "of nothing": np.zeros((0, 3), dtype="f2"),
-    "of no dimension": np.array(5),
+    "empty": np.zeros((0, 3), dtype="f2"),
+    "0-d": np.array(5),
     "unaligned": _unaligned(),
     "odd strides": _odd_strides(),
 }
@@ -71,7 +71,7 @@ def _same(one: np.ndarray[Any, Any], other: object) -> bool:
 
 
 def _write_manifest(path: Path, document: dict[str, Any]) -> None:
-    """Write a manifest that says what it says, with a CRC of its own."""
+    """Write a manifest with this content and a matching CRC."""
     document.pop("manifest_crc32", None)
     body = json.dumps(document, indent=2).removesuffix("\n}").encode()
     (path / ".aiockpt.json").write_bytes(body + f'{SEAL}{zlib.crc32(body):08x}"\n}}\n'.encode())
@@ -104,7 +104,7 @@ def test_every_form_comes_back(ckpt, tmp_path: Path) -> None:
     assert loaded["forms"]["permuted"].strides == FORMS["permuted"].strides
     assert _same(np.asarray(mapped), loaded["mapped"])
     assert _same(np.ones(2), loaded["list"][1])
-    loaded["forms"]["read-only"][:] = 0  # its memory is its own
+    loaded["forms"]["read-only"][:] = 0  # it has memory of its own
     assert FORMS["read-only"][5] == 5
     with ckpt.open(tmp_path / "c") as reader:
         assert {type(reader[f"forms.{name}"]) for name in FORMS} == {aiockpt.TensorInfo}
@@ -112,7 +112,7 @@ def test_every_form_comes_back(ckpt, tmp_path: Path) -> None:
     assert ckpt.verify(tmp_path / "c").ok
 
 
-def test_options_of_loads(ckpt, tmp_path: Path) -> None:
+def test_load_options(ckpt, tmp_path: Path) -> None:
     array = np.arange(60_000.0).reshape(300, 200)
     ckpt.save({"a": {"x": array, "y": np.ones(3)}, "t": torch.ones(2)}, tmp_path / "c")
     only = ckpt.load(tmp_path / "c", keys=["a.x"])
@@ -133,7 +133,7 @@ def test_options_of_loads(ckpt, tmp_path: Path) -> None:
         assert torch.equal(dict(reader.stream())["a.y"], torch.ones(3, dtype=torch.float64))
 
 
-def test_compressed_and_apart(ckpt, tmp_path: Path) -> None:
+def test_compressed_arrays_and_separate_files(ckpt, tmp_path: Path) -> None:
     array = np.zeros(200_000)
     ckpt.save({"a": array, "b": [{"x": array.reshape(2, -1)}]}, tmp_path / "c", compress="zstd")
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 100_000
@@ -224,7 +224,7 @@ def test_arrays_that_do_not_fit(wrong, message: str, ckpt, tmp_path: Path) -> No
 
 
 class _Buffer:
-    """A live object with an array."""
+    """Live object with an array."""
 
     def __init__(self) -> None:
         self.array = np.zeros(30_000)
@@ -290,13 +290,13 @@ def test_safetensors_keep_tensors(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["whole", "every other", "read-only view"])
-def test_an_array_that_changes_under_a_save_is_found(form: str, tmp_path: Path) -> None:
+def test_an_array_that_changes_during_a_save_is_found(form: str, tmp_path: Path) -> None:
     memory = np.arange(200_000)
     array = {"whole": memory, "every other": memory[::2], "read-only view": _read_only(memory.view())}[form]
     storage = GatedStorage(LocalStorage(), ["create"])
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK, fsync=False) as ckpt:
         save = ckpt.submit({"first": torch.arange(90_000), "victim": array}, tmp_path / "c", storage=storage)
-        storage.reached["create"].result(60)  # one chunk is filled, and there is no other
+        storage.reached["create"].result(60)  # the only chunk is full
         memory[:] = -1
         storage.open("create")
         error = save.written.exception(60)
@@ -320,7 +320,7 @@ def test_small_arrays_and_copied_ones_may_change_at_once(tmp_path: Path) -> None
     assert not any(loaded[name].any() for name in ("small", "columns", "back"))
 
 
-# --- what a manifest says -----------------------------------------------------------------------------
+# --- records of arrays in a manifest ----------------------------------------------------------------
 
 
 def _record(*path: object) -> dict[str, object]:
@@ -345,7 +345,7 @@ def _record(*path: object) -> dict[str, object]:
     ],
     ids=str,
 )
-def test_records_of_arrays_that_are_none(records, has_index: bool, ckpt, tmp_path: Path) -> None:
+def test_wrong_records_of_arrays_are_corrupt(records, has_index: bool, ckpt, tmp_path: Path) -> None:
     path = tmp_path / "c"
     state = {
         "x": torch.ones(2),
@@ -366,7 +366,7 @@ def test_records_of_arrays_that_are_none(records, has_index: bool, ckpt, tmp_pat
     assert not ckpt.verify(path).ok
 
 
-def test_an_honest_record_makes_an_array_of_a_tensor(ckpt, tmp_path: Path) -> None:
+def test_a_valid_record_turns_a_tensor_into_an_array(ckpt, tmp_path: Path) -> None:
     path = tmp_path / "c"
     ckpt.save({"x": {"y": torch.ones(2)}, "x.y": {}}, path)
     document = json.loads((path / ".aiockpt.json").read_text())

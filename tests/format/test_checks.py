@@ -1,4 +1,4 @@
-"""Whether what an index says can be true."""
+"""Checks of an index: places, chunks, shared bytes and views."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(**entries: Entry) -> None:
 def tensor(
     shape: tuple[int, ...], boxes: list[Box], file: str = "b", dtype: torch.dtype = torch.float32
 ) -> TensorEntry:
-    """A tensor whose chunks lie one behind the other, with a gap between them."""
+    """Return a tensor whose chunks follow each other in a file, with gaps between them."""
     chunks, at = [], 7
     for offsets, sizes in boxes:
         length = math.prod(sizes) * 4 + 5
@@ -48,7 +48,7 @@ def viewed(place: ItemRange, *args: object, chunk: tuple[int, ...] | None = None
     )
 
 
-def test_what_is_right_passes() -> None:
+def test_valid_entries_pass() -> None:
     place = ItemRange("a", 100, 500)
     check(
         w=whole((5, 5), ItemRange("a", 0, 100)),
@@ -104,13 +104,13 @@ def test_files_outside_of_the_checkpoint_are_unsafe(name: str) -> None:
         ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((1, 2), (2, 2))], "overlap in"),
     ],
 )
-def test_chunks_that_are_not_the_tensor_are_corrupt(shape: tuple[int, ...], boxes: list[Box], message: str) -> None:
+def test_chunks_that_are_no_tiling_are_corrupt(shape: tuple[int, ...], boxes: list[Box], message: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=rf"/c: the chunks of k {message}"):
         check(k=tensor(shape, boxes))
 
 
 def _cut(draw: random.Random, box: Box, times: int) -> list[Box]:
-    """Cut a box in two, and its halves again, at random."""
+    """Cut a box, and then one of its parts each time, in two at random."""
     boxes = [box]
     for _ in range(times):
         offsets, sizes = boxes.pop(draw.randrange(len(boxes)))
@@ -194,7 +194,7 @@ def test_bytes_that_are_claimed_twice_are_corrupt(entries: dict[str, Entry]) -> 
         check(**entries)
 
 
-def test_chunks_of_a_tensor_share_nothing() -> None:
+def test_chunks_of_a_tensor_that_share_bytes_are_corrupt() -> None:
     one, other = tensor((4,), [((0,), (2,)), ((2,), (2,))]).chunks
     twice = TensorEntry(torch.float32, (4,), (one, ChunkEntry(other.offsets, other.sizes, one.place)))
     with pytest.raises(CorruptCheckpointError, match="k and k share the same bytes"):
@@ -250,7 +250,7 @@ def test_views_beyond_their_payload_are_corrupt(args: tuple[object, ...]) -> Non
         check(k=viewed(PLACE, *args))
 
 
-def test_a_view_has_the_sizes_of_its_chunk() -> None:
+def test_a_view_must_have_the_sizes_of_its_chunk() -> None:
     with pytest.raises(CorruptCheckpointError):
         check(k=viewed(PLACE, (6,), (1,), 0, 0, 200, chunk=(5,)))
 
@@ -259,7 +259,7 @@ def test_a_view_has_the_sizes_of_its_chunk() -> None:
 @given(
     st.integers(0, 9), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=3), st.sampled_from([1, 2, 4])
 )
-def test_views_fit_where_torch_says_so(offset: int, dims: list[tuple[int, int]], itemsize: int) -> None:
+def test_views_fit_as_in_torch(offset: int, dims: list[tuple[int, int]], itemsize: int) -> None:
     shape, stride = tuple(n for n, _ in dims), tuple(step for _, step in dims)
     storage = torch.empty(40 // itemsize, dtype={1: torch.int8, 2: torch.int16, 4: torch.int32}[itemsize])
     try:

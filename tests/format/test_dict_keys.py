@@ -1,4 +1,4 @@
-"""Keys of dicts that are no texts: as JSON and back, and nothing else that JSON may say."""
+"""Dict keys that are not strings: round trips through JSON, and refusal of any other JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEYS = [1.5, -0.0, 1e300, math.inf, -math.inf, True, None, 7, (), (1, "x"), (1.5
 
 
 @pytest.mark.parametrize("key", KEYS, ids=repr)
-def test_keys_go_through_json(key: Any) -> None:
+def test_keys_survive_json(key: Any) -> None:
     assert is_key(key)
     text = json.dumps(encode_key(key), allow_nan=False)
     again = decode_key(json.loads(text))
@@ -24,12 +24,12 @@ def test_keys_go_through_json(key: Any) -> None:
     assert containers([record])[0]["keys"] == record["keys"]
 
 
-def test_not_a_number_goes_through_json() -> None:
+def test_nan_survives_json() -> None:
     assert math.isnan(decode_key(json.loads(json.dumps(encode_key(math.nan), allow_nan=False))))
 
 
 @pytest.mark.parametrize("key", [b"x", 2**5000, (1, {2}), object(), [1], (2j,)], ids=lambda key: type(key).__name__)
-def test_other_keys_are_none(key: Any) -> None:
+def test_other_values_are_no_keys(key: Any) -> None:
     assert not is_key(key)
 
 
@@ -43,7 +43,7 @@ def _nested(depth: int) -> Any:
 @pytest.mark.parametrize(
     "value", [{"float": "1.5"}, {"float": "nan", "x": 1}, {}, [{"a": 1}], _nested(40), {"float": [1]}], ids=str
 )
-def test_json_that_is_no_key(value: Any) -> None:
+def test_json_of_no_key_is_refused(value: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         decode_key(value)
 
@@ -51,18 +51,18 @@ def test_json_that_is_no_key(value: Any) -> None:
 @pytest.mark.parametrize(
     "keys", [{"1": 1.0}, {"x": True}, {"(1,)": [2]}, {"1.5": [1.5]}, {"nan": None}, [1.5]], ids=str
 )
-def test_a_key_that_is_not_its_name_is_refused(keys: Any) -> None:
+def test_a_key_that_contradicts_its_name_is_refused(keys: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         containers([{"path": ["d"], "type": "dict", "at": 0, "keys": keys}])
 
 
-def test_keys_that_were_chosen_to_collide_are_refused() -> None:
+def test_keys_with_colliding_hashes_are_refused() -> None:
     check_hashes([*range(-1000, 1000), *(n + 0.5 for n in range(1000)), *((n, n) for n in range(1000))])
     with pytest.raises(ValueError, match="one hash"):
         check_hashes([n * (2**61 - 1) for n in range(1, 1000)])
 
 
 @pytest.mark.parametrize("factory", ["eval", "", 5, ["list"], "range"], ids=str)
-def test_a_factory_that_is_not_known_is_refused(factory: Any) -> None:
+def test_an_unknown_factory_is_refused(factory: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         containers([{"path": ["d"], "type": "defaultdict", "at": 0, "factory": factory}])

@@ -1,4 +1,4 @@
-"""Our pickle machine: reads what pickle reads of metadata, and nothing that costs more than its bytes."""
+"""The pickle machine: it reads metadata as pickle does, and refuses what costs more than its bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_global(module: str, name: str) -> Any:
         return DTYPES[name]
     if name == "Size":
         return Function(lambda sizes: tuple(sizes))
-    if name == "PurePosixPath":  # pickled in parts, or since Python 3.13 as one text
+    if name == "PurePosixPath":  # pickled in parts, or as one string since Python 3.13
         return Function(lambda *parts: PurePosixPath(*parts).parts)
     if name in ("_get_layout", "_MEM_FORMAT_ENCODING"):
         return Function(lambda value: (name, value))
@@ -52,7 +52,7 @@ def simple(data: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """See what torch's classes and our records hold in one and the same way."""
+    """Return the content of torch's classes and of records in one form, to compare them."""
     if isinstance(value, Record):
         inner = value.values if value.names is None else dict(zip(value.names, value.values, strict=True))
         return (type(value).__name__, plain(inner))
@@ -132,8 +132,8 @@ def test_plain_values_read_as_pickle_reads_them(value: Any) -> None:
         assert plain(simple(data)) == plain(value)
 
 
-def test_many_items_with_short_cuts_of_every_length() -> None:
-    """More than 256 remembered values, so that references take every form."""
+def test_many_items_with_memo_references_of_every_form() -> None:
+    """More than 256 memoized values make references of one byte and of four."""
     sizes = [torch.Size([16, n % 7]) for n in range(7)]
     described, stored = {}, {}
     for n in range(3000):
@@ -155,7 +155,7 @@ BOMBS = {
     "a huge memo index": b"\x80\x04Nr\xff\xff\xff\x7f.",
     "a huge memo index as text": b"Np99999999999\n.",
     "a huge text": b"\x80\x04\x8d" + struct.pack("<Q", 2**50) + b"ab.",
-    "a text that is cut": b"\x80\x04X" + struct.pack("<I", 2**31) + b"ab.",
+    "a truncated text": b"\x80\x04X" + struct.pack("<I", 2**31) + b"ab.",
     "huge bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**50) + b"ab.",
     "a huge bytearray": b"\x80\x05\x96" + struct.pack("<Q", 2**50) + b"ab.",
     "a huge number": b"\x80\x04\x8b" + struct.pack("<i", 2**30) + b"ab.",
@@ -163,7 +163,7 @@ BOMBS = {
     "a long number of many digits": b"L" + b"9" * 1_000_000 + b"L\n.",
     "a line without an end": b"c" + b"a" * 1_000_000,
     "shared tuples as a key": _shared(60)[:-1] + b"0}h\x3cNs.",
-    "tuples that hold the same twice": b"\x80\x04)" + b"2\x86" * 60 + b".",
+    "tuples that hold one tuple twice": b"\x80\x04)" + b"2\x86" * 60 + b".",
     "an extension": b"\x80\x02\x82\x01.",
     "an instance": b"(itorch\nSize\n.",
     "an object": b"(ctorch\nSize\no.",
@@ -182,33 +182,33 @@ BOMBS = {
     "an append to a number": b"K\x05Na.",
     "items for a list": b"](NNu.",
     "a key without a value": b"}(Nu.",
-    "something outside": b"K\x05Q.",
-    "something outside as text": b"Pabc\n.",
+    "a persistent id": b"K\x05Q.",
+    "a persistent id as text": b"Pabc\n.",
     "no end": b"\x80\x04N",
     "nothing": b"",
     "nothing on the stack": b".",
     "too much on the stack": b"NN.",
     "an open mark": b"(N.",
     "a mark too few": b"t.",
-    "a value that is not remembered": b"h\x05.",
-    "a value remembered twice": b"Nq\x00q\x00.",
+    "a value that is not memoized": b"h\x05.",
+    "a value memoized twice": b"Nq\x00q\x00.",
     "half a character": b"\x8c\x01\xff.",
     "a later protocol": b"\x80\x06N.",
     "a name that is a number": b"NN\x93.",
-    "a number that is none": b"Iabc\n.",
-    "an index that is none": b"gx\n.",
+    "an invalid number": b"Iabc\n.",
+    "an invalid index": b"gx\n.",
     "a duplicate": b"N2\x86.",
 }
 
 
 @pytest.mark.parametrize("data", BOMBS.values(), ids=BOMBS)
-def test_bombs_are_refused(data: bytes) -> None:
+def test_hostile_pickles_are_refused(data: bytes) -> None:
     for read in (lambda: read_pickle(data, find_global), lambda: simple(data)):
         with pytest.raises(PickleError):
             read()
 
 
-def test_deep_nesting_and_lists_that_hold_themselves_are_read() -> None:
+def test_deep_nesting_and_recursive_lists_are_read() -> None:
     deep = read_pickle(b"]" * 100_000 + b"a" * 99_999 + b".", find_global)
     while deep:
         (deep,) = deep
@@ -216,18 +216,18 @@ def test_deep_nesting_and_lists_that_hold_themselves_are_read() -> None:
     assert itself[0] is itself
 
 
-def test_shared_tuples_can_be_had_but_not_of_tuples() -> None:
+def test_shared_tuples_of_shared_tuples_become_opaque() -> None:
     value = read_pickle(b"\x80\x04K\x01\x85\x94h\x00\x86\x94h\x01\x86.", find_global)
     assert value[0] == ((1,), (1,))
     assert type(value[1]) is object
 
 
-def test_names_are_only_looked_up_where_the_caller_says() -> None:
+def test_only_the_callers_function_looks_up_names() -> None:
     with pytest.raises(LookupError, match=r"^'?os\.system"):
         read_pickle(b"cos\nsystem\n.", find_global)
 
 
-def test_references_to_the_outside() -> None:
+def test_persistent_ids() -> None:
     assert read_pickle(b"K\x05Q.", find_global, lambda pid: pid + 1) == 6
 
 

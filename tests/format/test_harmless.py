@@ -1,4 +1,4 @@
-"""Plain values come back without permission; what only looks like them is refused."""
+"""Plain values need no `safe_globals`; pickles that only resemble them are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Color(enum.Enum):
 
 
 class Names(list[str]):
-    """A list with an attribute."""
+    """List with an attribute."""
 
     origin = ""
 
@@ -106,7 +106,7 @@ def assert_alike(one: Any, other: Any) -> None:
         assert getattr(one, "maxlen", 0) == getattr(other, "maxlen", 0)
         for mine, theirs in zip(one, other, strict=True):
             assert_alike(mine, theirs)
-    elif isinstance(one, set | frozenset):  # in no order
+    elif isinstance(one, set | frozenset):  # unordered
         assert {(type(each), each) for each in one} == {(type(each), each) for each in other}
     elif isinstance(one, argparse.Namespace | types.SimpleNamespace):
         assert_alike(vars(one), vars(other))
@@ -115,23 +115,23 @@ def assert_alike(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-def test_plain_values_need_no_permission(value: Any) -> None:
+def test_plain_values_need_no_safe_globals(value: Any) -> None:
     assert_alike(value, decode_object("k", encode_object("k", value)))
 
 
-def test_a_bytes_file_keeps_its_place() -> None:
+def test_a_bytes_file_keeps_its_position() -> None:
     file = io.BytesIO(b"hello")
     file.seek(2)
     again = decode_object("k", encode_object("k", [file]))[0]
     assert (again.read(), again.getvalue()) == (b"llo", b"hello")
 
 
-def test_what_was_shared_is_shared() -> None:
+def test_shared_values_stay_shared() -> None:
     one, other, _ = decode_object("k", encode_object("k", VALUES["shared"]))
     assert one is other
 
 
-def test_what_a_refusal_names_suffices() -> None:
+def test_the_classes_that_a_refusal_names_suffice() -> None:
     value = [Config(np.float64(0.5), Path("x")), Names(["a"]), Slotted()]
     value[1].origin = "here"
     blob = encode_object("k", value)
@@ -146,7 +146,7 @@ def test_what_a_refusal_names_suffices() -> None:
     assert (names, names.origin, slotted.b) == (["a"], "here", 2)
 
 
-def test_a_module_that_was_saved_whole_is_not_called_damaged() -> None:
+def test_a_pickled_module_is_not_reported_as_damaged() -> None:
     blob = encode_object("k", torch.nn.Linear(2, 2))
     with pytest.raises(
         aiockpt.UnsafeCheckpointError, match=r"needs torch\.nn\.modules\.linear\.Linear, which could run"
@@ -157,7 +157,7 @@ def test_a_module_that_was_saved_whole_is_not_called_damaged() -> None:
     assert again.in_features == 2
 
 
-def test_shortage_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_is_not_reported_as_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     blob = encode_object("k", torch.eye(3).to_sparse())
 
     def full(*_args: object, **_options: object) -> object:
@@ -206,7 +206,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_only_looks_like_plain_values_is_refused(name: str) -> None:
+def test_pickles_that_resemble_plain_values_are_refused(name: str) -> None:
     data = b"\x80\x02" + HOSTILE[name] + b"."
     with pytest.raises(PickleError):
         build_harmless(data, {})
@@ -229,7 +229,7 @@ HOSTILE_MEMBERS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_MEMBERS)
-def test_nothing_but_members_of_enums_is_looked_up(name: str) -> None:
+def test_only_members_of_enums_are_looked_up(name: str) -> None:
     allowed = {f"{__name__}.{each.__qualname__}": each for each in (Color, Config)}
     assert build_harmless(b"\x80\x02" + MEMBER + b".", allowed) is Color.RED
     with pytest.raises(PickleError):
@@ -238,7 +238,7 @@ def test_nothing_but_members_of_enums_is_looked_up(name: str) -> None:
 
 
 @pytest.mark.parametrize("attribute", ["mro", "__class__", "__members__", "_value2member_map_", "name"])
-def test_attributes_of_an_enum_are_no_members(attribute: str) -> None:
+def test_other_attributes_of_an_enum_are_refused(attribute: str) -> None:
     blob = encode_object("k", Color.RED)
     text = b"X" + len(attribute).to_bytes(4, "little") + attribute.encode()
     with pytest.raises((PickleError, UnknownMemberError)):
@@ -250,7 +250,7 @@ def test_attributes_of_an_enum_are_no_members(attribute: str) -> None:
 
 @pytest.mark.parametrize("name", ["structured", "times", "objects", "numpy's state", "namespaces", "deques"])
 def test_any_change_of_a_byte_is_refused_or_makes_a_plain_value(name: str) -> None:
-    """Bytes of the pickle that a CRC does not guard, for whoever changed them made the CRC as well."""
+    """Change bytes of the pickle itself: an attacker would recompute the CRC as well."""
     data = bytearray(pickle_of(VALUES[name]))
     chosen, refused = random.Random(5), 0
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Items that are damaged: found, or of no consequence."""
+"""Damaged items: the damage is found, or it is harmless."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loads_as(item: bytearray, value: Any) -> bool:
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("value", [torch.arange(9), [1, "two"], torch.zeros(0)], ids=["tensor", "object", "empty"])
 def test_a_flip_anywhere_is_found_or_harmless(value: Any, learned: bool) -> None:
-    """With fresh eyes, and compared with an item that was seen before."""
+    """With a new checker for each flip, and with one that has seen the item before."""
     is_tensor = isinstance(value, torch.Tensor)
     item = stored(value)
     checker = ItemChecker()
@@ -58,7 +58,7 @@ def test_a_flip_anywhere_is_found_or_harmless(value: Any, learned: bool) -> None
     assert found > len(item) // 2
 
 
-def test_what_is_wrong_is_named() -> None:
+def test_a_damaged_record_is_named() -> None:
     item = stored(torch.arange(9))
     checker = ItemChecker()
     for _ in range(2):
@@ -93,11 +93,11 @@ def test_our_own_framing_is_sound() -> None:
         payload = bytes(range(framing.nbytes))
         whole = bytearray(framing.prefix + payload + framing.suffix)
         checker = ItemChecker()
-        assert is_sound(checker, whole, is_tensor=True) is (framing.nbytes == 0)  # its CRC is not filled in
+        assert is_sound(checker, whole, is_tensor=True) is (framing.nbytes == 0)  # the payload's CRC is not filled in
 
 
 @pytest.mark.parametrize("length", [0, 1, 21, 22, 97, 98, 99, 700])
-def test_items_that_are_cut(length: int) -> None:
+def test_truncated_items_are_refused(length: int) -> None:
     for value in (torch.arange(9), {"a": 1}):
         item = bytes(stored(value))[:length]
         with pytest.raises(FramingError):

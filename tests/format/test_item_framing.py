@@ -31,13 +31,13 @@ def parse(blob: bytes):
 
 @pytest.mark.parametrize("dtype", storable_dtypes(), ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5), (2, 3, 4)], ids=str)
-def test_an_image_is_what_torch_save_writes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_an_image_equals_a_file_of_torch_save(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = random_tensor(dtype, shape, 1)
     image = image_of(tensor)
     sink = io.BytesIO()
     torch.save(tensor, sink)
     theirs = sink.getvalue()
-    # All but the id that torch derives from the CRCs.
+    # The files are equal up to the ID that torch derives from the CRCs.
     marker = b"serialization_id"
     assert len(image) == len(theirs)
     assert image[: image.find(marker)] == theirs[: theirs.find(marker)]
@@ -53,7 +53,7 @@ def test_an_image_is_what_torch_save_writes(dtype: torch.dtype, shape: tuple[int
 
 @pytest.mark.parametrize("gib", [1, 4, 5, 300])
 def test_framing_beyond_four_gib(gib: int) -> None:
-    """Without the memory: the 64-bit fields, checked by hand against the zip format."""
+    """Check the 64-bit fields against the zip format, without a payload in memory."""
     count = gib << 30
     framing = tensor_framing(torch.uint8, (count,), (1,))
     assert framing.nbytes == count
@@ -74,7 +74,7 @@ def test_framing_beyond_four_gib(gib: int) -> None:
     assert (parsed.shape, parsed.nbytes, parsed.crc, parsed.payload_offset) == ((count,), count, crc, PAYLOAD_OFFSET)
 
 
-def test_crcs_are_those_of_the_zip_even_if_torch_leaves_them_out() -> None:
+def test_crcs_are_written_even_if_torch_omits_them() -> None:
     torch.serialization.set_crc32_options(False)
     try:
         tensor_framing.cache_clear()
@@ -122,7 +122,7 @@ def test_damaged_items_raise_framing_errors_only(cut: int, flips: list[tuple[int
     assert parsed.payload_offset + parsed.nbytes <= len(damaged)
 
 
-def test_data_pkl_may_name_nothing_else() -> None:
+def test_other_globals_in_data_pkl_are_refused() -> None:
     class Evil:
         def __reduce__(self):
             return (print, ("ran",))

@@ -1,4 +1,4 @@
-"""Joining the metadata of ranks that saved without each other."""
+"""Joined metadata of ranks that saved without coordination."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_parts_are_joined_and_the_lowest_rank_wins() -> None:
         ({0: part(0, ((0, 0), (8, 2))), 1: part(1, ((0, 0), (4, 2)))}, [], "w overlap"),
     ],
 )
-def test_what_is_missing_is_told(parts: dict[int, Index], files: list[str], message: str) -> None:
+def test_missing_parts_are_reported(parts: dict[int, Index], files: list[str], message: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=message):
         join_ranks(parts, files)
 
@@ -64,7 +64,7 @@ def test_parts_of_different_tensors_are_not_joined() -> None:
             join_ranks({1: other, 2: part(0, ((0, 0), (8, 2)))}, [])
 
 
-def test_a_huge_number_costs_nothing() -> None:
+def test_a_huge_rank_number_costs_nothing() -> None:
     with pytest.raises(CorruptCheckpointError, match=r"rank 0, 1, 2, .* and 999999988 more"):
         join_ranks({999_999_998: part(0, ((0, 0), (8, 2)))}, [])
     with pytest.raises(CorruptCheckpointError, match="at least"):

@@ -1,4 +1,4 @@
-"""What looks like a key that is not there."""
+"""Hints for missing keys: similar names, and wrapped models."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ INSIDE = [f"model.{name}" for name in LAYERS]
         ("model.layerz.*", "model.layers"),  # a pattern
     ],
 )
-def test_a_slip(missing: str, found: str) -> None:
+def test_a_typo(missing: str, found: str) -> None:
     assert hint([missing], INSIDE) == f" What looks alike: '{found}' for '{missing.removesuffix('.*')}'."
 
 
-def test_what_was_asked_for_is_not_meant_by_others() -> None:
-    """A model that has grown lacks nothing that is called a little otherwise."""
+def test_keys_that_were_asked_for_are_not_suggested() -> None:
+    """The new layers of a grown model are no typos of the old ones, which it asks for as well."""
     grown = [name.replace("layers.1.", "layers.12.") for name in INSIDE if "layers.1." in name]
     assert hint(grown, INSIDE, {*INSIDE, *grown}) == ""
     assert hint(["lr"], [*INSIDE, "momentum"]) == ""
@@ -68,11 +68,11 @@ def test_any_level() -> None:
         "Load into what is below 'model' in the target."
     )
     assert hint(LAYERS, INSIDE, fills=True).endswith(". Put a dict around what it fills: {'model': ...}.")
-    assert hint([*LAYERS, "head.weight"], INSIDE).startswith(" Its keys have 'model.'")  # all but one
-    assert "'ema.net'" not in hint(["weight"], ["ema.net.weight", "net.weight"])  # nobody knows which
+    assert hint([*LAYERS, "head.weight"], INSIDE).startswith(" Its keys have 'model.'")  # of all keys but one
+    assert "'ema.net'" not in hint(["weight"], ["ema.net.weight", "net.weight"])  # ambiguous
     both = [f"{level}.{kind}" for level in ("net.0", "net.2") for kind in ("weight", "bias")]
     assert "Its keys" not in hint(["net.weight", "net.bias"], both)
-    assert hint(["a.a.w", "a.a.b"], ["a.a.a.w", "a.a.a.b"]).startswith(" Its keys have 'a.'")  # wherever it is put
+    assert hint(["a.a.w", "a.a.b"], ["a.a.a.w", "a.a.a.b"]).startswith(" Its keys have 'a.'")  # at any position
     assert hint(["w"], ["model.w"]).startswith(" Its keys have 'model.'")
 
 

@@ -1,4 +1,4 @@
-"""The manifest's index: the same as `.metadata` and the items say, or refused."""
+"""The manifest's index: it agrees with `.metadata` and the items, or is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def save(state: dict[str, Any], path: Path) -> bytes:
 
 
 def sealed(document: dict[str, Any]) -> bytes:
-    """Write a manifest that is damaged but has the right CRC."""
+    """Return a manifest with this content and a matching CRC."""
     document.pop("manifest_crc32", None)
     body = json.dumps(document, indent=2).removesuffix("\n}")
     return f'{body},\n  "manifest_crc32": "{crc32(body.encode()):08x}"\n}}\n'.encode()
@@ -61,8 +61,8 @@ def entries_of(manifest: Manifest) -> IndexedEntries:
 
 
 @pytest.mark.parametrize("saves", [1, 2])
-def test_it_says_what_metadata_and_items_say(saves: int, tmp_path: Path) -> None:
-    """The second save has other objects in other places, and other bytes."""
+def test_the_index_agrees_with_metadata_and_items(saves: int, tmp_path: Path) -> None:
+    """The second save has other objects, places and bytes."""
     state = rich_state()
     with aiockpt.SyncCheckpointer(chunk_bytes=64 << 10, staging_bytes=1 << 20) as ckpt:
         for number in range(saves):
@@ -121,7 +121,7 @@ def test_a_manifest_without_an_index(tmp_path: Path) -> None:
     assert decode_manifest(encode_manifest(Manifest("w", "now"))).index is None
 
 
-def test_paths_that_names_do_not_tell_are_left_out() -> None:
+def test_paths_that_names_do_not_determine_have_no_index() -> None:
     places = ItemRanges([0], [0], [0])
     assert encode_index(["a.b"], [("a", "b")], ["f"], [], places) is not None
     assert encode_index(["a.b"], [("a", "c")], ["f"], [], places) is None
@@ -212,7 +212,7 @@ def test_missing_columns_are_refused(missing: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("position", ["x", "-1", "007", "²", ""])
-def test_positions_that_are_no_numbers_are_refused(position: str, tmp_path: Path) -> None:
+def test_invalid_positions_in_lists_are_refused(position: str, tmp_path: Path) -> None:
     document = json.loads(save({"l": [torch.ones(1), torch.zeros(1)]}, tmp_path / "c"))
     assert document["index"]["names"] == ["l.0", "l.1"]
     document["index"]["names"][1] = f"l.{position}"
@@ -220,7 +220,7 @@ def test_positions_that_are_no_numbers_are_refused(position: str, tmp_path: Path
         decode_manifest(sealed(document))
 
 
-def test_places_that_can_not_be_are_refused_when_it_is_opened(tmp_path: Path) -> None:
+def test_impossible_places_are_refused_by_open(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "b": torch.zeros(2), "same": None, "o": ["object"]}
     state["same"] = state["b"]
     document = json.loads(save(state, tmp_path / "c"))
@@ -250,7 +250,7 @@ def test_places_that_can_not_be_are_refused_when_it_is_opened(tmp_path: Path) ->
 
 
 def test_an_index_written_by_hand() -> None:
-    """What the text looks like, so that a change of the format does not go unseen."""
+    """Compare the text with a literal, so that a change of the format is noticed."""
     form = ItemForm(torch.float16, (2, 3), (3, 1), 100, 64, 12)
     names, paths = ["x.0", "x.1", "o"], [("x", 0), ("x", 1), ("o",)]
     head = encode_index(names, paths, ["f", "g"], [form], ItemRanges([0, 0, -1], [1, 1, 0], [64, 192, 0]))
@@ -278,8 +278,8 @@ def test_an_index_written_by_hand() -> None:
     assert index.entries["o"] == ObjectEntry(ItemRange("f", 16, 30))
 
 
-def test_long_columns_are_whole(tmp_path: Path) -> None:
-    """Columns are encoded in steps: none is lost or doubled where they meet."""
+def test_long_columns_are_complete(tmp_path: Path) -> None:
+    """Columns are encoded in batches: no row is lost or doubled where two batches meet."""
     state = {f"w{i}": torch.full((3,), i) for i in range(20_000)}
     index = decode_manifest(save(state, tmp_path / "c")).index
     assert index is not None

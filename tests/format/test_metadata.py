@@ -1,4 +1,4 @@
-"""`.metadata`: what torch's own classes read from ours, and what is refused."""
+"""`.metadata`: torch's classes read aiockpt's, aiockpt reads torch's, and damage is refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PATHS = {
 OBJECTS = [("step", ItemRange("__0_0.distcp", 0, 1261)), ("n", ItemRange("__0_0.distcp", 1261, 99))]
 
 
-def test_torch_reads_what_we_write() -> None:
+def test_torch_reads_metadata_of_aiockpt() -> None:
     data = finish_metadata(encode_metadata(ENTRIES, PATHS), OBJECTS)
     metadata = pickle.loads(data)
     assert isinstance(metadata, Metadata)
@@ -75,7 +75,7 @@ def test_torch_reads_what_we_write() -> None:
     assert len(metadata.storage_data) == 6
 
 
-def test_we_read_what_we_write_and_what_torch_pickles() -> None:
+def test_aiockpt_reads_its_own_metadata_and_torchs() -> None:
     data = finish_metadata(encode_metadata(ENTRIES, PATHS), OBJECTS)
     for blob in (data, *(pickle.dumps(pickle.loads(data), protocol) for protocol in range(6))):
         index = decode_metadata(blob)
@@ -99,7 +99,7 @@ def _stock() -> Metadata:
 
 
 def test_later_versions_with_six_properties() -> None:
-    """They end in the strides."""
+    """The sixth property is the strides."""
     data = finish_metadata(encode_metadata(ENTRIES, PATHS), OBJECTS)
     six = data.replace(b"\x89tb", b"\x89K\x04K\x01\x86tb")
     assert six != data
@@ -130,7 +130,7 @@ def test_other_fields_that_stock_files_have() -> None:
         lambda m: m.state_dict_metadata.update(x=5),
     ],
 )
-def test_nonsense_is_corrupt(change) -> None:
+def test_invalid_fields_are_corrupt(change) -> None:
     metadata = _stock()
     change(metadata)
     with pytest.raises(CorruptCheckpointError, match="is damaged"):
@@ -164,7 +164,7 @@ def test_messages_are_bounded() -> None:
 
 
 def test_tensor_properties_of_old_files() -> None:
-    """Up to torch 2.2 they stand in another module."""
+    """Up to torch 2.2, `TensorProperties` is in another module."""
     data = pickle.dumps(_stock(), protocol=2)
     old = data.replace(
         b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n",
@@ -174,7 +174,7 @@ def test_tensor_properties_of_old_files() -> None:
     assert decode_metadata(old).entries["model.w"] == dict(ENTRIES)["model.w"]
 
 
-def test_empty_chunks_of_several_ranks_are_one() -> None:
+def test_empty_chunks_of_several_ranks_are_merged() -> None:
     metadata = _stock()
     described = metadata.state_dict_metadata["model.w"]
     empty = ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([0, 4]))
@@ -204,7 +204,7 @@ def test_one_list_of_chunks_for_very_many_tensors_is_corrupt() -> None:
         decode_metadata(pickle.dumps(metadata))
 
 
-def test_the_garbage_collector_is_left_as_it_was() -> None:
+def test_gc_pause_restores_the_garbage_collector() -> None:
     before = gc.get_threshold(), gc.isenabled()
     seen = []
     with gc_pause(), gc_pause():
@@ -222,7 +222,7 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
         gc.set_threshold(*before[0])
 
 
-def test_the_garbage_collector_with_several_threads() -> None:
+def test_gc_pause_in_several_threads() -> None:
     before = gc.get_threshold()
     barrier = threading.Barrier(4)
 
@@ -260,13 +260,13 @@ def test_odd_transforms_are_corrupt(wrong: object) -> None:
 
 
 @pytest.mark.parametrize("what", [eval, print, __import__, getattr, torch.load, type, object])
-def test_any_other_name_is_unsafe(what) -> None:
+def test_any_other_global_is_unsafe(what) -> None:
     with pytest.raises(UnsafeCheckpointError, match="which no checkpoint's metadata needs"):
         decode_metadata(pickle.dumps(what))
 
 
-def test_plans_that_a_trainer_leaves_beside_are_passed_over() -> None:
-    """Megatron-Core keeps the plans of all ranks in the metadata, to use them again at its next save."""
+def test_plans_in_the_metadata_are_ignored() -> None:
+    """Megatron-Core keeps the plans of all ranks in the metadata, and reuses them in its next save."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import _StoragePrefix
 

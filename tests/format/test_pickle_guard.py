@@ -1,4 +1,4 @@
-"""Objects: what torch.save writes passes the guard, and what would cost more than its bytes does not."""
+"""The guard of objects: it passes pickles of torch.save, and refuses those that cost more than their bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TENSORS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("value", OBJECTS.values(), ids=OBJECTS)
-def test_what_torch_saves_of_plain_types_passes(value: Any) -> None:
+def test_plain_types_that_torch_saves_pass(value: Any) -> None:
     assert_same(value, decode_object("k", encode_object("k", value)))
 
 
@@ -79,7 +79,7 @@ def test_tensors_in_objects_pass(make: Callable[[], torch.Tensor]) -> None:
     assert again[1]["same"] is again[0]
 
 
-def test_sparse_tensors_are_looked_into_without_a_warning() -> None:
+def test_sparse_tensors_are_checked_without_a_warning() -> None:
     far = torch.sparse_coo_tensor(torch.tensor([[0, 900]]), torch.ones(2), (3,), check_invariants=False)
     blobs = encode_object("k", [torch.eye(3).to_sparse()]), encode_object("k", [far])
     assert_same(torch.eye(3), decode_object("k", blobs[0])[0].to_dense())
@@ -105,7 +105,7 @@ def test_classes_that_the_caller_allows_pass() -> None:
         decode_object("k", huge, safe_globals=allowed)
 
 
-def test_trust_is_not_guarded() -> None:
+def test_trust_disables_the_guard() -> None:
     blob = zipped(b"\x80\x02c__builtin__\nlist\nc__builtin__\nxrange\nJ\x40\x42\x0f\x00\x85R\x85R.")
     with pytest.raises(aiockpt.UnsafeCheckpointError, match="more than its bytes"):
         decode_object("k", blob)
@@ -145,7 +145,7 @@ def test_other_archives_are_corrupt(trust: bool) -> None:
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_records_on_top_of_each_other_are_corrupt(trust: bool) -> None:
+def test_overlapping_records_are_corrupt(trust: bool) -> None:
     blob = bytearray(zipped(pickle_of([1]), bytes(100)))
     entries = [at for at in range(len(blob)) if blob[at : at + 4] == b"PK\1\2"]
     first, last = entries[0], entries[-1]

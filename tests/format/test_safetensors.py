@@ -1,4 +1,4 @@
-"""Safetensors: each tensor cut out of the file by its place is what ``load_file`` gives."""
+"""Safetensors: each tensor that is cut out of the file by its place equals that of ``load_file``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DTYPES = [
 
 
 def packed(header: Any, payload: bytes = b"") -> bytes:
-    """A file with this header, given as JSON or as what becomes JSON."""
+    """Return a file with this header, given as JSON text or as an object to encode."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + payload
 
@@ -51,7 +51,7 @@ def decode(blob: bytes, name: str = "model.safetensors") -> Index:
 
 
 def cut_out(blobs: dict[str, bytes], entry: Any) -> torch.Tensor:
-    """Make the tensor from the bytes of its file alone."""
+    """Return the tensor, made from the bytes of its file alone."""
     assert isinstance(entry, TensorEntry)
     (chunk,) = entry.chunks
     place, item = chunk.place, chunk.item
@@ -69,7 +69,7 @@ def cut_out(blobs: dict[str, bytes], entry: Any) -> torch.Tensor:
 
 
 def check_file(path: Path) -> Index:
-    """Check that our reading of a file is that of safetensors."""
+    """Check that aiockpt and safetensors read the same from a file."""
     blob = path.read_bytes()
     index = decode(blob, path.name)
     assert index.format == "safetensors"
@@ -85,7 +85,7 @@ def check_file(path: Path) -> Index:
 def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     shapes = [(), (0,), (7,), (3, 5), (2, 0, 4), (1, 2, 3, 4)]
     if str(dtype).endswith("_x2"):
-        shapes = [shape for shape in shapes if shape]  # half of its last size is stored
+        shapes = [shape for shape in shapes if shape]  # two values a byte: the last size is halved
     tensors = {f"t{i}": random_tensor(dtype, shape, i) for i, shape in enumerate(shapes)}
     path = tmp_path / "model.safetensors"
     safetensors.save_file(tensors, path)
@@ -111,7 +111,7 @@ def _header(path: Path) -> dict[str, Any]:
     return json.loads(blob[8 : header_end("", blob, len(blob))])
 
 
-def test_more_may_be_given_than_the_header() -> None:
+def test_bytes_after_the_header_are_ignored() -> None:
     blob = safetensors.save({"a": torch.arange(5), "b": torch.ones(3)})
     assert decode_header("f", blob, len(blob)) == decode(blob, "f")
     with pytest.raises(CorruptCheckpointError, match=r"f gave 50 bytes of its .* truncated"):
@@ -179,7 +179,7 @@ U8 = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
         ({}, b"1", "the last 1 of the 1 bytes"),
     ],
 )
-def test_headers_that_do_not_fit(header: Any, payload: bytes, message: str) -> None:
+def test_invalid_headers_are_corrupt(header: Any, payload: bytes, message: str) -> None:
     with pytest.raises(CorruptCheckpointError, match=rf"the header of model\.safetensors .*{message}"):
         decode(packed(header, payload))
 
@@ -193,7 +193,7 @@ def test_headers_that_do_not_fit(header: Any, payload: bytes, message: str) -> N
         {"b": U8 | {"data_offsets": [1, 2], "shape": []}, "a": U8 | {"data_offsets": [0, 1], "shape": [1]}},
     ],
 )
-def test_headers_that_are_unusual_but_right(header: Any, tmp_path: Path) -> None:
+def test_unusual_valid_headers_are_read(header: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(packed(header, b"\x01\x02"))
     check_file(path)
@@ -209,7 +209,7 @@ def test_headers_that_are_unusual_but_right(header: Any, tmp_path: Path) -> None
         ({"dtype": "F4", "shape": [], "data_offsets": [0, 3]}, r"'a' has \[\] 4-bit values"),
     ],
 )
-def test_dtypes_that_torch_lacks(described: dict[str, Any], message: str) -> None:
+def test_dtypes_that_torch_lacks_are_refused(described: dict[str, Any], message: str) -> None:
     if described["dtype"] == "F4" and not hasattr(torch, "float4_e2m1fn_x2"):
         message = r"'a' has the dtype 'F4'"
     with pytest.raises(LoadError, match=rf"model\.safetensors: the tensor {message}") as caught:
@@ -217,7 +217,7 @@ def test_dtypes_that_torch_lacks(described: dict[str, Any], message: str) -> Non
     assert not isinstance(caught.value, CorruptCheckpointError)
 
 
-def test_lengths_that_are_absurd() -> None:
+def test_absurd_header_lengths_are_corrupt() -> None:
     for length in (MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1):
         with pytest.raises(CorruptCheckpointError, match=f"{length} bytes, more than the 100000000"):
             header_end("f", struct.pack("<Q", length), 2**64)
@@ -236,7 +236,7 @@ class Tied(torch.nn.Module):
         self.alone = torch.nn.Parameter(torch.randn(2))
 
 
-def test_names_that_save_model_left_out(tmp_path: Path) -> None:
+def test_names_that_save_model_omitted_are_restored(tmp_path: Path) -> None:
     model = Tied()
     path = tmp_path / "model.safetensors"
     safetensors.save_model(model, path, metadata={"format": "pt", "main": "embed.weight"})
@@ -270,7 +270,7 @@ def test_names_that_save_model_left_out(tmp_path: Path) -> None:
         ("head.weight", "missing", False, True),
     ],
 )
-def test_which_facts_are_names(key: str, kept: str, taken: bool, stays: bool) -> None:
+def test_metadata_with_names_of_tied_tensors(key: str, kept: str, taken: bool, stays: bool) -> None:
     blob = safetensors.save({"a": torch.ones(1), "embed.weight": torch.arange(3)}, {key: kept})
     index = decode(blob)
     assert shared_names(index) == ({key: kept} if taken else {})
@@ -310,7 +310,7 @@ def test_a_set_of_shards(tmp_path: Path) -> None:
         assert_same(safetensors.load_file(tmp_path / shards.weight_map[name])[name], cut_out(blobs, entry), name)
 
 
-def test_the_map_decides_what_belongs_to_a_set() -> None:
+def test_the_weight_map_decides_which_tensors_belong_to_a_set() -> None:
     one = decode(safetensors.save({"a": torch.ones(1), "stale": torch.ones(5)}, {"tied.a": "a", "x": "1"}), "one")
     two = decode(safetensors.save({"b": torch.ones(2), "a": torch.ones(9)}, {"x": "2"}), "two")
     headers = {"one": one, "two": two}
@@ -330,7 +330,7 @@ def test_the_map_decides_what_belongs_to_a_set() -> None:
     "file",
     ["../x.safetensors", "/etc/x", "a/../../x", "..", ".", "", "a//b", "./a", "a\\..\\b", "C:x", "a\0b", "a\nb", "a/"],
 )
-def test_shards_may_not_lie_elsewhere(file: str) -> None:
+def test_shards_outside_of_the_folder_are_unsafe(file: str) -> None:
     document = {"weight_map": {"fine": "model-1.safetensors", "w": file}}
     with pytest.raises(UnsafeCheckpointError, match=r"i\.json puts the tensor 'w' into "):
         decode_shard_index("i.json", json.dumps(document).encode())
@@ -352,7 +352,7 @@ def test_shards_may_not_lie_elsewhere(file: str) -> None:
         b"\xff\xfe",
     ],
 )
-def test_shard_indexes_that_are_damaged(data: bytes) -> None:
+def test_damaged_shard_indexes_are_corrupt(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"^i\.json .*restore it"):
         decode_shard_index("i.json", data)
 
@@ -409,7 +409,7 @@ def _fits_or_raises(blob: bytes) -> None:
     try:
         theirs = safetensors.load(blob)
     except KeyError as exc:
-        assert "F" in str(exc)  # a dtype that this way of loading lacks
+        assert "F" in str(exc)  # load() lacks this dtype
         return
     for name, tensor in theirs.items():
         assert_same(tensor, cut_out({"model.safetensors": blob}, index.entries[name]), name)

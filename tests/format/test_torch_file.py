@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: each tensor cut out of the file by its place is what ``torch.load`` gives."""
+"""Files of ``torch.save``: each tensor that is cut out by its place equals that of ``torch.load``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RAN: list[str] = []
 
 
 class Plain:
-    """A user's own class."""
+    """Class of a user."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -56,7 +56,7 @@ class Sub(torch.Tensor):
 
 
 class Summing:
-    """Wants the values of its tensor as soon as it is unpickled."""
+    """Class that needs the values of its tensor while it is unpickled."""
 
     def __init__(self) -> None:
         self.values = torch.ones(3)
@@ -76,7 +76,7 @@ def read(blob: bytes, **options: Any) -> TorchFile:
 
 
 def cut_out(blob: bytes, entry: TensorEntry) -> torch.Tensor:
-    """Make the tensor from the bytes of the file alone."""
+    """Return the tensor, made from the bytes of the file alone."""
     (chunk,) = entry.chunks
     item, place = chunk.item, chunk.place
     assert item is not None
@@ -94,7 +94,7 @@ def cut_out(blob: bytes, entry: TensorEntry) -> torch.Tensor:
 
 
 def filled(blob: bytes, file: TorchFile, value: Any) -> Any:
-    """Copy a structure, with real tensors for the meta tensors."""
+    """Return a copy of a structure with real tensors in place of meta tensors."""
     if isinstance(value, torch.Tensor):
         assert value.is_meta
         return cut_out(blob, file.entry(value))
@@ -108,7 +108,7 @@ def filled(blob: bytes, file: TorchFile, value: Any) -> Any:
 
 
 def check(value: Any, **options: Any) -> TorchFile:
-    """Check that a value comes back from its file as ``torch.load`` gives it."""
+    """Check that a value is read from its file as by ``torch.load``."""
     blob = saved(value)
     file = read(blob, **options)
     ours = filled(blob, file, file.value)
@@ -200,7 +200,7 @@ def test_conjugated_and_negated_tensors() -> None:
 
 
 def test_nothing_but_the_directory_and_small_records_is_read() -> None:
-    """And few of those: the places of a hundred payloads are computed, not looked up."""
+    """Few reads suffice: the places of payloads are computed, not read from their headers."""
     blob = saved({f"w{i}": random_tensor(torch.int16, (1000 + i,), i) for i in range(100)})
     archive = open_archive("model.pt", len(blob), lambda offset, size: blob[offset : offset + size])
     payloads = [
@@ -225,7 +225,7 @@ def test_nothing_but_the_directory_and_small_records_is_read() -> None:
 
 
 @pytest.mark.parametrize("alignment", [64, 4096])
-def test_computed_offsets_are_those_of_the_headers(alignment: int) -> None:
+def test_computed_offsets_equal_those_of_the_headers(alignment: int) -> None:
     config = pytest.importorskip("torch.utils.serialization").config
     if not hasattr(config.save, "storage_alignment"):
         pytest.skip("this version of torch always aligns to 64")
@@ -243,8 +243,8 @@ def test_computed_offsets_are_those_of_the_headers(alignment: int) -> None:
     assert archive._usual_offset(archive.records["data/39"]) is not None
 
 
-def test_beyond_four_gib() -> None:
-    """Without the memory: a file with a hole, whose directory has 64-bit fields."""
+def test_a_file_beyond_four_gib() -> None:
+    """Read a sparse file, which needs no memory, whose directory has 64-bit fields."""
 
     class Sparse(io.RawIOBase):
         def __init__(self) -> None:
@@ -291,7 +291,7 @@ def test_beyond_four_gib() -> None:
 
 
 def repacked(blob: bytes, *, changed: dict[str, bytes] | None = None, left_out: str = "", **options: Any) -> bytes:
-    """Pack the records anew with Python's zipfile, whose layout is another than torch's."""
+    """Return the records repacked by Python's zipfile, whose layout differs from torch's."""
     sink = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(blob)) as archive, zipfile.ZipFile(sink, "w", **options) as copy:
         for name in archive.namelist():
@@ -367,7 +367,7 @@ def test_pickles_that_would_fill_the_memory_are_not_run() -> None:
         read(saved({"w": torch.ones(2), "x": Bomb()}))
 
 
-def test_a_class_that_wants_values_is_told_apart_from_damage() -> None:
+def test_a_class_that_needs_values_is_not_reported_as_damage() -> None:
     with pytest.raises(LoadError, match=r"without the values of its tensors.*torch\.load") as caught:
         read(saved({"a": Summing()}), trust=True)
     assert type(caught.value) is LoadError
@@ -419,7 +419,7 @@ def test_objects_with_tensors_inside_are_found() -> None:
     assert not holds_tensors(value["text"])
 
 
-def test_files_of_other_kinds() -> None:
+def test_files_of_other_kinds_are_refused() -> None:
     legacy = saved({"a": torch.ones(2)}, _use_new_zipfile_serialization=False)
     with pytest.raises(LoadError, match=r"before 1\.6.*torch\.load.*save it again"):
         read(legacy)
@@ -437,7 +437,7 @@ def test_files_of_other_kinds() -> None:
 
 
 def pickled_view(offset: int, size: tuple[int, ...], stride: tuple[int, ...], numel: int = 10) -> bytes:
-    """The file of ten floats, with another view of them in its pickle."""
+    """Return a file of ten floats whose pickle has another view of them."""
     view = torch.arange(10.0)
     blob = saved(view)
     with zipfile.ZipFile(io.BytesIO(blob)) as archive:
@@ -460,7 +460,7 @@ def pickled_view(offset: int, size: tuple[int, ...], stride: tuple[int, ...], nu
     ("offset", "size", "stride"),
     [(0, (11,), (1,)), (1, (10,), (1,)), (0, (2, 5), (6, 1)), (10, (1,), (1,)), (9, (10,), (-1,)), (0, (5,), (3,))],
 )
-def test_views_that_reach_out_of_their_storage(offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+def test_views_beyond_their_storage_are_corrupt(offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"model\.pt: w with sizes .* 40 bytes"):
         file = read(pickled_view(offset, size, stride), trust=True)
         file.entry(file.value, "w")
@@ -469,7 +469,7 @@ def test_views_that_reach_out_of_their_storage(offset: int, size: tuple[int, ...
         file.entry(file.value, "w")
 
 
-def test_views_of_all_of_their_storage() -> None:
+def test_views_within_their_storage_are_read() -> None:
     for offset, size, stride in [
         (0, (10,), (1,)),
         (3, (7,), (1,)),
@@ -487,7 +487,7 @@ def test_views_of_all_of_their_storage() -> None:
         read(repacked(saved(torch.ones(2)), left_out="data/0"), trust=True)
 
 
-def test_one_storage_with_two_lengths() -> None:
+def test_one_storage_with_two_lengths_is_corrupt() -> None:
     base = torch.arange(10.0)
     blob = saved([base, base[2:]])
     with zipfile.ZipFile(io.BytesIO(blob)) as archive:
@@ -500,7 +500,7 @@ def test_one_storage_with_two_lengths() -> None:
         read(changed)
 
 
-def test_records_that_reach_out_of_the_file() -> None:
+def test_records_beyond_the_end_of_the_file_are_corrupt() -> None:
     blob = bytearray(repacked(saved(torch.arange(10.0))))
     entry = blob.rindex(b"archive/data/0") - 46
     assert blob[entry : entry + 4] == b"PK\1\2"
@@ -509,7 +509,7 @@ def test_records_that_reach_out_of_the_file() -> None:
         read(bytes(blob))
 
 
-def test_two_records_of_one_name() -> None:
+def test_two_records_of_one_name_are_corrupt() -> None:
     sink = io.BytesIO(repacked(saved(torch.arange(10.0))))
     with zipfile.ZipFile(sink, "a") as archive:
         archive.writestr("other/data/0", bytes(40))
@@ -517,15 +517,15 @@ def test_two_records_of_one_name() -> None:
         read(sink.getvalue())
 
 
-def test_truncated_anywhere() -> None:
+def test_truncation_anywhere_is_found() -> None:
     blob = saved({"a": torch.arange(5), "b": torch.ones(3)})
     for length in range(len(blob)):
         with pytest.raises(CorruptCheckpointError, match=r"model\.pt"):
             read(blob[:length])
 
 
-def test_flipped_anywhere() -> None:
-    """Every flip of a bit is found, or changes no bit of the tensors but under their own CRC."""
+def test_a_flip_anywhere_is_found_or_harmless() -> None:
+    """Each flipped bit is found by the read or by a tensor's CRC, or changes no tensor."""
     state = {"a": torch.arange(5), "b": torch.ones(3, 2).T}
     blob = saved(state)
     generator = random.Random(5)

@@ -1,4 +1,4 @@
-"""Parts of files that several ranks write: every byte has one place, and the CRCs of the parts make up the file's."""
+"""Parts of files that several ranks write: each byte has one place, and the parts' CRCs give the file's CRC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def framing(nbytes: int) -> Framing:
 
 
 def part(items: list[tuple[int, tuple[int, ...], tuple[int, ...]]], file_bytes: int, head: int = 0) -> PartImage:
-    """Lay out parts of tensors of `SHAPE`, of two bytes each, that begin at an offset."""
+    """Lay out parts of 2-byte tensors of `SHAPE`: for each the tensor's offset in the file, and the part's box."""
     found = []
     for leaf, (offset, at, sizes) in enumerate(items):
         nbytes = 2 * sizes[0] * sizes[1] * sizes[2]
@@ -45,7 +45,7 @@ def test_every_byte_has_one_place(cut: str, step: int) -> None:
         for start in range(0, image.nbytes, step):
             stop = min(start + step, image.nbytes)
             chunk = memoryview(bytearray(stop - start))
-            for offset, begin, nbytes in image.runs(start, stop):  # what staging puts there
+            for offset, begin, nbytes in image.runs(start, stop):  # as staging fills the chunk
                 chunk[begin : begin + nbytes] = file[offset : offset + nbytes]
             sealer.seal(chunk, start, stop)
             for offset, begin, nbytes in image.runs(start, stop):

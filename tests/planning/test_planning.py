@@ -68,8 +68,8 @@ def _image(sizes: list[int], head: bytes, room: int):
     head=st.binary(max_size=5000),
     blocks=st.integers(1, 40),
 )
-def test_an_image_is_the_same_however_it_is_cut(sizes: list[int], head: bytes, blocks: int) -> None:
-    """Chunk by chunk over stale memory, or by hand: the same bytes, the same CRC."""
+def test_an_image_does_not_depend_on_the_chunk_size(sizes: list[int], head: bytes, blocks: int) -> None:
+    """Chunks sealed over stale memory have the same bytes and CRCs as a file that is built by hand."""
     image = _image(sizes, head, align_up(len(head), 4096))
     payloads = [(bytes(range(i, 251)) * (n // 200 + 1))[:n] for i, n in enumerate(sizes)]
     expected = bytearray(image.nbytes)
@@ -101,7 +101,7 @@ def test_an_image_is_the_same_however_it_is_cut(sizes: list[int], head: bytes, b
     head=st.binary(min_size=8, max_size=9000),
     blocks=st.integers(1, 40),
 )
-def test_a_packed_image_has_no_gaps_however_it_is_cut(sizes: list[int], head: bytes, blocks: int) -> None:
+def test_a_packed_image_has_no_gaps_with_any_chunk_size(sizes: list[int], head: bytes, blocks: int) -> None:
     image = lay_out("f", len(head), [(i, Framing(b"", b"", (), n)) for i, n in enumerate(sizes)], aligned=False)
     payloads = [(bytes(range(i, 251)) * (n // 200 + 1))[:n] for i, n in enumerate(sizes)]
     expected = head + b"".join(payloads)
@@ -130,7 +130,7 @@ def test_files_are_filled_in_order(sizes: list[int], most: int | None) -> None:
         return
     filled = [sum(sizes[i] for i in file) for file in files]
     assert all(total <= most or len(file) == 1 for total, file in zip(filled, files, strict=True))
-    # None could have taken the first item of the next.
+    # No file had room for the first item of the next one.
     assert all(total + sizes[after[0]] > most for total, after in zip(filled, files[1:], strict=False))
 
 
@@ -157,7 +157,7 @@ def test_pieces_of_a_tensor_over_four_gib() -> None:
         (torch.zeros(()), True, ()),
     ],
 )
-def test_how_a_tensor_is_stored_is_how_clone_lays_it_out(
+def test_a_tensor_is_stored_with_the_strides_of_its_clone(
     tensor: torch.Tensor, raw: bool, stride: tuple[int, ...]
 ) -> None:
     spec = describe(tensor)
@@ -184,7 +184,7 @@ def test_how_a_tensor_is_stored_is_how_clone_lays_it_out(
         (torch.zeros(()), True),
     ],
 )
-def test_row_by_row(tensor: torch.Tensor, raw: bool) -> None:
+def test_tensors_that_are_stored_by_rows(tensor: torch.Tensor, raw: bool) -> None:
     spec = describe(tensor, by_rows=True)
     assert spec is not None
     assert spec.is_raw is raw
@@ -199,7 +199,7 @@ def test_sparse_and_quantized_are_not_plain() -> None:
     assert describe(torch.eye(2).to_sparse(), by_rows=True) is None
 
 
-def test_names_and_paths_are_those_of_dcp() -> None:
+def test_names_and_paths_equal_those_of_dcp() -> None:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     x = torch.zeros(1)
@@ -227,7 +227,7 @@ def test_damaged_structures_raise_structure_errors() -> None:
             unflatten(paths, [x] * len(paths), records)
 
 
-def test_names_of_keys_that_change_do_not_pile_up() -> None:
+def test_names_of_changing_keys_do_not_accumulate() -> None:
     memo = NameMemo()
     x = torch.zeros(1)
     keys = [f"k{n}" for n in range(1000)]
@@ -235,7 +235,7 @@ def test_names_of_keys_that_change_do_not_pile_up() -> None:
         flat = flatten({f"step-{step}": dict.fromkeys(keys, x), "always": dict.fromkeys(keys, x)}, memo=memo)
         assert flat.names[:1] == [f"step-{step}.k0"]
         assert len(memo) <= 3
-    for _ in range(3):  # two structures in turn both stay known
+    for _ in range(3):  # two alternating structures both stay in the memo
         one, other = (flatten({name: dict.fromkeys(keys, x)}, memo=memo).names for name in "ab")
     assert memo.find(("a",))[1] == one
     assert memo.find(("b",))[1] == other

@@ -1,4 +1,4 @@
-"""Range arithmetic, against tensors that do the same."""
+"""Range arithmetic, compared with indexed tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 @st.composite
 def indexed(draw):
-    """A shape, and an index that fits it."""
+    """Draw a shape and an index that fits it."""
     shape = draw(st.lists(st.integers(0, 6), max_size=4).map(tuple))
     parts = []
     for size in shape[: draw(st.integers(0, len(shape)))]:
@@ -33,14 +33,14 @@ def indexed(draw):
     if draw(st.booleans()):
         parts.insert(draw(st.integers(0, len(parts))), ...)
         if parts[-1] is not ... and len(parts) - 1 < len(shape):
-            # What is behind the ellipsis counts from the end: take whole dimensions there.
+            # Parts behind the ellipsis would index the last dimensions: take those dimensions whole.
             where = parts.index(...)
             parts = parts[: where + 1]
     return shape, tuple(parts)
 
 
 @given(indexed())
-def test_select_is_what_tensors_do(case) -> None:
+def test_select_equals_indexing_of_tensors(case) -> None:
     shape, index = case
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     selections, result, dropped = select(shape, index)
@@ -98,7 +98,7 @@ def test_packed_streams_are_the_view_in_stored_order(shape, random) -> None:
     runs = packed.runs(start, stop)
     found = [int(value) for at, count in runs for value in stored[at : at + count]]
     assert found == stream[start:stop].tolist()
-    assert all(a + n != b for (a, n), (b, _) in pairwise(runs))  # runs that touch are one
+    assert all(a + n != b for (a, n), (b, _) in pairwise(runs))  # adjacent runs are merged
 
 
 def test_rows_are_one_run_and_columns_one_for_each_row() -> None:
@@ -111,7 +111,7 @@ def test_rows_are_one_run_and_columns_one_for_each_row() -> None:
 
 @st.composite
 def pieces(draw):
-    """A shape, a chunk of it, and selections."""
+    """Draw a shape, a chunk of it, and selections."""
     shape = draw(st.lists(st.integers(1, 8), max_size=3).map(tuple))
     offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
     sizes = tuple(draw(st.integers(1, size - offset)) for offset, size in zip(offsets, shape, strict=True))
@@ -123,7 +123,7 @@ def pieces(draw):
 
 
 @given(pieces())
-def test_overlaps_are_what_both_have(case) -> None:
+def test_overlaps_are_the_common_elements(case) -> None:
     shape, offsets, sizes, wanted = case
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     chunk = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
@@ -138,7 +138,7 @@ def test_overlaps_are_what_both_have(case) -> None:
     assert sorted(taken.reshape(-1).tolist()) == both
 
 
-def test_boxes_follow_each_other() -> None:
+def test_boxes_cover_every_range_in_order() -> None:
     tensor = torch.arange(2 * 3 * 4).view(2, 3, 4)
     for start in range(25):
         for stop in range(start, 25):

@@ -1,4 +1,4 @@
-"""What a rank has of a distributed tensor, by its placements; for loads by real ranks see tests/ranks."""
+"""The pieces of a distributed tensor that a rank has, by its placements; see tests/ranks for real ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiockpt.planning.dtensor import _Cut, _pieces, is_distributed
 
 
 def cut_by_torch(whole: torch.Tensor, cuts: list[_Cut]) -> torch.Tensor:
-    """Cut with torch's own operators what `_pieces` works out."""
+    """Return the local tensor of a rank, cut with torch's own operators."""
     for dim, split, pieces, number in cuts:
         parts = [nth(part, pieces, number, dim) for part in chunks(whole, split, dim)]
         whole = torch.cat(parts, dim)
@@ -28,8 +28,8 @@ def nth(whole: torch.Tensor, pieces: int, number: int, dim: int) -> torch.Tensor
     return chunks(whole, pieces, dim)[number]
 
 
-def put_together(whole: torch.Tensor, local: torch.Tensor, cuts: list[_Cut]) -> torch.Tensor:
-    """Copy the pieces from the whole to where they are said to be in a local tensor."""
+def assemble(whole: torch.Tensor, local: torch.Tensor, cuts: list[_Cut]) -> torch.Tensor:
+    """Return a local tensor, filled from the whole as `_pieces` says."""
     pieces = _pieces(tuple(whole.shape), tuple(cuts), tuple(local.shape))
     assert pieces is not None
     made = torch.full_like(local, -1)
@@ -40,7 +40,7 @@ def put_together(whole: torch.Tensor, local: torch.Tensor, cuts: list[_Cut]) -> 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_pieces_are_what_torch_cuts(seed: int) -> None:
+def test_pieces_equal_the_shards_of_torch(seed: int) -> None:
     choose = random.Random(seed)
     shape = [choose.choice([0, 1, 2, 5, 7, 8, 9, 12, 30]) for _ in range(choose.randint(1, 3))]
     whole = torch.randperm(max(1, torch.Size(shape).numel()))[: torch.Size(shape).numel()].view(shape)
@@ -50,20 +50,20 @@ def test_pieces_are_what_torch_cuts(seed: int) -> None:
     for place in itertools.product(*map(range, mesh)):
         cuts = [_Cut(dim, split, n, i) for (dim, split), n, i in zip(forms, mesh, place, strict=True)]
         local = cut_by_torch(whole, cuts)
-        assert torch.equal(put_together(whole, local, cuts), local)
+        assert torch.equal(assemble(whole, local, cuts), local)
         seen[local.flatten()] += 1
-    assert torch.all(seen == 1)  # together the ranks have everything, and nothing twice
+    assert torch.all(seen == 1)  # the ranks together have each element once
 
 
 @pytest.mark.parametrize("rows", [9, 13, 14, 28])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 4), (3, 4), (4, 2)])
-def test_fsdp_cuts_what_tensor_parallelism_left(rows: int, tp: int, dp: int) -> None:
+def test_fsdp_shards_the_shards_of_tensor_parallelism(rows: int, tp: int, dp: int) -> None:
     whole = torch.randperm(rows * 3).view(rows, 3)
     for data, model in itertools.product(range(dp), range(tp)):
         local = nth(nth(whole, tp, model, 0), dp, data, 0)
         cuts = [_Cut(0, tp, dp, data), _Cut(0, 1, tp, model)]  # [_StridedShard(0, split_factor=tp), Shard(0)]
         if local.numel():
-            assert torch.equal(put_together(whole, local, cuts), local)
+            assert torch.equal(assemble(whole, local, cuts), local)
 
 
 def test_pieces_of_another_shape_are_refused() -> None:

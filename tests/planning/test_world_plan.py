@@ -1,4 +1,4 @@
-"""Who writes what of a state that many ranks have parts of, and the index of it."""
+"""The global plan of a state with parts on many ranks: the assignments, and the index."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def held(
     tied: dict[int, int] | None = None,
     containers: list[dict[str, Any]] | None = None,
 ) -> RankInventory:
-    """Say what a rank has: for each name the whole, and offsets and sizes of the part; None for an object."""
+    """Return a rank's inventory: for each name its `Part`, or None for an object."""
     forms: dict[ShardForm, int] = {}
     form_of, offsets = [], []
     for each in leaves.values():
@@ -53,12 +53,12 @@ def held(
 
 
 def travelled(ranks: list[RankInventory]) -> list[RankInventory]:
-    """Give what rank 0 gets: all but its own through a pickle."""
+    """Return the inventories as rank 0 gets them: all but its own have been pickled."""
     return [ranks[0], *(pickle.loads(pickle.dumps(each)) for each in ranks[1:])]
 
 
 def rows(count: int, rank: int, world: int, columns: int = 4) -> Part:
-    """Cut a matrix by its rows."""
+    """Return a rank's part of a matrix that is cut by rows."""
     each = -(-count // world)
     begin = min(count, each * rank)
     return part((count, columns), (begin, 0), (min(count, begin + each) - begin, columns))
@@ -80,7 +80,7 @@ def writes(ranks: list[RankInventory], plan: GlobalPlan) -> Counter[tuple[str, t
 
 
 def written_of(ranks: list[RankInventory], plan: GlobalPlan, step: int = 0, *, places: bool = True) -> list[Written]:
-    """Say what ranks have written that did what they were told: every item of another length, at another place."""
+    """Return the results of ranks that followed the plan, with a different length and place for each item."""
     results = []
     for rank, (each, share) in enumerate(zip(ranks, plan.assignments, strict=True)):
         files = {f"__{rank}_{number}.distcp": FileFacts(10**6 + rank + step, rank * 7 + number) for number in range(2)}
@@ -114,13 +114,13 @@ def parts_of(tensor: GlobalTensor) -> list[WrittenPart]:
 
 
 def place_in(ranks: list[RankInventory], writer: tuple[int, int]) -> ItemRange:
-    """Give the place that `written_of` reports for a tensor's item."""
+    """Return the place that `written_of` reports for a tensor's item."""
     rank, leaf = writer
     nbytes = ranks[rank].forms[ranks[rank].form_of[leaf]].nbytes
     return ItemRange(f"__{rank}_{leaf % 2}.distcp", 10_000 * rank + 100 * leaf, nbytes + leaf)
 
 
-# --- who writes what -----------------------------------------------------------------------------------
+# --- assignments ----------------------------------------------------------------------------------------
 
 
 def test_each_part_is_written_by_the_rank_that_has_it() -> None:
@@ -136,7 +136,7 @@ def test_each_part_is_written_by_the_rank_that_has_it() -> None:
     assert [p.writer for p in parts_of(w) if 0 not in p.sizes] == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
-def test_what_all_ranks_have_is_written_once_and_spread_evenly() -> None:
+def test_replicated_tensors_are_written_once_and_spread_evenly() -> None:
     sizes = [random.Random(5).randrange(1, 40) for _ in range(400)]
     leaves = {f"w{n}": part((size, 8)) for n, size in enumerate(sizes)}
     ranks = travelled([held(leaves) for _ in range(7)])
@@ -147,8 +147,8 @@ def test_what_all_ranks_have_is_written_once_and_spread_evenly() -> None:
     assert all(abs(load - mean) <= 0.1 * mean for load in loads), loads
 
 
-def test_balance_counts_what_only_one_rank_has() -> None:
-    """A rank that has much to write of its own gets less of what all have; HSDP: two ranks have each shard."""
+def test_balance_counts_tensors_of_one_rank_alone() -> None:
+    """A rank with large tensors of its own gets fewer replicated ones; with HSDP, two ranks have each shard."""
     alone = {"only.rank.zero": part((500, 8))}
     shared = {f"w{n}": part((n % 9 + 1, 8)) for n in range(300)}
     ranks = travelled([held((alone if rank == 0 else {}) | shared) for rank in range(3)])
@@ -162,7 +162,7 @@ def test_balance_counts_what_only_one_rank_has() -> None:
     assert len(writes(pairs, plan)) == 400
 
 
-def test_objects_are_those_of_the_first_rank_that_has_them() -> None:
+def test_objects_come_from_the_first_rank_that_has_them() -> None:
     ranks = travelled(
         [held({"step": None, "w": rows(4, 0, 2)}), held({"w": rows(4, 1, 2), "step": None, "rng.1": None})]
     )
@@ -171,7 +171,7 @@ def test_objects_are_those_of_the_first_rank_that_has_them() -> None:
     assert plan.assignments == [[0, 1], [0, 2]]
 
 
-def test_names_come_in_the_order_in_which_the_ranks_have_them() -> None:
+def test_names_keep_the_order_of_the_ranks() -> None:
     ranks = travelled([held({"b": part((2,)), "a": None}), held({"c": part((3,)), "b": part((2,)), "0": None})])
     plan = plan_globally(ranks)
     assert list(plan.paths) == ["b", "a", "c", "0"]
@@ -179,7 +179,7 @@ def test_names_come_in_the_order_in_which_the_ranks_have_them() -> None:
     assert plan_globally(travelled(ranks)) == plan, "the same plan for the same ranks"
 
 
-def test_parts_of_a_rank_may_be_several() -> None:
+def test_a_rank_may_have_several_parts() -> None:
     first = held({"w": part((6,), (0,), (2,))})
     second = held({"w": part((6,), (4,), (2,))})
     second = RankInventory(["w", "w"], [("w",)] * 2, second.forms, [0, 0], [(4,), (2,)])
@@ -188,7 +188,7 @@ def test_parts_of_a_rank_may_be_several() -> None:
     assert plan.assignments == [[0], [0, 1]]
 
 
-# --- names for the same memory ---------------------------------------------------------------------------
+# --- tied tensors ---------------------------------------------------------------------------------------
 
 
 def test_tied_tensors_are_written_once() -> None:
@@ -201,7 +201,7 @@ def test_tied_tensors_are_written_once() -> None:
     assert plan.assignments == [[0, 1], [0, 1]]
 
 
-def test_tensors_that_are_tied_on_some_ranks_only_are_written_each() -> None:
+def test_tensors_that_are_tied_on_some_ranks_only_are_written_separately() -> None:
     leaves = {"embed": rows(6, 0, 2), "head": rows(6, 0, 2)}
     more = {name: rows(6, 1, 2) for name in leaves}
     plan = plan_globally(travelled([held(leaves, tied={1: 0}), held(more)]))
@@ -209,7 +209,7 @@ def test_tensors_that_are_tied_on_some_ranks_only_are_written_each() -> None:
     assert plan.tensors["head"] != plan.tensors["embed"]
 
 
-# --- what does not fit -----------------------------------------------------------------------------------
+# --- contradictions -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_contradictions_name_key_and_rank(one: RankInventory, other: RankInvento
         plan_globally(travelled([one, held(others), other]))
 
 
-def test_many_tensors_of_which_one_lacks_a_part() -> None:
+def test_one_incomplete_tensor_of_many_is_named() -> None:
     def of(rank: int) -> dict[str, Part | None]:
         return {f"w{n}": rows(8, rank, 4) for n in range(50) if (n, rank) != (31, 2)}
 
@@ -243,7 +243,7 @@ def test_many_tensors_of_which_one_lacks_a_part() -> None:
 # --- containers ------------------------------------------------------------------------------------------
 
 
-def test_records_of_containers_are_put_together() -> None:
+def test_records_of_containers_are_merged() -> None:
     one = held({"a.0": None, "z": None}, containers=[{"path": ["empty"], "type": "dict", "at": 1}])
     other = held({"n": None, "z": None}, containers=[{"path": ["last"], "type": "list", "at": 2}])
     plan = plan_globally(travelled([one, other]))
@@ -276,11 +276,11 @@ def test_other_keys_of_all_ranks_are_kept() -> None:
     ]
 
 
-# --- the book --------------------------------------------------------------------------------------------
+# --- the cache of a global plan -------------------------------------------------------------------------
 
 
 def world() -> list[RankInventory]:
-    """Make what four ranks have: shards, uneven ones, what all have, tied names, objects."""
+    """Return the inventories of four ranks: even and uneven shards, replicas, tied names and objects."""
     ranks = []
     for rank in range(4):
         leaves = {
@@ -297,15 +297,15 @@ def world() -> list[RankInventory]:
     return travelled(ranks)
 
 
-def test_the_index_is_what_torch_and_we_read() -> None:
+def test_torch_and_aiockpt_read_the_index() -> None:
     ranks = world()
     plan = plan_globally(ranks)
-    book = GlobalPlanCache(1, ranks, plan)
-    assert not book.knows_places
+    cache = GlobalPlanCache(1, ranks, plan)
+    assert not cache.knows_places
     for step in (0, 1000):
-        results = written_of(ranks, plan, step, places=not book.knows_places)
-        book.check(results)
-        document = bytes(book.documents(results))
+        results = written_of(ranks, plan, step, places=not cache.knows_places)
+        cache.check(results)
+        document = bytes(cache.documents(results))
         metadata = pickle.loads(document)
         assert isinstance(metadata, Metadata)
         assert list(metadata.state_dict_metadata) == list(metadata.planner_data) == list(plan.paths)
@@ -345,22 +345,22 @@ def test_places_beyond_four_gib_are_kept() -> None:
         )
         for n, at in enumerate(far)
     ]
-    book = GlobalPlanCache(1, ranks, plan)
-    book.check(results)
-    metadata = pickle.loads(bytes(book.documents(results)))
+    cache = GlobalPlanCache(1, ranks, plan)
+    cache.check(results)
+    metadata = pickle.loads(bytes(cache.documents(results)))
     infos = [metadata.storage_data[MetadataIndex("w", (2 * n, 0))] for n in range(2)]
     assert [(info.offset, info.length) for info in infos] == [(far[0], 2**31), (far[1], 2**31 + 1)]
 
 
-def test_an_index_that_somebody_still_reads_stays_as_it_is() -> None:
+def test_an_index_does_not_change_while_it_is_in_use() -> None:
     ranks = world()
     plan = plan_globally(ranks)
-    book = GlobalPlanCache(1, ranks, plan)
+    cache = GlobalPlanCache(1, ranks, plan)
     results = written_of(ranks, plan)
-    book.check(results)
-    seen = memoryview(book.documents(results))
+    cache.check(results)
+    seen = memoryview(cache.documents(results))
     before = bytes(seen)
-    later = bytes(book.documents(written_of(ranks, plan, 12345)))
+    later = bytes(cache.documents(written_of(ranks, plan, 12345)))
     assert bytes(seen) == before
     assert later != before
     assert pickle.loads(later).storage_data[MetadataIndex("rng.2")].offset >= 12345
@@ -374,11 +374,11 @@ def test_ranks_with_the_same_names_share_them() -> None:
     assert ranks[2] == held({"w": rows(8, 2, 4), "step": None})
 
 
-def test_totals_count_what_is_stored_once() -> None:
+def test_totals_count_each_stored_tensor_once() -> None:
     ranks = world()
-    book = GlobalPlanCache(9, ranks, plan_globally(ranks))
-    assert (book.token, book.tensors, book.objects) == (9, 6, 5)
-    assert book.tensor_bytes == 4 * (40 + 24 + 7 + 24 + 1)
+    cache = GlobalPlanCache(9, ranks, plan_globally(ranks))
+    assert (cache.token, cache.tensors, cache.objects) == (9, 6, 5)
+    assert cache.tensor_bytes == 4 * (40 + 24 + 7 + 24 + 1)
 
 
 def _without_an_item(result: Written) -> Written:
@@ -408,7 +408,7 @@ def _without_an_object(result: Written) -> Written:
         (_without_a_file, "rank 2 reports items in files that it did not write: .*__2_"),
     ],
 )
-def test_what_is_missing_names_the_rank(spoil: Any, said: str) -> None:
+def test_errors_about_missing_items_name_the_rank(spoil: Any, said: str) -> None:
     ranks = world()
     plan = plan_globally(ranks)
     results = written_of(ranks, plan)
@@ -417,16 +417,16 @@ def test_what_is_missing_names_the_rank(spoil: Any, said: str) -> None:
         GlobalPlanCache(1, ranks, plan).check(results)
 
 
-def test_a_later_save_that_lacks_something_is_found() -> None:
+def test_missing_items_of_a_later_save_are_found() -> None:
     ranks = world()
     plan = plan_globally(ranks)
-    book = GlobalPlanCache(1, ranks, plan)
-    book.check(written_of(ranks, plan))
+    cache = GlobalPlanCache(1, ranks, plan)
+    cache.check(written_of(ranks, plan))
     later = written_of(ranks, plan, places=False)
-    book.check(later)
+    cache.check(later)
     for spoil in (_without_an_item, _without_an_object):
         with pytest.raises(SaveError, match="rank 3 was assigned"):
-            book.check([*later[:3], spoil(later[3])])
+            cache.check([*later[:3], spoil(later[3])])
 
 
 def test_files_of_two_ranks_have_two_names() -> None:
@@ -437,7 +437,7 @@ def test_files_of_two_ranks_have_two_names() -> None:
 
 
 def test_many_ranks_with_the_same_names() -> None:
-    """Each of many tensors has one part on each of many ranks, each at its place."""
+    """Many tensors have one part on each of many ranks, each at its own place."""
     size, names = 48, [f"layers.{n}.weight" for n in range(60)]
     ranks = travelled(
         [held({name: rows(96 * (n % 3 + 1), rank, size) for n, name in enumerate(names)}) for rank in range(size)]
@@ -448,10 +448,10 @@ def test_many_ranks_with_the_same_names() -> None:
         number = names.index(name)
         step = 2 * (number % 3 + 1)
         assert parts_of(plan.tensors[name])[rank] == ((step * rank, 0), (step, 4), (rank, number))
-    book = GlobalPlanCache(1, ranks, plan)
+    cache = GlobalPlanCache(1, ranks, plan)
     results = written_of(ranks, plan)
-    book.check(results)
-    metadata = pickle.loads(bytes(book.documents(results)))
+    cache.check(results)
+    metadata = pickle.loads(bytes(cache.documents(results)))
     assert len(metadata.storage_data) == size * 60
     info = metadata.storage_data[MetadataIndex("layers.31.weight", (4 * 17, 0))]
     assert (info.relative_path, info.offset, info.length) == place_in(ranks, (17, 31))[:3]

@@ -1,8 +1,8 @@
 """The worked example of a transform: every item is encrypted with ChaCha20-Poly1305, in sealed pieces.
 
-A stored item is a random salt, then pieces, each with a tag of its own. The salt makes a key for the item alone, so
-that no nonce is used twice with one key, however many items there are. The nonce of a piece counts the pieces and
-says whether it is the last, so that none can be left out, added, or put elsewhere.
+A stored item is a random salt, then pieces, each with a tag of its own. Each item has its own key, derived from the
+salt, so no nonce is used twice with one key. The nonce of a piece holds its number and whether it is the last one, so
+no piece can be removed, added or moved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _nonce(number: int, *, is_last: bool) -> bytes:
 
 @dataclass(frozen=True)
 class ChaCha20:
-    """Encrypts with a key of 32 bytes."""
+    """Transform that encrypts with a key of 32 bytes."""
 
     key: bytes = field(repr=False)
     descriptor: str = "example.chacha20/1"

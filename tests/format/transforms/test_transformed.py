@@ -1,4 +1,4 @@
-"""Compressed and encrypted checkpoints: what comes back, who reads them, and what is found out."""
+"""Compressed and encrypted checkpoints: round trips, other readers, damage and hostile metadata."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.format.transforms.encryption import ChaCha20
 from tests.states import assert_same, large_state, random_tensor, raw_bytes
 from tests.stock import ALONE
 
-# torch's DCP warns that it runs without a process group, which is what we want here.
+# torch's DCP warns that it runs without a process group, as it should here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 KEY = bytes(range(32))
 
 
 def a_state() -> dict[str, Any]:
-    """Small and large items, some that can be compressed and some that can't; views, ties, objects, nothing."""
+    """Return small and large items, compressible or not, with views, ties, objects and empty ones."""
     weights = torch.randn(700, 300).bfloat16()
     return {
         "model": {f"layers.{n}.weight": torch.randn(40 + n, 30) for n in range(12)},
@@ -61,7 +61,7 @@ def zeroed(state: Any) -> Any:
 
 
 def transforms_of(path: Path) -> dict[str, list[str] | None]:
-    """The descriptors of each item, as torch sees them."""
+    """Return the descriptors of each item, as torch reads them."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     return {index.fqn: info.transform_descriptors for index, info in metadata.storage_data.items()}
 
@@ -82,7 +82,7 @@ def verify(path: Path, transforms: Any = ()) -> aiockpt.VerifyReport:
 
 
 @pytest.mark.asyncio
-async def test_all_that_is_compressed_comes_back(tmp_path: Path) -> None:
+async def test_a_compressed_state_comes_back(tmp_path: Path) -> None:
     state, path = a_state(), tmp_path / "c"
     async with aiockpt.AsyncCheckpointer(chunk_bytes=1 << 20, staging_bytes=2 << 20) as ckpt:
         result = await ckpt.save(state, path, compress="zstd").written
@@ -130,7 +130,7 @@ def test_encoded_bytes_pass_through_two_buffers(tmp_path: Path, monkeypatch: pyt
     assert_same(state, load(tmp_path / "c", transforms=lock))
 
 
-def test_torch_reads_ours(tmp_path: Path) -> None:
+def test_torch_reads_a_checkpoint_of_aiockpt(tmp_path: Path) -> None:
     state = a_state()
     save(state, tmp_path / "c")
     target = zeroed(state)
@@ -138,7 +138,7 @@ def test_torch_reads_ours(tmp_path: Path) -> None:
     assert_same(state, target)
 
 
-def test_we_read_torchs(tmp_path: Path) -> None:
+def test_aiockpt_reads_a_checkpoint_of_torch(tmp_path: Path) -> None:
     state, path = a_state(), tmp_path / "c"
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path, _extensions=[ZStandard()], thread_count=2), **ALONE)
     assert set(map(str, transforms_of(path).values())) == {str([ZSTD_DESCRIPTOR])}
@@ -163,7 +163,7 @@ def test_the_adapters_read_both(tmp_path: Path) -> None:
         assert_same(state, torch.load(tmp_path / f"{name}.pt"))
 
 
-def test_rules(tmp_path: Path) -> None:
+def test_rules_choose_the_compressed_items(tmp_path: Path) -> None:
     state = {"a": {"x": torch.zeros(9000), "y": torch.zeros(9000)}, "b": torch.zeros(9000), "n": "abc " * 900}
     for number, (rule, compressed) in enumerate(
         [
@@ -181,7 +181,7 @@ def test_rules(tmp_path: Path) -> None:
         assert_same(state, load(path))
 
 
-def test_what_is_not_compressed_is_written_as_ever(tmp_path: Path) -> None:
+def test_items_without_compression_are_written_as_before(tmp_path: Path) -> None:
     state = a_state()
     save(state, tmp_path / "plain", compress=None)
     save(state, tmp_path / "none", compress={"*": None})
@@ -229,7 +229,7 @@ def test_encryption(tmp_path: Path) -> None:
     lock = [pickle.loads(pickle.dumps(ChaCha20(KEY)))]
     save(state, path, compress={"w": "zstd"}, transforms=lock)
     described = transforms_of(path)
-    assert described["w"] == [lock[0].descriptor, ZSTD_DESCRIPTOR]  # as they are to be undone
+    assert described["w"] == [lock[0].descriptor, ZSTD_DESCRIPTOR]  # in the order of decoding
     assert described["random"] == described["secret"] == [lock[0].descriptor]
     everything = b"".join(file.read_bytes() for file in path.iterdir())
     for plain in (secret.encode(), raw_bytes(state["weights"])[:64], raw_bytes(state["random"])[5000:5064]):
@@ -254,7 +254,7 @@ async def test_an_encrypted_checkpoint_is_opened_with_its_key(tmp_path: Path) ->
         assert list(reader) == ["w", "s"]
 
 
-def test_parts(tmp_path: Path) -> None:
+def test_parts_of_compressed_tensors_are_read(tmp_path: Path) -> None:
     state, path = a_state(), tmp_path / "c"
     save(state, path)
     zeros, weights, turned = state["moments"]["sparse"], state["weights"], state["transposed"]
@@ -290,7 +290,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
 
 
 class Inverting:
-    """Inverts every bit, so that whatever is stored can be decoded."""
+    """Transform that inverts every bit, so that any stored bytes can be decoded."""
 
     descriptor = "inverting/1"
 
@@ -322,7 +322,7 @@ def test_a_flipped_bit_that_can_be_decoded_is_found(key: str, tmp_path: Path) ->
 
 
 class Spoiling(Inverting):
-    """Stores other bytes than it was given, with a CRC that fits them."""
+    """Transform that stores other bytes than it was given, with a matching CRC."""
 
     descriptor = "spoiling/1"
 
@@ -336,21 +336,21 @@ class Spoiler(Inverting):
 
 
 @pytest.mark.parametrize("count", [1, 300_000])
-def test_verify_checks_what_was_decoded(count: int, tmp_path: Path) -> None:
+def test_verify_checks_the_decoded_bytes(count: int, tmp_path: Path) -> None:
     save({"w": torch.tensor([42] * count)}, tmp_path / "c", compress=None, transforms=[Spoiling()])
     (problem,) = verify(tmp_path / "c", transforms=[Spoiling()]).problems
     assert (problem.kind, problem.key) == ("item crc", "w")
 
 
-def restock(path: Path, change: Any) -> None:
-    """Change what torch's metadata says."""
+def change_metadata(path: Path, change: Any) -> None:
+    """Change the metadata of a checkpoint of torch."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     change(metadata, {index.fqn: info for index, info in metadata.storage_data.items()})
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def test_hostile_metadata(tmp_path: Path) -> None:
-    """Items that say to be more than they can be, or come to more than they say; cut frames; transforms of nobody."""
+    """Impossible sizes, decompression bombs, cut frames, unknown transforms and paths outside are refused."""
     big = aiockpt.Zstd(1).encoder(64 << 20)
     bomb = big.update(memoryview(bytes(64 << 20))) + big.finish()
 
@@ -387,14 +387,14 @@ def test_hostile_metadata(tmp_path: Path) -> None:
         path = tmp_path / "c"
         writer = dcp.FileSystemWriter(path, _extensions=[ZStandard()])
         dcp.save({"w": torch.arange(1000.0)}, storage_writer=writer, **ALONE)
-        restock(path, change)
+        change_metadata(path, change)
         with pytest.raises(error, match=match):
             load(path)
         assert not verify(path).ok
         shutil.rmtree(path)
 
 
-def test_manifests_that_contradict(tmp_path: Path) -> None:
+def test_contradicting_manifests_are_refused(tmp_path: Path) -> None:
     save({"w": torch.zeros(100_000), "s": "abc" * 1000}, tmp_path / "c")
     manifest = tmp_path / "c" / ".aiockpt.json"
     good = manifest.read_text()
@@ -411,8 +411,8 @@ def test_manifests_that_contradict(tmp_path: Path) -> None:
         assert not verify(tmp_path / "c").ok
 
 
-def test_objects_that_come_to_far_more_than_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few KiB that stand for very much are read only of who is trusted; all else of the checkpoint is read."""
+def test_objects_that_expand_far_beyond_their_stored_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that expand from a few KiB need trust=True; the tensors of the checkpoint are read without it."""
     monkeypatch.setattr("aiockpt.reading.decoded.OBJECT_BYTES", 3 << 20)
     half, w = bytearray(2 << 20), torch.arange(1000.0)
     save({"half": half, "w": w}, tmp_path / "half")
@@ -433,7 +433,7 @@ def test_objects_that_come_to_far_more_than_is_stored(tmp_path: Path, monkeypatc
         state = load(path, trust=True)
         assert state["a"] == state["b"] == half
         with aiockpt.SyncCheckpointer() as ckpt, ckpt.open(path) as reader:
-            for _ in range(2):  # one may be read as often as one likes
+            for _ in range(2):  # repeated reads do not add up
                 assert reader.read("a") == half
         assert {problem.key for problem in verify(path).errors} in ({"a"}, {"b"}, {"a", "b"})
 
@@ -462,7 +462,7 @@ async def test_a_save_is_cancelled_while_it_waits_for_the_disk(tmp_path: Path) -
 
 
 class Failing:
-    """A transform that raises."""
+    """Transform that raises."""
 
     descriptor = "failing/1"
 

@@ -1,4 +1,4 @@
-"""Frames: what is not one whole frame, or stands for too much, is refused before it does harm."""
+"""zstd frames: anything but one whole frame of the expected size is refused before it fills the memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_frames_are_whole_or_refused(raw: bytes, encode) -> None:
             decoded(wrong, len(raw))
 
 
-def test_ours_carry_size_and_checksum() -> None:
+def test_frames_of_aiockpt_have_size_and_checksum() -> None:
     stored = ours(RAW["text"])
     parameters = zstandard.get_frame_parameters(stored)
     assert (parameters.content_size, parameters.has_checksum) == (len(RAW["text"]), True)
@@ -68,7 +68,7 @@ def test_ours_carry_size_and_checksum() -> None:
 
 
 def test_a_bomb_is_stopped_before_it_fills_the_memory() -> None:
-    block = int.to_bytes(128 << 10 << 3 | 1 << 1, 3, "little") + b"\0"  # a byte, so many times
+    block = int.to_bytes(128 << 10 << 3 | 1 << 1, 3, "little") + b"\0"  # one byte, 128 Ki times
     bomb = b"\x28\xb5\x2f\xfd\x00\x58" + block * (1 << 14)  # 2 GiB
     assert MOST_RATIO * len(bomb) >= 1 << 31
     tracemalloc.start()
@@ -81,6 +81,6 @@ def test_a_bomb_is_stopped_before_it_fills_the_memory() -> None:
 
 
 @pytest.mark.parametrize("level", [23, -8, 1.5, "3", True])
-def test_levels(level: object) -> None:
+def test_wrong_levels_are_refused(level: object) -> None:
     with pytest.raises(ValueError, match="level of zstd must be -7 to 22"):
         Zstd(level=level)  # type: ignore[arg-type]
