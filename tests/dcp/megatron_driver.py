@@ -134,7 +134,7 @@ def die(*_: Any) -> None:
 
 
 class Calls:
-    """A queue of saves that other processes write."""
+    """Queue of saves; ``kind`` says which process writes them."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

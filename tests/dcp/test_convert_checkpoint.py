@@ -63,7 +63,7 @@ def flat(state: dict, prefix: str = "") -> dict:
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_direction(form: str, to: str, tmp_path: Path) -> None:
+def test_every_format_becomes_every_other(form: str, to: str, tmp_path: Path) -> None:
     source = write(form, tmp_path / "in", tensors())
     target = tmp_path / f"out{ENDINGS[to]}"
     progress = ConversionProgress()
@@ -87,7 +87,7 @@ def test_every_direction(form: str, to: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_some_keys_in_another_dtype(form: str, to: str, tmp_path: Path) -> None:
+def test_some_keys_are_converted_to_another_dtype(form: str, to: str, tmp_path: Path) -> None:
     source = write(form, tmp_path / "in", tensors())
     target = tmp_path / f"out{ENDINGS[to]}"
     convert_checkpoint(source, target, to=to, keys=["model", "i*"], dtype=torch.float16)

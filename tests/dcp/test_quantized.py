@@ -20,7 +20,7 @@ from aiockpt.dcp.format_utils import dcp_to_torch_save
 from tests.dcp.test_cast_items import Committing
 from tests.states import raw_bytes
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, each once in a process
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns once in a process
 WRITERS = [dcp.FileSystemWriter, FileSystemWriter]
 
 

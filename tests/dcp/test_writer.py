@@ -377,7 +377,7 @@ def test_a_checkpoint_is_replaced_atomically_and_other_files_stay(tmp_path: Path
 
 
 @pytest.mark.parametrize("there", ["nothing", "an empty directory", "other files", "a link", "no parent"])
-def test_kinds_of_targets(tmp_path: Path, there: str) -> None:
+def test_new_and_existing_targets(tmp_path: Path, there: str) -> None:
     path = tmp_path / "c"
     if there in ("an empty directory", "other files"):
         path.mkdir()
@@ -417,7 +417,7 @@ def test_only_files_of_the_old_checkpoint_are_removed(tmp_path: Path, rank: int 
     assert damaged or (path / "__0_9.distcp").read_text() == "another's"
 
 
-def test_a_file_is_not_replaced(tmp_path: Path) -> None:
+def test_a_file_at_the_path_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("mine")
     with pytest.raises(CheckpointException, match="is not a directory"):
         dcp.save(state_of(), storage_writer=FileSystemWriter(tmp_path / "c"))

@@ -214,7 +214,7 @@ def test_a_tensor_fills_an_array_that_no_tensor_can_view(ckpt, tmp_path: Path) -
         (np.lib.stride_tricks.as_strided(np.zeros(4), (2, 3), (8, 8)), r"a\.x overlaps itself in the target"),
     ],
 )
-def test_arrays_that_do_not_fit(wrong, message: str, ckpt, tmp_path: Path) -> None:
+def test_arrays_that_do_not_fit_are_refused(wrong, message: str, ckpt, tmp_path: Path) -> None:
     ckpt.save({"a": {"x": np.ones((2, 3)), "big": np.arange(100_000)}}, tmp_path / "c")
     before, big = wrong.copy(), np.zeros(100_000, dtype=int)
     with pytest.raises(aiockpt.ShapeMismatchError, match=message):

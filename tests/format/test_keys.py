@@ -61,7 +61,7 @@ def test_a_wrapped_model(level: str, wrapper: str, outer: str) -> None:
     assert hint(wrapped, bare).endswith(f"that was not within {wrapper}.")
 
 
-def test_any_level() -> None:
+def test_an_outer_level_that_is_missing_or_extra() -> None:
     assert hint(LAYERS, INSIDE) == " Its keys have 'model.', as in 'model.layers.0.up.weight' for 'layers.0.up.weight'."
     assert hint(INSIDE, LAYERS, fills=True) == (
         " Its keys lack 'model.', as in 'layers.0.up.weight' for 'model.layers.0.up.weight'. "

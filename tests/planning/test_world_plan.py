@@ -52,7 +52,7 @@ def held(
     return RankInventory(list(leaves), paths, list(forms), form_of, offsets, tied or {}, containers or [])
 
 
-def travelled(ranks: list[RankInventory]) -> list[RankInventory]:
+def received(ranks: list[RankInventory]) -> list[RankInventory]:
     """Return the inventories as rank 0 gets them: all but its own have been pickled."""
     return [ranks[0], *(pickle.loads(pickle.dumps(each)) for each in ranks[1:])]
 
@@ -124,7 +124,7 @@ def place_in(ranks: list[RankInventory], writer: tuple[int, int]) -> ItemRange:
 
 
 def test_each_part_is_written_by_the_rank_that_has_it() -> None:
-    ranks = travelled([held({"w": rows(10, rank, 4), "b": rows(3, rank, 4, 7)}) for rank in range(4)])
+    ranks = received([held({"w": rows(10, rank, 4), "b": rows(3, rank, 4, 7)}) for rank in range(4)])
     plan = plan_globally(ranks)
     assert writes(ranks, plan) == Counter((name, each.offsets[n]) for each in ranks for n, name in enumerate("wb"))
     for tensor in plan.tensors.values():
@@ -139,7 +139,7 @@ def test_each_part_is_written_by_the_rank_that_has_it() -> None:
 def test_replicated_tensors_are_written_once_and_spread_evenly() -> None:
     sizes = [random.Random(5).randrange(1, 40) for _ in range(400)]
     leaves = {f"w{n}": part((size, 8)) for n, size in enumerate(sizes)}
-    ranks = travelled([held(leaves) for _ in range(7)])
+    ranks = received([held(leaves) for _ in range(7)])
     plan = plan_globally(ranks)
     assert writes(ranks, plan) == {(name, (0, 0)): 1 for name in leaves}
     loads = loads_of(ranks, plan)
@@ -151,11 +151,11 @@ def test_balance_counts_tensors_of_one_rank_alone() -> None:
     """A rank with large tensors of its own gets fewer replicated ones; with HSDP, two ranks have each shard."""
     alone = {"only.rank.zero": part((500, 8))}
     shared = {f"w{n}": part((n % 9 + 1, 8)) for n in range(300)}
-    ranks = travelled([held((alone if rank == 0 else {}) | shared) for rank in range(3)])
+    ranks = received([held((alone if rank == 0 else {}) | shared) for rank in range(3)])
     loads = loads_of(ranks, plan_globally(ranks))
     assert max(loads) - min(loads) <= 0.1 * sum(loads) / 3, loads
     pairs = [held({f"w{n}": rows(8 * (n % 5 + 1), rank % 2, 2) for n in range(200)}) for rank in range(4)]
-    plan = plan_globally(travelled(pairs))
+    plan = plan_globally(received(pairs))
     loads = loads_of(pairs, plan)
     assert max(loads) - min(loads) <= 0.1 * sum(loads) / 4, loads
     assert set(writes(pairs, plan).values()) == {1}
@@ -163,7 +163,7 @@ def test_balance_counts_tensors_of_one_rank_alone() -> None:
 
 
 def test_objects_come_from_the_first_rank_that_has_them() -> None:
-    ranks = travelled(
+    ranks = received(
         [held({"step": None, "w": rows(4, 0, 2)}), held({"w": rows(4, 1, 2), "step": None, "rng.1": None})]
     )
     plan = plan_globally(ranks)
@@ -172,11 +172,11 @@ def test_objects_come_from_the_first_rank_that_has_them() -> None:
 
 
 def test_names_keep_the_order_of_the_ranks() -> None:
-    ranks = travelled([held({"b": part((2,)), "a": None}), held({"c": part((3,)), "b": part((2,)), "0": None})])
+    ranks = received([held({"b": part((2,)), "a": None}), held({"c": part((3,)), "b": part((2,)), "0": None})])
     plan = plan_globally(ranks)
     assert list(plan.paths) == ["b", "a", "c", "0"]
     assert plan.paths["c"] == ("c",)
-    assert plan_globally(travelled(ranks)) == plan, "the same plan for the same ranks"
+    assert plan_globally(received(ranks)) == plan, "the same plan for the same ranks"
 
 
 def test_a_rank_may_have_several_parts() -> None:
@@ -194,7 +194,7 @@ def test_a_rank_may_have_several_parts() -> None:
 def test_tied_tensors_are_written_once() -> None:
     leaves = {"embed": rows(6, 0, 2), "other": rows(6, 0, 2), "head": rows(6, 0, 2)}
     more = {name: rows(6, 1, 2) for name in leaves}
-    ranks = travelled([held(leaves, tied={2: 0}), held(more, tied={2: 0})])
+    ranks = received([held(leaves, tied={2: 0}), held(more, tied={2: 0})])
     plan = plan_globally(ranks)
     assert plan.tensors["head"] == plan.tensors["embed"]
     assert plan.tensors["other"] != plan.tensors["embed"]
@@ -204,7 +204,7 @@ def test_tied_tensors_are_written_once() -> None:
 def test_tensors_that_are_tied_on_some_ranks_only_are_written_separately() -> None:
     leaves = {"embed": rows(6, 0, 2), "head": rows(6, 0, 2)}
     more = {name: rows(6, 1, 2) for name in leaves}
-    plan = plan_globally(travelled([held(leaves, tied={1: 0}), held(more)]))
+    plan = plan_globally(received([held(leaves, tied={1: 0}), held(more)]))
     assert plan.assignments == [[0, 1], [0, 1]]
     assert plan.tensors["head"] != plan.tensors["embed"]
 
@@ -226,10 +226,10 @@ def test_tensors_that_are_tied_on_some_ranks_only_are_written_separately() -> No
 )
 def test_contradictions_name_key_and_rank(one: RankInventory, other: RankInventory, said: str) -> None:
     with pytest.raises(SaveError, match=said):
-        plan_globally(travelled([one, other]))
+        plan_globally(received([one, other]))
     others = {"a": None, "b": part((3, 3))}
     with pytest.raises(SaveError, match=said.replace("rank 1", "rank 2")):
-        plan_globally(travelled([one, held(others), other]))
+        plan_globally(received([one, held(others), other]))
 
 
 def test_one_incomplete_tensor_of_many_is_named() -> None:
@@ -237,7 +237,7 @@ def test_one_incomplete_tensor_of_many_is_named() -> None:
         return {f"w{n}": rows(8, rank, 4) for n in range(50) if (n, rank) != (31, 2)}
 
     with pytest.raises(SaveError, match="w31: the ranks have 24 of its 32 elements"):
-        plan_globally(travelled([held(of(rank)) for rank in range(4)]))
+        plan_globally(received([held(of(rank)) for rank in range(4)]))
 
 
 # --- containers ------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_one_incomplete_tensor_of_many_is_named() -> None:
 def test_records_of_containers_are_merged() -> None:
     one = held({"a.0": None, "z": None}, containers=[{"path": ["empty"], "type": "dict", "at": 1}])
     other = held({"n": None, "z": None}, containers=[{"path": ["last"], "type": "list", "at": 2}])
-    plan = plan_globally(travelled([one, other]))
+    plan = plan_globally(received([one, other]))
     assert list(plan.paths) == ["a.0", "z", "n"]
     assert plan.containers == [
         {"path": ["empty"], "type": "dict", "at": 1},
@@ -294,7 +294,7 @@ def world() -> list[RankInventory]:
             f"rng.{rank}": None,
         }
         ranks.append(held(leaves, tied={5: 0}))
-    return travelled(ranks)
+    return received(ranks)
 
 
 def test_torch_and_aiockpt_read_the_index() -> None:
@@ -367,7 +367,7 @@ def test_an_index_does_not_change_while_it_is_in_use() -> None:
 
 
 def test_ranks_with_the_same_names_share_them() -> None:
-    ranks = travelled([held({"w": rows(8, rank, 4), "step": None}) for rank in range(4)])
+    ranks = received([held({"w": rows(8, rank, 4), "step": None}) for rank in range(4)])
     assert ranks[1].names is ranks[3].names
     assert ranks[1].paths is ranks[2].paths
     assert [each.offsets[0] for each in ranks] == [(0, 0), (2, 0), (4, 0), (6, 0)]
@@ -439,7 +439,7 @@ def test_files_of_two_ranks_have_two_names() -> None:
 def test_many_ranks_with_the_same_names() -> None:
     """Many tensors have one part on each of many ranks, each at its own place."""
     size, names = 48, [f"layers.{n}.weight" for n in range(60)]
-    ranks = travelled(
+    ranks = received(
         [held({name: rows(96 * (n % 3 + 1), rank, size) for n, name in enumerate(names)}) for rank in range(size)]
     )
     plan = plan_globally(ranks)

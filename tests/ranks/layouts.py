@@ -44,7 +44,7 @@ def full_tensors(seed: int = 7) -> dict[str, torch.Tensor]:
 
 
 def distributed(layout: str, world_size: int, seed: int = 7) -> dict[str, torch.Tensor]:
-    """Shard the tensors over all ranks, every one of which must call this."""
+    """Shard the tensors over all ranks; every rank must call this."""
     tensors = full_tensors(seed)
     if layout == "fsdp_tp":
         return _fsdp_over_tp(tensors, world_size)

@@ -75,7 +75,7 @@ def part(kind: str, rank: int, world_size: int, *, filled: bool) -> Any:
     if kind == "parameter":
         local = torch.nn.Parameter(values[first : first + step].clone())
         return described(local, torch.Size((ROWS, COLUMNS)), [((first, 0), (0, 0), (step, COLUMNS))])
-    if kind == "copies":  # each rank has a half; of four ranks, two have the same one
+    if kind == "copies":  # each rank has a half; of four ranks, two have each half
         first = rank % 2 * (ROWS // 2)
         return described(
             values[first : first + ROWS // 2].clone(), (ROWS, COLUMNS), [((first, 0), (0, 0), (ROWS // 2, COLUMNS))]

@@ -125,7 +125,7 @@ def test_a_failure_that_only_one_rank_retrieved(world4: World, tmp_path: Path, s
     check_next(tmp_path, 4)
 
 
-def test_a_storage_for_one_process(world2: World, tmp_path: Path) -> None:
+def test_a_storage_for_one_process_is_refused(world2: World, tmp_path: Path) -> None:
     """The call fails; if a wrapper hides the kind of the storage, the save fails before it writes anything."""
     said = "takes the files of one process only: save with process_group=None and writer='thread'"
     for end in world2.results(failing.save_with, tmp_path, "", -1, {"storage": MemoryStorage()}):

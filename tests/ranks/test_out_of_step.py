@@ -162,7 +162,7 @@ def close_while_waiting(rank: int, world_size: int, path: Path) -> str:
     told = ""
     if rank == 1:
         aiockpt.engine.engine.CANCEL_GRACE_S = 3.0
-        coordinator._END_S = 0.5  # the thread waits for rank 0 longer than any limit here
+        coordinator._END_S = 0.5  # close() waits this long for a thread that waits for rank 0
         ckpt.submit({"w": torch.ones(5)}, path / "d")
         with pytest.raises(aiockpt.SaveCancelledError, match="nothing of it is left"):
             ckpt.close()

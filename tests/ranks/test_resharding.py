@@ -209,7 +209,7 @@ def test_ranks_of_a_host_share_equal_reads_through_the_page_cache(world4: World,
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": whole}, tmp_path / "c")
     assert world4.results(load_large, tmp_path / "c", [Replicate(), Replicate()]) == [1] * 4
-    assert world4.results(load_large, tmp_path / "c", [Shard(0), Replicate()]) == [0] * 4  # 10 MiB: too few to share
+    assert world4.results(load_large, tmp_path / "c", [Shard(0), Replicate()]) == [0] * 4  # 10 MiB, too few to share
     assert world4.results(load_large, tmp_path / "c", [Shard(0), Shard(1)]) == [0] * 4
 
 

@@ -78,7 +78,7 @@ LOOPS: dict[Loop, Callable[[], asyncio.AbstractEventLoop]] = {
 }
 _START_S = 60.0
 _END_S = 20.0
-_GRACE_S = 5.0  # for a child that writes its stacks when its own time is up
+_GRACE_S = 5.0  # for a rank to write its stacks after its own timeout
 
 _context = multiprocessing.get_context("forkserver")
 
