@@ -90,7 +90,7 @@ def test_integers(value: int) -> None:
 
 
 @pytest.mark.parametrize("value", ["", "a", "ü" * 200, "x" * 255, "x" * 256, "\ud800"])
-def test_texts(value: str) -> None:
+def test_strings(value: str) -> None:
     assert pickle.loads(b"\x80\x04" + text_opcodes(value) + b".") == value
 
 

@@ -281,7 +281,7 @@ def test_metadata_with_names_of_tied_tensors(key: str, kept: str, taken: bool, s
 
 
 def write_shards(folder: Path, shards: dict[str, dict[str, torch.Tensor]], metadata: dict[str, Any]) -> ShardIndex:
-    """Write a set as transformers does."""
+    """Write a set of shards as transformers does, and return its index."""
     for file, tensors in shards.items():
         (folder / file).parent.mkdir(exist_ok=True)
         safetensors.save_file(tensors, folder / file, metadata={"format": "pt", "file": file})

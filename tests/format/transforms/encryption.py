@@ -1,4 +1,4 @@
-"""The worked example of a transform: every item is encrypted with ChaCha20-Poly1305, in sealed pieces.
+"""Worked example of a transform: every item is encrypted with ChaCha20-Poly1305, in sealed pieces.
 
 A stored item is a random salt, then pieces, each with a tag of its own. Each item has its own key, derived from the
 salt, so no nonce is used twice with one key. The nonce of a piece holds its number and whether it is the last one, so
