@@ -1,4 +1,4 @@
-"""`save(include=, exclude=)`: a part of a state is saved, and the rest does not matter."""
+"""`save(include=, exclude=)`: saving a part of a state; the rest is ignored."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def kept(state: dict[str, Any], include: Any = None, exclude: Any = None) -> lis
 
 
 @pytest.mark.parametrize("rule", RULES, ids=_name)
-def test_what_is_chosen_is_saved_and_nothing_else(tmp_path: Path, rule: dict[str, Any]) -> None:
-    """And it comes back as a load of the same keys gives it from a checkpoint of everything."""
+def test_only_the_chosen_keys_are_saved(tmp_path: Path, rule: dict[str, Any]) -> None:
+    """The loaded part equals what `keys=` loads from a checkpoint of the whole state."""
     state = numbered()
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path / "all")
@@ -92,7 +92,7 @@ def test_what_is_chosen_is_saved_and_nothing_else(tmp_path: Path, rule: dict[str
         with ckpt.open(tmp_path / "part") as reader:
             assert list(reader) == names
         part, wanted = ckpt.load(tmp_path / "part"), ckpt.load(tmp_path / "all", keys=names)
-        part.pop("empty", None), wanted.pop("empty", None)  # of a container without leaves only the parents count
+        part.pop("empty", None), wanted.pop("empty", None)  # exclude= keeps empty containers, keys= does not
         assert_same(plain(part), plain(wanted))
         assert ckpt.verify(tmp_path / "part").ok
     assert_same(plain(numbered()), plain(state))
@@ -100,7 +100,7 @@ def test_what_is_chosen_is_saved_and_nothing_else(tmp_path: Path, rule: dict[str
 
 @pytest.mark.parametrize("rule", [{"include": "model"}, {"exclude": ["ema", "*.bias"]}], ids=_name)
 def test_safetensors(tmp_path: Path, rule: dict[str, Any]) -> None:
-    """Objects, which the format can't hold, may be among what is left out."""
+    """Leaves that the format can't hold may be excluded."""
     state = {key: value for key, value in numbered().items() if key in ("model", "ema")} | {"step": 7}
     rule = rule if "include" in rule else {"exclude": [*rule["exclude"], "step"]}
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -125,7 +125,7 @@ def test_stock_dcp_loads_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])
 def test_filters_may_change_from_save_to_save(tmp_path: Path, format: Any) -> None:
-    """The layout of the save before is used again only for the same leaves."""
+    """The layout of the previous save is reused only for the same leaves."""
     rules: list[dict[str, Any]] = [
         {},
         {"include": "ema"},
@@ -145,14 +145,14 @@ def test_filters_may_change_from_save_to_save(tmp_path: Path, format: Any) -> No
                 assert_same(target[top][key], state[top][key], f"{number}: {name}")
 
 
-def test_what_is_left_out_need_not_be_fit_to_be_saved(tmp_path: Path) -> None:
+def test_excluded_leaves_need_not_be_savable(tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "meta": torch.empty(3, device="meta"), "bad": lambda: None, "lazy": [lambda: None]}
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path / "c", exclude=["meta", "bad", "lazy"])
         assert_same(ckpt.load(tmp_path / "c"), {"w": torch.ones(3)})
 
 
-def test_other_options_apply_to_what_is_left(tmp_path: Path) -> None:
+def test_other_options_apply_to_the_remaining_keys(tmp_path: Path) -> None:
     state = {"model": {"w": torch.zeros(1 << 16), "v": torch.zeros(1 << 16)}, "optim": {"m": torch.ones(1 << 18)}}
     asked: list[str] = []
 
@@ -168,7 +168,7 @@ def test_other_options_apply_to_what_is_left(tmp_path: Path) -> None:
         assert {path.name.partition("__")[0] for path in (tmp_path / "c").glob("*.distcp")} == {"", "model.v"}
 
 
-def test_a_tied_tensor_is_saved_under_the_name_that_is_left(tmp_path: Path) -> None:
+def test_a_tied_tensor_is_saved_under_its_remaining_names(tmp_path: Path) -> None:
     tied = torch.arange(50_000.0)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"a": tied, "b": tied, "c": tied}, tmp_path / "c", exclude="a")
@@ -178,7 +178,7 @@ def test_a_tied_tensor_is_saved_under_the_name_that_is_left(tmp_path: Path) -> N
     assert loaded["b"].data_ptr() == loaded["c"].data_ptr()
 
 
-def test_a_function_sees_what_the_caller_passed(tmp_path: Path) -> None:
+def test_a_filter_function_gets_the_callers_values(tmp_path: Path) -> None:
     state = {"w": torch.ones(3), "array": np.ones(3), "n": 1, "list": [1, 2]}
     seen: dict[str, Any] = {}
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -204,7 +204,7 @@ def test_a_function_sees_what_the_caller_passed(tmp_path: Path) -> None:
     ],
     ids=_name,
 )
-def test_what_matches_nothing_is_refused_at_the_call(tmp_path: Path, rule: dict[str, Any], says: str) -> None:
+def test_a_filter_that_matches_nothing_is_refused_at_the_call(tmp_path: Path, rule: dict[str, Any], says: str) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         with pytest.raises(ValueError, match=says):
             ckpt.submit(numbered(), tmp_path / "c", **rule)
@@ -219,9 +219,9 @@ def test_wrong_types(tmp_path: Path, option: str, rule: Any) -> None:
         ckpt.save(numbered(), tmp_path / "c", **{option: rule})
 
 
-def test_a_function_that_fails_is_named_with_its_key(tmp_path: Path) -> None:
+def test_a_failing_filter_function_is_reported_with_its_key(tmp_path: Path) -> None:
     def fails(name: str, value: Any) -> bool:
-        return bool(value.requires_grad)  # of a number
+        return bool(value.requires_grad)  # fails for a number
 
     with aiockpt.SyncCheckpointer() as ckpt:
         with pytest.raises(aiockpt.SaveError, match=r"include failed for optim\.state\.0\.n: AttributeError"):
@@ -231,7 +231,7 @@ def test_a_function_that_fails_is_named_with_its_key(tmp_path: Path) -> None:
 
 
 def test_an_empty_container_has_a_name(tmp_path: Path) -> None:
-    """The state of a new optimizer is empty, and later is not: one program saves both."""
+    """One rule fits a new optimizer, whose state is empty, and one that has stepped."""
     model = torch.nn.Linear(3, 3)
     optim = torch.optim.AdamW(model.parameters())
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -287,7 +287,7 @@ def test_an_object_with_an_empty_state_loads(rule: dict[str, Any], tmp_path: Pat
 
 
 class Adapted(torch.nn.Module):
-    """A frozen layer, whose parameters are tied, and a small one that is trained."""
+    """A frozen layer with tied weights, and a small trained one."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ class Adapted(torch.nn.Module):
             parameter.requires_grad_(False)
 
 
-def test_what_is_trained_alone(tmp_path: Path) -> None:
+def test_saving_only_the_trained_parameters(tmp_path: Path) -> None:
     model, other = Adapted(1), Adapted(2)
     before = {name: value.clone() for name, value in other.state_dict().items()}
     trained = [f"model.{name}" for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -376,11 +376,11 @@ def filled(value: Any) -> Any:
 @given(data=st.data(), state=STATES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_part_of_any_state(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, state: Any) -> None:
-    """What a filtered save holds is what a load of the same keys gives from a checkpoint of everything."""
+    """A filtered save holds what `keys=` loads from a checkpoint of the whole state."""
     tmp_path = tmp_path_factory.mktemp("c")
     try:
         names = flatten(state).names
-    except ValueError:  # two keys of one name
+    except ValueError:  # two keys with the same name
         return
     if not names:
         return
@@ -397,5 +397,5 @@ def test_any_part_of_any_state(tmp_path_factory: pytest.TempPathFactory, data: s
         part, other = ckpt.load(tmp_path / "part"), ckpt.load(tmp_path / "all", keys=wanted)
         if is_include:
             assert_same(plain(part), plain(other))
-        else:  # empty containers that were not left out are there
+        else:  # exclude= keeps empty containers
             assert_same(filled(plain(part)), filled(plain(other)))

@@ -1,4 +1,4 @@
-"""Training while saves are copied: what is announced as written is a state that existed between two steps."""
+"""Training while saves are staged: every checkpoint reported as written is a state between two steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Trainer:
 
 
 def _train(ckpt: aiockpt.SyncCheckpointer, trainer: Trainer, directory: Path, before_step: Callable[[], Any]):
-    """Save before every step; give the states that existed, and the saves."""
+    """Save before every step; return the states at those times, and the saves."""
     states, saves = [], []
     for number in range(STEPS):
         trainer.forward_backward()
@@ -63,26 +63,26 @@ def _train(ckpt: aiockpt.SyncCheckpointer, trainer: Trainer, directory: Path, be
             try:
                 saves.append(ckpt.submit(trainer.state(), directory / str(number)))
                 break
-            except aiockpt.TornSnapshotError:  # that of an earlier one, which nobody awaited
+            except aiockpt.TornSnapshotError:  # of an earlier save that was never awaited
                 continue
-        trainer.model(torch.randn(4, 128))  # which changes the statistics
+        trainer.model(torch.randn(4, 128))  # changes the BatchNorm statistics
         before_step()
         trainer.step()
     return states, saves
 
 
 def _check(ckpt: aiockpt.SyncCheckpointer, states: list[Any], saves: list[aiockpt.SaveHandle]) -> list[bool]:
-    """Compare every checkpoint that was announced with the state that existed; tell which were."""
-    announced = []
+    """Compare each published checkpoint with its state; return which saves succeeded."""
+    succeeded = []
     for state, save in zip(states, saves, strict=True):
         error = save.written.exception(60)
-        announced.append(error is None)
+        succeeded.append(error is None)
         if error is None:
             assert_same(state, ckpt.load(save.path))
         else:
             assert isinstance(error, aiockpt.TornSnapshotError)
             assert not Path(save.path).exists()
-    return announced
+    return succeeded
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
@@ -95,12 +95,12 @@ def test_every_checkpoint_is_a_state_between_two_steps(how, options, tmp_path: P
                 states, saves = _train(ckpt, trainer, tmp_path, lambda: None)
         else:
             states, saves = _train(ckpt, trainer, tmp_path, ckpt.fence if how == "fence" else lambda: None)
-        announced = _check(ckpt, states, saves)
+        succeeded = _check(ckpt, states, saves)
     if how != "nothing":
-        assert announced == [True] * STEPS
+        assert succeeded == [True] * STEPS
 
 
-def test_a_step_that_does_not_wait_tears_what_is_held_up(tmp_path: Path) -> None:
+def test_a_step_without_a_fence_tears_a_pending_save(tmp_path: Path) -> None:
     trainer = Trainer(foreach=True)
     storage = GatedStorage(LocalStorage(), ["create"])
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
@@ -118,7 +118,7 @@ def test_a_step_that_does_not_wait_tears_what_is_held_up(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
 def test_a_step_counts_from_its_beginning(options, tmp_path: Path) -> None:
-    """Copies that end while a step is under way are torn, though nothing has been counted by torch yet."""
+    """A copy that ends during a step is torn, even before torch has incremented a version counter."""
     trainer = Trainer(**options)
     trainer.forward_backward()
     storage = GatedStorage(LocalStorage(), ["create"])
@@ -143,7 +143,7 @@ def test_a_step_counts_from_its_beginning(options, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("how", ["positional", "keyword"])
 def test_a_step_with_a_closure_counts_from_the_end_of_the_closure(make, how: str, tmp_path: Path) -> None:
-    """A closure may run forward and backward, and wait for the copies: the tensors have not been changed yet."""
+    """A closure may run forward and backward and wait for the copies: the step changes tensors only after it."""
     parameter = torch.nn.Parameter(torch.ones(200, 200))
     optimizer = make([parameter])
     storage = GatedStorage(LocalStorage(), ["create"])
@@ -169,7 +169,7 @@ def test_a_step_with_a_closure_counts_from_the_end_of_the_closure(make, how: str
         assert not torch.equal(parameter, torch.ones(200, 200))
 
 
-def test_a_guarded_step_waits_behind_its_closure(tmp_path: Path) -> None:
+def test_a_guarded_step_waits_after_its_closure(tmp_path: Path) -> None:
     trainer = Trainer(fused=True)
     trainer.forward_backward()
     trainer.step()
@@ -196,7 +196,7 @@ class Perturbing(torch.optim.SGD):
         closure()
 
 
-def test_a_step_of_another_kind_counts_from_its_beginning_with_a_closure_too(tmp_path: Path) -> None:
+def test_a_step_of_an_unknown_optimizer_counts_from_its_beginning_even_with_a_closure(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(200, 200))
     optimizer = Perturbing([parameter])
     storage = GatedStorage(LocalStorage(), ["create"])
@@ -211,10 +211,10 @@ def test_a_step_of_another_kind_counts_from_its_beginning_with_a_closure_too(tmp
         assert torch.equal(ckpt.load(tmp_path / "c")["w"], torch.ones(200, 200))
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # which the compiler itself uses
-@pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")  # of the compiler, on 3.13.0
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # used by the compiler itself
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")  # from the compiler, on 3.13.0
 def test_compiled_steps_wait_each_time(tmp_path: Path) -> None:
-    trainer = Trainer(fused=True)  # whose changes only our own hook counts
+    trainer = Trainer(fused=True)  # fused steps bump no version counter: only our hook counts them
     trainer.apply = torch.compile(lambda: trainer.optimizer.step(), backend="eager")
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=2 * CHUNK, fsync=False) as ckpt:
         asked = []
@@ -259,7 +259,7 @@ def test_a_snapshot_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["create"])
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
         with ckpt.guard(trainer.optimizer, timeout=0):
-            # What the version counters would not show:
+            # The steps do not change this tensor, so its version counter shows nothing:
             save = ckpt.submit({"w": torch.ones(100_000)}, tmp_path / "c", storage=storage)
             storage.reached["create"].result(60)
             trainer.step()
@@ -273,7 +273,7 @@ def test_a_snapshot_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-def test_failures_come_through_the_handle_and_never_out_of_a_step(tmp_path: Path) -> None:
+def test_failures_are_raised_by_the_handle_and_never_by_a_step(tmp_path: Path) -> None:
     trainer = Trainer()
     trainer.forward_backward()
     storage = FaultyStorage(LocalStorage(), "create", OSError("the disk is on fire"))
@@ -281,7 +281,7 @@ def test_failures_come_through_the_handle_and_never_out_of_a_step(tmp_path: Path
         ckpt.submit(trainer.state(), tmp_path / "c", storage=storage)
         trainer.step()
         torn = GatedStorage(LocalStorage(), ["create"])
-        with pytest.raises(aiockpt.WriteError, match="on fire"):  # nobody awaited it, so nobody was told
+        with pytest.raises(aiockpt.WriteError, match="on fire"):  # the save was never awaited, so a later one raises
             while True:
                 ckpt.save({"x": torch.ones(1)}, tmp_path / "d", overwrite=True)
         save = ckpt.submit(large_state(2) | trainer.state(), tmp_path / "e", storage=torn)
@@ -295,7 +295,7 @@ def test_failures_come_through_the_handle_and_never_out_of_a_step(tmp_path: Path
 
 
 @pytest.mark.asyncio
-async def test_both_work_within_a_loop(tmp_path: Path) -> None:
+async def test_a_guard_works_within_an_event_loop(tmp_path: Path) -> None:
     trainer = Trainer()
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=2 * CHUNK) as ckpt:
         trainer.forward_backward()
@@ -307,7 +307,7 @@ async def test_both_work_within_a_loop(tmp_path: Path) -> None:
         assert_same(expected, await ckpt.load(tmp_path / "c"))
 
 
-def test_what_is_no_optimizer_is_refused() -> None:
+def test_guarding_a_non_optimizer_is_refused() -> None:
     ckpt = aiockpt.SyncCheckpointer()
     with pytest.raises(TypeError, match=r"call fence\(\) before their steps"):
         ckpt.guard(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
@@ -318,11 +318,11 @@ def test_what_is_no_optimizer_is_refused() -> None:
         with pytest.raises(ValueError, match="timeout"):
             ckpt.fence(timeout)
     with ckpt.guard(optimizer):
-        optimizer.step()  # of a checkpointer that was never used
+        optimizer.step()  # the checkpointer was never used
 
 
 class LaggingStager(Stager):
-    """Takes the bytes when they are issued, as a stream would see them, but says that they are there only when let."""
+    """Copies at issue, in the order of a stream, but reports completion only when its gate opens."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -346,7 +346,7 @@ class LaggingStager(Stager):
 
 @pytest.fixture
 def lagging(monkeypatch: pytest.MonkeyPatch):
-    """Let host tensors be staged as those of an accelerator are."""
+    """Stage host tensors as those of an accelerator are staged."""
     stager = LaggingStager()
     monkeypatch.setattr(EngineResources, "stager_for", lambda self, device: self.stagers.setdefault(device, stager))
     yield stager
@@ -354,7 +354,7 @@ def lagging(monkeypatch: pytest.MonkeyPatch):
 
 
 def _two() -> tuple[dict[str, torch.Tensor], list[torch.optim.Optimizer]]:
-    """Give two parameters with the state of momentum, and an optimizer for each."""
+    """Return two parameters with their momentum buffers, and an optimizer for each."""
     parameters = [torch.nn.Parameter(torch.full((200, 200), float(number))) for number in range(2)]
     optimizers = [torch.optim.SGD([each], lr=1.0, momentum=0.9) for each in parameters]
     for each, optimizer in zip(parameters, optimizers, strict=True):
@@ -365,7 +365,7 @@ def _two() -> tuple[dict[str, torch.Tensor], list[torch.optim.Optimizer]]:
 
 
 @pytest.mark.parametrize("other", ["nothing", "guarded", "fenced", "step", "average"])
-def test_a_guard_speaks_for_its_own_optimizer_alone(other, lagging, tmp_path: Path) -> None:
+def test_a_guard_covers_only_its_own_optimizer(other, lagging, tmp_path: Path) -> None:
     state, (one, two) = _two()
     expected = {name: tensor.detach().clone() for name, tensor in state.items()}
     with aiockpt.SyncCheckpointer() as ckpt, ckpt.guard(one):
@@ -394,8 +394,8 @@ def test_a_guard_speaks_for_its_own_optimizer_alone(other, lagging, tmp_path: Pa
 
 
 @pytest.mark.parametrize("victim", ["guarded", "other", "early"])
-def test_a_guard_looks_at_what_its_optimizer_changes(victim: str, lagging, tmp_path: Path) -> None:
-    """Only that may change afterwards; what had changed before is found all the same."""
+def test_a_guard_exempts_only_the_tensors_of_its_optimizer(victim: str, lagging, tmp_path: Path) -> None:
+    """Those tensors may change after the guarded step; an earlier change is still detected."""
     own, other = (torch.nn.Parameter(torch.full((200, 200), value)) for value in (1.0, 2.0))
     optimizer = torch.optim.SGD([own], lr=1.0)
     state = {"own": own, "other": other.detach()}
@@ -444,7 +444,7 @@ def test_a_fence_can_not_be_captured(lagging, monkeypatch: pytest.MonkeyPatch, t
         save.written.result(60)
 
 
-def test_a_fence_may_come_while_the_tensors_are_released() -> None:
+def test_a_fence_may_race_with_the_release_of_the_tensors() -> None:
     capture = capture_state({"w": torch.ones(300, 300)})
 
     class Releasing(list):
@@ -458,7 +458,7 @@ def test_a_fence_may_come_while_the_tensors_are_released() -> None:
 
 
 class Delegating(torch.optim.Optimizer):
-    """Hands steps on, without what would let hooks be called."""
+    """Forwards steps, without the attributes that hooks need."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -467,7 +467,7 @@ class Delegating(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-def test_a_guard_finds_the_optimizer_within(tmp_path: Path) -> None:
+def test_a_guard_finds_the_wrapped_optimizer(tmp_path: Path) -> None:
     trainer = Trainer()
     trainer.forward_backward()
     trainer.optimizer.step()
@@ -504,7 +504,7 @@ class Odd(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("changed", ["tensor", "nested", "listed", "anything"])
-def test_any_state_of_an_optimizer_is_counted_and_none_fails_its_step(changed, lagging, tmp_path: Path) -> None:
+def test_any_optimizer_state_is_counted_and_none_fails_the_step(changed, lagging, tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(200, 200))
     optimizer = Odd([parameter])
     value = torch.ones(200, 200)

@@ -1,4 +1,4 @@
-"""What is done right before and right after a checkpoint is published."""
+"""The hooks `pre_commit` and `post_commit`, called right before and right after a checkpoint is published."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATE = {"w": torch.arange(50_000.0), "step": 3}
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["function", "coroutine"])
-async def test_they_are_called_with_the_path_before_and_after(tmp_path: Path, kind: str) -> None:
+async def test_hooks_are_called_with_the_path_before_and_after(tmp_path: Path, kind: str) -> None:
     seen: list[tuple[str, str, bool, int]] = []
     path = tmp_path / "c"
 
@@ -54,7 +54,7 @@ async def test_they_are_called_with_the_path_before_and_after(tmp_path: Path, ki
 
 
 @pytest.mark.asyncio
-async def test_a_hook_that_fails_before_aborts_the_save(tmp_path: Path) -> None:
+async def test_a_failing_pre_commit_hook_aborts_the_save(tmp_path: Path) -> None:
     async def fails(where: str) -> None:
         raise KeyError("registry")
 
@@ -67,7 +67,7 @@ async def test_a_hook_that_fails_before_aborts_the_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_hook_that_fails_after_undoes_nothing_and_is_told(
+async def test_a_failing_post_commit_hook_undoes_nothing_and_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(where: str) -> None:
@@ -94,7 +94,7 @@ async def test_a_save_that_is_cancelled_while_its_hook_runs_leaves_nothing(tmp_p
 
 
 @pytest.mark.asyncio
-async def test_a_hook_that_wants_to_end_the_program_undoes_nothing(tmp_path: Path) -> None:
+async def test_system_exit_in_a_hook_is_reported_as_its_failure(tmp_path: Path) -> None:
     def ends(where: str) -> None:
         raise SystemExit(3)
 
@@ -122,7 +122,7 @@ USES: dict[str, Any] = {
 
 
 def _within(how: str, use: Callable[[], object]) -> Callable[[str], object]:
-    """Make a hook that does something: a function, or a coroutine function that does it in a thread."""
+    """Make a hook that calls `use`: a function, or a coroutine function that calls it in a thread."""
 
     async def hook(path: str) -> None:
         await asyncio.to_thread(use)
@@ -133,7 +133,7 @@ def _within(how: str, use: Callable[[], object]) -> Callable[[str], object]:
 @pytest.mark.parametrize("how", ["function", "thread"])
 @pytest.mark.parametrize("when", ["pre_commit", "post_commit"])
 @pytest.mark.parametrize("what", USES)
-def test_what_would_wait_for_the_hook_itself_is_refused(what: str, when: str, how: str, tmp_path: Path) -> None:
+def test_calls_that_would_wait_for_their_own_hook_are_refused(what: str, when: str, how: str, tmp_path: Path) -> None:
     path, given = tmp_path / "c", concurrent.futures.Future[tuple[aiockpt.SaveHandle, aiockpt.SaveHandle]]()
     gate = GatedStorage(LocalStorage(), ["commit"])
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -157,7 +157,7 @@ def test_what_would_wait_for_the_hook_itself_is_refused(what: str, when: str, ho
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["save", "load it", "written", "aclose"])
-async def test_so_it_is_in_coroutines(what: str, tmp_path: Path) -> None:
+async def test_coroutine_hooks_that_would_wait_for_themselves_are_refused(what: str, tmp_path: Path) -> None:
     path, given = tmp_path / "c", concurrent.futures.Future[aiockpt.SaveHandle]()
 
     async def hook(where: str) -> None:
@@ -176,7 +176,7 @@ async def test_so_it_is_in_coroutines(what: str, tmp_path: Path) -> None:
         await ckpt.save(STATE, tmp_path / "d")
 
 
-def test_what_waits_for_no_save_is_allowed(tmp_path: Path) -> None:
+def test_a_hook_may_call_what_waits_for_no_save(tmp_path: Path) -> None:
     seen: list[object] = []
 
     def hook(path: str) -> None:
@@ -198,8 +198,8 @@ def test_what_waits_for_no_save_is_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.both_loops
-async def test_a_hook_may_have_its_loop_save_again(tmp_path: Path) -> None:
-    """What is posted to a loop inherits the context of the hook, and is none of it."""
+async def test_a_hook_may_post_a_save_to_a_loop(tmp_path: Path) -> None:
+    """A callback posted to a loop inherits the hook's context variables, but does not run inside the hook."""
     loop, second = asyncio.get_running_loop(), asyncio.Event()
     saves: list[aiockpt.SaveHandle] = []
 
@@ -214,7 +214,7 @@ async def test_a_hook_may_have_its_loop_save_again(tmp_path: Path) -> None:
 
 
 class _Uses:
-    """A transform that changes nothing, and uses a checkpointer meanwhile."""
+    """An identity transform that uses a checkpointer while it encodes or decodes."""
 
     descriptor = "example.uses/1"
 
@@ -236,7 +236,7 @@ class _Uses:
 
 
 class _Asks(WrapperStorage):
-    """A storage that uses a checkpointer in the engine's loop, and in the threads that load."""
+    """A storage that uses a checkpointer in the engine's loop and in loading threads."""
 
     def __init__(self) -> None:
         super().__init__(LocalStorage())
@@ -250,7 +250,7 @@ class _Asks(WrapperStorage):
 
 
 @pytest.mark.parametrize("what", ["save", "load"])
-def test_other_code_of_the_caller_is_refused_where_it_would_wait_for_itself(what: str, tmp_path: Path) -> None:
+def test_transforms_and_storages_that_would_wait_for_themselves_are_refused(what: str, tmp_path: Path) -> None:
     transform, storage = _Uses(), _Asks()
     with aiockpt.SyncCheckpointer(transforms=[transform]) as ckpt:
         ckpt.save(STATE, tmp_path / "c")
@@ -258,7 +258,7 @@ def test_other_code_of_the_caller_is_refused_where_it_would_wait_for_itself(what
         def use() -> object:
             return ckpt.save(STATE, tmp_path / "d") if what == "save" else ckpt.load(tmp_path / "c")
 
-        def done(again: Callable[[], object]) -> None:
+        def assert_refused(again: Callable[[], object]) -> None:
             with pytest.raises(aiockpt.AiockptError) as caught:
                 again()
             causes = [str(caught.value), str(caught.value.__cause__)]
@@ -266,19 +266,19 @@ def test_other_code_of_the_caller_is_refused_where_it_would_wait_for_itself(what
             assert any(re.search(f"was asked for by ({where}), which would wait for itself", text) for text in causes)
 
         transform.use = use
-        if what == "save":  # while it is encoded, loads may be waited for
-            done(lambda: ckpt.save(STATE, tmp_path / "e"))
-        done(lambda: ckpt.load(tmp_path / "c"))
+        if what == "save":  # while a save encodes, the transform may wait for loads
+            assert_refused(lambda: ckpt.save(STATE, tmp_path / "e"))
+        assert_refused(lambda: ckpt.load(tmp_path / "c"))
         transform.use = lambda: None
         storage.use = use
-        done(lambda: ckpt.save(STATE, tmp_path / "e", storage=storage))
-        done(lambda: ckpt.load(tmp_path / "c", storage=storage))
+        assert_refused(lambda: ckpt.save(STATE, tmp_path / "e", storage=storage))
+        assert_refused(lambda: ckpt.load(tmp_path / "c", storage=storage))
         storage.use = lambda: None
         ckpt.save(STATE, tmp_path / "e", storage=storage)
 
 
 def test_a_function_for_the_fallback_may_load(tmp_path: Path) -> None:
-    """It is called where `save` is, before anything has begun."""
+    """The function is called in the thread that calls `save`, before the save begins."""
 
     def fallback(path: str) -> str:
         assert ckpt.load(tmp_path / "c")["step"] == 3
@@ -292,7 +292,7 @@ def test_a_function_for_the_fallback_may_load(tmp_path: Path) -> None:
 
 
 def close_in_thread(ckpt: aiockpt.SyncCheckpointer, path: Path) -> threading.Thread:
-    """Close a checkpointer in a thread; return it when closing has begun."""
+    """Close a checkpointer in a thread; return the thread when closing has begun."""
     closer = threading.Thread(target=ckpt.close)
     closer.start()
     with pytest.raises(aiockpt.CheckpointerClosedError):
@@ -328,7 +328,7 @@ def test_a_hook_may_load_while_the_checkpointer_closes(kind: str, tmp_path: Path
         ckpt.load(tmp_path / "c")
 
 
-def test_so_may_an_observer(tmp_path: Path) -> None:
+def test_an_observer_may_verify_and_delete_while_the_checkpointer_closes(tmp_path: Path) -> None:
     closing = threading.Event()
     done: list[object] = []
 

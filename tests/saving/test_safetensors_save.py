@@ -1,4 +1,4 @@
-"""Saving in the safetensors format: what its own library and transformers read back, bit for bit."""
+"""Saving in the safetensors format: its own library and transformers read the files back bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = [
 
 
 def patterned(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Make a tensor whose every byte differs from its neighbours'; bools are 0 and 1."""
+    """Make a tensor in which adjacent bytes differ; bools are 0 and 1."""
     count = torch.Size(shape).numel() * dtype.itemsize
     data = (torch.arange(count) * 7 + seed) % (2 if dtype is torch.bool else 251)
     return data.to(torch.uint8).view(dtype).reshape(shape)
@@ -80,7 +80,7 @@ def test_every_dtype_comes_back(count: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", [5, 300], ids=["small", "large"])
-def test_every_view_is_stored_row_by_row(side: int, tmp_path: Path) -> None:
+def test_every_view_is_stored_contiguously(side: int, tmp_path: Path) -> None:
     base = torch.arange(2.0 * side * side).reshape(2, side, side)
     complexes = patterned(torch.int32, 2 * side, seed=9).to(torch.float32).view(torch.complex64)
     state = {
@@ -105,7 +105,7 @@ def test_every_view_is_stored_row_by_row(side: int, tmp_path: Path) -> None:
     assert_holds(load_file(tmp_path / "m.safetensors"), expected)
 
 
-def test_the_file_is_the_one_that_their_library_writes(tmp_path: Path) -> None:
+def test_the_file_equals_that_of_the_safetensors_library(tmp_path: Path) -> None:
     tensors = {f"{dtype}.{i}": patterned(dtype, i + 1, seed=i) for dtype in DTYPES for i in range(3)}
     tensors |= {'a "quoted" ünicode\n\x7f\\name': torch.ones(3), "": torch.zeros(2), "empty": torch.zeros(0)}
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -139,7 +139,7 @@ def test_metadata_becomes_text_in_the_header(tmp_path: Path) -> None:
 
 
 def test_metadata_that_grows_moves_the_tensors(tmp_path: Path) -> None:
-    """The header is written anew for each save, whether it fits into the room of the one before or not."""
+    """Each save writes its own header, whether or not it fits into the room of the previous one."""
     state = {"w": patterned(torch.float32, 100_000), "b": patterned(torch.bool, 3)}
     with small_checkpointer() as ckpt:
         for number, step in enumerate((9, 10, 10**50, 1)):
@@ -162,7 +162,7 @@ def test_a_directory_of_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("shard_bytes", "count"), [(1_100_000, 3), (1, 8), (524_288, 7), (10**9, 1)])
 def test_a_set_of_files(shard_bytes: int, count: int, tmp_path: Path) -> None:
-    """More files than threads and chunks, too."""
+    """Also with more files than threads and chunks."""
     state = {**large_state(6), "tiny": torch.ones(3), "0-d": torch.tensor(5)}
     with small_checkpointer(chunks=1, io_threads=2) as ckpt:
         result = ckpt.save(state, tmp_path / "c", format="safetensors", shard_bytes=shard_bytes, metadata={"step": 3})
@@ -197,7 +197,7 @@ def test_a_set_of_files(shard_bytes: int, count: int, tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_many_files_in_a_row_with_little_memory(tmp_path: Path) -> None:
-    """Saves of more files than may be open at a time, waiting for each other's memory."""
+    """Saves of more files than may be open at once wait for each other's staging memory."""
     states = [{f"w{i}": torch.full((n * 20_000,), float(i)) for i in range(12)} for n in (1, 2, 3)]
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=3 * CHUNK, io_threads=2) as ckpt:
         saves = [
@@ -233,7 +233,7 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
         assert found == ({"format": "pt", **aliases} if name == "wte" else {"format": "pt"})
 
 
-def test_their_load_model_ties_again(tmp_path: Path) -> None:
+def test_load_model_of_safetensors_restores_ties(tmp_path: Path) -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -288,8 +288,8 @@ def test_the_state_of_an_optimizer_is_refused(tmp_path: Path) -> None:
         ckpt.submit(training_state(), tmp_path / "c", format="safetensors")
 
 
-@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="a later torch has this dtype")
-def test_a_pair_of_halves_needs_a_dimension(tmp_path: Path) -> None:
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch lacks the dtype")
+def test_a_packed_float4_tensor_needs_a_dimension(tmp_path: Path) -> None:
     single = torch.zeros(1, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)[0]
     with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.SaveError, match="x is a tensor of 0 dimensions"):
         ckpt.submit({"x": single}, tmp_path / "c", format="safetensors")
@@ -304,7 +304,7 @@ def test_a_pair_of_halves_needs_a_dimension(tmp_path: Path) -> None:
         ("w", {"x": object()}, "metadata"),
     ],
 )
-def test_what_a_header_can_not_hold_is_refused_at_the_call(
+def test_invalid_header_entries_are_refused_at_the_call(
     name: str, metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.SaveError, match=message):
@@ -319,7 +319,7 @@ def test_what_a_header_can_not_hold_is_refused_at_the_call(
         ({"a": torch.ones(1)}, {"b": 1}, "b is both a tied tensor"),
     ],
 )
-def test_what_a_header_can_not_hold_is_refused_later(
+def test_invalid_header_entries_are_refused_during_the_save(
     state: dict[str, torch.Tensor], metadata: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     if "a" in state:
@@ -343,7 +343,7 @@ def test_what_a_header_can_not_hold_is_refused_later(
         ({"format": "safetensors", "shard_bytes": "5GB"}, "c", "shard_bytes is '5GB'"),
     ],
 )
-def test_arguments_that_make_no_sense(arguments: dict[str, Any], path: str, message: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], path: str, message: str, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         for call in (ckpt.save, ckpt.submit):
             with pytest.raises(ValueError, match=message):
@@ -352,7 +352,7 @@ def test_arguments_that_make_no_sense(arguments: dict[str, Any], path: str, mess
 
 
 def test_formats_take_turns(tmp_path: Path) -> None:
-    """A plan for one format never serves for the other, nor for other sizes of files."""
+    """A cached plan is not reused for the other format, or for another `shard_bytes`."""
     state = {"w": torch.arange(300_000.0).reshape(1000, 300).t(), "b": torch.arange(5)}
     expected = {"w": state["w"].contiguous(), "b": state["b"]}
     with small_checkpointer() as ckpt:
@@ -416,7 +416,7 @@ def test_a_directory_is_replaced_if_it_holds_nothing_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.asyncio
-async def test_a_file_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
+async def test_a_file_that_appears_during_the_save_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     storage = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer() as ckpt:
@@ -462,7 +462,7 @@ async def test_a_cancelled_save_leaves_nothing(path: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.asyncio
-async def test_a_change_before_staged_is_found_out(tmp_path: Path) -> None:
+async def test_a_change_before_staged_is_detected(tmp_path: Path) -> None:
     state = large_state()
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK) as ckpt:
         gate = GatedStorage(LocalStorage(), ["write"])
@@ -475,7 +475,7 @@ async def test_a_change_before_staged_is_found_out(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_a_tensor_that_changed_its_form_is_planned_anew(tmp_path: Path) -> None:
+def test_a_tensor_with_a_new_layout_is_planned_again(tmp_path: Path) -> None:
     """The same names, with other dtypes, sizes and strides."""
     with small_checkpointer() as ckpt:
         for number, dtype in enumerate((torch.float32, torch.int64, torch.bool)):
@@ -505,7 +505,7 @@ def _llama(transformers: Any) -> Any:
 @pytest.mark.parametrize("make", [_gpt, _llama], ids=["tied", "untied"])
 @pytest.mark.parametrize("shard_bytes", [None, 4000])
 def test_transformers_loads_it(make: Callable[[Any], Any], shard_bytes: int | None, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="not needed but where it is, it must read what we write")
+    transformers = pytest.importorskip("transformers", reason="optional; where it is installed, it must read our files")
     model = make(transformers)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(model.state_dict(), tmp_path / "c", format="safetensors", shard_bytes=shard_bytes)
@@ -518,10 +518,10 @@ def test_transformers_loads_it(make: Callable[[Any], Any], shard_bytes: int | No
     gc.collect()
 
 
-# --- what paths mean ----------------------------------------------------------------------------------
+# --- paths -------------------------------------------------------------------------------------------
 
 
-def test_the_ending_of_the_path_means_the_format(tmp_path: Path) -> None:
+def test_the_suffix_of_the_path_selects_the_format(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": torch.ones(3)}, path)
@@ -544,7 +544,7 @@ def test_the_ending_of_the_path_means_the_format(tmp_path: Path) -> None:
 
 
 def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a path can be given."""
+    """`~` is expanded wherever a path is accepted."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     state = {"w": torch.ones(3)}
@@ -561,7 +561,7 @@ def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "~" / "a" / ".metadata").exists()
     target = {"w": torch.zeros(3)}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, for there is no process group
+        warnings.simplefilter("ignore")  # torch warns that there is no process group
         dcp.save(state, storage_writer=aiockpt.dcp.FileSystemWriter("~/b"))
         dcp.load(target, storage_reader=aiockpt.dcp.FileSystemReader("~/b"))
     assert torch.equal(target["w"], state["w"])

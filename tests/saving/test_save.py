@@ -1,4 +1,4 @@
-"""The course of a save: moments, order, threads and loops, and what mutations do."""
+"""The course of a save: its stages, order, threads and loops, and the effect of mutations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def clone(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.asyncio
-async def test_handle_gives_both_moments(tmp_path: Path) -> None:
+async def test_a_handle_has_a_future_for_each_stage(tmp_path: Path) -> None:
     state = training_state()
     async with aiockpt.AsyncCheckpointer() as ckpt:
         save = ckpt.save(state, tmp_path / "runs" / "a" / "c", metadata={"step": 7, "loss": 0.25, "tags": ["x", None]})
@@ -62,7 +62,7 @@ async def test_handle_gives_both_moments(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_file_crcs_in_the_manifest_are_those_of_the_files(tmp_path: Path) -> None:
+async def test_crcs_in_the_manifest_match_the_files(tmp_path: Path) -> None:
     import zlib
 
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4 * CHUNK) as ckpt:
@@ -75,7 +75,7 @@ async def test_file_crcs_in_the_manifest_are_those_of_the_files(tmp_path: Path) 
 
 
 @pytest.mark.asyncio
-async def test_progress_tells_everything_in_order(tmp_path: Path) -> None:
+async def test_progress_reports_every_event_in_order(tmp_path: Path) -> None:
     state = large_state()
     async with small_pool(2) as ckpt:
         save = ckpt.save(state, tmp_path / "c")
@@ -92,7 +92,7 @@ async def test_progress_tells_everything_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_changes_after_staged_never_show(tmp_path: Path) -> None:
-    """With the writing held back until everything was overwritten."""
+    """The first save writes nothing until all tensors have been overwritten."""
     state = large_state() | {"stats": torch.ones(8)}
     expected = clone(state)
     storage = GatedStorage(LocalStorage(), ["create"])
@@ -110,7 +110,7 @@ async def test_changes_after_staged_never_show(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_objects_and_small_tensors_may_change_right_after_the_call(tmp_path: Path) -> None:
-    """BatchNorm's statistics change in forward; counters and lists in the loop."""
+    """BatchNorm's statistics change in forward; counters and lists in the training loop."""
     state = {
         "stats": torch.zeros(100),
         "strided": torch.zeros(10, 10).t()[::2],
@@ -134,7 +134,7 @@ async def test_objects_and_small_tensors_may_change_right_after_the_call(tmp_pat
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["tensor", "parameter", "view", "no_grad", "optimizer"])
-async def test_a_tensor_changed_before_staged_is_found_out(kind: str, tmp_path: Path) -> None:
+async def test_a_tensor_changed_before_staged_is_detected(kind: str, tmp_path: Path) -> None:
     layer = torch.nn.Linear(400, 400)
     base = torch.zeros(3, 90_000)
     state = {"a": torch.zeros(90_000), "victim": base[1] if kind == "view" else base, "w": layer.weight}
@@ -164,7 +164,7 @@ async def test_a_tensor_changed_before_staged_is_found_out(kind: str, tmp_path: 
 
 @pytest.mark.asyncio
 async def test_documented_exceptions_to_torn_snapshots(tmp_path: Path) -> None:
-    """Writes through `.data` and tensors of inference mode carry no counter; small tensors were copied."""
+    """Writes through `.data` and to inference tensors bump no version counter; small tensors are copied at the call."""
     with torch.inference_mode():
         inference = torch.zeros(90_000)
     state = {"a": torch.zeros(90_000), "data": torch.zeros(90_000), "inference": inference, "small": torch.zeros(5)}
@@ -183,7 +183,7 @@ async def test_documented_exceptions_to_torn_snapshots(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_exchanging_the_memory_of_a_parameter_does_not_matter(tmp_path: Path) -> None:
+async def test_replacing_the_data_of_a_parameter_is_harmless(tmp_path: Path) -> None:
     layer = torch.nn.Linear(500, 500)
     before = layer.weight.detach().clone()
     storage = GatedStorage(LocalStorage(), ["write"])
@@ -226,7 +226,7 @@ async def test_fence_orders_and_checks(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_saves_are_published_in_the_order_of_the_calls(tmp_path: Path) -> None:
-    """The second is staged while the first is still being written; it is written after it."""
+    """A later save is staged while an earlier one is written, and published after it."""
     storage = GatedStorage(LocalStorage(), ["commit"])
     order: list[str] = []
 
@@ -246,7 +246,7 @@ async def test_saves_are_published_in_the_order_of_the_calls(tmp_path: Path) -> 
 
 
 @pytest.mark.asyncio
-async def test_several_saves_share_a_pool_smaller_than_one(tmp_path: Path) -> None:
+async def test_several_saves_share_a_pool_smaller_than_one_save(tmp_path: Path) -> None:
     states = [{name: tensor + i for name, tensor in large_state().items()} for i in range(4)]
     async with small_pool(2) as ckpt:
         saves = [ckpt.save(state, tmp_path / str(i)) for i, state in enumerate(states)]
@@ -256,8 +256,8 @@ async def test_several_saves_share_a_pool_smaller_than_one(tmp_path: Path) -> No
 
 
 @pytest.mark.asyncio
-async def test_the_caller_may_drop_everything(tmp_path: Path) -> None:
-    """State, handle and all: the save holds what it needs, and lets go of it once staged."""
+async def test_the_caller_may_drop_state_and_handle(tmp_path: Path) -> None:
+    """The save keeps the tensors alive while it needs them, and releases them once staged."""
     state = large_state()
     expected = clone(state)
     witness = weakref.ref(state["w3"])
@@ -303,7 +303,7 @@ async def test_two_loops_and_a_thread_use_one_checkpointer(tmp_path: Path) -> No
 
 
 @pytest.mark.asyncio
-async def test_who_waits_may_be_cancelled_without_harm(tmp_path: Path) -> None:
+async def test_cancelling_a_waiter_never_cancels_the_save(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer() as ckpt:
         save = ckpt.save(large_state(), tmp_path / "c", storage=storage)
@@ -359,7 +359,7 @@ async def test_cancel_leaves_nothing(step: str, tmp_path: Path) -> None:
         await storage.reached[step]
         cancelled = save.cancel()
         storage.open(step)
-        if step == "commit":  # too late: it is done as a whole
+        if step == "commit":  # too late: the commit completes
             assert await cancelled is False
             await save
             assert_same(state, await ckpt.load(tmp_path / "c"))
@@ -368,12 +368,12 @@ async def test_cancel_leaves_nothing(step: str, tmp_path: Path) -> None:
             with pytest.raises(aiockpt.SaveCancelledError):
                 await save
             assert list(tmp_path.iterdir()) == []
-        await ckpt.save(state, tmp_path / "next")  # and nobody is told of the cancelled one again
+        await ckpt.save(state, tmp_path / "next")  # does not raise the error of the cancelled save
         assert_same(state, await ckpt.load(tmp_path / "next"))
 
 
 @pytest.mark.asyncio
-async def test_cancel_in_line(tmp_path: Path) -> None:
+async def test_cancelling_a_queued_save(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer() as ckpt:
         first = ckpt.save(large_state(), tmp_path / "1", storage=storage)
@@ -389,7 +389,7 @@ async def test_cancel_in_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_aclose_finishes_what_is_in_flight(tmp_path: Path) -> None:
+async def test_aclose_finishes_saves_in_flight(tmp_path: Path) -> None:
     ckpt = aiockpt.AsyncCheckpointer()
     saves = [ckpt.save(large_state(), tmp_path / str(i)) for i in range(3)]
     await ckpt.aclose()
@@ -430,7 +430,7 @@ async def test_cancelling_aclose_does_not_stop_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_failure_nobody_awaited_is_raised_by_the_next_call(tmp_path: Path) -> None:
+async def test_an_unawaited_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
     fault = FaultyStorage(LocalStorage(), "write", OSError(28, "No space left on device"))
     async with aiockpt.AsyncCheckpointer() as ckpt:
         lost = ckpt.save(large_state(), tmp_path / "1", storage=fault)
@@ -517,8 +517,8 @@ def test_no_dependence_on_user_settings(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adam"])
-async def test_steps_of_fused_optimizers_are_found_out(name: str, tmp_path: Path) -> None:
-    """They change tensors without counting it."""
+async def test_steps_of_fused_optimizers_are_detected(name: str, tmp_path: Path) -> None:
+    """Fused kernels change tensors without bumping their version counters."""
     layer = torch.nn.Linear(400, 400)
     optimizer = getattr(torch.optim, name)(layer.parameters(), lr=0.1, fused=True)
     layer(torch.ones(400)).sum().backward()
@@ -535,7 +535,7 @@ async def test_steps_of_fused_optimizers_are_found_out(name: str, tmp_path: Path
 
 
 @pytest.mark.asyncio
-async def test_small_tensors_keep_the_form_they_had_at_the_call(tmp_path: Path) -> None:
+async def test_small_tensors_keep_the_shape_and_dtype_of_the_call(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     state = {"t": torch.arange(15.0).reshape(3, 5), "r": torch.arange(6), "d": torch.ones(4)}
     expected = clone(state)
@@ -552,7 +552,7 @@ async def test_small_tensors_keep_the_form_they_had_at_the_call(tmp_path: Path) 
 
 
 @pytest.mark.asyncio
-async def test_a_load_into_tensors_that_are_being_saved_is_found_out(tmp_path: Path) -> None:
+async def test_a_load_into_tensors_that_are_being_saved_is_detected(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["write"])
     async with small_pool() as ckpt:
         await ckpt.save({"w": torch.ones(90_000)}, tmp_path / "old")
@@ -588,10 +588,10 @@ async def test_freed_memory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_every_failure_is_told_once(tmp_path: Path) -> None:
+async def test_every_failure_is_raised_once(tmp_path: Path) -> None:
     gate = GatedStorage(LocalStorage(), ["write"])
     async with small_pool() as ckpt:
-        first = ckpt.save(large_state(), tmp_path / "first", storage=gate)  # holds up those behind it
+        first = ckpt.save(large_state(), tmp_path / "first", storage=gate)  # blocks the saves behind it
         handles = []
         for number in range(2):
             fault = FaultyStorage(LocalStorage(), "begin", OSError(5, f"fault {number}"))
@@ -608,8 +608,8 @@ async def test_every_failure_is_told_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_failure_that_somebody_awaits_is_not_raised_elsewhere(tmp_path: Path) -> None:
-    """Though the held loop has not let them know yet."""
+async def test_an_awaited_failure_is_not_raised_elsewhere(tmp_path: Path) -> None:
+    """Even while the blocked loop has not resumed the waiter yet."""
     fault = FaultyStorage(LocalStorage(), "write", OSError(28, "No space left on device"))
     async with aiockpt.AsyncCheckpointer() as ckpt:
         save = ckpt.save(large_state(), tmp_path / "1", storage=fault)
@@ -617,19 +617,19 @@ async def test_a_failure_that_somebody_awaits_is_not_raised_elsewhere(tmp_path: 
         async def watch() -> str:
             with pytest.raises(aiockpt.WriteError):
                 await save
-            return "told"
+            return "raised"
 
         watcher = asyncio.ensure_future(watch())
         await asyncio.sleep(0)
         with save.written._condition:  # hold the loop until the save has failed
             assert save.written._condition.wait_for(save.written.done, 60)
         await ckpt.save({"x": 1}, tmp_path / "2")
-        assert await watcher == "told"
+        assert await watcher == "raised"
 
 
 @pytest.mark.asyncio
-async def test_a_dead_engine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect, or a machine out of resources: nobody may wait for ever."""
+async def test_a_dead_engine_fails_every_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a defect, or without resources, no caller may wait for ever."""
     from aiockpt.engine.engine import Engine
 
     async def die(self: Engine, *_: object) -> None:
@@ -648,7 +648,7 @@ async def test_a_dead_engine_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.asyncio
-async def test_a_pool_that_can_not_grow_ahead_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_that_can_not_grow_in_advance_is_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from aiockpt.staging.pool import ChunkPool
 
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=64 * CHUNK) as ckpt:
@@ -664,7 +664,7 @@ async def test_a_pool_that_can_not_grow_ahead_harms_nothing(tmp_path: Path, monk
 
 
 @pytest.mark.asyncio
-async def test_a_generous_pool_grows_only_to_what_a_state_needs(tmp_path: Path) -> None:
+async def test_a_large_pool_grows_only_as_far_as_a_state_needs(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4096 * CHUNK) as ckpt:
         for number in range(3):
             await ckpt.save({"x": torch.ones(3)}, tmp_path / str(number))
@@ -687,7 +687,7 @@ def test_odd_timeouts(tmp_path: Path) -> None:
     ],
     ids=["dimensions", "qint8", "quint4x2"],
 )
-def test_what_could_not_be_loaded_is_refused(tensor: torch.Tensor, message: str, tmp_path: Path) -> None:
+def test_tensors_that_could_not_be_loaded_are_refused(tensor: torch.Tensor, message: str, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         with pytest.raises(aiockpt.SaveError, match=message):
             ckpt.submit({"k": tensor}, tmp_path / "c")
@@ -697,7 +697,7 @@ def test_what_could_not_be_loaded_is_refused(tensor: torch.Tensor, message: str,
 
 
 @pytest.mark.parametrize("shape", [[1] * 64, [2] * 12 + [1] * 52])
-def test_most_dimensions(shape: list[int], tmp_path: Path) -> None:
+def test_the_maximum_number_of_dimensions(shape: list[int], tmp_path: Path) -> None:
     tensor = torch.rand(shape)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"k": tensor, "t": tensor.transpose(0, 5)}, tmp_path / "c")
@@ -731,7 +731,7 @@ def _local_tensor() -> torch.Tensor:
 
 @dataclass
 class Sharded:
-    """As Megatron's ShardedTensor: an object that says which part of a tensor its data is."""
+    """A stand-in for Megatron's ShardedTensor: data, and the part of a tensor that it is."""
 
     data: torch.Tensor
     global_shape: tuple[int, ...]
@@ -776,12 +776,12 @@ def test_jagged_tensors(tmp_path: Path) -> None:
     tensor = torch.nested.nested_tensor([torch.rand(2), torch.rand(3)], layout=torch.jagged)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"k": tensor}, tmp_path / "c")
-        found = ckpt.load(tmp_path / "c", trust=True)["k"]  # torch 2.15 has not listed them
+        found = ckpt.load(tmp_path / "c", trust=True)["k"]  # up to 2.15, torch does not list them as safe
     assert all(map(torch.equal, found.unbind(), tensor.unbind()))
 
 
 @pytest.mark.asyncio
-async def test_tensors_are_let_go_when_they_are_staged(tmp_path: Path) -> None:
+async def test_tensors_are_released_when_they_are_staged(tmp_path: Path) -> None:
     array = np.arange(100_000)
     memory = weakref.ref(array)
     storage = GatedStorage(LocalStorage(), ["write"])
