@@ -1,4 +1,4 @@
-"""Tensors whose storage was shrunk under them, saved and loaded into: a line on stdout for each. Run by test_freed."""
+"""Save tensors whose storage was shrunk, and load into them; print a line for each. Run by test_freed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import aiockpt
 import aiockpt.dcp
 from tests.stock import ALONE
 
-warnings.simplefilter("ignore")  # torch's, of prototypes
+warnings.simplefilter("ignore")  # torch warns of prototype features
 
 
 class Own(torch.Tensor):
@@ -27,14 +27,14 @@ class Own(torch.Tensor):
 
 
 class Holder:
-    """An object of the user's with a tensor inside."""
+    """A user's object that holds a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def shrunk(tensor: torch.Tensor, nbytes: int = 0) -> torch.Tensor:
-    """Return a tensor whose storage is as small as said."""
+    """Shrink the storage of a tensor to `nbytes`; return the tensor."""
     tensor.untyped_storage().resize_(nbytes)
     return tensor
 
@@ -100,27 +100,27 @@ FINE: dict[str, Callable[[], Any]] = {
     "just enough of columns": lambda: shrunk(torch.ones(10, 10)[:3, 2:4], 96),
 }
 UNPLAIN = {"negated", "conjugated", "subclass"}
-"""What safetensors files can't hold."""
+"""Cases that safetensors files can't hold."""
 UNFILLED = {"expanded"}
-"""What can't be a target for other reasons."""
+"""Cases that can't be a target for other reasons."""
 
 
 def save_all(where: str, checkpointer: aiockpt.SyncCheckpointer) -> None:
     for name, make in (STRIDED | OTHERS).items():
         for validate in ("versions", "hash"):
-            told(
+            report(
                 f"save {name} {validate}", lambda m=make, v=validate: checkpointer.submit({"k": m()}, where, validate=v)
             )
     for name, make in STRIDED.items():
         if name not in UNPLAIN:
             file = f"{where}.safetensors"
-            told(
+            report(
                 f"save {name} safetensors",
                 lambda m=make, f=file: checkpointer.submit({"k": m()}, f, format="safetensors"),
             )
     for name, make in STRIDED.items():
         writer = aiockpt.dcp.FileSystemWriter(where, checkpointer=checkpointer)
-        told(f"dcp save {name}", lambda m=make, w=writer: dcp.save({"k": m()}, storage_writer=w, **ALONE))
+        report(f"dcp save {name}", lambda m=make, w=writer: dcp.save({"k": m()}, storage_writer=w, **ALONE))
 
 
 def load_all(where: str, checkpointer: aiockpt.SyncCheckpointer) -> None:
@@ -130,17 +130,17 @@ def load_all(where: str, checkpointer: aiockpt.SyncCheckpointer) -> None:
         target = make()
         path = f"{where}/{number}"
         checkpointer.save({"k": torch.ones(target.shape)}, path)
-        told(f"load {name}", lambda p=path, t=target: checkpointer.load(p, {"k": t}))
+        report(f"load {name}", lambda p=path, t=target: checkpointer.load(p, {"k": t}))
         with checkpointer.open(path) as reader:
-            told(f"read {name}", lambda r=reader, t=target: r.read("k", out=t))
-        told(
+            report(f"read {name}", lambda r=reader, t=target: r.read("k", out=t))
+        report(
             f"dcp load {name}",
             lambda p=path, t=target: dcp.load({"k": t}, storage_reader=aiockpt.dcp.FileSystemReader(p), **ALONE),
         )
 
 
-def told(what: str, attempt: Callable[[], Any]) -> None:
-    """Write how it went; the name first, for it may end the process."""
+def report(what: str, attempt: Callable[[], Any]) -> None:
+    """Run a case and print its outcome; the name first, because the case may crash the process."""
     sys.stdout.write(f"{what}: ")
     sys.stdout.flush()
     how = "done"
@@ -166,7 +166,7 @@ def main() -> None:
         load_all(folder, checkpointer)
         for name, make in FINE.items():
             path = os.path.join(folder, name)
-            told(f"fine {name}", lambda m=make, p=path: checkpointer.load(checkpointer.save({"k": m()}, p).path))
+            report(f"fine {name}", lambda m=make, p=path: checkpointer.load(checkpointer.save({"k": m()}, p).path))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Tensors that store their values in a form of their own."""
+"""Tensor subclasses that store their values in a format of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import aiockpt
 
 
 class Quantized(torch.Tensor):
-    """Eight bits for each value, and a scale: as quantized parameters of training libraries are."""
+    """Eight-bit values and a scale, as in quantized parameters of training libraries."""
 
     _levels: torch.Tensor
     _scale: float
@@ -36,7 +36,7 @@ class Nested(Quantized):
         return Quantized(self._levels, self._scale)
 
 
-def test_they_are_saved_as_the_values_they_stand_for(tmp_path: Path) -> None:
+def test_quantized_subclasses_are_saved_as_plain_values(tmp_path: Path) -> None:
     levels = torch.randint(-128, 128, (300, 7), dtype=torch.int8)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"w": Quantized(levels, 0.25), "plain": torch.arange(3.0)}, tmp_path / "c")
@@ -46,7 +46,7 @@ def test_they_are_saved_as_the_values_they_stand_for(tmp_path: Path) -> None:
     assert torch.equal(state["plain"], torch.arange(3.0))
 
 
-def test_one_that_gives_no_plain_values_is_refused(tmp_path: Path) -> None:
+def test_a_dequantize_that_returns_no_plain_tensor_is_refused(tmp_path: Path) -> None:
     state = {"a": {"w": Nested(torch.ones(3, dtype=torch.int8), 1.0)}}
     with (
         aiockpt.SyncCheckpointer() as ckpt,
@@ -55,7 +55,7 @@ def test_one_that_gives_no_plain_values_is_refused(tmp_path: Path) -> None:
         ckpt.submit(state, tmp_path / "c")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of which it gives each once a process
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch emits each of its warnings once a process
 def test_torchs_own_quantized_tensors_stay_as_they_are(tmp_path: Path) -> None:
     quantized = torch.quantize_per_tensor(torch.randn(40), 0.1, 3, torch.qint8)
     with aiockpt.SyncCheckpointer() as ckpt:

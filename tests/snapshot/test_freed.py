@@ -1,4 +1,4 @@
-"""Tensors that reach out of their storage are refused before anything is read or written there."""
+"""Tensors that extend beyond their storage are refused before any access to their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASES = Path(__file__).with_name("freed_cases.py")
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """The outcome of each case, from another process: a bad read would end this one."""
+    """Return the outcome of each case, run in another process because a bad read would crash this one."""
     done = subprocess.run([sys.executable, CASES], capture_output=True, text=True, timeout=200, check=False)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, (done.returncode, lines[-1:], done.stderr[-2000:])
@@ -30,13 +30,13 @@ def outcomes() -> dict[str, str]:
         ("dcp load", "ShapeMismatchError: the memory of k in the target was freed"),
     ],
 )
-def test_it_is_refused_at_the_call(outcomes: dict[str, str], way: str, error: str) -> None:
+def test_freed_memory_is_refused_at_the_call(outcomes: dict[str, str], way: str, error: str) -> None:
     found = {what: how for what, how in outcomes.items() if what.startswith(f"{way} ")}
     assert len(found) >= 10
     assert {what: how for what, how in found.items() if not how.startswith(error)} == {}
 
 
-def test_what_fits_its_storage_is_saved(outcomes: dict[str, str]) -> None:
+def test_tensors_that_fit_their_storage_are_saved(outcomes: dict[str, str]) -> None:
     found = {what: how for what, how in outcomes.items() if what.startswith("fine ")}
     assert found == dict.fromkeys(found, "done")
     assert found

@@ -1,4 +1,4 @@
-"""Live objects: modules, optimizers, schedulers and whatever else has a state dict, saved and loaded as they are."""
+"""Live objects: modules, optimizers, schedulers and other objects with a state dict, saved and loaded directly."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ import aiockpt
 from tests.states import assert_same
 from tests.stock import ALONE
 
-# All in torch 2.6; this of SequentialLR itself.
+# All occur with torch 2.6; the first comes from SequentialLR itself.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The epoch parameter:UserWarning",
-    "ignore:torch.distributed is unavailable or uninitialized:UserWarning",  # these of its stock DCP
+    "ignore:torch.distributed is unavailable or uninitialized:UserWarning",  # this and the next from stock DCP
     "ignore:TypedStorage is deprecated:UserWarning",
 )
 
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Tied weights, statistics, and state that is no tensor."""
+    """A model with tied weights, statistics, and extra state that is no tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model in training, and all that its next step depends on."""
+    """A model in training, and everything that its next step depends on."""
 
     def __init__(self, optimizer: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -117,7 +117,7 @@ class Run:
 
 
 class Counter:
-    """Takes note of the threads that it was asked in."""
+    """Records the thread of each call."""
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
@@ -133,7 +133,7 @@ class Counter:
 
 
 class Whole:
-    """Anything for a state; keeps what it was given."""
+    """An object with any state; records what it is given to load."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -157,19 +157,19 @@ def ckpt():
         yield checkpointer
 
 
-# --- a run that goes on as if it had not stopped ------------------------------------------------------
+# --- resuming a run -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_training_goes_on_bit_by_bit(ckpt, tmp_path: Path, optimizer: str) -> None:
+def test_resumed_training_is_bitwise_identical(ckpt, tmp_path: Path, optimizer: str) -> None:
     run = Run(optimizer, seed=1)
     run.train(range(3))
     ckpt.save({**run.objects(), "step": 3}, tmp_path / "objects")
     ckpt.save({**run.dicts(), "step": 3}, tmp_path / "dicts")
     torch.save({**run.dicts(), "step": 3}, tmp_path / "file.pt")
     stock = {**run.dicts(), "step": 3}
-    stock["more"][1]["scaler"] = list(stock["more"][1]["scaler"])  # DCP takes no tuples apart
+    stock["more"][1]["scaler"] = list(stock["more"][1]["scaler"])  # DCP does not flatten tuples
     dcp.save(stock, checkpoint_id=tmp_path / "stock", **ALONE)
     expected = run.train(range(3, 6))
     for name in ("objects", "dicts", "file.pt", "stock"):
@@ -188,7 +188,7 @@ def test_training_goes_on_bit_by_bit(ckpt, tmp_path: Path, optimizer: str) -> No
             assert_same(run.dicts(), other.dicts())
 
 
-def test_what_objects_saved_loads_as_dicts(ckpt, tmp_path: Path) -> None:
+def test_saved_objects_load_as_dicts(ckpt, tmp_path: Path) -> None:
     run = Run("adam", seed=1)
     run.train(range(2))
     ckpt.save(run.objects(), tmp_path / "c")
@@ -217,7 +217,7 @@ def test_a_model_by_itself(ckpt, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_wrapped_models(ckpt, tmp_path: Path) -> None:
-    """A compiled module has another prefix on both sides, and a module is filled where it stands."""
+    """A compiled module's keys have a prefix, when saved and when loaded; its parameters are filled in place."""
     compiled, other = torch.compile(Net()), torch.compile(Net())
     ckpt.save({"model": compiled}, tmp_path / "c")
     pointer = other.first.weight.data_ptr()
@@ -226,12 +226,12 @@ def test_wrapped_models(ckpt, tmp_path: Path) -> None:
     assert other.first.weight.data_ptr() == pointer
 
 
-# --- where and when -----------------------------------------------------------------------------------
+# --- threads and times of the calls -------------------------------------------------------------------
 
 
-def test_objects_are_asked_in_the_calling_thread(ckpt, tmp_path: Path) -> None:
+def test_state_dict_methods_run_in_the_calling_thread(ckpt, tmp_path: Path) -> None:
     counter, other = Counter(5), Counter()
-    ckpt.save({"a": counter, "b": [counter]}, tmp_path / "c")  # the same one twice: asked once
+    ckpt.save({"a": counter, "b": [counter]}, tmp_path / "c")  # the same object twice: one call
     assert counter.threads == [("state_dict", threading.get_ident())]
     ckpt.load(tmp_path / "c", {"a": other, "b": [other]})
     assert other.threads == [(name, threading.get_ident()) for name in ("state_dict", "load_state_dict")]
@@ -239,7 +239,7 @@ def test_objects_are_asked_in_the_calling_thread(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_objects_are_asked_in_the_callers_task(tmp_path: Path) -> None:
+async def test_state_dict_methods_run_in_the_callers_task(tmp_path: Path) -> None:
     class Task(Counter):
         def state_dict(self) -> dict[str, Any]:
             self.task = asyncio.current_task()
@@ -257,7 +257,7 @@ async def test_objects_are_asked_in_the_callers_task(tmp_path: Path) -> None:
     assert other.task is asyncio.current_task()
 
 
-def test_the_state_of_the_call_is_saved(ckpt, tmp_path: Path) -> None:
+def test_the_state_at_the_call_is_saved(ckpt, tmp_path: Path) -> None:
     counter, model = Counter(1), nn.Linear(300, 300)
     with ckpt.guard(torch.optim.SGD(model.parameters(), lr=0.1)):
         ckpt.prewarm({"model": model, "counter": counter})
@@ -267,7 +267,7 @@ def test_the_state_of_the_call_is_saved(ckpt, tmp_path: Path) -> None:
     assert ckpt.load(tmp_path / "c")["counter"] == {"count": 1}
 
 
-def test_inner_objects_come_first(ckpt, tmp_path: Path) -> None:
+def test_inner_objects_are_loaded_first(ckpt, tmp_path: Path) -> None:
     order: list[str] = []
 
     class Outer:
@@ -324,7 +324,7 @@ class Holder:
     ],
 )
 def test_objects_that_would_be_pickled_are_refused(ckpt, tmp_path: Path, holds: Callable[[Any], Any]) -> None:
-    """Only dicts, lists and tuples are taken apart."""
+    """Only dicts, lists and tuples are flattened."""
     model = nn.Linear(2, 2)
     with pytest.raises(
         aiockpt.SaveError, match=r"x\S* is a \w+ with a Linear in it, which would be pickled as a whole"
@@ -337,7 +337,7 @@ def test_objects_that_would_be_pickled_are_refused(ckpt, tmp_path: Path, holds: 
 
 
 @pytest.mark.filterwarnings("ignore::aiockpt.SafeGlobalsWarning")
-def test_containers_without_objects_are_as_ever(ckpt, tmp_path: Path) -> None:
+def test_containers_without_live_objects_are_pickled(ckpt, tmp_path: Path) -> None:
     circle = Holder(1)
     circle.itself = Pair(circle)
     ckpt.save({"x": circle, "size": torch.Size([2, 3])}, tmp_path / "c")
@@ -421,7 +421,7 @@ def test_an_optimizer_that_does_not_fit(ckpt, tmp_path: Path) -> None:
     sum(each.sum() for each in other).backward()
     stepped.step()
     with pytest.raises(aiockpt.ShapeMismatchError, match=r"optim\.state\.0\.exp_avg has the shape \(8, 9\)"):
-        ckpt.load(tmp_path / "c", {"optim": stepped})  # which torch would take
+        ckpt.load(tmp_path / "c", {"optim": stepped})  # torch would accept it
 
 
 def test_a_module_that_does_not_fit(ckpt, tmp_path: Path) -> None:
@@ -447,8 +447,8 @@ def test_a_module_that_does_not_fit(ckpt, tmp_path: Path) -> None:
     assert_same(ckpt.load(tmp_path / "c")["n"]["weight"], large.weight.detach())
 
 
-def test_modules_that_rename_keys_judge_themselves(ckpt, tmp_path: Path) -> None:
-    """Weight normalisation reads what its predecessor saved; a lazy module takes the shapes that come."""
+def test_modules_that_rename_keys_decide_in_load_state_dict(ckpt, tmp_path: Path) -> None:
+    """The new weight norm reads checkpoints of the old one; a lazy module takes the stored shapes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         old = torch.nn.utils.weight_norm(nn.Linear(3, 3))
@@ -464,7 +464,7 @@ def test_modules_that_rename_keys_judge_themselves(ckpt, tmp_path: Path) -> None
         ckpt.load(tmp_path / "c", {"old": other})
 
 
-def test_what_is_not_there(ckpt, tmp_path: Path) -> None:
+def test_an_object_without_stored_state(ckpt, tmp_path: Path) -> None:
     ckpt.save({"step": 1, "object": 5}, tmp_path / "c")
     counter = Counter(7)
     with pytest.raises(aiockpt.MissingKeysError, match="lacks 1 of the keys asked for: counter") as caught:
@@ -480,9 +480,9 @@ def test_what_is_not_there(ckpt, tmp_path: Path) -> None:
 
 
 def test_a_model_saved_within_another(ckpt, tmp_path: Path) -> None:
-    """The error says what to do, and that works."""
+    """The error names a remedy, and the remedy works."""
     saved, new = nn.Linear(2, 2), nn.Linear(2, 2)
-    wrapped = nn.ModuleDict({"module": saved})  # as DistributedDataParallel has it
+    wrapped = nn.ModuleDict({"module": saved})  # as in DistributedDataParallel
     ckpt.save({"model": wrapped}, tmp_path / "wrapped")
     ckpt.save({"model": saved}, tmp_path / "bare")
     with pytest.raises(
@@ -499,7 +499,7 @@ def test_a_model_saved_within_another(ckpt, tmp_path: Path) -> None:
     assert_same(saved.state_dict(), other.module.state_dict())
 
 
-def test_only_the_keys_asked_for(ckpt, tmp_path: Path) -> None:
+def test_loading_only_some_keys(ckpt, tmp_path: Path) -> None:
     run = Run("adam", seed=1)
     run.train(range(2))
     ckpt.save(run.objects(), tmp_path / "c")
@@ -519,8 +519,8 @@ def test_only_the_keys_asked_for(ckpt, tmp_path: Path) -> None:
     assert counter.count == 4
 
 
-def test_objects_are_given_what_was_saved(ckpt, tmp_path: Path) -> None:
-    """Whatever the object has at the moment: its own load_state_dict judges."""
+def test_objects_get_the_saved_state(ckpt, tmp_path: Path) -> None:
+    """Whatever its present state: the object's own load_state_dict decides."""
     saved = {"rows": torch.ones(3, 2), "list": [{"x": 1}, {"x": 2}], "grown": {"a": 1, "b": torch.ones(1)}, 4: "four"}
     ckpt.save({"w": Whole(saved)}, tmp_path / "c")
     same = torch.zeros(3, 2)
@@ -600,7 +600,7 @@ def test_an_empty_container_takes_everything(ckpt, tmp_path: Path, form: str, st
 
 
 def test_an_optimizers_dicts_from_a_stock_checkpoint(ckpt, tmp_path: Path) -> None:
-    """DCP keeps the numbers of parameters as text; the target's groups say that they are numbers."""
+    """DCP stores parameter numbers as text; the target's param_groups show that they are integers."""
     run = Run("adam", seed=1)
     run.train(range(1))
     with warnings.catch_warnings():
@@ -626,7 +626,7 @@ def test_from_safetensors(ckpt, tmp_path: Path) -> None:
     assert_same(model.state_dict(), other.state_dict())
 
 
-def test_part_of_what_is_below(ckpt, tmp_path: Path) -> None:
+def test_an_empty_container_takes_only_the_keys_asked_for(ckpt, tmp_path: Path) -> None:
     ckpt.save(STORED, tmp_path / "c")
     target: dict[str, Any] = {"state": {}, "ordered": {}, "number": None}
     ckpt.load(tmp_path / "c", target, keys=["state.0", "*.m"], dtype=torch.float64)
@@ -639,7 +639,7 @@ def test_part_of_what_is_below(ckpt, tmp_path: Path) -> None:
         ckpt.load(tmp_path / "c", target, keys="pair")
 
 
-def test_nothing_is_stored_there(ckpt, tmp_path: Path) -> None:
+def test_an_empty_container_for_a_missing_key(ckpt, tmp_path: Path) -> None:
     ckpt.save(STORED, tmp_path / "c")
     for nothing in ({}, None, [], OrderedDict()):
         with pytest.raises(aiockpt.MissingKeysError, match=r"asked for: a\.other"):
@@ -653,7 +653,7 @@ def test_nothing_is_stored_there(ckpt, tmp_path: Path) -> None:
         ckpt.load(tmp_path / "list.pt", {})
 
 
-def test_what_strict_false_left_out(ckpt, tmp_path: Path) -> None:
+def test_strict_false_reports_missing_keys(ckpt, tmp_path: Path) -> None:
     ckpt.save({"a": 1}, tmp_path / "c")
     missing: list[str] = []
     with pytest.warns(aiockpt.MissingKeysWarning) as seen:

@@ -1,4 +1,4 @@
-"""What needs permission to be loaded is told when it is saved, with the list that then has to be passed."""
+"""Values that need permission to load: the save warns of them and names the `safe_globals` to pass."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Schedule(Config):
 
 
 class Chosen:
-    """Pickled as a call of a function of Python's, which nobody can allow by a list."""
+    """Pickled as a call of a builtin function, which `safe_globals` can't allow."""
 
     def __reduce__(self) -> Any:
         return getattr, ("abc", "upper")
@@ -71,7 +71,7 @@ def ckpt():
     ],
     ids=["object", "nested", "in-a-deque", "with-a-tensor", "with-an-array", "large", "function"],
 )
-def test_the_list_that_is_named_suffices(value: Any, kind: str, names: list, ckpt, tmp_path: Path) -> None:
+def test_the_named_safe_globals_suffice(value: Any, kind: str, names: list, ckpt, tmp_path: Path) -> None:
     with pytest.warns(aiockpt.SafeGlobalsWarning) as seen:
         ckpt.save({"optim": {"cfg": value, "lr": 0.1}}, tmp_path / "c")
     assert len(seen) == 1
@@ -86,7 +86,7 @@ def test_the_list_that_is_named_suffices(value: Any, kind: str, names: list, ckp
     assert repr(ckpt.load(tmp_path / "c", safe_globals=names)["optim"]["cfg"]) == repr(value)
 
 
-def test_it_is_said_once_for_each_set_of_classes(ckpt, tmp_path: Path) -> None:
+def test_each_set_of_classes_is_warned_of_once(ckpt, tmp_path: Path) -> None:
     with pytest.warns(aiockpt.SafeGlobalsWarning) as seen:
         ckpt.save({"a": Config(), "b": Config(2), "c": Schedule()}, tmp_path / "1")
     both = f"a is a {NAME}.Config, c is a {NAME}.Schedule: loading them will need "
@@ -96,13 +96,13 @@ def test_it_is_said_once_for_each_set_of_classes(ckpt, tmp_path: Path) -> None:
         ckpt.save({"a": Config(3), "z": Config(Schedule())}, tmp_path / "3")
 
 
-def test_what_no_list_can_allow(ckpt, tmp_path: Path) -> None:
+def test_values_that_safe_globals_can_not_allow(ckpt, tmp_path: Path) -> None:
     with pytest.warns(aiockpt.SafeGlobalsWarning, match=r"x is a .*Chosen: loading it will need trust=True"):
         ckpt.save({"x": Chosen()}, tmp_path / "c")
     assert ckpt.load(tmp_path / "c", trust=True)["x"]() == "ABC"
 
 
-def test_an_error_where_warnings_are_errors_leaves_nothing(ckpt, tmp_path: Path) -> None:
+def test_a_warning_raised_as_an_error_leaves_nothing(ckpt, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
@@ -113,7 +113,7 @@ def test_an_error_where_warnings_are_errors_leaves_nothing(ckpt, tmp_path: Path)
     assert_same({"x": torch.ones(9)}, ckpt.load(tmp_path / "c"))
 
 
-def test_the_async_facade_points_at_the_call(tmp_path: Path) -> None:
+def test_warnings_of_the_async_facade_point_at_the_call(tmp_path: Path) -> None:
     async def main() -> None:
         async with aiockpt.AsyncCheckpointer() as ckpt:
             with pytest.warns(aiockpt.SafeGlobalsWarning) as seen:
@@ -215,7 +215,7 @@ def test_members_by_name_are_read_by_stock_dcp(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::aiockpt.SafeGlobalsWarning")
-def test_members_come_back_by_name_wherever_they_are(monkeypatch: pytest.MonkeyPatch, ckpt, tmp_path: Path) -> None:
+def test_nested_members_come_back_by_name(monkeypatch: pytest.MonkeyPatch, ckpt, tmp_path: Path) -> None:
     values = {
         "alone": Color.GREEN,
         "many": [Color.RED, {Color.GREEN}],
@@ -245,7 +245,7 @@ def test_members_beside_tensors(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::aiockpt.SafeGlobalsWarning")
-def test_a_class_on_torch_s_list_is_allowed(ckpt, tmp_path: Path) -> None:
+def test_a_class_registered_with_torch_is_allowed(ckpt, tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Color]):
         ckpt.save({"x": Color.GREEN}, tmp_path / "c")
         assert ckpt.load(tmp_path / "c") == {"x": Color.GREEN}
@@ -265,7 +265,7 @@ def test_a_member_in_the_target_is_permission_for_its_key(ckpt, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("value", [Color.first, Outer.make, Outer.Color.RED, str.upper], ids=repr)
-def test_what_else_is_found_as_an_attribute_needs_trust(value: Any, ckpt, tmp_path: Path) -> None:
+def test_other_attributes_of_classes_need_trust(value: Any, ckpt, tmp_path: Path) -> None:
     with pytest.warns(aiockpt.SafeGlobalsWarning, match="loading it will need trust=True"):
         ckpt.save({"x": value}, tmp_path / "c")
     with pytest.raises(aiockpt.UnsafeCheckpointError, match=r"needs .*builtins.getattr.* pass trust=True"):

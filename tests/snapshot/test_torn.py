@@ -1,4 +1,4 @@
-"""Changes between `save()` and `staged`: found by counters, found by samples of the bytes, or of no concern."""
+"""Changes between `save()` and `staged`: detected by version counters, by samples of the bytes, or harmless."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_counters_show_it(name: str, tmp_path: Path) -> None:
+def test_version_counters_detect_it(name: str, tmp_path: Path) -> None:
     _, error = _save_and_change(SEEN[name], tmp_path / "c", "versions")
     assert isinstance(error, aiockpt.TornSnapshotError)
     assert "victim" in str(error)
@@ -66,7 +66,7 @@ def test_counters_show_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_only_samples_show_it(name: str, tmp_path: Path) -> None:
+def test_only_samples_detect_it(name: str, tmp_path: Path) -> None:
     """Without samples the checkpoint is published, though it mixes two states."""
     expected, stored = _save_and_change(UNSEEN[name], tmp_path / "c", "versions")
     assert not _is_same(expected, stored)
@@ -77,14 +77,14 @@ def test_only_samples_show_it(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("validate", ["versions", "hash"])
 @pytest.mark.parametrize("name", KEPT)
-def test_it_does_not_concern_the_save(name: str, validate, tmp_path: Path) -> None:
+def test_the_change_does_not_reach_the_save(name: str, validate, tmp_path: Path) -> None:
     expected, stored = _save_and_change(KEPT[name], tmp_path / "c", validate)
     assert_same(expected, stored)
 
 
 # --- samples --------------------------------------------------------------------------------------
 
-UNITS = 5 * DISTANCE_BYTES // 4  # elements of 4 bytes, so that a tensor has points in each of five parts
+UNITS = 5 * DISTANCE_BYTES // 4  # elements of 4 bytes: a tensor of five sampling distances
 
 
 def _rows_of(point: SamplePoint) -> list[int]:
@@ -94,7 +94,7 @@ def _rows_of(point: SamplePoint) -> list[int]:
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.37, 0.999999])
-def test_what_is_64_kib_in_one_piece_is_always_met(chance: float) -> None:
+def test_any_64_kib_in_one_piece_are_sampled(chance: float) -> None:
     values = torch.zeros(UNITS)
     seen = sorted(_rows_of(sample_point_of("x", 0, values, values, chance)))
     assert seen[-1] < UNITS
@@ -103,7 +103,7 @@ def test_what_is_64_kib_in_one_piece_is_always_met(chance: float) -> None:
     assert len(seen) == 8 * LINE_BYTES // 4
 
 
-def test_every_element_has_its_chance() -> None:
+def test_every_element_can_be_sampled() -> None:
     for count in (1, 3, 15, 16, 17, 500, 3000):
         values = torch.zeros(count)
         met = set()
@@ -112,8 +112,8 @@ def test_every_element_has_its_chance() -> None:
         assert met == set(range(count))
 
 
-def test_small_writes_are_met_as_often_as_is_said() -> None:
-    """Of contiguous writes of 4 KiB, one in sixteen is found; which ones differs from save to save."""
+def test_small_writes_are_sampled_as_often_as_documented() -> None:
+    """One in sixteen contiguous writes of 4 KiB is detected; the sampled places differ from save to save."""
     values = torch.zeros(32 * DISTANCE_BYTES // 4)
     tried = found = 0
     for number in range(20):
@@ -141,13 +141,13 @@ def _all_forms() -> dict[str, torch.Tensor]:
         "by columns": torch.eye(50).to_sparse_csc(),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantized tensors are deprecated, says torch
+        warnings.simplefilter("ignore")  # torch deprecates quantized tensors
         forms["quantized"] = torch.quantize_per_tensor(base, 0.1, 0, torch.quint8)
     return forms
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_every_form_is_seen_and_takes_no_alarm() -> None:
+def test_every_layout_is_sampled_without_false_alarms() -> None:
     forms = _all_forms()
     names, tensors = list(forms), list(forms.values())
     same, changed = Samples(names, tensors), Samples(names, tensors)
@@ -161,7 +161,7 @@ def test_every_form_is_seen_and_takes_no_alarm() -> None:
     assert changed.changed() == names
 
 
-def test_elements_in_holes_are_not_looked_at() -> None:
+def test_elements_outside_a_view_are_not_sampled() -> None:
     base = torch.zeros(500, 600)
     samples = Samples(["x"], [base[:, ::2]])
     base.data[:, 1::2] = 7
@@ -169,7 +169,7 @@ def test_elements_in_holes_are_not_looked_at() -> None:
     assert samples.changed() == []
 
 
-def test_expanded_tensors_are_seen() -> None:
+def test_expanded_tensors_are_sampled() -> None:
     base = torch.zeros(500, 1)
     samples = Samples(["other", "x"], [torch.zeros(3), base.expand(500, 600)])
     base.data.fill_(1)
@@ -177,7 +177,7 @@ def test_expanded_tensors_are_seen() -> None:
     assert samples.changed() == ["x"]
 
 
-def test_memory_that_was_freed_is_a_change() -> None:
+def test_freed_memory_counts_as_a_change() -> None:
     tensors = [torch.ones(1000), torch.ones(1000)]
     samples = Samples(["kept", "freed"], tensors)
     tensors[1].untyped_storage().resize_(0)
@@ -188,7 +188,7 @@ def test_memory_that_was_freed_is_a_change() -> None:
 # --- with fences and guards -----------------------------------------------------------------------
 
 
-def test_what_comes_behind_a_fence_is_no_change(tmp_path: Path) -> None:
+def test_a_change_after_a_fence_does_not_tear_the_snapshot(tmp_path: Path) -> None:
     state = {"first": torch.arange(90_000), "victim": torch.zeros(300, 300)}
     expected = _copied(state)
     storage = GatedStorage(LocalStorage(), ["write"])
@@ -204,7 +204,7 @@ def test_what_comes_behind_a_fence_is_no_change(tmp_path: Path) -> None:
 # --- the option -----------------------------------------------------------------------------------
 
 
-def test_a_save_may_differ_from_what_is_usual(tmp_path: Path) -> None:
+def test_a_save_may_override_validate(tmp_path: Path) -> None:
     state = {"first": torch.arange(90_000), "victim": torch.zeros(300, 300)}
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK, validate="hash") as ckpt:
         storage = GatedStorage(LocalStorage(), ["create"])
@@ -220,7 +220,7 @@ def test_a_save_may_differ_from_what_is_usual(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["written", "cancelled"])
-def test_what_was_looked_at_is_let_go_of(ending: str, tmp_path: Path) -> None:
+def test_sampled_tensors_are_released(ending: str, tmp_path: Path) -> None:
     values = torch.zeros(300, 300)
     memory = weakref.ref(values)
     storage = GatedStorage(LocalStorage(), ["create"])
@@ -239,7 +239,7 @@ def test_what_was_looked_at_is_let_go_of(ending: str, tmp_path: Path) -> None:
         assert memory() is None
 
 
-# --- last: in a program of several ranks, of which there is one -----------------------------------
+# --- last: with a process group of one rank -------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_parts_of_distributed_tensors_are_looked_at(mesh, tmp_path: Path) -> None:
+def test_local_shards_of_distributed_tensors_are_sampled(mesh, tmp_path: Path) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     local = torch.randn(300_000)
@@ -268,8 +268,10 @@ def test_parts_of_distributed_tensors_are_looked_at(mesh, tmp_path: Path) -> Non
             save.written.result(60)
 
 
-def test_an_operator_has_time_to_end_and_is_seen_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator counts its change when it ends, which may be after the copies were made."""
+def test_a_running_operator_has_time_to_end_and_is_then_detected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator bumps the version counter when it ends, which may be after the copies were made."""
     monkeypatch.setattr("aiockpt.snapshot.consistency._OPERATOR_S", 600.0)
     value = torch.arange(100_000)
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -279,7 +281,7 @@ def test_an_operator_has_time_to_end_and_is_seen_then(tmp_path: Path, monkeypatc
         value.add_(0)
         with pytest.raises(aiockpt.TornSnapshotError, match="w changed between"):
             save.staged.result(60)
-        for wait in ("staged", "written", "fence", "close"):  # none of which gives it that long
+        for wait in ("staged", "written", "fence", "close"):  # none of them waits that long for an operator
             other = ckpt.submit({"w": value}, tmp_path / wait)
             other.fence(60) if wait == "fence" else None
             getattr(other, wait).result(60) if wait in ("staged", "written") else None

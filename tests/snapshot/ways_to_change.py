@@ -1,8 +1,8 @@
-"""Ways of changing a tensor between `save()` and `staged`, and what comes of each; shared with tests/gpu.
+"""Ways of changing a tensor between `save()` and `staged`, and the outcome of each; shared with tests/gpu.
 
-Each way makes a tensor, or what holds several, and gives it with a function that changes it. The three outcomes:
-SEEN is found by version counters; UNSEEN is not, and the checkpoint may mix two states, unless samples of the bytes are
-compared; KEPT does not concern the save, which has what was there at the call.
+Each way returns a tensor, or a container of several, and a function that changes it. The outcomes:
+SEEN: version counters detect the change. UNSEEN: they do not; unless samples of the bytes are compared, the checkpoint
+may mix two states. KEPT: the change does not affect the save, which holds the values at the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIDE = 300
 
 
 def tensor() -> torch.Tensor:
-    """Give a tensor too large to be copied at the call, no two elements of which are alike."""
+    """Return a tensor of distinct elements, too large to be copied at the call."""
     return torch.arange(1.0, SIDE * SIDE + 1).reshape(SIDE, SIDE)
 
 
@@ -141,7 +141,7 @@ def _large_batch_norm():
 UNSEEN["statistics of BatchNorm that are too large"] = _large_batch_norm
 
 
-# --- what programs do -----------------------------------------------------------------------------
+# --- changes that training programs make ----------------------------------------------------------
 
 
 def _trained(optimizer: str, **options: Any):
@@ -241,7 +241,7 @@ SEEN |= {
 }
 
 
-# --- what does not matter -------------------------------------------------------------------------
+# --- changes that do not affect the save ----------------------------------------------------------
 
 
 def _exchange(change: Callable[[torch.nn.Linear], Any]):
