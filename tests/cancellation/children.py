@@ -24,7 +24,7 @@ Program = Callable[["Line", dict[str, Any]], None]
 
 
 class Line:
-    """A child's end of the line to the test."""
+    """The child's end of its connection to the test."""
 
     def __init__(self, pipe: connection.Connection, folder: Path, moment: str, loop: Loop, writer: Writer) -> None:
         self._pipe = pipe
@@ -35,11 +35,11 @@ class Line:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of a checkpointer."""
+        """Options of the child's checkpointer."""
         return options_of(MOMENTS[self.moment], self.writer)
 
-    def say(self, *words: object) -> None:
-        """Tell the test what has happened."""
+    def send(self, *words: object) -> None:
+        """Send words to the test."""
         self._pipe.send(words)
 
     def run(self, main: Callable[[], Any]) -> Any:
@@ -49,7 +49,7 @@ class Line:
             return runner.run(main())
 
     async def hold(self, submit: Callable[..., aiockpt.SaveHandle]) -> Held:
-        """Start a save, and wait until it stands at the moment; it goes on when the test says so."""
+        """Start a save and wait until it is held at the moment; the test releases it."""
         held = await hold(submit, self.moment, self.folder, self.writer)
         threading.Thread(target=self._listen, args=(held,), daemon=True).start()
         return held
@@ -63,15 +63,15 @@ class Line:
 
 
 class Child:
-    """The test's end.
+    """The test's end of the connection, and the child process.
 
     Args:
-        program: what the child runs.
-        folder: where it saves.
-        moment: where its save is held.
-        loop: what it awaits in.
-        writer: what its checkpointer has.
-        options: for the program.
+        program: function that the child runs.
+        folder: directory of its checkpoints.
+        moment: moment at which its save is held.
+        loop: kind of its event loop.
+        writer: kind of writer of its checkpointer.
+        options: options for the program.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Child:
     ) -> None:
         self._pipe, theirs = _context.Pipe()
         make = partial(Line, theirs, folder, moment, loop, writer)
-        # A daemon, as multiprocessing calls it, may not start the process that writes.
+        # A daemonic process of multiprocessing may not start a writer process.
         self._process = _context.Process(target=_serve, args=(program, make, options), daemon=writer == "thread")
         self._process.start()
         theirs.close()
@@ -101,25 +101,25 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process number."""
+        """Process id of the child."""
         assert self._process.pid is not None
         return self._process.pid
 
-    def says(self, *words: object) -> None:
-        """Wait for what it says next."""
-        assert self._pipe.poll(WAIT_S), f"the child did not say {words}"
+    def expect(self, *words: object) -> None:
+        """Wait for the child's next words, and check them."""
+        assert self._pipe.poll(WAIT_S), f"the child did not send {words}"
         assert self._pipe.recv() == words
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send the child a signal."""
         os.kill(self.pid, number)
 
-    def let_go(self) -> None:
-        """Let its save go on."""
+    def release(self) -> None:
+        """Release the child's save."""
         self._pipe.send("go")
 
-    def ends(self) -> int | None:
-        """Wait for its end; give its exit code."""
+    def exit_code(self) -> int | None:
+        """Wait until the child ends; return its exit code."""
         self._process.join(WAIT_S)
         return self._process.exitcode
 
@@ -131,13 +131,13 @@ def _serve(program: Program, make: Callable[[], Line], options: dict[str, Any]) 
     try:
         program(line, options)
     except (KeyboardInterrupt, asyncio.CancelledError) as exc:
-        # What a main program that catches nothing would end with.
-        line.say(type(exc).__name__, *getattr(exc, "__notes__", ()))
+        # A program that catches nothing ends with this exception.
+        line.send(type(exc).__name__, *getattr(exc, "__notes__", ()))
         sys.exit(1)
 
 
 def _tick(loop: asyncio.AbstractEventLoop) -> None:
-    """Wake the loop again and again: asyncio's notices a signal that comes right before it waits only when it wakes."""
+    """Wake the loop periodically: asyncio handles a signal that arrives right before it waits only when it wakes."""
     loop.call_later(0.2, _tick, loop)
 
 
@@ -155,12 +155,12 @@ def awaits(line: Line, options: dict[str, Any]) -> None:
 
 
 async def _awaits(line: Line, held: Held) -> None:
-    line.say("held")
+    line.send("held")
     try:
         await held.save
     except asyncio.CancelledError:
-        # When this task waits again, for the checkpointer to be closed: then the loop is what the next signal meets.
-        asyncio.get_running_loop().call_soon(line.say, "cancelled")
+        # Runs when this task waits for the checkpointer to close: the next signal then arrives in the loop.
+        asyncio.get_running_loop().call_soon(line.send, "cancelled")
         raise
 
 
@@ -169,16 +169,16 @@ def blocks(line: Line, options: dict[str, Any]) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with aiockpt.SyncCheckpointer(**{**line.options, **options}) as ckpt:
         held = asyncio.run(line.hold(ckpt.submit))
-        threading.Thread(target=_tell_of_closing, args=(line, ckpt), daemon=True).start()
-        line.say("held")
+        threading.Thread(target=_report_closing, args=(line, ckpt), daemon=True).start()
+        line.send("held")
         held.save.written.result()
 
 
-def _tell_of_closing(line: Line, ckpt: aiockpt.SyncCheckpointer) -> None:
-    """Say when the program waits for its checkpointer to be closed."""
+def _report_closing(line: Line, ckpt: aiockpt.SyncCheckpointer) -> None:
+    """Report when the program waits for its checkpointer to close."""
     while ckpt._engine._closed is None or not ckpt._engine._closed.expected:
         os.sched_yield()
-    line.say("closing")
+    line.send("closing")
 
 
 def is_terminated(line: Line, options: dict[str, Any]) -> None:
@@ -202,13 +202,13 @@ def closes(line: Line, options: dict[str, Any]) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
         ckpt = aiockpt.AsyncCheckpointer(**{**line.options, **options})
         await line.hold(ckpt.save)
-        line.say("held")
+        line.send("held")
         await asked.wait()
-        line.say("closing")
+        line.send("closing")
         try:
             await ckpt.aclose()
         except aiockpt.SaveCancelledError as exc:
-            line.say("gave up", "drain_timeout" in str(exc), "nothing of it is left" in str(exc))
+            line.send("gave up", "drain_timeout" in str(exc), "nothing of it is left" in str(exc))
             sys.exit(3)
 
     line.run(main)

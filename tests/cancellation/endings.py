@@ -1,4 +1,4 @@
-"""What holds after a save was called off, and after it was not: the same list for every cell of the matrix."""
+"""Assertions about a save after it was cancelled, and after it was not; the same for every cell of the matrix."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.cancellation.stops import WAIT_S
 from tests.states import assert_same
 
 
-async def let_go(ckpt: aiockpt.AsyncCheckpointer, held: Held) -> None:
-    """Let everything go on; what stood before the save is written, whatever becomes of that."""
+async def release(ckpt: aiockpt.AsyncCheckpointer, held: Held) -> None:
+    """Release everything; the save ahead of the held one is written in any case."""
     held.stop.open()
     if held.front is not None:
         await asyncio.wait_for(held.front.written.settled(), WAIT_S)
@@ -22,8 +22,8 @@ async def let_go(ckpt: aiockpt.AsyncCheckpointer, held: Held) -> None:
 
 
 async def assert_written(ckpt: aiockpt.AsyncCheckpointer, held: Held) -> None:
-    """It goes on, whoever has gone, and is what was saved, to the bit; nothing is beside it."""
-    await let_go(ckpt, held)
+    """Assert that the save goes on, is written bit for bit, and leaves nothing else."""
+    await release(ckpt, held)
     await asyncio.wait_for(held.save.written.settled(), WAIT_S)
     result = await held.save
     assert result.tensors == len(held.state)
@@ -34,23 +34,23 @@ async def assert_written(ckpt: aiockpt.AsyncCheckpointer, held: Held) -> None:
 
 
 async def assert_gone(ckpt: aiockpt.AsyncCheckpointer, held: Held, moment: str, old: object = None) -> None:
-    """Nothing of it is left: its path is free, the next save has all staging memory, and nobody is told of it again.
+    """Assert that nothing is left of a save: path and staging memory are free, and no later call raises its error.
 
-    That no memory stays lent and no thread at work is looked at after every test, when the checkpointer is closed.
+    After every test, when the checkpointer is closed, a fixture checks for leased memory and running threads.
 
     Args:
-        ckpt: what it was saved with.
+        ckpt: checkpointer of the save.
         held: the save.
-        moment: at which it was called off.
-        old: what was at its path before, and is there still.
+        moment: moment at which it was cancelled.
+        old: state at its path before, which must still be there.
     """
-    await let_go(ckpt, held)
+    await release(ckpt, held)
     assert_nothing_else(held, set() if old is None else {"c"})
     if old is not None:
         assert_same(old, await ckpt.load(held.path))
     again = state_of(77)
-    async with asyncio.timeout(WAIT_S):  # for memory that is not given back
-        await ckpt.save(again, held.path, overwrite=old is not None)  # which does not raise what was called off
+    async with asyncio.timeout(WAIT_S):  # in case memory is not returned
+        await ckpt.save(again, held.path, overwrite=old is not None)  # does not raise the error of the cancelled save
     assert_same(again, await ckpt.load(held.path))
     assert_nothing_else(held, {"c"})
     with pytest.raises(aiockpt.SaveCancelledError, match="nothing of it is left"):
@@ -64,6 +64,6 @@ async def assert_gone(ckpt: aiockpt.AsyncCheckpointer, held: Held, moment: str, 
 
 
 def assert_nothing_else(held: Held, names: set[str]) -> None:
-    """Look for unfinished checkpoints, hidden ones among them."""
+    """Assert that no other checkpoint is left, unfinished and hidden ones included."""
     folder = held.path.parent
     assert {entry.name for entry in folder.iterdir()} == held.names | names if folder.exists() else not names

@@ -1,4 +1,4 @@
-"""The moments at which saves are called off, or left by who waits for them; each is held by gates."""
+"""The moments at which a save is cancelled, or its waiter goes away; gates hold the save there."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from aiockpt.testing import GatedStorage
 from tests.cancellation.stops import Stop, Writer, stop_before
 
 CHUNK = 64 << 10
-DRAIN_S = 20.0  # after a failed check nobody lets go on what is held
-_TENSOR_BYTES = 2 * CHUNK + 40  # more than is copied at the call; its end is in the midst of a chunk
+DRAIN_S = 20.0  # after a failed check nothing releases the held save
+_TENSOR_BYTES = 2 * CHUNK + 40  # more than is copied at the call, and not a multiple of a chunk
 _TENSORS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a save stands.
+    """A point at which a save is held.
 
     Attributes:
-        chunks: how much staging memory there is to be, in chunks.
-        step: before which step of the storage it is held; "a thread": inside a write, with its memory; empty: it is
-            held by an earlier save.
+        chunks: size of the staging memory, in chunks.
+        step: step of the storage before which it is held; "a thread": inside a write, with its memory; empty: an
+            earlier save holds it.
         staged: whether it is staged by then.
-        published: whether it is too late to call it off.
+        published: whether it is too late to cancel it.
     """
 
     chunks: int
@@ -39,8 +39,8 @@ class Moment:
 
 
 MOMENTS = {
-    "captured": Moment(chunks=1),  # in line behind a save that is still being staged
-    "pool": Moment(chunks=1),  # the only chunk is with a save that is being written
+    "captured": Moment(chunks=1),  # queued behind a save that is still being staged
+    "pool": Moment(chunks=1),  # the only chunk belongs to a save that is being written
     "staging": Moment(chunks=1, step="write"),  # the only chunk is being written, and most is not copied yet
     "writing": Moment(chunks=16, step="write", staged=True),
     "inside a write": Moment(chunks=16, step="a thread", staged=True),
@@ -51,15 +51,15 @@ MOMENTS = {
 
 @dataclass(slots=True)
 class Held:
-    """A save that stands at a moment.
+    """A save that is held at a moment.
 
     Attributes:
         save: its handle.
-        state: what is being saved.
-        path: where it goes.
-        stop: what holds it, or the one before it.
-        front: the one before it, if that is what holds it.
-        front_state: what that one saves.
+        state: the saved state.
+        path: its destination.
+        stop: stop that holds it, or the save ahead of it.
+        front: the save ahead of it, if that one is held.
+        front_state: state of the save ahead of it.
     """
 
     save: aiockpt.SaveHandle
@@ -71,19 +71,19 @@ class Held:
 
     @property
     def names(self) -> set[str]:
-        """What is published beside it, in the end."""
+        """Names of the checkpoints published beside it."""
         return {"front"} if self.front is not None else set()
 
 
 def state_of(seed: int, *, tensors: int = _TENSORS) -> dict[str, torch.Tensor]:
-    """Make tensors, all different in every element, also from those of other seeds."""
+    """Make tensors whose elements are all distinct, across seeds too."""
     count = _TENSOR_BYTES // 4
     begins = [(seed * 97 + number) * 1_000_003 for number in range(tensors)]
     return {f"w{i}": torch.arange(begin, begin + count, dtype=torch.int32) for i, begin in enumerate(begins)}
 
 
 def options_of(moment: Moment, writer: Writer) -> dict[str, Any]:
-    """Give the options of a checkpointer in which a save can be held at a moment."""
+    """Return the options of a checkpointer whose save can be held at a moment."""
     sizes = {"chunk_bytes": CHUNK, "staging_bytes": moment.chunks * CHUNK, "io_threads": 2}
     return {**sizes, "writer": writer, "drain_timeout": DRAIN_S}
 
@@ -97,14 +97,14 @@ async def hold(
     seed: int = 1,
     overwrite: bool = False,
 ) -> Held:
-    """Start a save, and another one before it where that is needed, and wait until it stands at the moment.
+    """Start a save, behind another one where that is needed, and wait until it is held at the moment.
 
     Args:
-        submit: starts a save.
+        submit: function that starts a save.
         moment: one of `MOMENTS`.
-        folder: where "c" is saved, and "front".
-        writer: what the checkpointer has.
-        seed: of the state.
+        folder: directory of the checkpoints "c" and "front".
+        writer: kind of writer of the checkpointer.
+        seed: seed of the state.
         overwrite: as in `save`.
     """
     at, state, path = MOMENTS[moment], state_of(seed), folder / "c"
@@ -122,7 +122,7 @@ async def hold(
     storage = _seen_to_begin() if moment == "pool" and writer == "thread" else None
     save = submit(state, path, overwrite=overwrite, storage=storage)
     if storage is not None:
-        await storage.reached["begin"]  # when it asks for the first chunk as well
+        await storage.reached["begin"]  # by then it asks for its first chunk too
     elif moment == "pool":
         async for _ in save.progress():
             break

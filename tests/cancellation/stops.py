@@ -1,4 +1,4 @@
-"""Places where a save is held, in this process or in its writer process, until it is let go on."""
+"""Stops that hold a save, in this process or in its writer process, until they are opened."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Stop(Protocol):
     """A step of a save, before which it is held.
 
     Attributes:
-        storage: what the save is given.
-        holds_a_thread: it is a thread that is held, so that a cancellation has to wait for it.
+        storage: storage to pass to the save.
+        holds_a_thread: whether it holds a thread, so that a cancellation has to wait for it.
     """
 
     storage: Storage
     holds_a_thread: bool
 
     async def reached(self) -> None:
-        """Wait until the save stands there."""
+        """Wait until the save is held."""
 
     def open(self) -> None:
-        """Let it go on. Idempotent."""
+        """Release the save. Idempotent."""
 
 
 class TaskStop:
@@ -77,11 +77,11 @@ class ProcessStop:
 
 
 class ThreadStop:
-    """Holds a thread of the engine in the midst of its first write, with the memory that it writes from.
+    """Holds a thread of the engine in the middle of its first write, with the memory that it writes from.
 
     Attributes:
-        before: what was in that memory when the thread stopped.
-        after: what is in it when the thread goes on.
+        before: content of that memory when the thread stopped.
+        after: its content when the thread goes on.
     """
 
     holds_a_thread = True
@@ -100,7 +100,7 @@ class ThreadStop:
         self._go.set()
 
     def write(self, view: memoryview) -> None:
-        """Stand still in a thread; the first time."""
+        """Block the calling thread, the first time."""
         if not self._reached.done():
             self.before = bytes(view)
             self._reached._settle(None)
@@ -140,7 +140,7 @@ class _Sink(_WrapperSink):
 
 
 def stop_before(step: str, writer: Writer, folder: Path) -> Stop:
-    """Make a stop for a save by this kind of writer; "a thread" is in the midst of a write. Pipes go to the folder."""
+    """Make a stop for a save by this kind of writer; "a thread" stops within a write. Pipes go to `folder`."""
     if writer == "process":
         return ProcessStop("write" if step == "a thread" else step, folder)
     return ThreadStop() if step == "a thread" else TaskStop(step)

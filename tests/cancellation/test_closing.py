@@ -1,4 +1,4 @@
-"""Closing, and who waits for it: he may go, closing goes on; what is in flight is written while there is time."""
+"""Closing goes on without its waiter, and saves in flight are written until the drain timeout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _assert_all_written(held: Held, *more: str) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("way", WAYS)
-async def test_who_waits_for_closing_may_go_and_closing_goes_on(way: str, tmp_path: Path) -> None:
+async def test_closing_goes_on_without_its_waiter(way: str, tmp_path: Path) -> None:
     ckpt = aiockpt.AsyncCheckpointer(**options_of(MOMENTS["staging"], "thread"))
     held = await hold(ckpt.save, "staging", tmp_path / "runs")
     second = ckpt.save(state_of(2), tmp_path / "runs" / "d")
@@ -33,7 +33,7 @@ async def test_who_waits_for_closing_may_go_and_closing_goes_on(way: str, tmp_pa
         ckpt.save(state_of(4), tmp_path / "runs" / "late")
     assert not second.written.done()
     held.stop.open()
-    await ckpt.aclose()  # as often as one likes
+    await ckpt.aclose()  # idempotent
     await ckpt.aclose()
     assert (await second).path == str(tmp_path / "runs" / "d")
     _assert_all_written(held, "d")
@@ -43,7 +43,7 @@ async def test_who_waits_for_closing_may_go_and_closing_goes_on(way: str, tmp_pa
 @pytest.mark.asyncio
 @pytest.mark.parametrize("moment", ["captured", "staging", "inside a write", "committing"])
 @pytest.mark.parametrize("way", ["task_cancelled", "sibling_failed", "scope_cancelled"])
-async def test_who_is_cancelled_within_the_block_leaves_it_when_all_is_written(
+async def test_a_task_cancelled_within_the_block_leaves_it_when_all_is_written(
     way: str, moment: str, tmp_path: Path
 ) -> None:
     ckpt = aiockpt.AsyncCheckpointer(**options_of(MOMENTS[moment], "thread"))
@@ -55,7 +55,7 @@ async def test_who_is_cancelled_within_the_block_leaves_it_when_all_is_written(
             try:
                 await held.save
             finally:
-                loop.call_soon(held.stop.open)  # when the end of the block waits
+                loop.call_soon(held.stop.open)  # runs when the end of the block waits
 
     await WAYS[way](body)
     assert held.save.written.done()
@@ -64,8 +64,8 @@ async def test_who_is_cancelled_within_the_block_leaves_it_when_all_is_written(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("moment", [name for name in MOMENTS if name != "inside a write"])
-async def test_when_the_drain_timeout_is_over_what_is_left_is_called_off(moment: str, tmp_path: Path) -> None:
-    """Of several saves those that were written stay; one that is just being published is waited for."""
+async def test_saves_left_after_the_drain_timeout_are_cancelled(moment: str, tmp_path: Path) -> None:
+    """Saves already written stay; closing waits for one that is being published."""
     options = options_of(MOMENTS[moment], "thread")
     ckpt = aiockpt.AsyncCheckpointer(**{**options, "drain_timeout": 0.05})
     await ckpt.save(state_of(5), tmp_path / "runs" / "early")
@@ -89,14 +89,14 @@ async def test_when_the_drain_timeout_is_over_what_is_left_is_called_off(moment:
 
 
 @pytest.mark.asyncio
-async def test_closing_waits_for_the_thread_of_a_save_that_was_called_off_and_says_nothing(tmp_path: Path) -> None:
+async def test_closing_waits_for_the_thread_of_a_cancelled_save_and_raises_nothing(tmp_path: Path) -> None:
     stop = stop_before("a thread", "thread", tmp_path)
     ckpt = aiockpt.AsyncCheckpointer(**options_of(Moment(chunks=16), "thread"))
     save = ckpt.save(state_of(1), tmp_path / "runs" / "c", storage=stop.storage)
     await stop.reached()
     save.cancel()
     closing = asyncio.ensure_future(ckpt.aclose())
-    for _ in range(100):  # as long as closing could take, were there nothing to wait for
+    for _ in range(100):  # ample time for a close that has nothing to wait for
         await asyncio.to_thread(int)
     assert not closing.done()
     stop.open()

@@ -1,4 +1,4 @@
-"""Loads whose waiter goes stop; once he has gone nothing touches his tensors any more, and nothing is read."""
+"""Cancelling the waiter of a load stops it; after that, nothing is read and no thread touches the target tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.cancellation.stops import WAIT_S
 from tests.cancellation.ways import WAYS, loop_closed
 from tests.states import assert_same
 
-# Each large enough to be read by itself.
+# Each tensor is large enough to be read by itself.
 STATE = {f"w{i}": torch.arange(i * 1_000_003, i * 1_000_003 + (1 << 18) + 10, dtype=torch.int32) for i in range(8)}
 
 
 class HeldReads(WrapperStorage):
-    """Holds the threads that read, from the third read on."""
+    """Holds reading threads from the third read on."""
 
     def __init__(self) -> None:
         super().__init__(LocalStorage())
@@ -42,7 +42,7 @@ class HeldReads(WrapperStorage):
             self.reached.set()
             assert self._go.wait(WAIT_S)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._go.set()
 
 
@@ -50,21 +50,23 @@ def _empty() -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, -1) for name, tensor in STATE.items()}
 
 
-def _open_when_told(task: asyncio.Task[object], storage: HeldReads, engine: EngineLoop, steps: int = 10) -> None:
-    """Let the threads go on some steps of both loops after the task was cancelled, and not a moment before."""
+def _release_after_cancellation(
+    task: asyncio.Task[object], storage: HeldReads, engine: EngineLoop, steps: int = 10
+) -> None:
+    """Release the threads a few steps of both loops after the task was cancelled, and not before."""
     if task.cancelling():
         steps -= 1
     if steps:
-        asyncio.get_running_loop().call_soon(_open_when_told, task, storage, engine, steps)
+        asyncio.get_running_loop().call_soon(_release_after_cancellation, task, storage, engine, steps)
         return
-    if task.done():  # which the test is to see as the failure that it is
+    if task.done():  # makes the test fail
         task.get_loop().call_exception_handler({"message": "the load has ended while its threads were at work"})
-    _open_in_engine(storage, engine)
+    _release_in_engine(storage, engine)
 
 
-def _open_in_engine(storage: HeldReads, engine: EngineLoop, steps: int = 10) -> None:
-    """Let the threads go on when the engine has had the time to hear of the cancellation."""
-    engine.post(partial(_open_in_engine, storage, engine, steps - 1) if steps else storage.let_go)
+def _release_in_engine(storage: HeldReads, engine: EngineLoop, steps: int = 10) -> None:
+    """Release the threads when the engine has had time to handle the cancellation."""
+    engine.post(partial(_release_in_engine, storage, engine, steps - 1) if steps else storage.release)
 
 
 @pytest.mark.asyncio
@@ -72,10 +74,10 @@ def _open_in_engine(storage: HeldReads, engine: EngineLoop, steps: int = 10) -> 
     "way",
     ["task_cancelled", "cancelled_again_and_again", "timed_out", "waited_for", "sibling_failed", "moved_on"],
 )
-async def test_who_waits_for_a_load_stops_it_and_stays_until_its_threads_have(way: str, tmp_path: Path) -> None:
+async def test_cancelling_the_waiter_of_a_load_stops_it_and_waits_for_its_threads(way: str, tmp_path: Path) -> None:
     storage, target = HeldReads(), _empty()
-    told: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+    messages: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: messages.append(context["message"]))
     async with aiockpt.AsyncCheckpointer(io_threads=1, drain_timeout=DRAIN_S) as ckpt:
         await ckpt.save(STATE, tmp_path / "c")
         loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
@@ -84,18 +86,18 @@ async def test_who_waits_for_a_load_stops_it_and_stays_until_its_threads_have(wa
         async def waits() -> None:
             await loading
 
-        _open_when_told(loading, storage, ckpt._engine.loop)
+        _release_after_cancellation(loading, storage, ckpt._engine.loop)
         await WAYS[way](waits)
         assert loading.cancelled()
         await _assert_stopped(ckpt, tmp_path / "c", storage, target)
-    assert told == []
+    assert messages == []
 
 
 async def _assert_stopped(
     ckpt: aiockpt.AsyncCheckpointer, path: Path, storage: HeldReads, target: dict[str, torch.Tensor]
 ) -> None:
     reads, then = storage.reads, {name: tensor.clone() for name, tensor in target.items()}
-    assert any(bool((tensor == -1).all()) for tensor in then.values())  # not all of it has come
+    assert any(bool((tensor == -1).all()) for tensor in then.values())  # not everything was loaded
     assert_same(STATE, await ckpt.load(path))
     assert_same(then, target)
     assert storage.reads == reads
@@ -103,13 +105,13 @@ async def _assert_stopped(
     assert_same(STATE, target)
 
 
-def test_a_load_in_a_run_that_ends_stops_too(tmp_path: Path) -> None:
+def test_a_load_stops_when_its_asyncio_run_ends(tmp_path: Path) -> None:
     storage, target = HeldReads(), _empty()
 
     async def main(ckpt: aiockpt.AsyncCheckpointer) -> None:
         loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
         await asyncio.to_thread(storage.reached.wait, WAIT_S)
-        _open_when_told(loading, storage, ckpt._engine.loop)
+        _release_after_cancellation(loading, storage, ckpt._engine.loop)
 
     async def after(ckpt: aiockpt.AsyncCheckpointer) -> None:
         await _assert_stopped(ckpt, tmp_path / "c", storage, target)
@@ -123,7 +125,7 @@ def test_a_load_in_a_run_that_ends_stops_too(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_load_whose_loop_was_closed_is_finished_by_closing(tmp_path: Path) -> None:
-    """Nobody can stop it there; it fills the tensors, and closing waits for it."""
+    """A closed loop can't cancel the load: it fills the tensors, and closing waits for it."""
     storage, target = HeldReads(), _empty()
     async with aiockpt.AsyncCheckpointer(io_threads=1, drain_timeout=DRAIN_S) as ckpt:
         await ckpt.save(STATE, tmp_path / "c")
@@ -133,13 +135,13 @@ async def test_a_load_whose_loop_was_closed_is_finished_by_closing(tmp_path: Pat
 
         kept = await loop_closed(loads)
         await asyncio.to_thread(storage.reached.wait, WAIT_S)
-        storage.let_go()
+        storage.release()
     assert_same(STATE, target)
     del kept
 
 
 class Takes:
-    """Does something when it is given its state."""
+    """Records the state it is given, then calls a function."""
 
     def __init__(self, then: Callable[[], object] = lambda: None) -> None:
         self.given: list[dict[str, int]] = []
@@ -160,8 +162,8 @@ def _cancel_this_task() -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_is_cancelled_while_objects_are_given_their_states_has_loaded(tmp_path: Path) -> None:
-    """Nothing comes between two objects: all are given theirs, and the cancellation is the caller's next wait's."""
+async def test_a_cancellation_during_load_state_dict_comes_after_the_load(tmp_path: Path) -> None:
+    """All objects get their states without a pause between them; the caller's next await raises the cancellation."""
     first, second, after = Takes(_cancel_this_task), Takes(), []
 
     async def load(ckpt: aiockpt.AsyncCheckpointer) -> None:
@@ -199,7 +201,7 @@ async def test_an_object_that_stops_the_load(tmp_path: Path, stop: type[BaseExce
 
 
 @pytest.mark.asyncio
-async def test_who_is_cancelled_before_objects_are_given_their_states_gives_them_none(tmp_path: Path) -> None:
+async def test_a_cancellation_before_load_state_dict_leaves_objects_unchanged(tmp_path: Path) -> None:
     storage, taker = HeldReads(), Takes()
     target = {"a": taker, **_empty()}
     async with aiockpt.AsyncCheckpointer(io_threads=1, drain_timeout=DRAIN_S) as ckpt:
@@ -207,7 +209,7 @@ async def test_who_is_cancelled_before_objects_are_given_their_states_gives_them
         loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
         await asyncio.to_thread(storage.reached.wait, WAIT_S)
         loading.cancel()
-        storage.let_go()
+        storage.release()
         with pytest.raises(asyncio.CancelledError):
             await loading
         assert taker.given == []

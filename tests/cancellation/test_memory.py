@@ -1,4 +1,4 @@
-"""No staging memory is used again while a thread holds it, whoever has called off or gone meanwhile."""
+"""Staging memory is not reused while a thread holds it, even if the save or its waiter was cancelled."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.states import assert_same
 
 
 @pytest.mark.asyncio
-async def test_a_thread_that_writes_keeps_its_memory_and_the_next_save_takes_other(tmp_path: Path) -> None:
-    """With one chunk more than the thread holds, which the next save fills while the thread still stands."""
+async def test_a_writing_thread_keeps_its_memory_and_the_next_save_uses_another_chunk(tmp_path: Path) -> None:
+    """The pool has one more chunk, which the next save fills while the thread is blocked."""
     stop = ThreadStop()
     first, second = (torch.full((CHUNK // 4 - 1024,), value, dtype=torch.int32) for value in (0x11111111, 0x22222222))
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=2 * CHUNK, io_threads=2) as ckpt:
@@ -26,8 +26,8 @@ async def test_a_thread_that_writes_keeps_its_memory_and_the_next_save_takes_oth
         asked = save.cancel()
         following = ckpt.save({"w": second}, tmp_path / "2")
         waiter = asyncio.ensure_future(following.staged.settled())
-        # The first lets go of its place in line only when its thread is done, unless it was staged: then the second
-        # is copied meanwhile, to the other chunk.
+        # An unstaged save blocks the queue until its thread is done. The first is staged, so the second is copied
+        # meanwhile, to the other chunk.
         await waiter
         assert not asked.done()
         stop.open()
@@ -38,7 +38,7 @@ async def test_a_thread_that_writes_keeps_its_memory_and_the_next_save_takes_oth
 
 
 @pytest.mark.asyncio
-async def test_the_next_save_waits_when_the_thread_has_all_there_is(tmp_path: Path) -> None:
+async def test_the_next_save_waits_when_the_thread_holds_the_only_chunk(tmp_path: Path) -> None:
     stop = ThreadStop()
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=CHUNK, io_threads=2) as ckpt:
         save = ckpt.save(state_of(1), tmp_path / "1", storage=stop.storage)
@@ -49,7 +49,7 @@ async def test_the_next_save_waits_when_the_thread_has_all_there_is(tmp_path: Pa
             assert (event.phase, event.staged_bytes) == ("planned", 0)
             break
         assert not asked.done()
-        assert not save.written.done()  # who waits for it may rely on that no thread is at work any more
+        assert not save.written.done()  # when it is done, no thread is at work any more
         stop.open()
         assert await asked
         assert_same(state_of(2), await ckpt.load((await following).path))

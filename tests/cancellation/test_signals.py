@@ -1,4 +1,4 @@
-"""Programs that are interrupted or terminated: what is in flight is written first, or nothing of it is left."""
+"""Interrupted and terminated programs: saves in flight are finished first, or leave nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.writing.gates import Gate, ended, writers_of
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> None:
-    """Start what children are forked from before file descriptors and children are counted."""
+    """Start the server that children are forked from, before file descriptors and children are counted."""
     start_server()
 
 
@@ -30,7 +30,7 @@ def runs(tmp_path: Path) -> Path:
 
 
 def assert_written(runs: Path, moment: str) -> None:
-    """All that was in flight is there, and nothing else."""
+    """Assert that the saves in flight were written, and nothing else."""
     front = set() if MOMENTS[moment].step else {"front"}
     assert {entry.name for entry in runs.iterdir()} == {"c", *front}
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -51,30 +51,30 @@ def assert_written(runs: Path, moment: str) -> None:
         ("writing", "asyncio", "process"),
     ],
 )
-def test_ctrl_c_goes_to_who_awaits_and_the_save_is_finished(
+def test_ctrl_c_cancels_the_waiting_task_and_the_save_is_finished(
     moment: str, loop: Loop, writer: Writer, runs: Path
 ) -> None:
     with Child(children.awaits, runs, moment, loop, writer) as child:
-        child.says("held")
+        child.expect("held")
         child.signal(signal.SIGINT)
-        child.says("cancelled")  # it leaves `async with`, which waits
-        child.let_go()
-        child.says("KeyboardInterrupt")
-        assert child.ends() == 1
+        child.expect("cancelled")  # leaving `async with` waits for the save
+        child.release()
+        child.expect("KeyboardInterrupt")
+        assert child.exit_code() == 1
     assert_written(runs, moment)
 
 
 @pytest.mark.parametrize(("moment", "loop"), [("staging", "asyncio"), ("writing", "uvloop"), ("committing", "asyncio")])
-def test_a_second_ctrl_c_leaves_the_block_and_the_end_of_the_program_waits(moment: str, loop: Loop, runs: Path) -> None:
+def test_a_second_ctrl_c_leaves_the_block_and_the_exit_waits_for_the_save(moment: str, loop: Loop, runs: Path) -> None:
     with Child(children.awaits, runs, moment, loop) as child:
-        child.says("held")
+        child.expect("held")
         child.signal(signal.SIGINT)
-        child.says("cancelled")
+        child.expect("cancelled")
         child.signal(signal.SIGINT)
-        child.says("KeyboardInterrupt")
+        child.expect("KeyboardInterrupt")
         assert not (runs / "c").exists()
-        child.let_go()
-        assert child.ends() == 1
+        child.release()
+        assert child.exit_code() == 1
     assert_written(runs, moment)
 
 
@@ -83,20 +83,20 @@ def test_a_second_ctrl_c_leaves_the_block_and_the_end_of_the_program_waits(momen
     [("captured", "thread"), ("inside a write", "thread"), ("committing", "process")],
 )
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_in_a_plain_program(moment: str, writer: Writer, times: int, runs: Path) -> None:
-    """The first leaves the wait, and closing finishes the save; a second leaves closing, and the end waits."""
+def test_ctrl_c_in_a_synchronous_program(moment: str, writer: Writer, times: int, runs: Path) -> None:
+    """The first ends the wait, and closing finishes the save; a second ends closing, and the exit finishes the save."""
     with Child(children.blocks, runs, moment, writer=writer) as child:
-        child.says("held")
+        child.expect("held")
         child.signal(signal.SIGINT)
-        child.says("closing")
+        child.expect("closing")
         if times == 2:
             child.signal(signal.SIGINT)
-            child.says("KeyboardInterrupt")
+            child.expect("KeyboardInterrupt")
             assert not (runs / "c").exists()
-        child.let_go()
+        child.release()
         if times == 1:
-            child.says("KeyboardInterrupt")
-        assert child.ends() == 1
+            child.expect("KeyboardInterrupt")
+        assert child.exit_code() == 1
     assert_written(runs, moment)
 
 
@@ -115,15 +115,15 @@ def test_ctrl_c_in_a_plain_program(moment: str, writer: Writer, times: int, runs
 def test_sigterm_and_closing_finish_the_save(
     program: children.Program, moment: str, loop: Loop, writer: Writer, runs: Path
 ) -> None:
-    """There is time enough until ``drain_timeout``."""
+    """The save ends long before ``drain_timeout``."""
     with Child(program, runs, moment, loop, writer) as child:
-        child.says("held")
+        child.expect("held")
         child.signal(signal.SIGTERM)
-        child.says("cancelled" if program is children.is_terminated else "closing")
-        child.let_go()
+        child.expect("cancelled" if program is children.is_terminated else "closing")
+        child.release()
         if program is children.is_terminated:
-            child.says("CancelledError")
-        assert child.ends() == _EXIT_CODES[program][0]
+            child.expect("CancelledError")
+        assert child.exit_code() == _EXIT_CODES[program][0]
     assert_written(runs, moment)
 
 
@@ -142,18 +142,18 @@ _EXIT_CODES = {children.is_terminated: (1, 1), children.closes: (0, 3), children
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_when_the_time_is_over_nothing_is_left_and_the_process_ends(
+def test_after_the_drain_timeout_nothing_is_left_and_the_process_ends(
     program: children.Program, moment: str, runs: Path
 ) -> None:
     with Child(program, runs, moment, drain_timeout=0.05) as child:
-        child.says("held")
+        child.expect("held")
         child.signal(signal.SIGTERM)
-        child.says("cancelled" if program is children.is_terminated else "closing")
+        child.expect("cancelled" if program is children.is_terminated else "closing")
         if program is children.is_terminated:
-            child.says("CancelledError", _note(runs, moment))
+            child.expect("CancelledError", _note(runs, moment))
         elif program is children.closes:
-            child.says("gave up", True, True)
-        assert child.ends() == _EXIT_CODES[program][1]
+            child.expect("gave up", True, True)
+        assert child.exit_code() == _EXIT_CODES[program][1]
     assert list(runs.iterdir()) == []
 
 
@@ -166,26 +166,26 @@ def _note(runs: Path, moment: str) -> str:
 
 
 @pytest.mark.parametrize("moment", ["staging", "committing"])
-def test_sigterm_without_a_handler_kills_and_the_path_is_free(moment: str, runs: Path) -> None:
+def test_sigterm_without_a_handler_kills_the_process_and_frees_the_path(moment: str, runs: Path) -> None:
     with Child(children.awaits, runs, moment) as child:
-        child.says("held")
+        child.expect("held")
         child.signal(signal.SIGTERM)
-        assert child.ends() == -signal.SIGTERM
+        assert child.exit_code() == -signal.SIGTERM
     assert not (runs / "c").exists()
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state_of(2), runs / "c")
         assert_same(state_of(2), ckpt.load(runs / "c"))
-    for left in runs.glob(".aiockpt-*"):  # what the killed one had begun
+    for left in runs.glob(".aiockpt-*"):  # of the killed process
         shutil.rmtree(left)
 
 
-def test_sigterm_without_a_handler_kills_and_a_writer_process_goes_on(runs: Path) -> None:
-    """What was staged is written by it, and it ends; see tests.writing for the other moments."""
+def test_a_writer_process_goes_on_when_sigterm_kills_the_trainer(runs: Path) -> None:
+    """The writer process writes the staged save, then ends; see tests.writing for the other moments."""
     with Child(children.awaits, runs, "syncing", "uvloop", "process") as child:
-        child.says("held")
+        child.expect("held")
         (writer,) = writers_of(child.pid)
         child.signal(signal.SIGTERM)
-        assert child.ends() == -signal.SIGTERM
+        assert child.exit_code() == -signal.SIGTERM
     (gate,) = runs.parent.glob("gate-*")
     Gate.of(gate).open()
     assert ended(writer.pid)

@@ -1,4 +1,4 @@
-"""Several who wait for one save, several who call it off, and several saves of which some are called off."""
+"""Several waiters of one save, several callers of its `cancel()`, and several saves of which some are cancelled."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.states import assert_same
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("called_off", [True, False])
-async def test_all_who_wait_are_told(called_off: bool, tmp_path: Path) -> None:
-    """In loops of both kinds, in threads without one, and who follows the progress."""
+@pytest.mark.parametrize("is_cancelled", [True, False])
+async def test_all_waiters_are_notified(is_cancelled: bool, tmp_path: Path) -> None:
+    """Waiters in loops of both kinds and in threads without a loop, and followers of the progress."""
 
     async def waits(save: aiockpt.SaveHandle) -> str:
         try:
             return (await save).path
         except aiockpt.SaveCancelledError:
-            return "called off"
+            return "cancelled"
 
     async def follows(save: aiockpt.SaveHandle) -> str:
         *_, last = [event.phase async for event in save.progress()]
-        return save.path if last == "committed" else "called off"
+        return save.path if last == "committed" else "cancelled"
 
     async def in_a_loop(save: aiockpt.SaveHandle) -> list[str]:
         tasks = [asyncio.ensure_future(wait(save)) for wait in (waits, waits, follows)]
@@ -46,27 +46,27 @@ async def test_all_who_wait_are_told(called_off: bool, tmp_path: Path) -> None:
                 return runner.run(in_a_loop(save))
         ready.wait(WAIT_S)
         error = save.written.exception(WAIT_S)
-        return ["called off" if isinstance(error, aiockpt.SaveCancelledError) else save.path]
+        return ["cancelled" if isinstance(error, aiockpt.SaveCancelledError) else save.path]
 
     ready = threading.Barrier(5)
     async with aiockpt.AsyncCheckpointer(**options_of(MOMENTS["writing"], "thread")) as ckpt:
         held = await hold(ckpt.save, "writing", tmp_path / "runs")
         kinds = (asyncio.new_event_loop, uvloop.new_event_loop, None, None)
         with ThreadPoolExecutor(4) as threads:
-            told = [threads.submit(in_a_thread, held.save, kind) for kind in kinds]
+            outcomes = [threads.submit(in_a_thread, held.save, kind) for kind in kinds]
             await asyncio.to_thread(ready.wait, WAIT_S)
-            if called_off:
+            if is_cancelled:
                 assert await held.save.cancel()
             held.stop.open()
-            ends = [end for each in told for end in await asyncio.wrap_future(each)]
-        assert ends == ["called off" if called_off else str(held.path)] * 8
-        await (assert_gone(ckpt, held, "writing") if called_off else assert_written(ckpt, held))
+            ends = [end for each in outcomes for end in await asyncio.wrap_future(each)]
+        assert ends == ["cancelled" if is_cancelled else str(held.path)] * 8
+        await (assert_gone(ckpt, held, "writing") if is_cancelled else assert_written(ckpt, held))
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("moment", ["captured", "staging", "inside a write", "committing"])
-async def test_all_who_call_it_off_are_given_the_same_answer(moment: str, tmp_path: Path) -> None:
-    """Threads at once, and again when it is over."""
+async def test_all_callers_of_cancel_get_the_same_answer(moment: str, tmp_path: Path) -> None:
+    """From several threads at once, and again when the save has ended."""
     async with aiockpt.AsyncCheckpointer(**options_of(MOMENTS[moment], "thread")) as ckpt:
         held = await hold(ckpt.save, moment, tmp_path / "runs")
         with ThreadPoolExecutor(4) as threads:
@@ -77,9 +77,9 @@ async def test_all_who_call_it_off_are_given_the_same_answer(moment: str, tmp_pa
         await (assert_written(ckpt, held) if MOMENTS[moment].published else assert_gone(ckpt, held, moment))
 
 
-async def _some_called_off(folder: Path, off: set[int], writer: Writer = "thread") -> None:
-    """Call off some of four saves: one is being written; the others are copied meanwhile, or wait for memory."""
-    stay = [number for number in range(4) if number not in off]
+async def _cancel_some(folder: Path, cancelled: set[int], writer: Writer = "thread") -> None:
+    """Cancel some of four saves: one is being written; the others are copied meanwhile, or wait for memory."""
+    stay = [number for number in range(4) if number not in cancelled]
     first = min(stay, default=0)
     stops = {number: stop_before("finish", writer, folder) for number in {0, first}}
     published: list[str] = []
@@ -94,31 +94,31 @@ async def _some_called_off(folder: Path, off: set[int], writer: Writer = "thread
             for number in range(4)
         ]
         try:
-            await _call_off(saves, off, stops[0], folder)
-            assert published == []  # though those behind the first that stays could go on
+            await _cancel(saves, cancelled, stops[0], folder)
+            assert published == []  # though the saves behind the first remaining one could go on
         finally:
             stops[first].open()
         for number in stay:
             assert_same(state_of(number), await ckpt.load((await saves[number]).path))
-        for number in off:
+        for number in cancelled:
             with pytest.raises(aiockpt.SaveCancelledError, match=f"/{number} was cancelled"):
                 await saves[number]
     assert published == [str(number) for number in stay]
     assert {entry.name for entry in (folder / "runs").iterdir()} == set(published)
 
 
-async def _call_off(saves: list[aiockpt.SaveHandle], off: set[int], stop: Stop, folder: Path) -> None:
-    """Call some off, and give those that stay as long as a save takes."""
+async def _cancel(saves: list[aiockpt.SaveHandle], cancelled: set[int], stop: Stop, folder: Path) -> None:
+    """Cancel some saves, then allow the others the time of a whole save."""
     await stop.reached()
-    asked = [saves[number].cancel() for number in off]
-    assert [await each for each in asked] == [True] * len(off)
+    asked = [saves[number].cancel() for number in cancelled]
+    assert [await each for each in asked] == [True] * len(cancelled)
     async with aiockpt.AsyncCheckpointer() as other:
         await other.save(state_of(9), folder / "other")
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
-    "off",
+    "cancelled",
     [
         {0},
         {3},
@@ -130,17 +130,17 @@ async def _call_off(saves: list[aiockpt.SaveHandle], off: set[int], stop: Stop, 
     ],
     ids=str,
 )
-async def test_the_others_in_flight_are_written_in_their_order(off: set[int], tmp_path: Path) -> None:
-    await _some_called_off(tmp_path, off)
+async def test_the_remaining_saves_are_written_in_order(cancelled: set[int], tmp_path: Path) -> None:
+    await _cancel_some(tmp_path, cancelled)
 
 
-def test_so_are_those_of_a_writer_process(tmp_path: Path) -> None:
-    asyncio.run(_some_called_off(tmp_path, {1, 2}, "process"))
+def test_the_remaining_saves_of_a_writer_process_are_written_in_order(tmp_path: Path) -> None:
+    asyncio.run(_cancel_some(tmp_path, {1, 2}, "process"))
 
 
 @pytest.mark.asyncio
-async def test_who_cancels_is_not_told_again(tmp_path: Path) -> None:
-    """Neither by the next save nor by closing, though he never looked."""
+async def test_a_cancelled_save_raises_nothing_later(tmp_path: Path) -> None:
+    """Neither the next save nor closing raises, though the cancelled save was never awaited."""
     async with aiockpt.AsyncCheckpointer(**options_of(MOMENTS["staging"], "thread")) as ckpt:
         held = await hold(ckpt.save, "staging", tmp_path / "runs")
         held.save.cancel()

@@ -1,4 +1,4 @@
-"""Who waits for a save may go, in whatever way and at whatever moment: the save goes on."""
+"""A save goes on when its waiter goes away, in any way and at any moment."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ async def _follows(save: aiockpt.SaveHandle) -> None:
         pass
 
 
-async def _calls_off(asked: aiockpt.Completion[bool]) -> None:
+async def _cancels(asked: aiockpt.Completion[bool]) -> None:
     await asked
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moment", MOMENTS)
-async def test_who_waits_may_go_and_the_save_goes_on(moment: str, way: str, tmp_path: Path) -> None:
+async def test_a_save_goes_on_without_its_waiter(moment: str, way: str, tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer(**options_of(MOMENTS[moment], "thread")) as ckpt:
         held = await hold(ckpt.save, moment, tmp_path / "runs")
         stays = asyncio.ensure_future(held.save)

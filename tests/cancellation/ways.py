@@ -1,4 +1,4 @@
-"""The ways in which somebody who waits is made to go; each returns when he has gone."""
+"""Ways to make a waiter go away; each returns when the waiter is gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Way = Callable[[Wait], Awaitable[object]]
 
 
 class SiblingError(Exception):
-    """What goes wrong beside a waiter."""
+    """Failure of a sibling task of the waiter."""
 
 
 async def _started(wait: Wait) -> asyncio.Task[object]:
@@ -91,7 +91,7 @@ async def scope_cancelled(wait: Wait) -> None:
 
 
 async def run_ended(wait: Wait) -> None:
-    """The end of `asyncio.run` in another thread, with a waiter in its loop."""
+    """End `asyncio.run` in another thread, with a waiter in its loop."""
     factory = type(asyncio.get_running_loop())
 
     def target() -> None:
@@ -102,12 +102,12 @@ async def run_ended(wait: Wait) -> None:
 
 
 async def loop_closed(wait: Wait) -> object:
-    """The closing of a loop, in another thread, with a waiter in it that nobody cancels; it is given back."""
+    """Close a loop in another thread, with a waiter in it that is never cancelled; return the waiter."""
     factory = type(asyncio.get_running_loop())
 
     def target() -> object:
         loop = factory()
-        loop.set_exception_handler(lambda *_: None)  # which would be told of the task that is lost
+        loop.set_exception_handler(lambda *_: None)  # it would report the destroyed pending task
         task = loop.run_until_complete(_started(wait))
         loop.close()
         return task
