@@ -1,4 +1,4 @@
-"""Saves that come faster than they are written: they wait, are left out, give way, or are refused."""
+"""Saves submitted faster than they are written: they wait, are skipped, are superseded, or are refused."""
 
 from __future__ import annotations
 
@@ -32,12 +32,14 @@ def state_of(step: int, nbytes: int = 1 << 20) -> dict:
         ([False, False], 3, []),
     ],
 )
-def test_the_first_ones_and_those_that_are_staged_go_on(staged: list[bool], most: int, expected: list[int]) -> None:
+def test_the_first_saves_and_staged_saves_are_not_superseded(
+    staged: list[bool], most: int, expected: list[int]
+) -> None:
     assert superseded(staged, most) == expected
 
 
 @pytest.mark.asyncio
-async def test_saves_wait_in_line_and_are_published_in_order(tmp_path: Path) -> None:
+async def test_saves_are_queued_and_published_in_order(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     order: list[str] = []
     async with aiockpt.AsyncCheckpointer(staging_bytes=1 << 20, chunk_bytes=1 << 18) as ckpt:
@@ -65,7 +67,7 @@ async def test_saves_wait_in_line_and_are_published_in_order(tmp_path: Path) -> 
 
 
 @pytest.mark.asyncio
-async def test_a_save_is_staged_while_one_before_is_published_and_one_between_was_called_off(tmp_path: Path) -> None:
+async def test_a_save_is_staged_while_an_earlier_one_is_published_and_one_between_was_cancelled(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["write", "commit"])
     async with aiockpt.AsyncCheckpointer(staging_bytes=2 << 20, chunk_bytes=1 << 18) as ckpt:
         states = [state_of(0, nbytes=8 << 20), state_of(1), state_of(2, nbytes=1 << 17)]
@@ -74,7 +76,7 @@ async def test_a_save_is_staged_while_one_before_is_published_and_one_between_wa
         )
         await storage.reached["write"]
         assert not first.staged.done()
-        assert await second.cancel()  # before it has had its turn in anything
+        assert await second.cancel()  # before its turn to be staged
         storage.open("write")
         await storage.reached["commit"]
         try:
@@ -93,7 +95,7 @@ async def test_a_save_is_skipped_while_another_is_in_flight(tmp_path: Path) -> N
         first = ckpt.save(state_of(1), tmp_path / "1", storage=storage)
         second = ckpt.save(state_of(2), tmp_path / "2", storage=storage)
         same = ckpt.save(state_of(3), tmp_path / "1", storage=storage)
-        await second.staged  # at once, for its tensors may change
+        await second.staged  # at once: its tensors may change
         assert second.skipped
         assert same.skipped
         assert not first.skipped
@@ -106,7 +108,7 @@ async def test_a_save_is_skipped_while_another_is_in_flight(tmp_path: Path) -> N
         storage.open("commit")
         await first
         await ckpt.ready()
-        third = ckpt.save(state_of(3), tmp_path / "3")  # nor is anything raised here
+        third = ckpt.save(state_of(3), tmp_path / "3")  # does not raise for the skipped saves
         await third
         found = ckpt.statistics()
         assert (found.written, found.skipped, found.failed) == (2, 2, 0)
@@ -116,7 +118,7 @@ async def test_a_save_is_skipped_while_another_is_in_flight(tmp_path: Path) -> N
 
 
 @pytest.mark.asyncio
-async def test_more_may_be_in_flight_before_one_is_skipped(tmp_path: Path) -> None:
+async def test_a_save_is_skipped_only_beyond_max_in_flight(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer(on_busy="skip", max_in_flight=2) as ckpt:
         saves = [ckpt.save(state_of(step), tmp_path / str(step), storage=storage) for step in range(4)]
@@ -126,7 +128,7 @@ async def test_more_may_be_in_flight_before_one_is_skipped(tmp_path: Path) -> No
 
 
 @pytest.mark.asyncio
-async def test_those_that_only_wait_give_way_to_the_newest(tmp_path: Path) -> None:
+async def test_queued_saves_are_superseded_by_the_newest(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["write"])
     async with aiockpt.AsyncCheckpointer(on_busy="supersede", staging_bytes=1 << 18, chunk_bytes=1 << 18) as ckpt:
         saves = [ckpt.save(state_of(0), tmp_path / "0", storage=storage)]
@@ -147,7 +149,7 @@ async def test_those_that_only_wait_give_way_to_the_newest(tmp_path: Path) -> No
 
 
 @pytest.mark.asyncio
-async def test_the_newest_state_goes_to_one_name_again_and_again(tmp_path: Path) -> None:
+async def test_queued_saves_to_one_path_are_superseded_by_the_newest(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer(on_busy="supersede") as ckpt:
         saves = [ckpt.save(state_of(0), tmp_path / "latest", storage=storage, overwrite=True)]
@@ -160,7 +162,7 @@ async def test_the_newest_state_goes_to_one_name_again_and_again(tmp_path: Path)
 
 
 @pytest.mark.asyncio
-async def test_a_call_is_refused_while_it_is_busy(tmp_path: Path) -> None:
+async def test_a_save_is_refused_while_the_checkpointer_is_busy(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer(on_busy="error") as ckpt:
         first = ckpt.save(state_of(1), tmp_path / "1", storage=storage)
@@ -178,7 +180,7 @@ async def test_a_call_is_refused_while_it_is_busy(tmp_path: Path) -> None:
         await ckpt.save(state_of(2), tmp_path / "2")
 
 
-def test_a_plain_program_waits_for_its_turn(tmp_path: Path) -> None:
+def test_a_synchronous_program_waits_with_ready(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     with aiockpt.SyncCheckpointer(on_busy="error") as ckpt:
         ckpt.ready(timeout=0)

@@ -1,4 +1,4 @@
-"""The engine's loop: whatever fails in it, nothing that was submitted is left pending."""
+"""The engine's loop: whatever fails in it, nothing that was submitted stays pending."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOW = aiockpt.StagingWindow(bytes_per_window=1 << 20, patience_s=600)
 
 
 class Posts:
-    """Counts what is posted to engines, and lets one of the functions raise instead of running."""
+    """Records the functions posted to engines, and makes one of them raise instead of running."""
 
     def __init__(self, broken: int | None = None) -> None:
         self.names: list[str] = []
@@ -48,7 +48,7 @@ class Posts:
 
 
 def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
-    """Do everything that posts to the loop; return how each of what was submitted has ended, which all must."""
+    """Call everything that posts to the loop; return the outcome of each submission, all of which have to end."""
     ended: list[BaseException | None] = []
 
     def note(function: Callable[[], Completion[Any]]) -> None:
@@ -90,7 +90,7 @@ def _outcomes(folder: Path, *, writer: str) -> list[BaseException | None]:
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
-def test_whichever_callback_raises_nothing_is_left_pending(
+def test_nothing_stays_pending_when_a_callback_raises(
     writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Posts()
@@ -119,7 +119,7 @@ def _raise() -> None:
     raise ZeroDivisionError("in the callback")
 
 
-def test_an_exception_that_belongs_to_nobody_ends_all_that_is_pending(
+def test_an_exception_without_an_owner_ends_everything_pending(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = GatedStorage(LocalStorage(), ["begin"])
@@ -146,7 +146,7 @@ def test_an_exception_that_belongs_to_nobody_ends_all_that_is_pending(
 
 
 class _SeesContext(WrapperStorage):
-    """Notes what the caller's context variable is where the save is made."""
+    """Records the value of a context variable where the save runs."""
 
     def __init__(self, variable: contextvars.ContextVar[str]) -> None:
         super().__init__(LocalStorage())
@@ -166,7 +166,7 @@ def test_saves_and_loads_run_in_the_context_of_the_engine(tmp_path: Path) -> Non
     variable.set("caller's")
     storage = _SeesContext(variable)
     with aiockpt.SyncCheckpointer() as ckpt:
-        for name in "abc":  # the first may come before the loop runs, the others do not
+        for name in "abc":  # the first save may arrive before the loop runs, the others do not
             ckpt.save(STATE, tmp_path / name, storage=storage)
         call = ckpt._engine.call(lambda _: asyncio.to_thread(variable.get), "look")
         assert call.result() == "engine's"
@@ -192,8 +192,8 @@ def current_async_library():
 """
 
 
-def test_it_works_where_anyio_finds_a_library_by_the_context(tmp_path: Path) -> None:
-    """As it does with sniffio, of which this is what anyio uses."""
+def test_it_works_where_anyio_detects_the_library_by_a_context_variable(tmp_path: Path) -> None:
+    """As with sniffio: the module has the parts of sniffio that anyio uses."""
     (tmp_path / "sniffio.py").write_text(_SNIFFIO)
     code = (
         "import sys, torch, aiockpt, sniffio\nassert sniffio.__file__.startswith(sys.argv[1])\n"

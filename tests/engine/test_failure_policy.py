@@ -1,4 +1,4 @@
-"""What becomes of training when a save fails, and of a save when its disk fails or hangs."""
+"""Training when a save fails, and a save when its disk fails or hangs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_training_goes_on_after_a_failure(tmp_path: Path, caplog: pytest.L
     async with aiockpt.AsyncCheckpointer(on_failure="warn") as ckpt:
         save = ckpt.save(state_of(1), tmp_path / "1", storage=FaultyStorage(LocalStorage(), "write", FULL))
         await save.staged
-        with pytest.raises(aiockpt.WriteError, match="No space left"):  # which never comes for what isn't there
+        with pytest.raises(aiockpt.WriteError, match="No space left"):  # `written` never succeeds without a checkpoint
             await save.written
         await ckpt.save(state_of(2), tmp_path / "2")
         unseen = ckpt.save(state_of(3), tmp_path / "3", storage=FaultyStorage(LocalStorage(), "begin", FULL))
@@ -51,20 +51,20 @@ async def test_training_goes_on_after_a_failure(tmp_path: Path, caplog: pytest.L
         assert (found.written, found.failed) == (2, 2)
         assert [path for path, _ in found.failures] == [str(tmp_path / "1"), str(tmp_path / "3")]
         assert all("No space left" in str(error) for _, error in found.failures)
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(told) == 2
-    assert all("a checkpoint was not written, training goes on" in text for text in told)
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(messages) == 2
+    assert all("a checkpoint was not written, training goes on" in text for text in messages)
     assert names(tmp_path) == ["2", "4"]
 
 
-def test_a_plain_loop_goes_on_after_a_failure(tmp_path: Path) -> None:
+def test_a_synchronous_loop_goes_on_after_a_failure(tmp_path: Path) -> None:
     state = state_of(1)
     with aiockpt.SyncCheckpointer(on_failure="warn") as ckpt:
         failed = ckpt.save(state, tmp_path / "1", storage=FaultyStorage(LocalStorage(), "commit", FULL))
         assert isinstance(failed.error, aiockpt.CommitError)
         assert (failed.nbytes, dict(failed.files)) == (0, {})
         assert ckpt.save(state, tmp_path / "2").error is None
-        with pytest.raises(aiockpt.SaveError, match="can't be pickled"):  # a mistake of the program's
+        with pytest.raises(aiockpt.SaveError, match="can't be pickled"):  # a mistake in the program
             ckpt.save({"f": lambda: None}, tmp_path / "3")
         with pytest.raises(aiockpt.CheckpointExistsError):
             ckpt.save(state, tmp_path / "2")
@@ -90,7 +90,7 @@ class Unreachable(LocalStorage):
         raise aiockpt.WriteError(f"can't look at {path}: Input/output error")
 
 
-def test_a_place_that_can_not_be_looked_at_is_a_failure_like_others(tmp_path: Path) -> None:
+def test_an_inaccessible_destination_is_a_failure_like_others(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt, pytest.raises(aiockpt.WriteError, match="can't look at"):
         ckpt.submit(state_of(1), tmp_path / "1", storage=Unreachable())
     with aiockpt.SyncCheckpointer(on_failure="warn") as ckpt:
@@ -106,7 +106,7 @@ def test_a_place_that_can_not_be_looked_at_is_a_failure_like_others(tmp_path: Pa
 @pytest.mark.parametrize("step", ["begin", "create", "write", "finish", "commit"])
 @pytest.mark.parametrize("when", ["before it is staged", "afterwards"])
 @pytest.mark.parametrize("options", [{}, {"compress": "zstd"}, {"format": "safetensors"}], ids=str)
-def test_a_save_goes_elsewhere_when_its_disk_fails(step: str, when: str, options: dict, tmp_path: Path) -> None:
+def test_a_save_goes_to_the_fallback_when_its_disk_fails(step: str, when: str, options: dict, tmp_path: Path) -> None:
     state = {f"w{number}": torch.randn(100_000) for number in range(6)}
     expected = {name: tensor.clone() for name, tensor in state.items()}
     gate = GatedStorage(LocalStorage(), ["begin"])
@@ -133,8 +133,8 @@ def test_a_save_goes_elsewhere_when_its_disk_fails(step: str, when: str, options
     assert names(tmp_path / "spare") == ["a"]
 
 
-def test_a_fence_keeps_what_is_copied_twice_from_changing(tmp_path: Path) -> None:
-    """Who was let by may change the tensors, so that they can't be copied once more."""
+def test_after_a_fence_tensors_are_not_copied_again_for_the_fallback(tmp_path: Path) -> None:
+    """After the fence the caller may change the tensors, so they can't be copied again for the fallback."""
     state = state_of(1)
     storage = GatedStorage(FaultyStorage(LocalStorage(), "create", FULL), ["create"])
     with aiockpt.SyncCheckpointer(fallback_path=tmp_path / "spare") as ckpt:
@@ -143,13 +143,13 @@ def test_a_fence_keeps_what_is_copied_twice_from_changing(tmp_path: Path) -> Non
         state["w"].zero_()
         storage.open("create")
         error = save.written.exception(60)
-        if error is None:  # it was staged by then, and kept
+        if error is None:  # it was staged by then, and its chunks were kept
             assert_same(state_of(1), ckpt.load(tmp_path / "spare" / "a"))
         else:
             assert "too late to save it to" in error.__notes__[0]
 
 
-def test_a_state_larger_than_memory_is_lost_with_its_disk_once_staged(tmp_path: Path) -> None:
+def test_a_staged_state_larger_than_memory_can_not_go_to_the_fallback(tmp_path: Path) -> None:
     storage = FaultyStorage(LocalStorage(), "commit", FULL)
     with aiockpt.SyncCheckpointer(
         fallback_path=tmp_path / "spare", staging_bytes=1 << 18, chunk_bytes=1 << 17, on_failure="warn"
@@ -162,7 +162,7 @@ def test_a_state_larger_than_memory_is_lost_with_its_disk_once_staged(tmp_path: 
     assert names(tmp_path / "spare") == ["b"]
 
 
-def test_both_errors_are_told_when_the_other_path_fails_too(tmp_path: Path) -> None:
+def test_both_errors_are_reported_when_the_fallback_fails_too(tmp_path: Path) -> None:
     storage = FaultyStorage(LocalStorage(), "write", FULL, times=100)
     (tmp_path / "spare" / "taken").mkdir(parents=True)
     with aiockpt.SyncCheckpointer(fallback_path=tmp_path / "spare") as ckpt:
@@ -177,7 +177,7 @@ def test_both_errors_are_told_when_the_other_path_fails_too(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("step", ["begin", "commit"])
-def test_a_writer_process_goes_elsewhere_as_well(step: str, tmp_path: Path) -> None:
+def test_a_writer_process_uses_the_fallback_too(step: str, tmp_path: Path) -> None:
     state = {f"w{number}": torch.randn(100_000) for number in range(6)}
     expected = {name: tensor.clone() for name, tensor in state.items()}
     with aiockpt.SyncCheckpointer(
@@ -201,7 +201,7 @@ async def test_a_slow_save_is_given_up_and_leaves_nothing(tmp_path: Path) -> Non
     storage = GatedStorage(LocalStorage(), ["write"])
     async with aiockpt.AsyncCheckpointer(save_timeout=0.2) as ckpt:
         save = ckpt.save(state_of(1), tmp_path / "1", storage=storage)
-        behind = ckpt.save(state_of(2), tmp_path / "2")  # its time begins when the first is over
+        behind = ckpt.save(state_of(2), tmp_path / "2")  # its timeout begins when the first save is over
         with pytest.raises(aiockpt.SaveTimeoutError, match=r"save_timeout = 0.2 s and was given up; nothing of it is"):
             await save.written
         await behind
@@ -230,7 +230,7 @@ def test_a_timeout_while_the_metadata_is_written_leaves_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("step", ["create", "write", "finish", "commit"])
 @pytest.mark.asyncio
-async def test_saving_goes_on_without_a_save_that_hangs(step: str, tmp_path: Path) -> None:
+async def test_later_saves_go_on_when_one_hangs(step: str, tmp_path: Path) -> None:
     storage = HangingStorage(LocalStorage(), step)
     state = {f"w{number}": torch.randn(100_000) for number in range(6)}
     expected = {name: tensor.clone() for name, tensor in state.items()}
@@ -243,8 +243,10 @@ async def test_saving_goes_on_without_a_save_that_hangs(step: str, tmp_path: Pat
         await behind
         found = ckpt.statistics()
         assert (found.abandoned, found.failed, found.written) == (1, 1, 1)
-        assert (found.quarantined_bytes > 0) == (step in ("create", "write"))  # later nothing is held
-        with pytest.raises(aiockpt.CheckpointExistsError, match="in flight"):  # it may still come there
+        assert (found.quarantined_bytes > 0) == (step in ("create", "write"))  # after these steps it holds no memory
+        with pytest.raises(
+            aiockpt.CheckpointExistsError, match="in flight"
+        ):  # the hanging save may still publish there
             ckpt.save(expected, tmp_path / "stuck", overwrite=True)
         for number in range(3):
             await ckpt.save(expected, tmp_path / str(number))
@@ -259,8 +261,8 @@ async def test_saving_goes_on_without_a_save_that_hangs(step: str, tmp_path: Pat
 
 
 @pytest.mark.asyncio
-async def test_a_hanging_thread_sees_its_own_bytes_to_the_end(tmp_path: Path) -> None:
-    """What it holds is not used by others, though they have gone on."""
+async def test_a_hanging_thread_keeps_its_own_bytes_to_the_end(tmp_path: Path) -> None:
+    """Later saves go on, but do not reuse the memory that the thread holds."""
     storage = HangingStorage(LocalStorage(), "write")
     ckpt = aiockpt.AsyncCheckpointer(save_timeout=1.5, staging_bytes=1 << 18, chunk_bytes=1 << 17)
     stuck = ckpt.save({"w": torch.full((1 << 17,), 7, dtype=torch.uint8)}, tmp_path / "stuck", storage=storage)
@@ -284,8 +286,8 @@ def _leases_of(save: aiockpt.SaveHandle) -> list:
     return list(save._control.quarantine.__self__._leases._out)  # type: ignore[attr-defined]
 
 
-def test_what_fails_between_copied_and_staged_goes_elsewhere_too(tmp_path: Path) -> None:
-    """With a writer process there is something to wait for between the two."""
+def test_a_failure_between_copied_and_staged_goes_to_the_fallback_too(tmp_path: Path) -> None:
+    """With a writer process, a save waits between its last copy and `staged`."""
     state = {f"w{number}": torch.randn(300_000) for number in range(4)}
     with aiockpt.SyncCheckpointer(fallback_path=lambda path: f"{path}-spare", writer="process") as ckpt:
         for number in range(8):
@@ -294,7 +296,7 @@ def test_what_fails_between_copied_and_staged_goes_elsewhere_too(tmp_path: Path)
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
-def test_who_goes_elsewhere_keeps_his_place_in_line(writer, tmp_path: Path) -> None:
+def test_a_save_to_the_fallback_keeps_its_place_in_the_queue(writer, tmp_path: Path) -> None:
     order: list[str] = []
     with aiockpt.SyncCheckpointer(fallback_path=lambda path: f"{path}-spare", writer=writer) as ckpt:
         saves = [
@@ -311,7 +313,7 @@ def test_who_goes_elsewhere_keeps_his_place_in_line(writer, tmp_path: Path) -> N
     assert order == ["a0-spare", "a1", "a2"]
 
 
-def test_nothing_is_overwritten_at_the_other_path(tmp_path: Path) -> None:
+def test_nothing_is_overwritten_at_the_fallback(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(fallback_path=tmp_path / "spare") as ckpt:
         for run in ("a", "b"):
             fault = FaultyStorage(LocalStorage(), "write", FULL)
@@ -340,12 +342,12 @@ def test_a_cancellation_while_copies_are_checked_leaves_nothing(step: str, tmp_p
 
 
 async def _turns() -> None:
-    """Let the engine's loop go round."""
+    """Wait for some iterations of the engine's loop."""
     for _ in range(20):
         await anyio.lowlevel.checkpoint()
 
 
-def test_closing_ends_though_a_load_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_even_if_a_load_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 0.3)
     storage = _HangsReading()
     ckpt = aiockpt.SyncCheckpointer(drain_timeout=0.1)
@@ -370,7 +372,7 @@ class _HangsReading(WrapperStorage):
 
 
 @pytest.mark.asyncio
-async def test_a_slow_hook_after_the_commit_is_no_timeout(tmp_path: Path) -> None:
+async def test_a_slow_post_commit_hook_causes_no_timeout(tmp_path: Path) -> None:
     go = threading.Event()
     async with aiockpt.AsyncCheckpointer(save_timeout=1.5) as ckpt:
         save = ckpt.save(state_of(1), tmp_path / "c", post_commit=lambda _: go.wait(60))

@@ -1,4 +1,4 @@
-"""A process that was forked from one that saves: it is told so, at whatever it does, and never hangs."""
+"""A process forked from one that saves: every use of the parent's checkpointer raises, and none hangs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _CHILD_S = 60
 
 
 def _forked(function: Callable[[], object]) -> None:
-    """Call a function in a forked process; fail as it does, or if it hangs."""
+    """Call a function in a forked process; fail if it fails or hangs."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads
         child = os.fork()
     if child == 0:
         signal.alarm(_CHILD_S)
@@ -113,9 +113,9 @@ USES: dict[str, Callable[[Any, aiockpt.SaveHandle, Any], object]] = {
 
 
 @pytest.mark.parametrize("what", USES)
-def test_what_needs_the_threads_of_the_parent_says_so(what: str, tmp_path: Path) -> None:
+def test_calls_that_need_the_parents_threads_raise(what: str, tmp_path: Path) -> None:
     gate = GatedStorage(LocalStorage(), ["begin"])
-    # So small a pool that nothing is staged before it is written.
+    # The pool is so small that nothing is staged before it is written.
     with aiockpt.SyncCheckpointer(staging_bytes=4096, chunk_bytes=4096) as ckpt:
         ckpt.save(STATE, tmp_path / "a")
         with ckpt.open(tmp_path / "a") as reader:
@@ -126,7 +126,7 @@ def test_what_needs_the_threads_of_the_parent_says_so(what: str, tmp_path: Path)
                 with pytest.raises(aiockpt.CheckpointerClosedError, match="made in another process, before a fork"):
                     USES[what](ckpt, save, reader)
 
-            # As it may be in the parent just then, by a thread that the child has not.
+            # During a fork, a thread of the parent, which the child lacks, may hold these locks.
             takes_them_first = what in ("wait", "as_completed")
             conditions = [] if takes_them_first else [save.staged._condition, save.written._condition]
             with ckpt._engine._lock, _held_elsewhere(save._lock, *conditions):
@@ -147,7 +147,9 @@ def test_a_child_that_frees_memory_of_the_engine_keeps_its_own(kind: type[Mapped
 
     def child() -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        own = libc.mmap(held[0].address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)  # there, if it is free
+        own = libc.mmap(
+            held[0].address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0
+        )  # at that address, if it is free
         ctypes.memset(own, 7, nbytes)
         held.clear()
         gc.collect()
@@ -159,7 +161,7 @@ def test_a_child_that_frees_memory_of_the_engine_keeps_its_own(kind: type[Mapped
         held[0].close()
 
 
-def test_what_has_come_before_is_there_and_closing_is_nothing(tmp_path: Path) -> None:
+def test_results_from_before_the_fork_are_kept_and_closing_does_nothing(tmp_path: Path) -> None:
     gate = GatedStorage(LocalStorage(), ["begin"])
     with aiockpt.SyncCheckpointer() as ckpt:
         done = ckpt.submit(STATE, tmp_path / "a")
@@ -172,7 +174,9 @@ def test_what_has_come_before_is_there_and_closing_is_nothing(tmp_path: Path) ->
             assert asyncio.run(_awaited(done)).tensors == 1  # type: ignore[attr-defined]
             ckpt.close()
             with aiockpt.SyncCheckpointer() as own:
-                own.save({"x": torch.ones(3)}, tmp_path / "c")  # so small that torch uses no threads, which are gone
+                own.save(
+                    {"x": torch.ones(3)}, tmp_path / "c"
+                )  # too small for torch to use its threads, which the child lacks
                 assert own.load(tmp_path / "a")["step"] == 3
 
         with ckpt._engine._lock:
@@ -186,7 +190,7 @@ def _in_a_process(ckpt: aiockpt.SyncCheckpointer, folder: str) -> None:
     try:
         ckpt.load(f"{folder}/a")
     except aiockpt.CheckpointerClosedError:
-        Path(folder, "told").touch()
+        Path(folder, "raised").touch()
 
 
 def test_a_forked_process_of_multiprocessing_ends(tmp_path: Path) -> None:
@@ -199,7 +203,7 @@ def test_a_forked_process_of_multiprocessing_ends(tmp_path: Path) -> None:
         process.join(_CHILD_S)
         assert process.exitcode == 0
         process.close()
-        assert (tmp_path / "told").exists()
+        assert (tmp_path / "raised").exists()
 
 
 _WHILE_IT_STARTS = """
@@ -233,7 +237,7 @@ def test_a_fork_while_the_engine_starts_leaves_a_child_that_can_save(tmp_path: P
 
 
 def test_the_threads_of_an_engine_import_nothing(tmp_path: Path) -> None:
-    """A fork in the middle of an import would leave the child without the end of it."""
+    """A fork during a thread's import would leave the child with a half-imported module."""
     code = """
 import sys, threading, torch, aiockpt
 class Finder:

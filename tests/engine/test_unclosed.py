@@ -1,4 +1,4 @@
-"""Checkpointers and readers that nobody closes: what they hold goes with the last reference, and a warning says so."""
+"""Unclosed checkpointers and readers: the last reference frees their resources, with a ResourceWarning."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.states import assert_same, large_state
 STATE = {"x": torch.arange(50_000.0), "step": 3}
 
 
-def _let_go(drop: Callable[[], object], what: str = "unclosed SyncCheckpointer") -> None:
-    """Drop what was not closed, and wait until its threads are gone."""
+def _drop_with_warning(drop: Callable[[], object], what: str = "unclosed SyncCheckpointer") -> None:
+    """Drop an unclosed object, expect the warning, and wait until its threads are gone."""
     with pytest.warns(ResourceWarning, match=what):
-        _gone(drop)
+        _drop_and_join(drop)
 
 
-def _gone(drop: Callable[[], object]) -> None:
+def _drop_and_join(drop: Callable[[], object]) -> None:
     drop()
     for _ in range(600):  # the end of the last save may still hold something
         gc.collect()
@@ -43,7 +43,7 @@ def _gone(drop: Callable[[], object]) -> None:
     raise AssertionError(left)
 
 
-def _collected(drop: Callable[[], object]) -> None:
+def _drop_and_collect(drop: Callable[[], object]) -> None:
     drop()
     gc.collect()
 
@@ -56,7 +56,7 @@ def _wait_for_threads() -> None:
 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
-def test_thirty_of_them_leave_nothing(writer: str, tmp_path: Path) -> None:
+def test_thirty_unclosed_checkpointers_leave_nothing(writer: str, tmp_path: Path) -> None:
     process = psutil.Process()
     count = 30 if writer == "thread" else 3
 
@@ -71,19 +71,19 @@ def test_thirty_of_them_leave_nothing(writer: str, tmp_path: Path) -> None:
         made[-1].save(large_state(4), tmp_path / str(number))
         assert_same(large_state(4), made[-1].load(tmp_path / str(number)))
     assert held()[0] > before[0] + 5 * count
-    _let_go(made.clear)
+    _drop_with_warning(made.clear)
     assert held() <= before
     assert process.memory_info().rss < memory + (64 << 20)
 
 
 @pytest.mark.parametrize("is_handle_kept", [True, False])
-def test_what_is_in_flight_is_finished(is_handle_kept: bool, tmp_path: Path) -> None:
+def test_saves_in_flight_are_finished(is_handle_kept: bool, tmp_path: Path) -> None:
     gate = GatedStorage(LocalStorage(), ["commit"])
     made = [aiockpt.SyncCheckpointer()]
     saves = [made[0].submit(STATE, tmp_path / name, storage=gate, post_commit=lambda _: made) for name in "ab"]
     gate.reached["commit"].result(60)
     with pytest.warns(ResourceWarning, match="unclosed SyncCheckpointer: use it in a `with` block"):
-        _collected(made.clear)
+        _drop_and_collect(made.clear)
     assert not saves[0].written.done()
     if not is_handle_kept:
         saves.clear()
@@ -98,7 +98,7 @@ def test_what_is_in_flight_is_finished(is_handle_kept: bool, tmp_path: Path) -> 
             assert_same(STATE, ckpt.load(tmp_path / name))
 
 
-def test_one_that_its_own_hook_refers_to_goes_as_well(tmp_path: Path) -> None:
+def test_a_checkpointer_that_its_own_hook_refers_to_is_freed(tmp_path: Path) -> None:
     def use() -> None:
         ckpt = aiockpt.SyncCheckpointer()
         storage = FaultyStorage(LocalStorage(), "write", OSError("no"))
@@ -107,21 +107,21 @@ def test_one_that_its_own_hook_refers_to_goes_as_well(tmp_path: Path) -> None:
         with pytest.raises(aiockpt.SaveError):
             failed.written.result(60)
 
-    _let_go(use)
+    _drop_with_warning(use)
 
 
-def test_a_failure_that_nobody_saw_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unseen_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def use() -> None:
         ckpt = aiockpt.SyncCheckpointer()
         ckpt.submit(STATE, tmp_path / "a", storage=FaultyStorage(LocalStorage(), "write", OSError("no")))
 
     with caplog.at_level(logging.ERROR, "aiockpt"):
-        _let_go(use)
+        _drop_with_warning(use)
     assert "a save has failed, and nobody has the checkpointer any more" in caplog.text
 
 
 @pytest.mark.asyncio
-async def test_a_reader_that_nobody_closes_goes_with_its_last_reference(tmp_path: Path) -> None:
+async def test_an_unclosed_reader_is_freed_with_its_last_reference(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(STATE, tmp_path / "a")
     before = _open_files()
@@ -137,7 +137,7 @@ async def test_a_reader_that_nobody_closes_goes_with_its_last_reference(tmp_path
 
 @contextlib.contextmanager
 def _no_collector() -> Iterator[None]:
-    """Let only what has no reference left be freed."""
+    """Disable the garbage collector: only reference counts free objects."""
     gc.collect()
     gc.disable()
     try:
@@ -147,15 +147,15 @@ def _no_collector() -> Iterator[None]:
 
 
 def _open_files() -> dict[str, str]:
-    """Return what each descriptor leads to."""
+    """Return the target of each file descriptor."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             found[number] = os.readlink(f"/proc/self/fd/{number}")
     return found
 
 
-def test_what_is_loaded_is_freed_with_its_last_reference(tmp_path: Path) -> None:
+def test_loaded_tensors_are_freed_with_their_last_reference(tmp_path: Path) -> None:
     def freed(state: dict[str, Any]) -> bool:
         gone = threading.Event()
         weakref.finalize(state["x"], gone.set)
@@ -180,10 +180,10 @@ def test_a_reader_keeps_its_checkpointer(tmp_path: Path) -> None:
     made.clear()
     gc.collect()
     assert readers[0].read("step") == 3
-    _let_go(readers.clear)
+    _drop_with_warning(readers.clear)
 
 
-def test_one_that_is_closed_or_was_not_used_says_nothing(tmp_path: Path) -> None:
+def test_closed_and_unused_checkpointers_do_not_warn(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         aiockpt.AsyncCheckpointer()
@@ -194,21 +194,21 @@ def test_one_that_is_closed_or_was_not_used_says_nothing(tmp_path: Path) -> None
         gc.collect()
 
 
-def test_it_goes_when_the_collector_runs_in_its_own_thread(tmp_path: Path) -> None:
+def test_a_checkpointer_is_freed_when_the_collector_runs_in_its_own_thread(tmp_path: Path) -> None:
     made: list[Any] = [aiockpt.SyncCheckpointer()]
     made[0].save(STATE, tmp_path / "a")
     engine = made[0]._engine
 
     async def collect(_: object) -> None:
         with pytest.warns(ResourceWarning, match="unclosed"):
-            _collected(made.clear)
+            _drop_and_collect(made.clear)
 
     engine.call(collect, "collect").result()
     _wait_for_threads()
 
 
 @pytest.mark.asyncio
-async def test_one_call_of_one_that_nobody_has(tmp_path: Path) -> None:
+async def test_a_call_on_a_temporary_checkpointer(tmp_path: Path) -> None:
     with pytest.warns(ResourceWarning, match="unclosed AsyncCheckpointer"):
         await aiockpt.AsyncCheckpointer().save(STATE, tmp_path / "a")
     with pytest.warns(ResourceWarning, match="unclosed AsyncCheckpointer"):
@@ -216,11 +216,11 @@ async def test_one_call_of_one_that_nobody_has(tmp_path: Path) -> None:
     await asyncio.to_thread(_wait_for_threads)
 
 
-def test_a_forked_process_lets_go_of_nothing(tmp_path: Path) -> None:
+def test_a_forked_process_frees_nothing_of_the_parent(tmp_path: Path) -> None:
     made = [aiockpt.SyncCheckpointer()]
     made[0].save(STATE, tmp_path / "a")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads
         child = os.fork()
     if child == 0:
         code = 1

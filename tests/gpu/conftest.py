@@ -1,4 +1,4 @@
-"""What a CUDA device opens once in a process is there before leaks are counted."""
+"""Open what a CUDA device opens once in a process, before leaks are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real device: what is staged is what the caller's stream had computed at `save()`, and nothing later."""
+"""Saves from a real device: the values that the caller's stream had computed at `save()`, and nothing later."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_copy_waits_for_the_callers_stream(ckpt, tmp_path: Path) -> None:
     assert raw_bytes(ckpt.load(tmp_path / "c")["result"]) == raw_bytes(result)
 
 
-def test_changes_after_staged_or_behind_the_fence_do_not_show(ckpt, tmp_path: Path) -> None:
+def test_changes_after_staged_or_after_the_fence_do_not_show(ckpt, tmp_path: Path) -> None:
     for use_fence in (False, True):
         state = _state(seed=int(use_fence))
         expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
@@ -97,7 +97,7 @@ def test_small_tensors_may_change_right_after_the_call(ckpt, tmp_path: Path) -> 
     assert all(bool((loaded[f"stat{i}"] == i).all()) for i in range(50))
 
 
-def test_a_change_before_staged_is_found_out(tmp_path: Path) -> None:
+def test_a_change_before_staged_is_detected(tmp_path: Path) -> None:
     state = {f"w{i}": torch.randn(1000, 1000, device="cuda") for i in range(8)}
     with aiockpt.SyncCheckpointer(chunk_bytes=1 << 16, staging_bytes=1 << 16) as ckpt:
         save = ckpt.submit(state, tmp_path / "c")
@@ -107,7 +107,7 @@ def test_a_change_before_staged_is_found_out(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_device_memory_is_given_back(tmp_path: Path) -> None:
+def test_device_memory_is_freed(tmp_path: Path) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     state = {"w": torch.randn(4000, 1000, device="cuda"), "s": torch.ones(3, device="cuda")}
@@ -146,7 +146,7 @@ sys.exit(int(torch._C._cuda_hasPrimaryContext(0)))
 
 
 @pytest.mark.parametrize("how", ["current", "never current"])
-def test_no_context_on_a_device_that_is_not_used(how, tmp_path: Path) -> None:
+def test_no_context_on_an_unused_device(how, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     command = [sys.executable, "-c", LONE_CONTEXT, str(tmp_path / "c"), how]

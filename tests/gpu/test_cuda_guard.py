@@ -1,4 +1,4 @@
-"""Training on a CUDA device while saves are copied: what is written is a state that existed between two steps."""
+"""Training on a CUDA device while saves are staged: every checkpoint is a state between two steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 8
 
 
 class Trainer:
-    """A model with statistics that forward changes, and its optimizer; all on the device but for the step."""
+    """A model with statistics that forward changes, and its optimizer; all on the device except step counts."""
 
     def __init__(self, **options: Any) -> None:
         self.model = torch.nn.Sequential(
@@ -69,7 +69,7 @@ def _train(
             try:
                 saves.append(ckpt.submit(trainer.state(), directory / str(number)))
                 break
-            except aiockpt.TornSnapshotError:  # that of an earlier one, which nobody awaited
+            except aiockpt.TornSnapshotError:  # of an earlier save that was never awaited
                 continue
         before()
         step()
@@ -77,18 +77,18 @@ def _train(
 
 
 def _check(ckpt: aiockpt.SyncCheckpointer, states: list[Any], saves: list[aiockpt.SaveHandle]) -> list[bool]:
-    """Compare every checkpoint that was announced with the state that existed; tell which were."""
-    announced = []
+    """Compare each published checkpoint with its state; return whether each save was published."""
+    succeeded = []
     for state, save in zip(states, saves, strict=True):
         error = save.written.exception(120)
-        announced.append(error is None)
+        succeeded.append(error is None)
         if error is None:
             expected = torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), state)
             assert_same(expected, ckpt.load(save.path))
         else:
             assert isinstance(error, aiockpt.TornSnapshotError)
             assert not Path(save.path).exists()
-    return announced
+    return succeeded
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
@@ -96,7 +96,7 @@ def _check(ckpt: aiockpt.SyncCheckpointer, states: list[Any], saves: list[aiockp
 @pytest.mark.parametrize("side_stream", [False, True])
 @pytest.mark.parametrize("validate", ["versions", "hash"])
 def test_every_checkpoint_is_a_state_between_two_steps(how, options, side_stream, validate, tmp_path: Path) -> None:
-    """Samples of the bytes raise no alarm where the counters raise none."""
+    """Samples of the bytes raise no false alarm."""
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
     ckpt = aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=8 * CHUNK, validate=validate)
     with torch.cuda.stream(stream), ckpt:
@@ -111,14 +111,14 @@ def test_every_checkpoint_is_a_state_between_two_steps(how, options, side_stream
         states, saves = _train(ckpt, tmp_path, trainer, step, ckpt.fence if how == "fence" else lambda: None)
         if guard is not None:
             guard.remove()
-        announced = _check(ckpt, states, saves)
+        succeeded = _check(ckpt, states, saves)
         if how != "nothing":
-            assert announced == [True] * STEPS
+            assert succeeded == [True] * STEPS
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_replays_of_a_graph_behind_a_fence(guarded, tmp_path: Path) -> None:
-    """A whole step is one graph, whose changes no counter shows; a guard is skipped while it is captured."""
+def test_replays_of_a_graph_after_a_fence(guarded, tmp_path: Path) -> None:
+    """A whole step is one graph, whose changes bump no counter; a guard does nothing during the capture."""
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=8 * CHUNK) as ckpt:
         trainer = Trainer(capturable=True)
         guard = ckpt.guard(trainer.optimizer) if guarded else None
@@ -130,7 +130,7 @@ def test_replays_of_a_graph_behind_a_fence(guarded, tmp_path: Path) -> None:
                 trainer.optimizer.step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # One that is being copied while the graph is captured, which changes nothing yet.
+        # This save is copied during the capture, which changes no tensor yet.
         first = trainer.copied()
         early = ckpt.submit(trainer.state(), tmp_path / "early")
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -147,7 +147,7 @@ def test_replays_of_a_graph_behind_a_fence(guarded, tmp_path: Path) -> None:
 
         states, saves = _train(ckpt, tmp_path, trainer, replay, ckpt.fence)
         assert _check(ckpt, states, saves) == [True] * STEPS
-        # The capture itself counts as a change, for who does not know that nothing ran.
+        # The capture bumps version counters although nothing runs, so the save may be reported as torn.
         assert early_error is None or isinstance(early_error, aiockpt.TornSnapshotError)
         if early_error is None:
             assert _check(ckpt, [first], [early]) == [True]
@@ -193,18 +193,18 @@ def test_writes_that_no_counter_shows(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side_stream", [False, True])
-def test_samples_are_taken_in_order_and_nobody_waits_for_them(side_stream: bool, tmp_path: Path) -> None:
-    """Neither what the stream did before the call nor what it does behind a fence is a change; nothing synchronises."""
+def test_samples_are_taken_in_stream_order_without_synchronising(side_stream: bool, tmp_path: Path) -> None:
+    """Work enqueued before the call or after a fence is no change, and nothing synchronises."""
     state = _large() | {"transposed": torch.randn(900, 800, device="cuda").t()}
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
     torch.cuda.synchronize()
     ckpt = aiockpt.SyncCheckpointer(chunk_bytes=16 * CHUNK, staging_bytes=512 * CHUNK, validate="hash")
     with ckpt, torch.cuda.stream(stream):
-        ckpt.save(state, tmp_path / "first")  # which makes the stream and locks the memory
+        ckpt.save(state, tmp_path / "first")  # makes the stream and pins the memory
         for number in range(3):
             torch.cuda.set_sync_debug_mode("error")
             try:
-                torch.cuda._sleep(500_000_000)  # so that nothing has been computed before all is enqueued
+                torch.cuda._sleep(500_000_000)  # nothing is computed before everything is enqueued
                 for tensor in state.values():
                     tensor.data.mul_(1.5)
                 expected = {name: tensor.clone() for name, tensor in state.items()}
@@ -234,7 +234,7 @@ def _train_compiled(directory: Path) -> None:
 
 
 def test_compiled_training_with_a_guard(tmp_path: Path) -> None:
-    """In a process of its own, for the compiler leaves processes and files behind."""
+    """In a process of its own, because the compiler leaves processes and files behind."""
     if importlib.util.find_spec("triton") is None or not (shutil.which("cc") or shutil.which("gcc")):
         pytest.skip("torch.compile needs triton and a C compiler")
     here = Path(__file__)

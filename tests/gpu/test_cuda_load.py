@@ -43,7 +43,7 @@ def test_new_tensors_on_the_device(staging_bytes, saved: Path) -> None:
             assert_same(_state(), {name: tensor.cpu() for name, tensor in loaded.items()})
 
 
-def test_into_tensors_of_the_device(saved: Path) -> None:
+def test_into_tensors_on_the_device(saved: Path) -> None:
     state = _state()
     with aiockpt.SyncCheckpointer() as ckpt:
         target = {name: torch.zeros_like(value, device="cuda") for name, value in state.items()}
@@ -67,7 +67,7 @@ def test_parts_to_the_device(saved: Path) -> None:
 
 
 def test_work_on_the_targets_comes_before_the_load(saved: Path) -> None:
-    """What the caller's stream still does with a target is done before the target is filled."""
+    """Work on a target in the caller's stream ends before the target is filled."""
     state = _state()
     stream = torch.cuda.Stream()
     with aiockpt.SyncCheckpointer() as ckpt, torch.cuda.stream(stream):
@@ -88,8 +88,8 @@ def test_work_on_the_targets_comes_before_the_load(saved: Path) -> None:
         assert torch.equal(target.cpu(), state["w0"])
 
 
-def test_what_is_loaded_belongs_to_the_stream_of_the_call(saved: Path) -> None:
-    """Memory that goes back to the allocator while a side stream still reads it is given to that stream alone."""
+def test_loaded_tensors_belong_to_the_stream_of_the_call(saved: Path) -> None:
+    """Memory that is freed while a side stream still reads it is reused by that stream only."""
     state, stream = _state(), torch.cuda.Stream()
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.load(saved, map_location="cuda")
@@ -130,7 +130,7 @@ def test_loading_takes_little_device_memory_beyond_the_state(tmp_path: Path) -> 
         own = torch.cuda.memory_allocated() - before
         assert torch.cuda.max_memory_allocated() - before <= own + 8 * chunk
         assert_same(state, {name: tensor.cpu() for name, tensor in loaded.items()})
-        # Into strided tensors, and with a cast: what that takes is of a chunk's size.
+        # Strided targets and casts need extra memory of the size of a chunk.
         target = {name: torch.zeros(1000 + i, 2000, device="cuda").t() for i, name in enumerate(state)}
         cast = {name: torch.zeros(2000, 1000 + i, dtype=torch.float64, device="cuda") for i, name in enumerate(state)}
         for goal, options in ((target, {}), (cast, {"dtype": torch.float64})):

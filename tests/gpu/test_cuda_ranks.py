@@ -1,4 +1,4 @@
-"""Ranks whose parts are on a CUDA device; two of them share one."""
+"""Two ranks with shards on CUDA devices; they share a device if there is only one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _save(rank: int, world_size: int, path: Path) -> None:
         save = ckpt.submit({"model": state}, path)
         save.fence()
         for tensor in state.values():
-            tensor.to_local().zero_()  # ordered behind the copies
+            tensor.to_local().zero_()  # ordered after the copies
         save.written.result(120)
 
 
@@ -79,7 +79,7 @@ def _load_with_little_memory(rank: int, world_size: int, path: Path) -> int:
 
 
 def test_parts_go_straight_to_their_device(tmp_path: Path) -> None:
-    """One rank loads what two have saved: nothing is put together on the way, neither here nor there."""
+    """One rank loads what two ranks saved; no whole tensor is assembled on the device."""
     with World(2) as world:
         world.results(_save, tmp_path / "c")
     with World(1) as world:

@@ -12,7 +12,7 @@ import aiockpt
 pytestmark = pytest.mark.gpu
 
 
-def test_dropout_on_the_device_goes_on_exactly(tmp_path: Path) -> None:
+def test_dropout_on_the_device_resumes_exactly(tmp_path: Path) -> None:
     dropout = torch.nn.Dropout()
     ones = torch.ones(1000, device="cuda")
     dropout(ones)

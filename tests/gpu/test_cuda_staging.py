@@ -1,4 +1,4 @@
-"""How a CUDA device is copied from: locked chunks, little device memory, no waiting of who must not wait."""
+"""Staging from a CUDA device: pinned chunks, little device memory, and no blocking of loops and other streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNK = 4 << 20
 
 
 def _state(mib: int = 32) -> dict[str, torch.Tensor]:
-    """Large tensors, strided ones, and some that are gathered; none that is copied at the call."""
+    """Return large, strided, and gathered tensors; none of them is copied at the call."""
     half = mib << 17
     return {
         "large": torch.arange(half, device="cuda", dtype=torch.float32),
@@ -46,7 +46,7 @@ def _cycles(seconds: float) -> int:
     return int(seconds * 2e9)
 
 
-def test_chunks_are_locked_and_direct_writes_take_them(tmp_path: Path) -> None:
+def test_chunks_are_pinned_and_fit_for_direct_writes(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK, staging_bytes=4 * CHUNK) as ckpt:
         ckpt.save(_state(), tmp_path / "c")
         (stager,) = (each for device, each in ckpt._engine.tools.stagers.items() if device.type == "cuda")
@@ -67,27 +67,29 @@ def test_chunks_are_locked_and_direct_writes_take_them(tmp_path: Path) -> None:
     assert not any(chunk.pinned or chunk.tensor.is_pinned() for chunk in chunks)
 
 
-def _lock_twice() -> None:
+def _pin_twice() -> None:
     runtime, chunk = CudaRuntime(torch.device("cuda", 0)), Chunk(1 << 20)
     runtime.enter()
     assert runtime.pin(chunk.address, 1 << 20)
     try:
-        assert not runtime.pin(chunk.address, 1 << 20)  # it is locked already
+        assert not runtime.pin(chunk.address, 1 << 20)  # it is pinned already
         assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]
     finally:
         runtime.unpin(chunk.address)
         runtime.close()
 
 
-def test_a_refused_lock_is_nobody_elses_error() -> None:
-    with ThreadPoolExecutor(1) as pool:  # for the thread lets captures of others be, from then on
-        pool.submit(_lock_twice).result()
+def test_a_refused_pin_leaves_no_cuda_error_behind() -> None:
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # in a thread of its own, because enter() changes the thread's capture mode for good
+        pool.submit(_pin_twice).result()
 
 
-def test_the_stream_is_nobody_elses() -> None:
+def test_streams_are_not_shared_with_torch() -> None:
     with ThreadPoolExecutor(1) as pool:
         if not pool.submit(allow_captures).result():
-            pytest.skip("this driver can't be asked for streams")
+            pytest.skip("this driver allows no streams outside torch's pool")
     device = torch.device("cuda", 0)
     runtimes = [CudaRuntime(device) for _ in range(3)]
     ours = {runtime._stream.cuda_stream for runtime in runtimes}
@@ -100,7 +102,7 @@ def test_the_stream_is_nobody_elses() -> None:
     again.close()
 
 
-def test_what_is_pickled_comes_behind_the_callers_stream(tmp_path: Path) -> None:
+def test_pickled_tensors_are_read_after_the_callers_stream(tmp_path: Path) -> None:
     stream = torch.cuda.Stream()
     with aiockpt.SyncCheckpointer() as ckpt:
         values = torch.zeros(2000, device="cuda")
@@ -131,8 +133,8 @@ def test_saving_takes_little_device_memory(tmp_path: Path) -> None:
         assert_same(_on_host(state), ckpt.load(tmp_path / "b"))
 
 
-def test_a_full_device_is_copied_from_all_the_same(tmp_path: Path) -> None:
-    """No new segment of 20 MiB can be had, so whatever needs more than 1 MiB goes in parts, or piece by piece."""
+def test_a_full_device_can_still_be_saved(tmp_path: Path) -> None:
+    """No new segment of 20 MiB can be allocated, so what needs more than 1 MiB is copied in parts or by piece."""
     state = _state() | {f"s{i}": torch.full((1000,), i, device="cuda") for i in range(1000)}
     expected = _on_host(state)
     torch.cuda.empty_cache()
@@ -147,7 +149,7 @@ def test_a_full_device_is_copied_from_all_the_same(tmp_path: Path) -> None:
 
 
 def test_small_tensors_of_host_and_device_lie_side_by_side(tmp_path: Path) -> None:
-    """As in the state of an optimizer: what is gathered on the device must leave the host's tensors alone."""
+    """As in optimizer state: pieces gathered on the device must not overwrite the host's tensors."""
     state = {}
     for i in range(400):
         state[f"{i:03}.exp_avg"] = torch.full((i + 1,), i + 0.5, device="cuda")
@@ -189,17 +191,17 @@ def test_each_save_follows_the_stream_that_it_was_called_in(tmp_path: Path) -> N
                 tensor.fill_(i + 1)
                 saves.append(ckpt.submit({"w": tensor}, tmp_path / str(i)))
                 saves[-1].fence()
-                tensor.fill_(-1)  # behind the copies
+                tensor.fill_(-1)  # ordered after the copies
         for i, save in enumerate(saves):
             save.written.result(60)
             assert (ckpt.load(save.path)["w"] == i + 1).all()
 
 
-def test_a_graph_can_be_captured_while_chunks_are_locked_and_filled(tmp_path: Path) -> None:
+def test_a_graph_can_be_captured_while_chunks_are_pinned_and_filled(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        told = pool.submit(allow_captures).result()
-    if not told:
-        pytest.skip("this driver can't be told")
+        allowed_captures = pool.submit(allow_captures).result()
+    if not allowed_captures:
+        pytest.skip("this driver can't exempt a thread from captures")
     state = _state()
     expected = _on_host(state)
     x = torch.zeros(1000, device="cuda")
@@ -209,7 +211,7 @@ def test_a_graph_can_be_captured_while_chunks_are_locked_and_filled(tmp_path: Pa
         save = ckpt.submit(state, tmp_path / "c")
         with torch.cuda.graph(graph):
             y = x + 1
-            save.staged.result(60)  # before this no chunk was locked, no memory taken, nothing copied
+            save.staged.result(60)  # until now no chunk was pinned, no memory allocated, nothing copied
             y = y * 2
         save.written.result(60)
         graph.replay()
@@ -218,7 +220,7 @@ def test_a_graph_can_be_captured_while_chunks_are_locked_and_filled(tmp_path: Pa
 
 
 @pytest.mark.asyncio
-async def test_windows_hold_copies_back(tmp_path: Path) -> None:
+async def test_windows_throttle_copies(tmp_path: Path) -> None:
     state = _state()
     window = StagingWindow(bytes_per_window=2 * CHUNK)
     async with aiockpt.AsyncCheckpointer(chunk_bytes=CHUNK, staging_window=window) as ckpt:

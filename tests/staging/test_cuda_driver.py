@@ -22,7 +22,7 @@ class FakeDriver:
             self.calls.append(name.removeprefix("cu"))
             if name == "cuStreamCreate":
                 self.modes.append(self.mode)
-                assert args[1] == 1  # which does not wait for the default stream
+                assert args[1] == 1  # CU_STREAM_NON_BLOCKING: does not wait for the default stream
                 args[0]._obj.value = 0x5000
             elif name == "cuThreadExchangeStreamCaptureMode":
                 self.calls.pop()
@@ -51,11 +51,11 @@ def test_a_stream_is_made_or_nothing_is_left(failing, address, calls, monkeypatc
     monkeypatch.setattr(runtime, "_driver", lambda: fake)
     assert runtime._new_stream(0) == address
     assert fake.calls == calls
-    assert fake.mode == 0  # as the thread had it
+    assert fake.mode == 0  # the thread's own mode, restored
     assert set(fake.modes) <= {1}
 
 
-def test_a_stream_is_one_users_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_has_one_user_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stream:
         def __init__(self, address: int, device: int) -> None:
             self.address = address
@@ -78,7 +78,9 @@ def test_a_stream_is_one_users_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [two.address] == [0x2000]
 
 
-def test_without_a_driver_nothing_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_there_are_no_own_streams_and_captures_are_not_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(runtime, "_driver", lambda: None)
     assert runtime._new_stream(0) is None
     assert not runtime.allow_captures()

@@ -41,7 +41,7 @@ class FakeEvent:
 
 
 class FakeRuntime:
-    """A device whose stream completes at once, and which records the calls."""
+    """A device that records the calls, and whose stream completes at once."""
 
     non_blocking = True
 
@@ -188,8 +188,8 @@ async def test_an_error_of_the_device_is_a_stage_error() -> None:
         stager.close()
 
 
-async def test_a_device_without_memory_to_spare_is_copied_from_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither packing nor densifying finds memory: small pieces are copied one by one, strided ones in parts."""
+async def test_a_full_device_can_still_be_copied_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory to pack or densify, small pieces are copied one by one, strided ones in parts."""
     state = {
         **{f"small{i}": random_tensor(torch.int16, (i, 7), i) for i in range(1, 30)},
         "strided": random_tensor(torch.float64, (800, 300), 4)[::2, 5:77],
@@ -232,14 +232,14 @@ async def test_a_small_tensor_without_room_for_its_copy_is_staged(monkeypatch: p
     assert capture.changed() == ["s"]
 
 
-async def test_what_is_pickled_for_the_plan_is_read_when_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tensors_pickled_for_the_plan_are_read_after_the_callers_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     sparse = torch.eye(500).to_sparse()
     capture = capture_state({"sparse": sparse, "w": torch.ones(50_000)})
 
     class Device(FakeRuntime):
         def wait_for(self, event) -> None:
             super().wait_for(event)
-            sparse._values().fill_(7)  # by now it is computed
+            sparse._values().fill_(7)  # the caller's stream has computed it by now
 
     runtime = Device()
     capture.events[CPU] = FakeEvent(runtime.log, "caller")
@@ -253,7 +253,7 @@ async def test_what_is_pickled_for_the_plan_is_read_when_it_is_ready(monkeypatch
     assert torch.equal(decode_object(name, bytes(blob)).to_dense(), torch.eye(500) * 7)
 
 
-async def test_the_place_of_other_devices_pieces_is_left_alone() -> None:
+async def test_the_bytes_of_other_devices_pieces_are_left_alone() -> None:
     """Packed pieces are copied with the gaps between them, which must hold only framing."""
     state = {f"w{i}": random_tensor(torch.int16, (i, 7), i) for i in range(1, 9)}
     runtime = FakeRuntime()
@@ -288,7 +288,7 @@ async def test_a_device_without_streams_is_copied_from_in_place() -> None:
     await _check_all(state, capture, Planner(DcpFormat(1)).plan(capture), stager, 1 << 16)
 
 
-async def test_memory_that_can_not_be_locked_is_tried_once() -> None:
+async def test_pinning_is_tried_once_if_it_fails() -> None:
     state = {"large": random_tensor(torch.int32, (300, 500), 1)}
     runtime = FakeRuntime()
     runtime.pins = False

@@ -1,4 +1,4 @@
-"""Memory of loaded tensors."""
+"""The cache of host memory for loaded tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from aiockpt.staging.host_cache import HostCache
 
 
-def test_memory_is_used_again_only_when_all_its_tensors_are_gone() -> None:
+def test_memory_is_reused_only_when_all_its_tensors_are_gone() -> None:
     memory = HostCache(1 << 30)
     one = memory.take(5 << 20).tensor
     other = memory.take(5 << 20).tensor
@@ -33,7 +33,7 @@ def test_memory_is_used_again_only_when_all_its_tensors_are_gone() -> None:
     assert third.eq(3).all()
 
 
-def test_no_more_is_kept_than_allowed() -> None:
+def test_the_cache_keeps_no_more_than_its_limit() -> None:
     memory = HostCache(3 << 20)
     tensors = [memory.take(1 << 20).tensor for _ in range(6)]
     del tensors
@@ -45,7 +45,7 @@ def test_no_more_is_kept_than_allowed() -> None:
     assert memory.kept_bytes == 0
 
 
-def test_tensors_outlive_the_memory_they_came_from() -> None:
+def test_tensors_outlive_the_cache() -> None:
     memory = HostCache(1 << 30)
     tensor = memory.take((2 << 20) + 5).tensor
     tensor.copy_(torch.arange(len(tensor)) % 251)
@@ -53,7 +53,7 @@ def test_tensors_outlive_the_memory_they_came_from() -> None:
     assert torch.equal(tensor, (torch.arange(len(tensor)) % 251).to(torch.uint8))
 
 
-def test_from_many_threads() -> None:
+def test_use_from_many_threads() -> None:
     memory = HostCache(1 << 30)
     wrong = []
 

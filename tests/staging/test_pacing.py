@@ -1,4 +1,4 @@
-"""When staging may copy: windows and rates, and all that ends the waiting for them."""
+"""Throttled staging: windows, rates, and everything that ends the throttling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHUNK = 64 << 10
 TWO_CHUNKS = StagingWindow(bytes_per_window=2 * CHUNK)
 
 
-def test_a_budget_is_overdrawn_by_one_copy_at_most_and_keeps_nothing() -> None:
+def test_a_budget_is_overdrawn_by_at_most_one_copy_and_keeps_no_credit() -> None:
     budget = Budget(StagingWindow(bytes_per_window=100))
     assert budget.wait_s(0) == math.inf
     budget.open()
@@ -34,12 +34,12 @@ def test_a_budget_is_overdrawn_by_one_copy_at_most_and_keeps_nothing() -> None:
     assert budget.wait_s(0) == 0
 
 
-def test_a_rate_is_kept_whatever_the_sizes_and_pauses_earn_nothing() -> None:
+def test_a_rate_holds_for_copies_of_any_size_and_pauses_earn_no_credit() -> None:
     budget = Budget(StagingWindow(bytes_per_s=100))
     assert budget.wait_s(5.0) == 0
     budget.take(50, 5.0)
     assert budget.wait_s(5.0) == 0.5
-    budget.take(100, 5.25)  # taken early: that adds nothing to the debt of its own
+    budget.take(100, 5.25)  # taken early, which adds no extra debt
     assert budget.wait_s(5.5) == 0.75
     assert budget.wait_s(100.0) == 0
     budget.take(10, 100.0)
@@ -62,7 +62,7 @@ async def test_an_unthrottled_save_leaves_no_debt(window) -> None:
 @pytest.mark.parametrize(
     "arguments", [{}, {"bytes_per_s": 0}, {"bytes_per_s": math.inf}, {"bytes_per_window": True}, {"patience_s": 5}]
 )
-def test_windows_that_mean_nothing_are_refused(arguments) -> None:
+def test_invalid_windows_are_refused(arguments) -> None:
     with pytest.raises(ValueError, match="StagingWindow"):
         StagingWindow(**arguments)
 
@@ -77,7 +77,7 @@ def _paced(kind=aiockpt.SyncCheckpointer, window: StagingWindow = TWO_CHUNKS):
 
 
 @pytest.mark.asyncio
-async def test_each_window_lets_its_bytes_go_and_no_more(tmp_path: Path) -> None:
+async def test_each_window_admits_its_bytes_and_no_more(tmp_path: Path) -> None:
     state = large_state(2)
     async with _paced(aiockpt.AsyncCheckpointer) as ckpt:
         await ckpt.window()  # with nothing to do
@@ -105,7 +105,7 @@ def _block_until_written(ckpt, save) -> None:
     save.written.result(timeout=60)
 
 
-def _step_behind_a_guard(ckpt, save) -> None:
+def _step_with_a_guard(ckpt, save) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
     with ckpt.guard(optimizer, timeout=60):
         optimizer.step()
@@ -120,9 +120,9 @@ def _close(ckpt, save) -> None:
 
 
 @pytest.mark.parametrize(
-    "act", [_fence, _wait_for_staged, _block_until_written, _step_behind_a_guard, _save_another, _close]
+    "act", [_fence, _wait_for_staged, _block_until_written, _step_with_a_guard, _save_another, _close]
 )
-def test_who_waits_is_not_held(act, tmp_path: Path) -> None:
+def test_a_waiter_ends_the_throttling(act, tmp_path: Path) -> None:
     state = large_state(2)
     with _paced() as ckpt:
         save = ckpt.submit(state, tmp_path / "c")
@@ -133,7 +133,7 @@ def test_who_waits_is_not_held(act, tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_awaiting_staged_ends_the_pauses(tmp_path: Path) -> None:
+async def test_awaiting_staged_ends_the_throttling(tmp_path: Path) -> None:
     async with _paced(aiockpt.AsyncCheckpointer) as ckpt:
         save = ckpt.save(large_state(2), tmp_path / "c")
         await save.staged
@@ -141,7 +141,7 @@ async def test_awaiting_staged_ends_the_pauses(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_held_save_can_be_cancelled(tmp_path: Path) -> None:
+async def test_a_throttled_save_can_be_cancelled(tmp_path: Path) -> None:
     async with _paced(aiockpt.AsyncCheckpointer) as ckpt:
         save = ckpt.save(large_state(2), tmp_path / "c")
         await ckpt.window()
@@ -156,7 +156,7 @@ async def test_a_held_save_can_be_cancelled(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_windows_that_never_come_are_not_waited_for(tmp_path: Path, caplog) -> None:
+async def test_staging_goes_on_if_no_window_comes(tmp_path: Path, caplog) -> None:
     window = StagingWindow(bytes_per_window=1, patience_s=0.02)
     async with _paced(aiockpt.AsyncCheckpointer, window) as ckpt:
         with caplog.at_level(logging.WARNING, "aiockpt"):
@@ -165,7 +165,7 @@ async def test_windows_that_never_come_are_not_waited_for(tmp_path: Path, caplog
 
 
 @pytest.mark.asyncio
-async def test_a_rate_holds_back_what_is_written(tmp_path: Path) -> None:
+async def test_a_rate_limits_staging(tmp_path: Path) -> None:
     state = large_state(2)
     window = StagingWindow(bytes_per_s=16 << 20)
     async with _paced(aiockpt.AsyncCheckpointer, window) as ckpt:

@@ -11,7 +11,7 @@ from aiockpt.staging.pool import ChunkPool, SharedMemory
 pytestmark = pytest.mark.asyncio
 
 
-async def test_chunks_are_aligned_and_used_again() -> None:
+async def test_chunks_are_aligned_and_reused() -> None:
     pool = ChunkPool(1 << 16, 2)
     first, second = await pool.acquire(), await pool.acquire()
     assert first.chunk is not second.chunk
@@ -56,14 +56,14 @@ async def test_waiting_is_first_come_first_served_and_safe_to_cancel() -> None:
     assert pool.leased == 0
 
 
-async def test_the_bound_grows_and_chunks_are_made_ahead() -> None:
+async def test_the_capacity_grows_and_chunks_are_made_in_advance() -> None:
     pool = ChunkPool(4096, 1)
     pool.raise_capacity(3)
     pool.raise_capacity(2)
     assert pool.capacity == 3
     fresh = pool.lease_new(10)
     assert len(fresh) == pool.made == pool.leased == 3
-    assert not pool.available  # nobody gets a chunk that is being touched, which zeroes it
+    assert not pool.available  # a chunk that is being touched is not available: touching zeroes it
     assert pool.lease_new(10) == []
     for lease in fresh:
         lease.chunk.touch()
@@ -77,7 +77,7 @@ async def test_the_bound_grows_and_chunks_are_made_ahead() -> None:
     assert pool.made == 0
 
 
-async def test_a_chunk_in_quarantine_is_replaced_and_forgotten_when_it_comes_back() -> None:
+async def test_a_quarantined_chunk_is_replaced_and_dropped_when_it_is_released() -> None:
     pool = ChunkPool(4096, 2)
     stuck, other = await pool.acquire(), await pool.acquire()
     stuck.chunk.view[:4] = b"mine"
@@ -101,7 +101,7 @@ async def test_a_chunk_in_quarantine_is_replaced_and_forgotten_when_it_comes_bac
     assert (pool.leased, pool.made) == (0, 2)
 
 
-async def test_no_more_is_replaced_than_the_pool_may_have() -> None:
+async def test_no_more_chunks_are_replaced_than_the_capacity() -> None:
     pool = ChunkPool(4096, 2)
     held = []
     for _ in range(4):
@@ -110,7 +110,7 @@ async def test_no_more_is_replaced_than_the_pool_may_have() -> None:
         held.append(lease)
     assert (pool.quarantined, pool.made) == (4, 4)
     assert not pool.available
-    held[3].release()  # which nobody has replaced
+    held[3].release()  # this chunk was not replaced
     assert pool.available
     again = await pool.acquire()
     assert again.chunk is held[3].chunk
@@ -124,7 +124,7 @@ async def test_shared_memory_has_a_place_for_each_chunk_and_no_more() -> None:
     shared = SharedMemory(3 * 4096)
     pool = ChunkPool(4096, 2, shared)
     first, second = await pool.acquire(), await pool.acquire()
-    first.quarantine()  # there is room for one
+    first.quarantine()  # there is room for one replacement
     third = await pool.acquire()
     assert {lease.chunk.number for lease in (first, second, third)} == {0, 1, 2}
     second.quarantine()  # and now for none
@@ -145,7 +145,7 @@ async def test_shared_memory_has_a_place_for_each_chunk_and_no_more() -> None:
     shared.close()
 
 
-async def test_what_hangs_and_is_not_replaced_takes_no_place_beyond_the_bound() -> None:
+async def test_quarantined_chunks_that_are_not_replaced_stay_within_the_capacity() -> None:
     shared = SharedMemory(8 * 4096)
     pool = ChunkPool(4096, 8, shared)
     held = [await pool.acquire() for _ in range(6)]

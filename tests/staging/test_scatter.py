@@ -1,4 +1,4 @@
-"""Loading to accelerators, its logic on host memory through the same interfaces."""
+"""The logic of loading to accelerators, on host memory through the same interfaces."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_kind_of_target_is_filled(staging_bytes, through_chunks, tmp_path:
     assert through_chunks[1].threads == {"aiockpt-place-cpu"}
 
 
-def test_a_damaged_tensor_is_found_on_its_way_to_a_device(through_chunks, tmp_path: Path) -> None:
+def test_a_damaged_tensor_is_detected_on_its_way_to_a_device(through_chunks, tmp_path: Path) -> None:
     state = large_state(3, kib=5000)
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(state, tmp_path / "c")
@@ -145,7 +145,7 @@ async def test_copies_wait_for_the_callers_stream_and_for_the_allocator(monkeypa
 
 
 @pytest.mark.asyncio
-async def test_what_is_made_belongs_to_the_stream_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_tensors_belong_to_the_stream_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     class Placer:
@@ -170,7 +170,7 @@ async def test_what_is_made_belongs_to_the_stream_of_the_call(monkeypatch: pytes
 
 
 @pytest.mark.asyncio
-async def test_a_device_that_fails_is_an_error_of_the_load(through_chunks, tmp_path: Path) -> None:
+async def test_a_failing_device_fails_the_load(through_chunks, tmp_path: Path) -> None:
     state = large_state(2, kib=3000)
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "c")

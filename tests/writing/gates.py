@@ -26,9 +26,9 @@ class PipedStorage(WrapperStorage):
     """Stops before a step: signals it through one pipe, and continues when it reads a byte from another.
 
     Args:
-        folder: where the pipes are, which `Gate` makes.
-        step: see `WrapperStorage.before`.
-        nth: which occurrence of it, counted from 1, in each process.
+        folder: folder of the pipes, which `Gate` makes.
+        step: step as in `WrapperStorage.before`.
+        nth: occurrence of the step to stop at, counted from 1 in each process.
     """
 
     def __init__(self, folder: Path, step: str, nth: int = 1) -> None:
@@ -93,7 +93,7 @@ class Gate:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Return the end of pipes that another process has made."""
+        """Return the test's end of pipes that another process has made."""
         gate = cls.__new__(cls)
         gate.folder = folder
         return gate
@@ -112,7 +112,7 @@ class Gate:
             os.close(fd)
 
     def open(self) -> None:
-        """Let the process continue; wait until it is there."""
+        """Wait until a process is at the gate, and release it."""
         deadline = time.monotonic() + WAIT_S
         while True:
             try:
@@ -141,7 +141,7 @@ def writers_of(pid: int) -> list[psutil.Process]:
 
 
 def ended(pid: int, timeout_s: float = WAIT_S) -> bool:
-    """Wait until a process, not only a child, has ended; return whether it was in time."""
+    """Wait until a process has ended, which need not be a child; return whether it ended in time."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

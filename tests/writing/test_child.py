@@ -1,4 +1,4 @@
-"""Writer process: noticing that the trainer has died, and the order of its saves."""
+"""The writer process: detecting the death of the trainer, and the order of saves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from aiockpt.writing.process.child import ChildSave, SharedState, watch_parent
 
 
 @pytest.mark.asyncio
-async def test_a_death_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The descriptor of a process that has ended stays readable: a loop that looked on would never sleep again."""
+async def test_a_death_is_detected_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pidfd of an ended process stays readable: a loop that went on watching it would never sleep again."""
     child = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
     monkeypatch.setattr(os, "getppid", lambda: child.pid)
     opened: list[int] = []
@@ -36,13 +36,13 @@ async def test_a_death_is_noticed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not dead.is_set()
         child.stdin.close()
         await dead.wait()
-        assert not asyncio.get_running_loop().remove_reader(opened[0])  # there is none any more
+        assert not asyncio.get_running_loop().remove_reader(opened[0])  # it is not watched any more
     await child.wait()
 
 
 @pytest.mark.asyncio
-async def test_a_save_that_has_failed_ends_after_those_before_it(tmp_path: Path) -> None:
-    """The next save waits for it alone, and must not be published before the earlier ones."""
+async def test_a_failed_save_ends_after_the_saves_before_it(tmp_path: Path) -> None:
+    """The next save waits only for the failed one, and must not be published before the earlier ones."""
     image = lay_out("f", 0, [(0, Framing(b"", b"", (), 100))], aligned=False)
     threads = WriterThreads(Workers(1, "seal"), Workers(1, "io"))
     failed, ended = anyio.Event(), []

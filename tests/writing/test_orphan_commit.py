@@ -1,4 +1,4 @@
-"""Sidecar files that are not from the writers of the other ranks are never unpickled, accepted or waited for."""
+"""Sidecar files not written by the other ranks' writers are never unpickled, accepted or waited for."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def test_nothing_is_unpickled_before_its_digest_is_verified(tmp_path: Path) -> N
 
 
 @pytest.mark.asyncio
-async def test_a_sidecar_that_exists_already(workers, tmp_path: Path) -> None:
+async def test_a_sidecar_that_exists_already_fails_the_commit(workers, tmp_path: Path) -> None:
     with pytest.raises(CommitError, match=r"can't write a sidecar file .* File exists"):
         await commit(tmp_path, workers, lambda sidecar: sidecar.write_bytes(RIGHT), 1)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.asyncio
-async def test_sidecars_that_can_not_be_removed_fail_nothing(workers, tmp_path: Path, caplog) -> None:
+async def test_sidecars_that_can_not_be_removed_do_not_fail_the_commit(workers, tmp_path: Path, caplog) -> None:
     caplog.set_level(logging.WARNING, "aiockpt")
     await commit(tmp_path, workers, lambda sidecar: sidecar.write_bytes(RIGHT), 0, keep)
     assert [record.getMessage() for record in caplog.records] == [

@@ -20,12 +20,12 @@ from tests.writing.gates import Gate, PipedStorage, ended, writers_of
 
 @pytest.fixture(autouse=True, scope="module")
 def server() -> None:
-    """Start what trainers and ranks are forked from before file descriptors and children are counted."""
+    """Start the server that trainers and ranks are forked from, before file descriptors and children are counted."""
     start_server()
 
 
 def _train(pipe: connection.Connection, folder: Path, step: str, moment: str, plan: str) -> None:
-    """Save by a process that stops at a step, tell its pid and that of what was forked, and be killed."""
+    """Save with a writer process that stops at a step, send its pid and that of a fork, and be killed."""
     options: dict[str, Any] = {"overwrite": plan == "overwrite", "storage": PipedStorage(folder / "gate", step)}
     if plan == "hook":
         options["pre_commit"] = lambda _: failing.die()
@@ -34,7 +34,7 @@ def _train(pipe: connection.Connection, folder: Path, step: str, moment: str, pl
     ckpt.prewarm(large_state(1))
     (writer,) = writers_of(os.getpid())
     forked = 0
-    if plan == "fork" and (forked := os.fork()) == 0:  # this process has the trainer's end of the socket too
+    if plan == "fork" and (forked := os.fork()) == 0:  # the fork holds the trainer's end of the socket too
         signal.pause()
     if plan == "overwrite":
         ckpt.save(large_state(2), folder / "c")
@@ -53,7 +53,7 @@ def _train(pipe: connection.Connection, folder: Path, step: str, moment: str, pl
 
 
 class _Trainer:
-    """A trainer, and the pids of its writer and of what it has forked."""
+    """A trainer, and the pids of its writer and of its fork."""
 
     def __init__(self, folder: Path, *args: str) -> None:
         self._pipe, theirs = _context.Pipe()
@@ -66,7 +66,7 @@ class _Trainer:
         self._pipe.send("go on")
 
     def wait(self) -> None:
-        """Wait until it has been killed."""
+        """Wait until the trainer has been killed."""
         self._process.join(60)
         assert self._process.exitcode == -signal.SIGKILL
         self._process.close()
@@ -78,7 +78,7 @@ def _contents(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("plan", ["plain", "overwrite", "two", "fork"])
-def test_what_was_staged_is_committed(plan: str, tmp_path: Path) -> None:
+def test_staged_saves_are_committed(plan: str, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     trainer = _Trainer(tmp_path, "write", "staged", plan)
     gate.wait()
@@ -96,7 +96,7 @@ def test_what_was_staged_is_committed(plan: str, tmp_path: Path) -> None:
     assert _contents(tmp_path) == ({"c", "d"} if plan == "two" else {"c"})
 
 
-def test_what_was_not_staged_is_removed(tmp_path: Path) -> None:
+def test_an_unstaged_save_is_removed(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     trainer = _Trainer(tmp_path, "write", "before", "plain")
     gate.wait()
@@ -107,7 +107,7 @@ def test_what_was_not_staged_is_removed(tmp_path: Path) -> None:
     assert _contents(tmp_path) == set()
 
 
-def test_what_a_hook_had_not_allowed_is_removed(tmp_path: Path) -> None:
+def test_a_save_whose_pre_commit_hook_did_not_return_is_removed(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     trainer = _Trainer(tmp_path, "write", "staged", "hook")
     gate.wait()
@@ -121,7 +121,7 @@ def test_what_a_hook_had_not_allowed_is_removed(tmp_path: Path) -> None:
 
 
 def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> Any:
-    """Save; the ranks in ``dead`` are killed when they have staged, or half way, with their writers or without."""
+    """Save; the ranks in ``dead`` are killed after staging or during it, with or without their writers."""
     failing.expect_no_reason()
     dies = rank in dead
     room = 1 << 17 if dies and moment == "before" else 1 << 24
@@ -129,13 +129,13 @@ def _save(rank: int, size: int, folder: Path, dead: list[int], moment: str) -> A
     with aiockpt.SyncCheckpointer(
         chunk_bytes=1 << 16, staging_bytes=room, io_threads=1, coordination_timeout=60, writer=writer
     ) as ckpt:
-        if moment == "second":  # the plan is kept
+        if moment == "second":  # so that the next save reuses the plan
             ckpt.save(failing.state_of(rank, size, 1), folder / "first")
         if moment == "replacing":
             ckpt.save(failing.state_of(rank, size, 1), folder / "c")
-            if dies:  # when the new one is in the place of the old, which is still there under the hidden name
+            if dies:  # when the new one has replaced the old one, which still exists under its hidden name
                 commit.remove = lambda *_, **__: failing.die()
-        # What a writer that is killed has to write waits, or it could have written all before.
+        # Hold the writes of a writer that is to be killed: it could have written everything before.
         storage = Gate(folder / f"gate{rank}").storage("write") if dies and moment in ("before", "writer") else None
         replaces = moment == "replacing"
         save = ckpt.submit(failing.state_of(rank, size, 2), folder / "c", storage=storage, overwrite=replaces)
@@ -158,7 +158,7 @@ def _run(folder: Path, dead: list[int], moment: str) -> list[Any]:
     """Save with three ranks; wait until the writers of all have ended."""
     with World(3, may_start=True) as world:
         outcomes = world.run(_save, folder, dead, moment)
-        for gate in folder.glob("gate*") if moment != "writer" else ():  # nobody is left who would go through
+        for gate in folder.glob("gate*") if moment != "writer" else ():  # no process is left at a gate
             Gate.of(gate).open()
         for rank in range(3):
             assert ended(int((folder / f"pid{rank}").read_text()))
@@ -182,7 +182,7 @@ def test_the_writers_of_all_ranks_publish_without_the_trainers(dead: list[int], 
 
 
 @pytest.mark.parametrize(("dead", "moment"), [([1], "before"), ([0, 1, 2], "before"), ([2], "writer"), ([0], "writer")])
-def test_nothing_is_left_where_a_part_is_missing(dead: list[int], moment: str, tmp_path: Path) -> None:
+def test_nothing_is_left_if_the_part_of_a_rank_is_missing(dead: list[int], moment: str, tmp_path: Path) -> None:
     outcomes = _run(tmp_path, dead, moment)
     assert {outcome.kind for outcome in outcomes} <= {"CoordinationError"}, outcomes
     assert not (tmp_path / "c").exists()
