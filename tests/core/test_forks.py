@@ -1,4 +1,4 @@
-"""Children that are forked while another thread of the parent is in the midst of something."""
+"""Forks while another thread of the parent holds a lock or pauses the garbage collector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from aiockpt.core.forks import ModuleLock
 from aiockpt.core.gc_pause import gc_pause
 
-# This process has threads, which is the point.
+# Python warns of forks beside threads, which these tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
@@ -56,7 +56,7 @@ def test_a_lock_that_another_thread_holds_is_free_in_the_child(make: Callable[[]
 
     with _held_by_a_thread(lock.held()):
         assert _in_a_child(takes_it) == 0
-        assert not lock._lock.acquire(blocking=False)  # the parent's is what it was
+        assert not lock._lock.acquire(blocking=False)  # the parent's lock is still held
 
 
 def test_a_lock_that_the_forking_thread_holds_can_be_left_in_the_child() -> None:
@@ -68,7 +68,7 @@ def test_a_lock_that_the_forking_thread_holds_can_be_left_in_the_child() -> None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_the_child_collects_garbage_as_the_program_had_set_it() -> None:
+def test_the_child_has_the_gc_thresholds_of_the_program() -> None:
     usual = gc.get_threshold()
 
     def collects() -> bool:
@@ -84,7 +84,7 @@ def test_the_child_collects_garbage_as_the_program_had_set_it() -> None:
     assert gc.get_threshold() == usual
 
 
-def test_a_pause_that_is_left_in_the_child_counts_no_more_there() -> None:
+def test_leaving_the_parents_gc_pause_in_the_child_is_harmless() -> None:
     usual = gc.get_threshold()
     with gc_pause():
         child = os.fork()

@@ -1,4 +1,4 @@
-"""`staged` and `written` as futures of `concurrent.futures`: whatever takes such futures takes these."""
+"""`staged` and `written` are futures of `concurrent.futures`, for every function that takes such futures."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def _names(written: Iterable[concurrent.futures.Future[aiockpt.SaveResult]]) -> 
     return [Path(future.result().path).name for future in written]
 
 
-# --- whatever takes futures -----------------------------------------------------------------------------
+# --- functions that take futures ------------------------------------------------------------------------
 
 
-def test_it_is_a_running_future_until_it_is_done(tmp_path: Path) -> None:
+def test_a_completion_is_a_running_future_until_it_is_done(tmp_path: Path) -> None:
     gate = GatedStorage(LocalStorage(), ["commit"])
     with aiockpt.SyncCheckpointer() as ckpt:
         save = ckpt.submit(STATE, tmp_path / "a", storage=gate)
@@ -61,7 +61,7 @@ def test_it_is_a_running_future_until_it_is_done(tmp_path: Path) -> None:
         assert (written.exception(), written.running(), written.cancel()) == (None, False, False)
 
 
-def test_threads_wait_for_some_or_all_of_them(tmp_path: Path) -> None:
+def test_threads_wait_for_some_or_all_futures(tmp_path: Path) -> None:
     gate = GatedStorage(LocalStorage(), ["commit"])
     with aiockpt.SyncCheckpointer(max_in_flight=3) as ckpt:
         saves = [ckpt.submit(STATE, tmp_path / name, storage=gate) for name in "abc"]
@@ -94,14 +94,14 @@ def _wraps(staged: Completion[None]) -> None:
 
 
 @pytest.mark.parametrize("wait", [_waits, _goes_through, _wraps])
-def test_who_waits_so_is_not_held_by_a_window(wait: Callable[[Any], None], tmp_path: Path) -> None:
+def test_such_a_wait_ends_the_throttling(wait: Callable[[Any], None], tmp_path: Path) -> None:
     window = aiockpt.StagingWindow(bytes_per_window=1, patience_s=600)
     with aiockpt.SyncCheckpointer(staging_window=window) as ckpt:
         wait(ckpt.submit(STATE, tmp_path / "a").staged)
 
 
 @pytest.mark.asyncio
-async def test_tasks_wait_for_them_in_all_of_asyncio_s_ways(tmp_path: Path) -> None:
+async def test_tasks_wait_with_all_functions_of_asyncio(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     gate = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer(max_in_flight=2) as ckpt:
@@ -116,7 +116,7 @@ async def test_tasks_wait_for_them_in_all_of_asyncio_s_ways(tmp_path: Path) -> N
 
 
 @pytest.mark.asyncio
-async def test_who_goes_leaves_nothing_and_the_save_goes_on(tmp_path: Path) -> None:
+async def test_a_cancelled_waiter_leaves_nothing_and_the_save_goes_on(tmp_path: Path) -> None:
     gate = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer() as ckpt:
         written = ckpt.save(STATE, tmp_path / "a", storage=gate).written
@@ -140,7 +140,7 @@ async def test_who_goes_leaves_nothing_and_the_save_goes_on(tmp_path: Path) -> N
 
 
 def test_a_signal_that_another_thread_takes_ends_the_wait() -> None:
-    """Then the kernel does not wake the main thread, nor does it if the signal comes right before the wait begins."""
+    """The kernel then does not wake the main thread, nor if the signal comes right before the wait begins."""
 
     class Interrupt(Exception):
         pass
@@ -171,7 +171,7 @@ def test_a_signal_that_another_thread_takes_ends_the_wait() -> None:
     assert in_time == [True]
 
 
-def test_callbacks_are_called_in_order_and_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_callbacks_are_called_in_order_and_their_errors_stop_nothing(caplog: pytest.LogCaptureFixture) -> None:
     future = Completion[str]("the future")
     seen: list[tuple[int, Any, int]] = []
     last = threading.Event()
@@ -200,8 +200,8 @@ def test_callbacks_are_called_in_order_and_stop_nothing(caplog: pytest.LogCaptur
     assert future.result() == "value"
 
 
-def test_callbacks_may_block_and_hold_up_nobody(tmp_path: Path) -> None:
-    """Not even those that are superseded within a call of the checkpointer, which holds its lock."""
+def test_blocking_callbacks_delay_nothing(tmp_path: Path) -> None:
+    """Not even callbacks of a save superseded within a call of the checkpointer, which holds a lock."""
     gate = GatedStorage(LocalStorage(), ["commit"])
     called, go = threading.Semaphore(0), threading.Event()
 
@@ -237,7 +237,7 @@ def test_a_callback_may_use_the_checkpointer(tmp_path: Path) -> None:
         assert again.result(WAIT_S).path == str(tmp_path / "a-again")
 
 
-def test_what_a_callback_holds_goes_when_it_was_called() -> None:
+def test_a_callback_is_freed_after_its_call() -> None:
     class Held:
         pass
 
@@ -257,7 +257,7 @@ def test_what_a_callback_holds_goes_when_it_was_called() -> None:
     assert held() is None
 
 
-def test_a_future_is_gone_with_its_last_reference() -> None:
+def test_a_future_is_freed_with_its_last_reference() -> None:
     gc.disable()
     try:
         future = Completion[bytes]("the future")
@@ -270,7 +270,7 @@ def test_a_future_is_gone_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_without_a_thread_to_be_had_they_are_called_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callbacks_are_called_even_if_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -282,7 +282,7 @@ def test_without_a_thread_to_be_had_they_are_called_all_the_same(monkeypatch: py
     assert seen == [future]
 
 
-def test_a_process_ends_when_its_callbacks_were_called(tmp_path: Path) -> None:
+def test_a_process_ends_only_after_its_callbacks(tmp_path: Path) -> None:
     code = (
         "import sys, threading, torch, aiockpt\n"
         "def tell(written):\n"
@@ -297,11 +297,11 @@ def test_a_process_ends_when_its_callbacks_were_called(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/a\n", "")
 
 
-# --- whose failure has been delivered -------------------------------------------------------------------
+# --- failures that count as delivered -------------------------------------------------------------------
 
 
 def _failed(ckpt: aiockpt.SyncCheckpointer, path: Path) -> aiockpt.SaveHandle:
-    """Submit a save that fails when its gate is opened, which is its ``_gate``."""
+    """Submit a save that fails when its gate, the attribute ``_gate``, is opened."""
     gate = GatedStorage(FaultyStorage(LocalStorage(), "write", OSError(5, "Input/output error")), ["begin"])
     save = ckpt.submit(STATE, path, storage=gate)
     gate.reached["begin"].result(WAIT_S)
@@ -340,7 +340,7 @@ def _cancels_what_is_wrapped(save: aiockpt.SaveHandle) -> None:
 
 
 @pytest.mark.parametrize("use", [_does_wait, _adds_a_callback, _cancels_what_is_wrapped])
-def test_a_failure_that_nobody_has_looked_at_is_raised_by_the_next_save(
+def test_an_unobserved_failure_is_raised_by_the_next_save(
     use: Callable[[aiockpt.SaveHandle], None], tmp_path: Path
 ) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -380,7 +380,7 @@ def _awaits_what_is_wrapped(save: aiockpt.SaveHandle) -> None:
 
 
 def _takes_a_snapshot(save: aiockpt.SaveHandle) -> None:
-    """As asyncio.wrap_future does, since Python 3.14."""
+    """Call what asyncio.wrap_future calls since Python 3.14."""
     assert save.written._get_snapshot() == (False, False, None, None)
     _fail(save)
     *found, error = save.written._get_snapshot()
@@ -398,9 +398,7 @@ def _takes_a_snapshot(save: aiockpt.SaveHandle) -> None:
         _takes_a_snapshot,
     ],
 )
-def test_a_failure_that_was_delivered_is_not_raised_again(
-    use: Callable[[aiockpt.SaveHandle], None], tmp_path: Path
-) -> None:
+def test_a_delivered_failure_is_not_raised_again(use: Callable[[aiockpt.SaveHandle], None], tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         save = _failed(ckpt, tmp_path / "a")
         use(save)

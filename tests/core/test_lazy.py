@@ -30,15 +30,15 @@ class _Counted:
         return [1]
 
 
-def test_it_is_computed_once_for_each_instance() -> None:
+def test_a_property_is_computed_once_for_each_instance() -> None:
     one, other = _Counted(), _Counted()
     assert (one.number, one.number, other.number, one.calls, other.calls) == (7, 7, 7, 1, 1)
     assert vars(one)["number"] == 7
     assert _Counted.number.__doc__ == "A number."
 
 
-def test_nobody_waits_for_another_thread() -> None:
-    """It has no lock that a child of a fork could find held: both compute, and get the same object."""
+def test_no_thread_waits_for_another() -> None:
+    """There is no lock that a forked child could find held: both threads compute, and get the same object."""
     counted = _Counted()
     found: list[list[int]] = []
     thread = threading.Thread(target=lambda: found.append(counted.slow))
@@ -50,7 +50,7 @@ def test_nobody_waits_for_another_thread() -> None:
     assert found[0] is mine is counted.slow
 
 
-def test_the_package_uses_no_other() -> None:
+def test_the_package_does_not_use_cached_property() -> None:
     """`functools.cached_property` has a lock in Python 3.11."""
     for file in Path(aiockpt.__file__).parent.rglob("*.py"):
         assert "import cached_property" not in file.read_text(), file

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def costs(choice: PageChoice, nbytes: int, huge_ns: int) -> list[tuple[bool, int]]:
-    """Fault in so many bytes where a huge page costs ``huge_ns``; return the steps, equal neighbours as one."""
+    """Simulate faulting in `nbytes`, with huge pages of ``huge_ns`` each; return the steps, equal neighbours merged."""
     steps: list[tuple[bool, int]] = []
     while nbytes:
         huge, step = choice.next_step(nbytes)
@@ -34,7 +34,7 @@ def test_cheap_huge_pages_are_used_throughout() -> None:
     assert costs(PageChoice(), 3 << 30, 100_000) == [(True, 3 << 30)]
 
 
-def test_dear_huge_pages_are_tried_less_and_less_often() -> None:
+def test_costly_huge_pages_are_tried_less_and_less_often() -> None:
     steps = costs(PageChoice(), 2 << 30, 5_000_000)
     assert set(steps[0::2]) == {(True, 2 * MIB)}
     assert steps[1::2][:8] == [(False, pause * MIB) for pause in (8, 16, 32, 64, 128, 256, 512, 512)]
@@ -53,16 +53,16 @@ def test_huge_pages_that_cost_somewhat_more_are_not_used() -> None:
 
 @pytest.fixture
 def memory() -> tuple[int, memoryview]:
-    """20 MiB of fresh memory, from a huge page on, and its address."""
+    """Return the address of 20 MiB of fresh memory, aligned to a huge page, and a view of it."""
     whole = pages.private_mapping(22 * MIB)
-    whole.madvise(mmap.MADV_DONTDUMP)  # the kernel tells it apart from its neighbours, and so does `resident`
+    whole.madvise(mmap.MADV_DONTDUMP)  # keeps the kernel from merging it with its neighbours, for `resident`
     keep = ctypes.c_char.from_buffer(whole)
     skip = -ctypes.addressof(keep) % HUGE_PAGE_BYTES
     return ctypes.addressof(keep) + skip, memoryview(whole)[skip : skip + 20 * MIB]
 
 
 def resident(address: int, nbytes: int) -> tuple[int, int]:
-    """Return how much of a range is faulted in, in bytes, and how much of that in huge pages."""
+    """Return the resident bytes of a range, and how many of them are in huge pages."""
     rss = huge = 0
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -79,7 +79,7 @@ def resident(address: int, nbytes: int) -> tuple[int, int]:
 
 needs_populate = pytest.mark.skipif(
     not hasattr(mmap, "MADV_HUGEPAGE") or tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 14),
-    reason="this kernel can't fault pages in by itself",
+    reason="this kernel has no MADV_POPULATE_WRITE",
 )
 
 
@@ -90,7 +90,7 @@ def test_whole_huge_pages_of_the_range_are_faulted_in(memory: tuple[int, memoryv
     pages.fault_in(address + 3 * MIB, 10 * MIB, PageChoice())  # from 4 to 12 MiB
     assert resident(address, len(view))[0] == 8 * MIB
     assert bytes(view[5 * MIB - 1 : 5 * MIB + 4]) == b"\0abc\0"
-    pages.fault_in(address + 100, HUGE_PAGE_BYTES, PageChoice())  # no whole one
+    pages.fault_in(address + 100, HUGE_PAGE_BYTES, PageChoice())  # no whole huge page
     assert resident(address, len(view))[0] == 8 * MIB
 
 

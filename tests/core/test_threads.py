@@ -11,7 +11,7 @@ import pytest
 from aiockpt.core.threads import DaemonThreads, Workers
 
 
-def test_functions_begin_in_order_in_so_many_threads() -> None:
+def test_functions_begin_in_order_in_a_fixed_number_of_threads() -> None:
     threads = DaemonThreads(2, "aiockpt-test")
     both = threading.Barrier(2)
     seen: list[int] = []
@@ -30,18 +30,18 @@ def test_functions_begin_in_order_in_so_many_threads() -> None:
         threads.submit(note, 9)
 
 
-def test_errors_are_delivered_and_idle_threads_are_used_again() -> None:
+def test_errors_are_delivered_and_idle_threads_are_reused() -> None:
     threads = DaemonThreads(4, "aiockpt-test")
     with pytest.raises(ZeroDivisionError):
         threads.submit(lambda: 1 / 0).result(30)
     names = set()
     for _ in range(20):
         names.add(threads.submit(lambda: threading.current_thread().name).result(30))
-    assert len(names) <= 2  # the second is started if the first has not said yet that it is idle
+    assert len(names) <= 2  # a second one starts if the first is not marked idle yet
     assert threads.end(30)
 
 
-def test_spare_threads_do_what_those_that_hang_leave_undone() -> None:
+def test_spare_threads_run_the_functions_behind_hanging_ones() -> None:
     threads = DaemonThreads(1, "aiockpt-test")
     works = threading.Event()
     stuck = threads.submit(works.wait, 60)
@@ -57,7 +57,7 @@ def test_spare_threads_do_what_those_that_hang_leave_undone() -> None:
     assert threads.end(30)
 
 
-def test_spare_threads_start_whatever_was_done_before() -> None:
+def test_spare_threads_start_after_any_previous_work() -> None:
     threads = DaemonThreads(2, "aiockpt-test")
     for future in [threads.submit(lambda: None) for _ in range(20)]:
         future.result(30)
@@ -70,7 +70,7 @@ def test_spare_threads_start_whatever_was_done_before() -> None:
     assert threads.end(30)
 
 
-def test_what_has_not_begun_is_dropped_at_the_end() -> None:
+def test_functions_that_have_not_begun_are_cancelled_at_shutdown() -> None:
     threads = DaemonThreads(1, "aiockpt-test")
     begun, works = threading.Event(), threading.Event()
     threads.submit(lambda: begun.set() or works.wait(60))
@@ -83,7 +83,7 @@ def test_what_has_not_begun_is_dropped_at_the_end() -> None:
     assert not threads._threads[0].is_alive()
 
 
-def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
+def test_a_hanging_thread_does_not_keep_the_process_alive() -> None:
     code = (
         "import threading\nfrom aiockpt.core.threads import Workers\n"
         "workers = Workers(2, 'stuck')\nbegun = threading.Event()\n"
@@ -94,7 +94,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process() -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_would_end_the_loop_is_an_error_of_the_function() -> None:
+async def test_an_exception_that_would_end_the_loop_becomes_an_error() -> None:
     workers = Workers(1, "aiockpt-test")
     with pytest.raises(RuntimeError, match="KeyboardInterrupt was raised in a worker thread"):
         await workers.run(_interrupted)

@@ -23,7 +23,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Keeps its place itself, in each worker."""
+    """An iterable that keeps its own position, in each worker."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -45,7 +45,7 @@ class Stream(torch.utils.data.IterableDataset):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["in order", "shuffled", "stream"])
-def test_an_epoch_goes_on_where_it_was(tmp_path: Path, workers: int, kind: str) -> None:
+def test_an_epoch_resumes_where_it_was(tmp_path: Path, workers: int, kind: str) -> None:
     def loader() -> torch.utils.data.DataLoader:
         data = Stream() if kind == "stream" else Numbers()
         return dataloader.StatefulDataLoader(data, batch_size=4, num_workers=workers, shuffle=kind == "shuffled")
@@ -66,8 +66,8 @@ def test_an_epoch_goes_on_where_it_was(tmp_path: Path, workers: int, kind: str) 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", [4, 10, 13], ids=["within", "at the end", "in the second epoch"])
-def test_training_goes_on_with_the_same_batches_and_random_numbers(tmp_path: Path, workers: int, at: int) -> None:
-    """To the end of a third epoch, though beginning an iterator draws a seed, and so does each shuffling."""
+def test_training_resumes_with_the_same_batches_and_random_numbers(tmp_path: Path, workers: int, at: int) -> None:
+    """To the end of a third epoch, although each new iterator and each shuffling draws a seed."""
 
     def loader() -> torch.utils.data.DataLoader:
         return dataloader.StatefulDataLoader(Numbers(), batch_size=4, num_workers=workers, shuffle=True)

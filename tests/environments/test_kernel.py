@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, driven as a notebook drives it: one cell after the other, in one event loop that stays."""
+"""A real Jupyter kernel, driven as a notebook drives it: cell by cell, in one persistent event loop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gated():
 
 
 class Cell(NamedTuple):
-    """What became of a cell: its output, and the name of the error that ended it."""
+    """Result of a cell: its output, and the name of the error that ended it."""
 
     output: str
     error: str | None
@@ -58,9 +58,9 @@ class Notebook:
     """A kernel in a process of its own, and the client that sends it cells."""
 
     def __init__(self, folder: Path) -> None:
-        self._sockets = tempfile.mkdtemp()  # no ports, for which tests at the same time could compete
+        self._sockets = tempfile.mkdtemp()  # no ports: concurrent tests could compete for them
         self._manager = jupyter_client.KernelManager(transport="ipc", ip=f"{self._sockets}/ipc")
-        self._manager.shutdown_wait_time = REPLY_S  # never killed for being slow
+        self._manager.shutdown_wait_time = REPLY_S  # a slow kernel is not killed
         self._folder = folder
 
     def __enter__(self) -> Self:
@@ -115,13 +115,13 @@ class Notebook:
         return Cell(output, content.get("ename") if content["status"] == "error" else None)
 
     def run(self, code: str) -> str:
-        """Run a cell that is to succeed; return what it printed."""
+        """Run a cell that must succeed; return its output."""
         cell = self.finish(self._client.execute(code))
         assert cell.error is None, cell.output
         return cell.output.strip()
 
     def _output(self, sent: str, until: str | None = None) -> str:
-        """Collect what a cell prints, to its end or to a word."""
+        """Collect the output of a cell, up to its end or to a word."""
         found = ""
         deadline = time.monotonic() + REPLY_S
         while time.monotonic() < deadline:
@@ -141,7 +141,7 @@ class Notebook:
 
 @pytest.fixture(scope="module", autouse=True)
 def loop() -> Iterator[None]:
-    """Have the event loop of the client, which is never closed, before file descriptors are counted."""
+    """Make the event loop of the client, which is never closed, before file descriptors are counted."""
     loop = jupyter_core_utils.ensure_event_loop()
     yield
     asyncio.set_event_loop(None)
@@ -150,7 +150,7 @@ def loop() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
-    """A kernel for all tests that leave it as it was."""
+    """Return a kernel for all tests that leave it unchanged."""
     with Notebook(tmp_path_factory.mktemp("kernel")) as notebook:
         yield notebook
 
@@ -180,7 +180,7 @@ def test_cells_await_one_operation_after_the_other(notebook: Notebook, tmp_path:
         assert_saved(tmp_path / name)
 
 
-def test_a_plain_checkpointer_in_cells(notebook: Notebook) -> None:
+def test_a_synchronous_checkpointer_in_cells(notebook: Notebook) -> None:
     notebook.run("plain = aiockpt.SyncCheckpointer()\nplain.save(STATE, 'a')\nplain.save(STATE, 'b')")
     assert notebook.run("print(is_same(plain.load('a')), is_same(plain.load('b')))") == "True True"
     notebook.run("stage, write = plain.submit(STATE, 'c')")
@@ -188,7 +188,7 @@ def test_a_plain_checkpointer_in_cells(notebook: Notebook) -> None:
     notebook.run("plain.close()")
 
 
-def test_a_cell_that_blocks_does_not_hold_a_save_up(notebook: Notebook, tmp_path: Path) -> None:
+def test_a_blocking_cell_does_not_delay_a_save(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("save = ckpt.save(STATE, 'a')")
     notebook.run("while not save.written.done():\n    pass")
     assert_saved(tmp_path / "a")
@@ -215,16 +215,18 @@ print(asyncio.run(main('a')), asyncio.get_event_loop().run_until_complete(main('
     notebook.run(apply)
     assert notebook.run("print((await save).tensors, is_same(await ckpt.load('first')))") == "1 True"
     assert notebook.run(nested) == "True True True"
-    notebook.run("await ckpt.aclose()\nckpt = aiockpt.AsyncCheckpointer()")  # whose engine starts with it applied
+    notebook.run(
+        "await ckpt.aclose()\nckpt = aiockpt.AsyncCheckpointer()"
+    )  # its engine starts with nest_asyncio applied
     assert notebook.run(nested) == "True True True"
     notebook.run("with aiockpt.SyncCheckpointer() as plain:\n    plain.save(STATE, 'd')\n    plain.load('d')")
     notebook.run(apply)
     assert notebook.run(nested) == "True True True"
 
 
-def test_interrupting_a_cell_that_awaits_leaves_the_save_alone(notebook: Notebook, tmp_path: Path) -> None:
+def test_interrupting_an_awaiting_cell_does_not_stop_the_save(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("storage, save = gated()\nawait storage.reached['commit']")
-    # ipykernel acts on an interrupt when its loop wakes up the next time, for whatever reason.
+    # ipykernel handles an interrupt only when its loop wakes up the next time, for any reason.
     waiting = notebook.start("ticks = asyncio.ensure_future(tick())\nprint('running', flush=True)\nawait save")
     notebook.interrupt()
     assert notebook.finish(waiting).error == "CancelledError"
@@ -234,7 +236,7 @@ def test_interrupting_a_cell_that_awaits_leaves_the_save_alone(notebook: Noteboo
     assert notebook.run("print((await save).tensors, is_same(await ckpt.load('held')))") == "1 True"
 
 
-def test_interrupting_a_cell_that_blocks(notebook: Notebook, tmp_path: Path) -> None:
+def test_interrupting_a_blocking_cell(notebook: Notebook, tmp_path: Path) -> None:
     notebook.run("storage, save = gated()\nawait storage.reached['commit']")
     waiting = notebook.start("print('running', flush=True)\nsave.written.result()")
     notebook.interrupt()
@@ -243,12 +245,12 @@ def test_interrupting_a_cell_that_blocks(notebook: Notebook, tmp_path: Path) -> 
     assert_saved(tmp_path / "held")
 
 
-# Before the engines, which register the same way, wait for what is in flight: functions of `atexit` run too late.
+# Runs before the engines, which register the same way, wait for saves in flight; `atexit` runs after them.
 AT_THE_END = "threading._register_atexit(storage.open, 'commit')"
 
 
 @pytest.mark.parametrize("how", ["restart", "shutdown"])
-def test_a_kernel_that_ends_writes_what_is_in_flight(how: str, tmp_path: Path) -> None:
+def test_a_kernel_that_ends_finishes_saves_in_flight(how: str, tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         notebook.run("ckpt = aiockpt.AsyncCheckpointer()\nstorage, save = gated()\nawait storage.reached['commit']")
         assert not (tmp_path / "held").exists()
@@ -262,7 +264,7 @@ def test_a_kernel_that_ends_writes_what_is_in_flight(how: str, tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir()] == ["held"]
 
 
-def test_a_kernel_that_is_killed_leaves_what_the_next_one_removes(tmp_path: Path) -> None:
+def test_the_next_kernel_removes_the_leftovers_of_a_killed_one(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         notebook.run("ckpt = aiockpt.AsyncCheckpointer()\nstorage, save = gated()\nawait storage.reached['commit']")
         notebook.run("import os, signal")
@@ -274,7 +276,7 @@ def test_a_kernel_that_is_killed_leaves_what_the_next_one_removes(tmp_path: Path
     assert [entry.name for entry in tmp_path.iterdir()] == ["held"]
 
 
-def test_checkpointers_that_nobody_closes(tmp_path: Path) -> None:
+def test_unclosed_checkpointers(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         for name in "abc":
             notebook.run(f"ckpt = aiockpt.AsyncCheckpointer()\nsave = ckpt.save(STATE, {name!r})")

@@ -1,4 +1,4 @@
-"""Packages that change asyncio or anyio under a program, or are only there."""
+"""Packages that change asyncio or anyio for a program, or are merely imported."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def _run(program: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("neighbour", NEIGHBOURS)
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_a_program_that_imports_one(neighbour: str, first: bool, tmp_path: Path) -> None:
-    """Its import alone may warn: that is not ours to mend."""
+def test_a_program_that_imports_a_neighbour(neighbour: str, first: bool, tmp_path: Path) -> None:
+    """Warnings of the neighbour's own import are ignored."""
     load = f"import warnings\nwith warnings.catch_warnings(action='ignore'):\n    import {neighbour}\n"
     _run(f"{load if first else ''}{PROGRAM}{'' if first else load}in_turn()", tmp_path)
 

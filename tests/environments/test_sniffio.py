@@ -1,4 +1,4 @@
-"""Beside sniffio, by whose mark anyio finds out in which library it runs."""
+"""With sniffio installed, by which anyio detects the library that it runs in."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_one_operation_after_the_other(writer: str, tmp_path: Path) -> Non
             assert {key async for key, _ in reader.stream()} == {"x", "step"}
 
 
-def test_in_a_plain_program(tmp_path: Path) -> None:
+def test_in_a_synchronous_program(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(staging_window=aiockpt.StagingWindow(bytes_per_s=1e12)) as ckpt:
         for name in "abc":
             ckpt.save(STATE, tmp_path / name)

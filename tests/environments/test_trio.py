@@ -1,4 +1,4 @@
-"""In a trio program: plain calls work in its threads; what asyncio alone could await says so at the call."""
+"""Trio programs: synchronous calls work in threads; calls that only asyncio can await raise an error that says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATE = {"x": torch.arange(5.0), "step": 3}
 ONLY_ASYNCIO = r"can be awaited in asyncio only.*trio\.to_thread\.run_sync"
 
 
-def test_plain_calls_work_in_threads(tmp_path: Path) -> None:
+def test_synchronous_calls_work_in_threads(tmp_path: Path) -> None:
     async def main() -> None:
         ckpt = aiockpt.SyncCheckpointer()
         await trio.to_thread.run_sync(ckpt.save, STATE, tmp_path / "a")
@@ -27,7 +27,7 @@ def test_plain_calls_work_in_threads(tmp_path: Path) -> None:
     trio.run(main)
 
 
-def test_a_save_that_is_called_for_in_a_task_is_waited_for_in_a_thread(tmp_path: Path) -> None:
+def test_a_save_submitted_in_a_task_can_be_waited_for_in_a_thread(tmp_path: Path) -> None:
     async def main() -> None:
         ckpt = aiockpt.AsyncCheckpointer()
         save = ckpt.save(STATE, tmp_path / "a")
@@ -39,7 +39,7 @@ def test_a_save_that_is_called_for_in_a_task_is_waited_for_in_a_thread(tmp_path:
                 pass
         assert (await trio.to_thread.run_sync(save.written.result)).tensors == 1
         with pytest.raises(aiockpt.AiockptError, match=ONLY_ASYNCIO):
-            await save.cancel()  # whether the moment has come or not
+            await save.cancel()  # whether it is done or not
         await ckpt.window()
         await trio.to_thread.run_sync(ckpt._engine.close().result)
         ckpt._engine.join()
@@ -62,7 +62,7 @@ def test_a_save_that_is_called_for_in_a_task_is_waited_for_in_a_thread(tmp_path:
         lambda ckpt, path: aiockpt.open(path),
     ],
 )
-def test_what_is_awaited_says_so_and_nothing_has_begun(
+def test_calls_to_be_awaited_raise_and_start_nothing(
     call: Callable[[aiockpt.AsyncCheckpointer, Path], Awaitable[object]], tmp_path: Path
 ) -> None:
     ckpt = aiockpt.AsyncCheckpointer()
@@ -75,7 +75,7 @@ def test_what_is_awaited_says_so_and_nothing_has_begun(
     assert ckpt._engine.loop.thread is None
 
 
-def test_so_do_readers_that_asyncio_has_opened(tmp_path: Path) -> None:
+def test_readers_opened_in_asyncio_raise_in_trio(tmp_path: Path) -> None:
     import asyncio
 
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -95,7 +95,7 @@ def test_so_do_readers_that_asyncio_has_opened(tmp_path: Path) -> None:
     asyncio.run(reader.aclose())
 
 
-def test_a_completion_outside_of_any_loop_says_so(tmp_path: Path) -> None:
+def test_awaiting_a_completion_outside_any_loop_raises(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         save = ckpt.submit(STATE, tmp_path / "a")
         with pytest.raises(aiockpt.AiockptError, match=r"`written` of .*can be awaited in asyncio only"):

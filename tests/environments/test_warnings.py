@@ -1,4 +1,4 @@
-"""A program that makes errors of warnings gets the warning, and not a verdict on its checkpoint."""
+"""If warnings are errors, the caller gets the warning, and not an error about the checkpoint."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class WarningTransform:
 
 
 def assert_warns(call: Callable[[], object]) -> None:
-    """The warning itself at the call; from the engine's threads as the cause of an error that names it."""
+    """Assert that a call raises the warning, or, from the engine's threads, an error caused by it."""
     with pytest.raises((UserWarning, aiockpt.AiockptError)) as info:
         call()
     if not isinstance(info.value, UserWarning):
@@ -116,15 +116,15 @@ def test_when_items_are_transformed_back(where: str, tmp_path: Path) -> None:
         assert_warns(lambda: ckpt.load(tmp_path / "a"))
 
 
-# They say whose method failed and what was done before, and of a warning that is as true as of an error.
-NAMES_WHOSE = {"apply_live.py", "live.py"}
+# These modules report whose method failed and what was done before; that holds for warnings too.
+EXEMPT = {"apply_live.py", "live.py"}
 
 
-def test_whatever_translates_errors_lets_warnings_through() -> None:
+def test_handlers_that_translate_errors_let_warnings_through() -> None:
     package = Path(aiockpt.__file__).parent
     wrong = []
     for path in package.rglob("*.py"):
-        if "testing" in path.parts or path.name in NAMES_WHOSE:
+        if "testing" in path.parts or path.name in EXEMPT:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Try):

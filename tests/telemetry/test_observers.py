@@ -1,4 +1,4 @@
-"""Observers, and the progress callables of loads: what they are told, and that they can't harm anything."""
+"""Observers, and the progress callables of loads: the calls they get, and that they can't do harm."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT_S = 60
 
 
 class Recorder(aiockpt.Observer):
-    """Writes down every call."""
+    """Records every call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any, Any]] = []
@@ -106,7 +106,7 @@ async def test_the_life_of_a_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_saves_that_end_otherwise(tmp_path: Path) -> None:
+async def test_cancelled_skipped_and_failed_saves(tmp_path: Path) -> None:
     seen = Recorder()
     gate = GatedStorage(LocalStorage(), ["create"])
     async with aiockpt.AsyncCheckpointer(observers=[seen], on_busy="skip") as ckpt:
@@ -135,7 +135,7 @@ async def test_saves_that_end_otherwise(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_observer_that_blocks_delays_nothing(tmp_path: Path) -> None:
+async def test_a_blocking_observer_delays_nothing(tmp_path: Path) -> None:
     gate = threading.Event()
 
     class Slow(Recorder):
@@ -155,7 +155,7 @@ async def test_an_observer_that_blocks_delays_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_closing_does_not_wait_for_ever(
+async def test_closing_does_not_wait_for_ever_for_an_observer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reports, "END_S", 0.05)
@@ -209,7 +209,7 @@ def test_too_many_calls_are_dropped(
     assert caplog.text.count("further ones are dropped") == 1
 
 
-def test_what_an_observer_may_do_with_the_checkpointer(tmp_path: Path) -> None:
+def test_an_observer_may_load_and_verify_but_not_save_or_close(tmp_path: Path) -> None:
     found: list[object] = []
 
     class Uses(Recorder):
@@ -329,7 +329,7 @@ def test_a_progress_callable_that_fails_or_blocks(
         gate.set()
     assert calls[-1] == "done"
     assert set(calls[:-1]) == {"reading"}
-    assert len(calls) <= 4  # one of the first one, and no more than two wait for a call that blocks
+    assert len(calls) <= 4  # one of `fail`; and at most two wait behind a call of `block`
     (record,) = caplog.records
     assert record.levelno == logging.ERROR
     assert "a defect of the callable" in caplog.text

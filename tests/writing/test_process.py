@@ -38,7 +38,7 @@ def kept() -> Iterator[aiockpt.SyncCheckpointer]:
         yield ckpt
 
 
-def test_the_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
+def test_the_checkpoints_equal_those_of_threads(tmp_path: Path) -> None:
     state = {"train": training_state(), "large": large_state(5), "big": torch.arange(3_000_000).view(1000, 3000).t()}
     with (
         aiockpt.SyncCheckpointer(writer=aiockpt.ProcessWriter(nice=3, ionice="idle"), chunk_bytes=1 << 20) as ours,
@@ -53,10 +53,12 @@ def test_the_checkpoints_are_those_of_threads(tmp_path: Path) -> None:
             assert dict(result.files) == dict(theirs.files)
             assert (result.nbytes, result.tensors, result.objects) == (theirs.nbytes, theirs.tensors, theirs.objects)
         for name in theirs.files:
-            if name != ".metadata":  # which has places of objects
+            if name != ".metadata":  # it records positions of objects
                 assert (tmp_path / "2" / name).stat().st_size == (tmp_path / "threads" / name).stat().st_size
         host = ours._engine.tools.writer
-        assert repr(host._connection).endswith(", 0 saves>")  # else a long run would collect them
+        assert repr(host._connection).endswith(
+            ", 0 saves>"
+        )  # finished saves are dropped: a long run must not accumulate them
         (writer,) = _writers()
         assert writer.nice() == min(19, psutil.Process().nice() + 3)
         assert writer.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
@@ -92,7 +94,7 @@ def _refuse(path: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_many_saves_in_line_and_one_called_off(tmp_path: Path, gate: Gate) -> None:
+async def test_many_queued_saves_and_one_cancelled(tmp_path: Path, gate: Gate) -> None:
     async with aiockpt.AsyncCheckpointer(writer="process", chunk_bytes=1 << 16, staging_bytes=1 << 19) as ckpt:
         saves = []
         for number in range(4):
@@ -107,7 +109,12 @@ async def test_many_saves_in_line_and_one_called_off(tmp_path: Path, gate: Gate)
             await saves[1]
         for number in (2, 3):
             await saves[number]
-        assert {entry.name for entry in tmp_path.iterdir()} == {"gate", "0", "2", "3"}  # nothing of it, not even hidden
+        assert {entry.name for entry in tmp_path.iterdir()} == {
+            "gate",
+            "0",
+            "2",
+            "3",
+        }  # nothing of save 1, not even hidden
         for number in (0, 2, 3):
             events = [event async for event in saves[number].progress()]
             assert events[-1].phase == "committed"
@@ -126,7 +133,7 @@ def test_an_error_comes_back_with_its_cause(kept: aiockpt.SyncCheckpointer, tmp_
     assert_same(large_state(2), kept.load(tmp_path / "c"))
 
 
-def test_a_storage_that_stays_here_is_refused_at_the_call(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
+def test_a_storage_that_can_not_be_sent_is_refused_at_the_call(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["write"])
     with pytest.raises(aiockpt.SaveError, match=r"GatedStorage can't be sent to the writer process .* writer='thread'"):
         kept.submit(large_state(1), tmp_path / "c", storage=storage)
@@ -138,7 +145,7 @@ def test_a_storage_that_stays_here_is_refused_at_the_call(kept: aiockpt.SyncChec
             aiockpt.ProcessWriter(**wrong)
 
 
-def test_the_process_needs_little(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
+def test_the_writer_process_needs_few_resources(kept: aiockpt.SyncCheckpointer, tmp_path: Path) -> None:
     """No torch, no main module, no descriptor for each tensor; one process for all saves."""
     kept.save(large_state(1), tmp_path / "few")
     (writer,) = _writers()
@@ -158,13 +165,13 @@ def test_the_process_needs_little(kept: aiockpt.SyncCheckpointer, tmp_path: Path
 
 
 @pytest.mark.asyncio
-async def test_it_starts_ahead_of_the_first_save_and_ends_with_the_checkpointer() -> None:
+async def test_the_writer_process_starts_before_the_first_save_and_ends_with_the_checkpointer() -> None:
     async with aiockpt.AsyncCheckpointer(writer="process"):
         (writer,) = await asyncio.to_thread(_writers)
     assert not writer.is_running()
 
 
-def test_when_it_dies_the_save_fails_and_the_next_starts_another(tmp_path: Path, gate: Gate) -> None:
+def test_a_save_fails_when_the_writer_process_dies_and_the_next_starts_another(tmp_path: Path, gate: Gate) -> None:
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
         ckpt.save(large_state(1), tmp_path / "before")
         save = ckpt.submit(large_state(3), tmp_path / "c", storage=gate.storage("write", nth=2))
@@ -183,7 +190,7 @@ def test_when_it_dies_the_save_fails_and_the_next_starts_another(tmp_path: Path,
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_that_is_being_published_can_not_be_called_off(overwrite: bool, tmp_path: Path, gate: Gate) -> None:
+def test_a_save_that_is_being_published_can_not_be_cancelled(overwrite: bool, tmp_path: Path, gate: Gate) -> None:
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
         if overwrite:
             ckpt.save(large_state(1), tmp_path / "c")
@@ -197,7 +204,7 @@ def test_a_save_that_is_being_published_can_not_be_called_off(overwrite: bool, t
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_when_it_dies_right_after_publishing_the_save_has_succeeded(overwrite: bool, tmp_path: Path) -> None:
+def test_a_save_succeeds_if_the_writer_process_dies_right_after_publishing(overwrite: bool, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
         if overwrite:
             ckpt.save(large_state(1), tmp_path / "c")
@@ -206,9 +213,9 @@ def test_when_it_dies_right_after_publishing_the_save_has_succeeded(overwrite: b
         assert ckpt.verify(tmp_path / "c").ok
 
 
-def test_when_it_dies_between_saves_or_in_a_hook(tmp_path: Path) -> None:
+def test_the_writer_process_may_die_between_saves_or_in_a_hook(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
-        for number in range(3):  # the same layout, which each process has to be sent
+        for number in range(3):  # the same layout: it is sent to each process
             ckpt.save(large_state(2), tmp_path / str(number))
             (writer,) = _writers()
             writer.kill()
@@ -219,8 +226,10 @@ def test_when_it_dies_between_saves_or_in_a_hook(tmp_path: Path) -> None:
     assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1", "2", "3"}
 
 
-def test_a_save_right_after_its_death_starts_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the thread that waits for it has told the engine."""
+def test_a_save_right_after_the_death_of_the_writer_process_starts_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even before the engine has noticed the death of the writer process."""
     real, noticed = WriterProcess.wait, threading.Event()
 
     def wait(self: WriterProcess) -> None:
@@ -240,8 +249,7 @@ def test_a_save_right_after_its_death_starts_another(tmp_path: Path, monkeypatch
     assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1"}
 
 
-def test_the_end_of_its_stderr_is_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one of its modules it can't start."""
+def test_the_error_quotes_the_stderr_of_the_writer_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.writing.process.supervisor._PROGRAM", "raise SystemExit('no such luck')")
     with aiockpt.SyncCheckpointer(writer="process") as ckpt:
         for _ in range(2):
@@ -256,15 +264,15 @@ def test_the_end_of_its_stderr_is_in_the_error(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_program_without_a_guard_works_as_well(tmp_path: Path) -> None:
-    """Its main module is not imported by the process; its end finishes what is in flight."""
+def test_a_program_without_a_main_guard_works(tmp_path: Path) -> None:
+    """The writer process does not import the main module; the exit of the program finishes saves in flight."""
     program = (
         "import torch, aiockpt, sys\n"
         "print('once', flush=True)\n"
         "ckpt = aiockpt.SyncCheckpointer(writer='process')\n"
         "ckpt.submit({'w': torch.arange(500_000)}, sys.argv[1])\n"
     )
-    (tmp_path / "anyio.py").write_text("raise RuntimeError('not this one')\n")  # nor what lies about
+    (tmp_path / "anyio.py").write_text("raise RuntimeError('not this one')\n")  # nor modules of the working directory
     (tmp_path / "program.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "-P", "program.py", str(tmp_path / "c")],
@@ -279,7 +287,9 @@ def test_a_program_without_a_guard_works_as_well(tmp_path: Path) -> None:
         assert torch.equal(ckpt.load(tmp_path / "c")["w"], torch.arange(500_000))
 
 
-def test_a_stuck_process_is_killed_in_the_end(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_writer_process_is_killed_in_the_end(
+    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 1.5)
     ckpt = aiockpt.SyncCheckpointer(writer="process", drain_timeout=0.2)
     ckpt.submit(large_state(2), tmp_path / "c", storage=gate.storage("write"))
