@@ -3,10 +3,10 @@
 import os
 import sys
 
-# Before torch is imported, here and in child processes: its threads spin for milliseconds when they have nothing to do,
-# which takes the processors from the other test processes.
+# Set before torch is imported, here and in child processes: its idle OpenMP threads spin for milliseconds, which takes
+# the cores from the other test processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Nor are there processes that compile, which torch 2.6 starts ahead and leaves.
+# No compile workers: torch 2.6 starts them in advance and leaves them running.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Hundreds of child processes import the package: compiling it anew in each would cost more than the tests.

@@ -1,4 +1,4 @@
-"""Event loops and cases that tests run with, and a look for leaks after every test."""
+"""Event loops and cases that tests run with, and a check for leaks after every test."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests import forked_python
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the whole suite in four processes, each file in one of them; what is named, and what wants a GPU, in one.
+    """Run the whole suite in four processes, each file in one of them; named tests and GPU tests in one process.
 
-    Half of the time the tests wait for disks and for other processes, so that two cores are enough for four. The files
-    go in the order of their names, but for those of `LONG`.
+    Half of the time the tests wait for disks and for other processes, so two cores are enough for four processes. The
+    files of `LONG` come first, the others in the order of their names.
     """
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS and config.option.markexpr != "gpu"
-    is_worker = hasattr(config, "workerinput")  # which would start workers of its own, and these others
+    is_worker = hasattr(config, "workerinput")  # a worker must not start workers of its own
     if whole and not is_worker and config.pluginmanager.hasplugin("xdist") and config.option.numprocesses is None:
         config.option.numprocesses, config.option.dist, config.option.loadscopereorder = 4, "loadfile", False
     if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None and not config.option.full:
@@ -39,16 +39,16 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 LONG = ("crash/test_matrix.py", "test_benchmarks.py", "writing/test_orphans.py", "crash/test_mounts.py")
-"""Files whose tests take a minute or so, and which come first: at the end, the other processes would have none left."""
-LONGEST_TEST_S = 300  # then it fails, with the stacks of all threads
+"""Files that take a minute or so. They come first: at the end, the other processes would have no work left."""
+LONGEST_TEST_S = 300  # then the test fails, with the stacks of all threads
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 BOTH = {"cancellation", "core", "engine", "environments"}
-"""The folders of tests about waiting, cancelling and closing, which is where the caller's loop matters."""
+"""Folders of tests about waiting, cancelling and closing, where the caller's loop matters."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run also the cases that only repeat what others find")
+    parser.addoption("--full", action="store_true", help="also run the cases that only repeat what others find")
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
@@ -61,12 +61,12 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Collect no garbage while modules are imported: there is none that is worth the time."""
+    """Disable the garbage collector while modules are imported: it would find little and take long."""
     gc.disable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``full``, unless with ``--full``; refuse names that differ from process to process."""
+    """Deselect tests marked ``full`` unless ``--full`` is given; refuse names that differ between processes."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if differ := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{differ[0]} has an address in its name: give the parameters ids")
@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With ``-m gpu`` look at tests/gpu alone: the others import packages that a machine for these may lack."""
+    """Collect only tests/gpu with ``-m gpu``: the others import packages that a GPU machine may lack."""
     if config.getoption("markexpr") != "gpu" or not collection_path.is_file():
         return None
     return True if collection_path.parent.name != "gpu" else None
@@ -84,10 +84,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let what is opened once in a process, such as uvloop's pipe, be there before leaks are counted."""
+    """Open what is opened once in a process, such as uvloop's pipe, before leaks are counted."""
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(1)}, tmp_path_factory.mktemp("warm") / "c")
-    gc.freeze()  # what was imported: to look at it in every collection takes a sixth of the time of all tests
+    gc.freeze()  # the imported modules: scanning them in every collection takes a sixth of the time of all tests
     gc.enable()
 
 
@@ -99,19 +99,18 @@ def python() -> Iterator[list[str]]:
 
 
 def _open_files(process: psutil.Process) -> int:
-    """Count file descriptors, but for those that CUDA opens when it sees fit."""
+    """Count file descriptors, except those of CUDA, which opens them at any time."""
     if not torch.cuda.is_available():
         return process.num_fds()
     count = 0
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder itself
             count += not os.readlink(link).startswith(("/dev/nvidia", "anon_inode:"))
     return count
 
 
 def _children(process: psutil.Process) -> set[psutil.Process]:
-    """Return the child processes."""
-    try:  # for psutil looks at all processes of the machine
+    try:  # a cheap check first: psutil looks at all processes of the machine
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
@@ -120,7 +119,7 @@ def _children(process: psutil.Process) -> set[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """No thread, file descriptor, lease, child process or hidden directory may be left by a test."""
+    """Assert that a test leaves no thread, file descriptor, lease, child process or hidden directory."""
     pools: list[ChunkPool] = []
     make = ChunkPool.__init__
 
@@ -131,7 +130,7 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(ChunkPool, "__init__", recorded)
     process = psutil.Process()
     before = _open_files(process)
-    servers = _children(process)  # what lives as long as the test run, such as the server of tests/ranks
+    servers = _children(process)  # these live as long as the test run, such as the server of tests/ranks
     yield
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("aiockpt")]
     assert not left, f"threads left: {left}"
@@ -139,15 +138,15 @@ def no_leaks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert not _children(process) - servers
     hidden = [str(path) for path in tmp_path.rglob(".aiockpt-*")]
     assert not hidden, f"unfinished checkpoints left: {hidden}"
-    deadline = time.monotonic() + 10  # threads of others, as those of a DataLoader, may still be closing theirs
+    deadline = time.monotonic() + 10  # other threads, such as those of a DataLoader, may still be closing files
     while _open_files(process) > before and time.monotonic() < deadline:
         gc.collect()
     assert _open_files(process) <= before, f"{_open_files(process) - before} file descriptors left"
 
 
 @pytest.fixture(autouse=True)
-def asked_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask each file system again what it can do, for a test may let it answer otherwise."""
+def no_known_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget which file systems can exchange names: a test may make them answer otherwise."""
     monkeypatch.setattr(replacing, "_EXCHANGES", {})
 
 

@@ -1,4 +1,4 @@
-"""A storage that counts what is read."""
+"""A storage that counts reads."""
 
 from __future__ import annotations
 

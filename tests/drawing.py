@@ -8,7 +8,7 @@ import pytest
 
 
 def warm() -> None:
-    """Have the files of fonts open, which stay so, before file descriptors are counted."""
+    """Draw once before file descriptors are counted: matplotlib keeps the files of fonts open."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     from matplotlib import pyplot

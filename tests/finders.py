@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-# The expressions are those of the programs. Some look at names alone, and some remove what they find so.
+# The expressions are those of the programs. Some programs look at names only, and some delete what they find.
 FINDERS: Mapping[str, Callable[[str], object]] = {
     "torchtitan": re.compile(r"step-(\d+)").search,
     "Lightning, all": lambda name: name.endswith(".ckpt"),
@@ -27,7 +27,7 @@ def wrongly_found(folder: Path) -> list[tuple[str, str]]:
 
 
 def wrongly_found_files(folder: Path) -> list[tuple[str, str]]:
-    """Return the same for what is below hidden names, as far as finders that look for single files take it."""
+    """Return the same for files below hidden names, by the finders that look for single files."""
     below = [path for hidden in folder.glob(".*") for path in hidden.rglob("*")]
     finders = ("Lightning, all", "Lightning, last", "torch files")
     return [(path.name, finder) for path in below for finder in finders if FINDERS[finder](path.name)]

@@ -1,9 +1,9 @@
-"""An interpreter that has imported torch and aiockpt: what is run by it starts in milliseconds instead of seconds.
+"""An interpreter that has already imported torch and aiockpt: programs start in milliseconds instead of seconds.
 
 The fixture ``python`` of `tests.conftest` is its command line, to be followed by ``-c CODE`` or ``-m MODULE``, and
-arguments. It is a small program that hands its files, directory and environment to the server, which forks a process
-for the command, and ends as that has ended; it passes interrupts on. Not for a test of what is imported when, and not
-for one that kills: the kill would hit the small program.
+arguments. The command line runs a small client. It sends its files, directory and environment to the server, which
+forks a process for the program; it forwards SIGINT and SIGTERM, and ends as the program ends. Not for tests of imports,
+and not for tests that kill the program: the kill would hit the client.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ PRELOAD = (
 
 @contextlib.contextmanager
 def started() -> Iterator[list[str]]:
-    """Start the server; yield the command line of what asks it."""
+    """Start the server; yield the command line of its client."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/s"
         server = subprocess.Popen([sys.executable, "-m", __name__, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        with server:  # which ends when its standard input is closed
+        with server:  # the server ends when its standard input is closed
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n"
             yield [sys.executable, "-SE", __file__, path]
 
 
 def ask(path: str, args: list[str]) -> int:
-    """Have the server run a command with the files of this process; return its exit code."""
+    """Ask the server to run a command with the files of this process; return its exit code."""
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         request = json.dumps([os.getcwd(), dict(os.environ), args]).encode()
@@ -62,7 +62,7 @@ def ask(path: str, args: list[str]) -> int:
 
 
 def serve(path: str) -> list[str]:
-    """Wait for commands until standard input ends; return in a forked process, with the command that it is to run."""
+    """Accept commands until standard input ends; return each command in a forked process, which has to run it."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -96,7 +96,7 @@ def serve(path: str) -> list[str]:
 
 
 def main() -> None:
-    """Ask, or serve and be what is asked for."""
+    """Run the client, or the server, whose forks run the programs."""
     path, *args = sys.argv[1:]
     if args:
         sys.exit(ask(path, args))

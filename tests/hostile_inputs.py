@@ -1,4 +1,4 @@
-"""Pickles and files that nobody's program writes."""
+"""Pickles and files that no honest program writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def zipped(pickled: bytes, storage: bytes = b"") -> bytes:
-    """A file as of ``torch.save``, with right CRCs, of any pickle."""
+    """Return a file like those of ``torch.save``, with valid CRCs, around any pickle."""
     sink = io.BytesIO()
     with zipfile.ZipFile(sink, "w") as archive:
         for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("data/0", storage), ("version", b"3\n")):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def peak_growth(call: Callable[[], object]) -> int:
-    """Call, and return by how many bytes the resident memory exceeded, at its peak, what it was before."""
+    """Run a call; return by how many bytes the peak of the resident memory exceeded its size before."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # forgets earlier peaks
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status_bytes("VmRSS")
     call()
     return _status_bytes("VmHWM") - before

@@ -19,14 +19,14 @@ DTYPES = [
 
 
 def storable_dtypes() -> list[torch.dtype]:
-    """Every dtype of strided tensors that torch.save itself can store."""
+    """Return every dtype of strided tensors that torch.save itself can store."""
     found = []
     for dtype in DTYPES:
         if str(dtype).startswith(("torch.q", "torch.bits")):
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # complex32 is experimental, says torch
+                warnings.simplefilter("ignore")  # torch warns that complex32 is experimental
                 torch.save(torch.empty(2, dtype=dtype), io.BytesIO())
         except (KeyError, RuntimeError, TypeError, NotImplementedError):
             continue
@@ -35,7 +35,7 @@ def storable_dtypes() -> list[torch.dtype]:
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """A tensor of random bytes: any value of the dtype, NaNs with payloads among them."""
+    """Return a tensor of random bytes: any value of the dtype, including NaNs with payloads."""
     generator = torch.Generator().manual_seed(seed)
     numel = torch.Size(shape).numel()
     high = 2 if dtype == torch.bool else 256
@@ -44,7 +44,7 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torc
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of the values in row-major order."""
+    """Return the bytes of the values in row-major order."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach().cpu())
@@ -77,7 +77,7 @@ def assert_same(one: Any, other: Any, where: str = "state") -> None:
 
 
 def training_state(seed: int = 0, width: int = 64) -> dict[str, Any]:
-    """The state of a small real training run: model, optimizer after two steps, scheduler, counters."""
+    """Return the state of a small real training run: model, optimizer after two steps, scheduler, counters."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
         torch.nn.Linear(width, 2 * width), torch.nn.BatchNorm1d(2 * width), torch.nn.Linear(2 * width, width)
@@ -101,5 +101,5 @@ def training_state(seed: int = 0, width: int = 64) -> dict[str, Any]:
 
 
 def large_state(count: int = 6, kib: int = 512) -> dict[str, torch.Tensor]:
-    """Tensors too large to be copied at the call, all different."""
+    """Return distinct tensors, each too large to be copied at the call."""
     return {f"w{i}": torch.arange(i * 1_000_003, i * 1_000_003 + kib * 256, dtype=torch.int32) for i in range(count)}

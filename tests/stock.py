@@ -1,4 +1,4 @@
-"""What differs between the allowed versions of torch: options of stock DCP, and the layout of a torch.save file."""
+"""Differences between the allowed versions of torch: options of stock DCP, and the layout of a torch.save file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-# Without a process group, torch 2.6 takes no such option: it looks for a group itself, and warns that there is none.
+# torch 2.6 has no option for a program without a process group: it looks for one itself, and warns if it finds none.
 ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
 
 
@@ -21,4 +21,4 @@ def _bytes_before_payload() -> int:
 
 
 PAYLOAD_OFFSET = _bytes_before_payload()
-"""How many bytes of a torch.save file stand before the values of the one tensor in it: 704, or 448 with torch 2.6."""
+"""Offset in bytes of the values in a torch.save file of one tensor: 704, or 448 with torch 2.6."""

@@ -36,7 +36,7 @@ FLOORS = [
     {"errors", "_version"},
 ]
 LEVEL = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-# They ship with the package for users' storages; nothing in it imports them.
+# Shipped for tests of users' storages; nothing in the package imports it.
 BESIDE = {"testing"}
 
 
@@ -83,7 +83,7 @@ def test_imports_point_downward(module: str) -> None:
         assert LEVEL[mine] < LEVEL[theirs], f"{module} imports {imported}, which is not below it"
 
 
-def test_every_folder_says_what_it_is_for() -> None:
+def test_every_folder_states_its_purpose() -> None:
     for file in PACKAGE.rglob("__init__.py"):
         purpose = ast.get_docstring(ast.parse(file.read_text()))
         assert purpose, f"{file.parent.name} has no docstring"
@@ -141,7 +141,7 @@ def test_a_process_imports_only_what_it_uses(call: str, other: str, tmp_path: Pa
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_public_names_are_sorted_and_there() -> None:
+def test_public_names_are_sorted_and_exist() -> None:
     assert aiockpt.__all__ == sorted(aiockpt.__all__)
     assert all(hasattr(aiockpt, name) for name in aiockpt.__all__)
 
@@ -156,8 +156,8 @@ def test_type_checkers_know_every_public_name() -> None:
 @pytest.mark.parametrize(
     "name", ["aiockpt", "aiockpt.dcp", "aiockpt.manager", "aiockpt.observers", "aiockpt.progress", "aiockpt.testing"]
 )
-def test_what_is_public_is_documented(name: str) -> None:
-    """A method may have its docstring in a base class."""
+def test_public_names_are_documented(name: str) -> None:
+    """A method may inherit its docstring."""
     module = importlib.import_module(name)
     bare = [
         f"{each}.{member}"

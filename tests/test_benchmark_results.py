@@ -1,4 +1,4 @@
-"""What is made of figures: ratios, tables, pictures, the README; and runs that end in time."""
+"""Results of benchmarks as ratios, tables, pictures and in the README; and runs that end in time."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_ratios_are_to_the_fastest_of_the_limit() -> None:
     ours = found["aiockpt"]
     assert (ours.value, ours.least, ours.most, ours.ratio) == (0.8, 0.75, 1.0, pytest.approx(0.75))
     assert "absent | peer" not in found
-    assert "memmove, 1 thread" not in found, "it has nothing durable"
+    assert "memmove, 1 thread" not in found, "it has no durable time"
     assert [each.name for each in found.values() if each.is_limit] == [
         "raw O_DIRECT, 1 thread",
         "raw O_DIRECT, 2 threads",
@@ -157,7 +157,7 @@ def test_claims_name_the_best_peer_and_the_limit() -> None:
     assert (staged.ours.value, staged.best.name, staged.limit.name) == (0.4, "dcp.async_save", "memmove, 1 thread")
 
 
-def test_the_page_has_every_table_and_no_cell_that_ends_early() -> None:
+def test_the_page_has_every_table_with_escaped_cells() -> None:
     page = markdown.document(RESULTS, ["ratios.png"])
     assert "A Processor, 2 cores, 8 GiB of memory, ext4, Linux-6.1, Python 3.11.9; torch 2.13.0\n" in page
     assert "| absent \\| peer | - | No module named 'peer' |" in page
@@ -167,7 +167,7 @@ def test_the_page_has_every_table_and_no_cell_that_ends_early() -> None:
     assert "Failed: ended with 1" in page
 
 
-def test_folders_of_the_machine_are_left_out() -> None:
+def test_paths_of_the_machine_are_left_out() -> None:
     said = {
         "error": "no such file: '/home/someone/runs/a-b/x.pt' at 2 GiB/s and 1/2",
         "runs": [{"path": "/tmp/q/r"}],
@@ -182,7 +182,7 @@ def test_folders_of_the_machine_are_left_out() -> None:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write all results, and those of one section; matplotlib keeps its fonts' files open from then on."""
+    """Write all results, and those of one section; from then on matplotlib keeps the files of fonts open."""
     pytest.importorskip("matplotlib")
     directory = tmp_path_factory.mktemp("results")
     matrix.write(RESULTS, directory)
@@ -200,14 +200,14 @@ def test_every_picture_is_drawn(drawn: Path) -> None:
     assert json.loads((drawn / "results.json").read_text()) == json.loads(json.dumps(RESULTS))
 
 
-def test_what_was_not_measured_has_no_picture(drawn: Path) -> None:
+def test_sections_without_results_have_no_picture(drawn: Path) -> None:
     assert [file.name for file in (drawn / "one").glob("*.png")] == ["training.png"]
 
 
 # --- the README ------------------------------------------------------------------------------------------
 
 
-def test_a_section_is_replaced_and_nothing_else() -> None:
+def test_only_the_section_is_replaced() -> None:
     page = f"before\n{readme.BEGIN}\nold\n{readme.END}\nafter {readme.END}\n"
     assert readme.with_section(page, "new") == f"before\n{readme.BEGIN}\nnew\n{readme.END}\nafter {readme.END}\n"
     with pytest.raises(ValueError, match="needs the lines"):
@@ -221,7 +221,7 @@ def test_the_section_has_the_figures() -> None:
 
 
 @pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.stem)
-def test_the_figures_of_pages_are_those_of_the_results(page: Path) -> None:
+def test_the_figures_of_pages_match_the_results(page: Path) -> None:
     results = json.loads((readme.RESULTS / matrix.RESULTS).read_text())
     content = readme.PAGES[page](results)
     assert readme.with_section(page.read_text(), content) == page.read_text(), "run: python -m benchmarks readme"
@@ -251,7 +251,7 @@ def test_no_cost_is_negative() -> None:
 # --- a run of the matrix ---------------------------------------------------------------------------------
 
 
-def test_a_run_that_hangs_ends_its_process_and_leaves_its_name(tmp_path: Path) -> None:
+def test_a_hanging_run_ends_its_process_and_leaves_its_name(tmp_path: Path) -> None:
     file = tmp_path / "running"
     source = f"""
     import threading
@@ -270,7 +270,7 @@ def test_a_run_that_hangs_ends_its_process_and_leaves_its_name(tmp_path: Path) -
 
 
 class Counter:
-    """Takes part in rounds."""
+    """A contender that takes part in rounds."""
 
     note = ""
 
@@ -283,7 +283,7 @@ async def count(_each: Counter, number: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("until", "numbers"), [(math.inf, [0, 1, 2]), (0.0, [0])])
-def test_there_is_one_round_however_late(until: float, numbers: list[int]) -> None:
+def test_one_round_is_run_even_if_time_is_over(until: float, numbers: list[int]) -> None:
     before = limits.current.set(limits.Limits(until=until, without={"b": "it hangs"}))
     try:
         ours, other = asyncio.run(interleave([Counter("a"), Counter("b")], 3, count))
@@ -316,7 +316,7 @@ def run_section(benchmark: str, directory: Path) -> dict[str, Any]:
     return matrix.run_section(section, options, directory, 60, (sys.executable, "-c", PROGRAM))
 
 
-def test_who_hangs_has_a_row_and_the_others_their_figures(tmp_path: Path) -> None:
+def test_a_contender_that_hangs_has_a_row_and_the_others_have_their_figures(tmp_path: Path) -> None:
     (table,) = run_section("hangs", tmp_path)["tables"]
     why = "killed: one run took longer than 7 s"
     assert [run["error"] for run in table["runs"]] == [None, why]
@@ -335,7 +335,7 @@ def test_a_section_that_fails_is_reported(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_has_no_room_is_not_begun(tmp_path: Path) -> None:
+def test_a_run_without_room_on_disk_is_not_begun(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"a run of 1e.06 GiB needs .* GiB of disk .*use --gib [\d.e+]+ or --dir"):
         matrix.check_room(tmp_path, 1_000_000)
     matrix.check_room(tmp_path, 0.001)

@@ -1,4 +1,4 @@
-"""Every benchmark runs at small size, and its report has its rows and bars; what it measured is not judged."""
+"""Every benchmark runs at small size, and its report has its rows and bars; the measured values are not judged."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from benchmarks.writers_pace import Pace, compared
 from benchmarks.writers_work import Loader as LoadingThreads
 from tests.stock import ALONE
 
-pytestmark = pytest.mark.skipif(not ALONE, reason="they give stock DCP options that this torch lacks")
+pytestmark = pytest.mark.skipif(not ALONE, reason="benchmarks use options of stock DCP that this torch lacks")
 
 ROOT = Path(command.__file__).parents[1]
 SMALL = ("--gib=0.004", "--tensors=8", "--rounds=1")
-# One process that writes is enough: the one that a fence is for.
+# One row with a writer process is enough: that with a fence.
 ON_DEVICE = "plain,no save,thread,await,fence,guard,neither"
 ARGUMENTS = {
     "save": (*SMALL, "--only=raw,memmove,aiockpt,dcp.save,torch.save"),
@@ -91,7 +91,7 @@ from pathlib import Path
 from benchmarks import machine
 from benchmarks.__main__ import main, parser
 machine.DROP_CACHES = Path(os.devnull)
-parser()  # imports what there is, so that the many collections need not look at it
+parser()  # imports everything, so that later collections skip it
 gc.freeze()
 failed = 0
 for line in sys.stdin.read().splitlines():
@@ -107,13 +107,13 @@ sys.exit(failed)
 
 @pytest.fixture(autouse=True)
 def page_cache_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the page cache to whoever else is on the machine; the files themselves are taken out of it all the same."""
+    """Keep the page cache of other programs; the files of a benchmark are still evicted one by one."""
     monkeypatch.setattr(machine, "DROP_CACHES", Path(os.devnull))
 
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Run all of them in one process, as their command line does."""
+    """Run all benchmarks in one process, by their command lines."""
     directory = tmp_path_factory.mktemp("benchmarks")
     wanted = [name for name in ARGUMENTS if name not in SLOW or request.config.getoption("full")]
     files = {name: directory / f"{name}.json" for name in wanted}
@@ -157,7 +157,12 @@ def test_every_bar_was_measured(name: str, reports: dict[str, dict[str, Any]]) -
     judged = [bar for bar in reports[name]["bars"] if bar["bound"] is not None]
     assert judged
     missing = [bar["text"] for bar in judged if bar["measured"] is None]
-    peers = ("dcp.async_save", "asynchronous peer", "safetensors", "best of")  # left out above; may not be installed
+    peers = (
+        "dcp.async_save",
+        "asynchronous peer",
+        "safetensors",
+        "best of",
+    )  # left out above, or perhaps not installed
     peers += ("aiockpt, process",) * (name == "gpu")
     assert not [text for text in missing if not any(peer in text for peer in peers)]
 
@@ -172,8 +177,8 @@ def test_the_report_of_save_has_a_timeline(reports: dict[str, dict[str, Any]]) -
 
 def test_the_report_of_load(reports: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     cold, cached = (table["runs"] for table in reports["load"]["tables"])
-    everybody = load.loaders(tmp_path, None, {}, cold=True)
-    assert [run["name"] for run in cold] == [each.name for each in everybody]
+    contenders = load.loaders(tmp_path, None, {}, cold=True)
+    assert [run["name"] for run in cold] == [each.name for each in contenders]
     assert len(cached) == len(cold) - 1, "one of the raw rows is for the disk only"
     bounds = [bar["bound"] for bar in reports["load"]["bars"] if bar["bound"] is not None]
     assert bounds == [0.95, 0.95, 2.5, 1, 5, 2]
@@ -191,7 +196,7 @@ def test_the_report_of_slice_counts_bytes(reports: dict[str, dict[str, Any]]) ->
         asked = {run["name"]: run["samples"][0].get("asked_bytes") for run in table["runs"]}
         assert own <= asked["raw, each run of bytes"] <= own + (64 << 10)
         assert asked["dcp.load, a plan of the part"] >= whole
-        assert asked["torch.load mmap, part cloned"] is None, "what is mapped can't be counted so"
+        assert asked["torch.load mmap, part cloned"] is None, "mapped reads can't be counted this way"
 
 
 def test_the_report_of_open(reports: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -303,7 +308,7 @@ def test_the_report_of_gpu(reports: dict[str, dict[str, Any]]) -> None:
 
 
 def test_both_coordinators_index_the_same(tmp_path: Path) -> None:
-    """What is compared is of the same items: torch's planner and ours come to the same index."""
+    """The benchmark compares like with like: torch's planner and ours make the same index."""
     world = Imagined(4, 10, each=True)
     ours, stock = Coordinator(world), TorchCoordinator(world, tmp_path)
     for step in range(2):
@@ -317,7 +322,7 @@ def test_both_coordinators_index_the_same(tmp_path: Path) -> None:
     assert mine.storage_data.keys() == theirs.storage_data.keys()
 
 
-# --- what they are made of -----------------------------------------------------------------------------
+# --- parts of the benchmarks ---------------------------------------------------------------------------
 
 
 def state_of(*shapes: tuple[int, ...]) -> State:
@@ -325,7 +330,7 @@ def state_of(*shapes: tuple[int, ...]) -> State:
 
 
 class Swapped(Loader):
-    """Gives two tensors the wrong way round."""
+    """Returns the tensors in reversed order."""
 
     name = "swapped"
 
@@ -337,7 +342,7 @@ class Swapped(Loader):
         return dict(zip(self._state, reversed(self._state.values()), strict=True))
 
 
-def test_a_loader_that_gives_something_else_is_found_out(tmp_path: Path) -> None:
+def test_a_loader_that_returns_other_values_is_detected(tmp_path: Path) -> None:
     state = state_of((3, 5), (3, 5))
     right = Aiockpt(tmp_path / "aiockpt", name="right")
     runs, _ = asyncio.run(load.measure([Swapped(tmp_path / "raw", state), right], state, {}, 1, cold=False))
@@ -345,7 +350,7 @@ def test_a_loader_that_gives_something_else_is_found_out(tmp_path: Path) -> None
 
 
 class Shifted(slicers.RawRead):
-    """Gives the rows before those asked for."""
+    """Returns rows shifted by one."""
 
     async def read(self, index: slicers.Index) -> State:
         part, columns = index
@@ -354,7 +359,7 @@ class Shifted(slicers.RawRead):
         }
 
 
-def test_a_slicer_that_gives_other_rows_is_found_out(tmp_path: Path) -> None:
+def test_a_slicer_that_returns_other_rows_is_detected(tmp_path: Path) -> None:
     state = slice.wide_state(0, 2)
     index = slice.parts(64, 4096)["rows in the middle"]
     shifted, right = Shifted(tmp_path / "raw", state, None, span=False), slicers.DcpLoad(tmp_path / "dcp", state)
@@ -363,7 +368,7 @@ def test_a_slicer_that_gives_other_rows_is_found_out(tmp_path: Path) -> None:
     assert [run.error for run in runs] == ["ValueError: what was read differs from what was saved", None]
 
 
-def test_a_new_process_that_loads_something_else_is_found_out(tmp_path: Path) -> None:
+def test_a_new_process_that_loads_other_values_is_detected(tmp_path: Path) -> None:
     state = state_of((300, 7), (2,))
     checkpoints.make(state, tmp_path / "aiockpt")
     right, wrong = (
@@ -378,13 +383,13 @@ def test_a_new_process_that_loads_something_else_is_found_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["aiockpt", "torch", "safetensors", "dcp"])
-def test_a_checkpoint_of_each_format_is_compared_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_each_format_is_compared_bit_for_bit(name: str, tmp_path: Path) -> None:
     if name == "safetensors":
         pytest.importorskip("safetensors")
     state = {**state_of((30, 7), (2,)), "bf16": random_tensor(6).view(torch.bfloat16), "step": torch.tensor(3.0)}
     path = tmp_path / {"torch": "state.pt", "safetensors": "state.safetensors"}.get(name, name)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # a single process
+        warnings.simplefilter("ignore", UserWarning)  # of torch, about a single process
         checkpoints.make(state, path)
         checkpoints.check(name, path, state)
         changed = {**state, "step": torch.tensor(4.0)}
@@ -408,7 +413,7 @@ def test_runs_are_the_bytes_of_the_part(part: str) -> None:
     assert found == tensor[index].contiguous().numpy().tobytes()
 
 
-def test_transfers_counts_what_is_asked_for(tmp_path: Path) -> None:
+def test_transfers_counts_the_bytes_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 20))
     with Transfers() as transfers:
@@ -416,7 +421,7 @@ def test_transfers_counts_what_is_asked_for(tmp_path: Path) -> None:
     assert 1 << 20 <= transfers.asked_bytes <= (1 << 20) + (64 << 10)
 
 
-def test_the_stock_checkpoint_is_what_dcp_writes(tmp_path: Path) -> None:
+def test_the_stock_checkpoint_equals_that_of_dcp(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     state = small_state(20, 24)
@@ -453,14 +458,14 @@ def test_rounds_end_in_time(share: float, counts: list[int], tmp_path: Path) -> 
     assert bench.deadline.cut == (["it: 1 of 3 rounds, to end in time"] if len(counts) == 1 else [])
 
 
-def test_who_comes_too_late_is_left_out(tmp_path: Path) -> None:
+def test_a_contender_after_the_deadline_is_left_out(tmp_path: Path) -> None:
     bench = bench_of(tmp_path, -1)
     (run,) = asyncio.run(bench.rounds([Namespace(name="a", note="")], 3, one_value, share=0.5, what="it"))
     assert run.error == f"TimeoutError: {gpu_rounds.Deadline.OVER}"
     assert (run.first, run.samples) == ({}, [])
 
 
-def test_what_trains_changes_what_is_saved() -> None:
+def test_training_changes_every_saved_tensor() -> None:
     training = gpu_training.Training(gpu_device.Device("cpu"), 1 << 20)
     before = checksums(training.state)
     training.step()
@@ -483,7 +488,7 @@ class Forgetful(gpu_whole.Whole):
             target[name].copy_(tensor)
 
 
-def test_a_load_on_the_device_that_is_not_complete_is_found_out(tmp_path: Path) -> None:
+def test_an_incomplete_load_on_the_device_is_detected(tmp_path: Path) -> None:
     state = state_of((3, 5), (4,))
     work = gpu_whole.save_and_load(
         Forgetful(), gpu_device.Device("cpu"), state, empty_like(state), tmp_path / "forgetful"
@@ -499,14 +504,14 @@ def test_paces_are_compared() -> None:
     assert (found["kept"], found["lost_s"], found["longest_s"]) == (0.4, 0.6, 0.5)
 
 
-def test_threads_that_load_data_give_batches_and_end() -> None:
+def test_threads_that_load_data_make_batches_and_end() -> None:
     work = LoadingThreads(threads=2, batch=4)
     with work.running():
         work.step()
         assert work._ready.get(timeout=60).shape == (64, 64, 3)
 
 
-def test_defaults_are_those_of_each_benchmark() -> None:
+def test_each_benchmark_has_its_own_defaults() -> None:
     parse = command.parser().parse_args
     assert (parse(["slice"]).gib, parse(["slice"]).tensors) == (0.5, 8)
     assert (parse(["load"]).gib, parse(["load"]).tensors) == (2.0, 168)

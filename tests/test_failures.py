@@ -1,4 +1,4 @@
-"""Bad input is refused at the call, naming the key; failures leave nothing and poison nothing."""
+"""Bad input is refused at the call, by an error that names the key; failures leave nothing behind."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_existing_path_is_refused(tmp_path: Path) -> None:
         for name in ("file", "folder"):
             with pytest.raises(aiockpt.CheckpointExistsError, match="overwrite=True"):
                 ckpt.submit({"x": torch.zeros(1)}, tmp_path / name, overwrite=True)
-        ckpt.save(state, tmp_path / "link", overwrite=True)  # a link stands for itself, also one to nowhere
+        ckpt.save(state, tmp_path / "link", overwrite=True)  # the link itself is replaced, even if it is dangling
         assert_same(state, ckpt.load(tmp_path / "link"))
         assert_same(state, ckpt.load(tmp_path / "c"))
     assert not (tmp_path / "link").is_symlink()
@@ -123,7 +123,7 @@ def test_an_existing_path_is_refused(tmp_path: Path) -> None:
     assert isinstance(aiockpt.CheckpointExistsError("x"), FileExistsError)
 
 
-def test_overwrite_replaces_a_checkpoint_whole(tmp_path: Path) -> None:
+def test_overwrite_replaces_a_whole_checkpoint(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.arange(5), **large_state(40)}, tmp_path / "c")
         ckpt.save({"y": torch.arange(7)}, tmp_path / "c", overwrite=True)
@@ -150,7 +150,7 @@ def test_two_saves_to_one_path_at_once(tmp_path: Path) -> None:
         assert (tmp_path / "c" / "precious").read_text() == "mine"
 
 
-def test_a_place_where_nothing_can_be_made(tmp_path: Path) -> None:
+def test_a_directory_that_can_not_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with aiockpt.SyncCheckpointer() as ckpt:
         with pytest.raises(aiockpt.WriteError, match=r"can't make the directory for .*file/c"):
@@ -171,7 +171,7 @@ def test_urls_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(scope="module")
 def mesh():
-    """A process group of one; it keeps file descriptors of its own until the process ends."""
+    """Return a mesh of one rank; its process group keeps file descriptors open until the process ends."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -180,7 +180,7 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_a_distributed_tensor_in_a_world_of_one_is_a_tensor(mesh, tmp_path: Path) -> None:
+def test_a_distributed_tensor_in_a_world_of_one_is_saved_as_a_tensor(mesh, tmp_path: Path) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     local = torch.randn(4)
@@ -204,7 +204,7 @@ def test_partial_sums_are_refused(mesh, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}, "add_"])
-def test_steps_on_distributed_tensors_are_seen(mesh, tmp_path: Path, way: Any) -> None:
+def test_steps_on_distributed_tensors_are_detected(mesh, tmp_path: Path, way: Any) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     parameter = torch.nn.Parameter(DTensor.from_local(torch.randn(300_000), mesh, [Shard(0)]))
@@ -243,7 +243,7 @@ state = {{f"w{{i}}": torch.arange(i, i + 500_000) for i in range(8)}}
     ],
     ids=["async", "sync-sys-exit", "asyncio-run"],
 )
-def test_a_process_that_ends_finishes_its_save(body: str, python: list[str], tmp_path: Path) -> None:
+def test_a_process_finishes_its_save_at_exit(body: str, python: list[str], tmp_path: Path) -> None:
     path = tmp_path / "c"
     done = subprocess.run(
         [*python, "-c", _EXIT.format(body=body), path], capture_output=True, text=True, timeout=120, check=False
@@ -254,7 +254,7 @@ def test_a_process_that_ends_finishes_its_save(body: str, python: list[str], tmp
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
-def test_a_process_that_ends_tells_of_a_failed_save(python: list[str]) -> None:
+def test_a_process_reports_a_failed_save_at_exit(python: list[str]) -> None:
     body = "aiockpt.AsyncCheckpointer().save(state, '/proc/nowhere/c')"
     done = subprocess.run(
         [*python, "-c", _EXIT.format(body=body)], capture_output=True, text=True, timeout=120, check=False
@@ -262,7 +262,7 @@ def test_a_process_that_ends_tells_of_a_failed_save(python: list[str]) -> None:
     assert "WriteError: can't make the directory for /proc/nowhere/c" in done.stderr
 
 
-def test_a_forked_process_is_told_to_make_its_own(python: list[str], tmp_path: Path) -> None:
+def test_a_forked_process_can_not_use_the_parents_checkpointer(python: list[str], tmp_path: Path) -> None:
     body = """
 import os, warnings
 warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""The facades' options: declared once, and known to `inspect.signature`, `help` and error messages everywhere."""
+"""The facades' options: declared once, and shown by `inspect.signature`, `help` and error messages."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ METHODS = [
 ]
 
 
-def test_what_replaces_the_calls_of_others_exists() -> None:
-    """The table of `aiockpt.dcp`: every method and parameter in its right column."""
+def test_the_replacements_for_calls_of_other_libraries_exist() -> None:
+    """Every method and parameter in the right column of the table in `aiockpt.dcp`."""
     kinds = {"ckpt": aiockpt.SyncCheckpointer, "save": aiockpt.SaveHandle(".", None, 0.0)}  # type: ignore[arg-type]
     rows = [
         line[51:]

@@ -1,4 +1,4 @@
-"""The python examples of the README and of the documentation, run as they stand."""
+"""The python examples of the README and of the documentation, run unchanged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def block(title: str) -> str:
 
 
 def run(source: str, names: dict[str, Any]) -> None:
-    """Run a block, in which `await` may stand at the top, as in a notebook."""
+    """Run a block; `await` is allowed at its top level, as in a notebook."""
     if not torch.cuda.is_available():
         source = "".join(line for line in source.splitlines(keepends=True) if '="cuda"' not in line)
     code = compile(source, "example", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -61,11 +61,11 @@ def run(source: str, names: dict[str, Any]) -> None:
         names["runner"].run(result)
 
 
-# --- each by itself -----------------------------------------------------------------------------------
+# --- each example by itself ---------------------------------------------------------------------------
 
 
 class Model(torch.nn.Module):
-    """Has the names that examples read."""
+    """A model with the parameter names that examples use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Model(torch.nn.Module):
 
 
 def trained() -> dict[str, Any]:
-    """Make what examples call `model`, `optim`, `sched` and `state`."""
+    """Return the objects that examples call `model`, `optim`, `sched` and `state`."""
     model = Model()
     optim = torch.optim.AdamW(model.parameters())
     sched = torch.optim.lr_scheduler.StepLR(optim, 30)
@@ -126,7 +126,7 @@ def test_example(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         stateful = pytest.importorskip("torchdata.stateful_dataloader")
         names["loader"] = stateful.StatefulDataLoader(torch.arange(12), batch_size=4)
     given = names["ckpt"]
-    if "dcp.save(" in example:  # which takes tensors, not what has them
+    if "dcp.save(" in example:  # it takes tensors, not modules
         names["state"] = {"model": names["model"].state_dict()}
     with asyncio.Runner() as runner, restored_signals():
         names["runner"] = runner
@@ -139,13 +139,13 @@ def test_example(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_links_lead_somewhere(file: Path) -> None:
+def test_links_point_to_files(file: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", file.read_text()):
         assert (file.parent / target).is_file(), target
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_files_that_are_named_are_there(file: Path) -> None:
+def test_files_that_are_named_exist(file: Path) -> None:
     root, package = README.parent, DOCS.parent
     for name in re.findall(r"`([\w./-]+(?:\.py|/))`", re.sub(r"```.*?```", "", file.read_text(), flags=re.DOTALL)):
         assert (root / name).exists() or (package / name).exists(), name
@@ -195,7 +195,7 @@ def test_training_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert resumed["start"] == 101
         assert len(resumed["optim"].state_dict()["state"]) == 4
         assert_same(resumed["everything"]["optim"], resumed["optim"].state_dict())
-        for batch in names["batches"][resumed["start"] :]:  # as the first run did
+        for batch in names["batches"][resumed["start"] :]:  # as in the first run
             resumed["model"](batch).square().mean().backward()
             resumed["optim"].step()
             resumed["optim"].zero_grad()
@@ -205,7 +205,7 @@ def test_training_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert_same(names[name].state_dict(), resumed[name].state_dict())
 
 
-def test_a_whole_run_goes_on_as_if_it_had_not_been_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_resumes_identically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with asyncio.Runner() as runner, restored_signals():
         first, resumed = (training(seed) | {"runner": runner} for seed in (1, 2))

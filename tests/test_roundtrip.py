@@ -1,4 +1,4 @@
-"""What comes back equals what went in, through our loader and through torch's."""
+"""Loaded states equal the saved ones, through our loader and through torch's."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _states(leaves):
 
 
 def _distinct(state) -> bool:
-    """Numbers and their text can't both be keys of a dict."""
+    """Return whether no dict has two keys with the same text, such as a number and its text."""
     if isinstance(state, dict):
         return len(set(map(str, state))) == len(state) and all(map(_distinct, state.values()))
     return all(map(_distinct, state)) if isinstance(state, list | tuple) else True
@@ -103,7 +103,7 @@ def folder():
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(state=_states(st.one_of(_tensors(), _OBJECTS)))
-def test_any_state_comes_back_as_it_was(state, folder: Path) -> None:
+def test_any_state_loads_unchanged(state, folder: Path) -> None:
     path = folder / uuid.uuid4().hex
     with aiockpt.SyncCheckpointer(chunk_bytes=4096, staging_bytes=8192) as ckpt:
         ckpt.save(state, path)
@@ -113,8 +113,8 @@ def test_any_state_comes_back_as_it_was(state, folder: Path) -> None:
 _ODD_KEYS = {1.5: 1, True: torch.ones(2), None: [torch.zeros(1), 3], (1, "x", None): {float("inf"): 4, 2: 5, "2.0": 6}}
 
 
-def test_keys_that_are_no_texts(folder: Path) -> None:
-    """They are there again in every way to load; stock DCP sees their texts."""
+def test_keys_that_are_not_strings(folder: Path) -> None:
+    """Every way to load restores them; stock DCP sees their text."""
     path = folder / "odd"
     nan = float("nan")
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -158,7 +158,7 @@ def test_counters_and_defaultdicts_are_containers(folder: Path) -> None:
 
 
 def test_metadata_of_a_run_that_diverged(folder: Path) -> None:
-    """JSON has no nan, but the facts of the run come back as they were given; the file is strict JSON."""
+    """JSON has no nan, but the metadata is read as it was given; the file is strict JSON."""
     path = folder / "facts"
     given = {
         "loss": float("nan"),
@@ -190,8 +190,8 @@ def test_metadata_of_a_run_that_diverged(folder: Path) -> None:
     assert json.loads(text, parse_constant=refuse)["metadata"]["loss"] == {"$float": "nan"}
 
 
-def test_thousands_of_numbers_are_read_in_a_few_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them goes through ``torch.load``, which would take most of a millisecond for each."""
+def test_thousands_of_numbers_are_read_without_torch_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.load`` would take most of a millisecond for each."""
     path, stock = folder / "numbers", folder / "stock_numbers"
     values = [*range(5000), 2**70, -1, -(2**31), 0.5, float("-inf"), True, False, None, "", "x" * 300, "\u00e9\ud800"]
     state = {"d": {f"k{n}": value for n, value in enumerate(values)}}
@@ -222,7 +222,7 @@ _STOCK_STATES = st.recursive(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(state=_STOCK_STATES)
-def test_what_stock_dcp_writes_we_read(state, folder: Path) -> None:
+def test_checkpoints_of_stock_dcp_load(state, folder: Path) -> None:
     path = folder / uuid.uuid4().hex
     state = {"wrapped": state, "anchor": torch.arange(3)}
     dcp.save(state, checkpoint_id=path, **ALONE)
@@ -324,7 +324,7 @@ def test_strides_and_views(tmp_path: Path) -> None:
     assert_same(state, loaded)
     for name in ("channels_last", "permuted", "one_row_of_many"):
         assert loaded[name].stride() == state[name].stride(), name
-    # Only what the views show is stored.
+    # Only the elements of the views are stored.
     assert result.tensor_bytes == sum(t.numel() * t.itemsize for t in state.values())
 
 
@@ -359,10 +359,10 @@ def test_tensors_that_are_no_longer_tied_are_both_stored(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("checked_ahead", [True, False])
-def test_the_plan_is_remade_when_a_tensor_changes_its_form(
+def test_the_plan_is_remade_when_the_layout_of_a_tensor_changes(
     checked_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Same names, other shapes, strides or dtypes: the kept layout must not be used, found out early or late."""
+    """Same names, other shapes, strides or dtypes: the cached layout is refused, early or late in the save."""
     if not checked_ahead:
         monkeypatch.setattr(planner, "CHECKED_AHEAD", 0)
     states = [
@@ -388,7 +388,7 @@ def test_the_plan_is_remade_when_a_tensor_changes_its_form(
                 assert loaded["w"].stride() == state["w"].stride()
 
 
-def test_odd_leaves_are_objects(tmp_path: Path) -> None:
+def test_unusual_tensors_are_stored_as_objects(tmp_path: Path) -> None:
     quantized = torch.quantize_per_tensor(torch.randn(5, 5), 0.1, 3, torch.qint8)
     state = {
         "sparse": torch.randn(4, 4).relu().to_sparse(),
@@ -423,7 +423,7 @@ def test_many_tiny_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("staging_bytes", [4096, 10_000, 65536, 1 << 20])
 def test_pool_smaller_than_the_state(staging_bytes: int, tmp_path: Path) -> None:
-    """Smaller than one tensor, down to one chunk."""
+    """Pools smaller than one tensor, down to one chunk."""
     state = {
         "big": torch.arange(300_001),
         "b2": torch.arange(200_003, dtype=torch.int16),
@@ -445,7 +445,7 @@ def test_conjugated_and_negated_views_are_not_tied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checked_ahead", [True, False])
-def test_empty_and_tied_tensors_that_change_their_form(
+def test_empty_and_tied_tensors_whose_layout_changes(
     checked_ahead: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not checked_ahead:

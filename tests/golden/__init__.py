@@ -1,1 +1,1 @@
-"""Small checkpoints that were written once and are kept: whatever is changed, they have to load."""
+"""Small checkpoints that were written once and are kept: every later version has to load them."""

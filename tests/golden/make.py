@@ -1,4 +1,4 @@
-"""Write the golden checkpoints: ``python -m tests.golden.make FOLDER``; those that are kept are in ``data``."""
+"""Write the golden checkpoints: ``python -m tests.golden.make FOLDER``; the kept ones are in ``data``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METADATA = {"loss": 0.125, "run": "a", "diverged": float("nan"), "shape": [1, 2]
 
 
 def rank_state(rank: int, world_size: int) -> dict[str, Any]:
-    """Make the share of a rank in `ranks`."""
+    """Return one rank's part of the state `ranks`."""
     mesh, whole = mesh_of(world_size), ranks(world_size)
 
     def sharded(key: str, dim: int) -> DTensor:
@@ -66,7 +66,7 @@ def save_alone(folder: Path) -> None:
 
 
 def save_and_die(folder: Path) -> None:
-    """Be killed when all is written and nothing is published."""
+    """Kill this process when a save is written and not yet published."""
     with aiockpt.SyncCheckpointer() as ckpt:
         storage = GatedStorage(LocalStorage(), ["commit"])
         ckpt.submit(tensors(), folder / "step-1", storage=storage)
@@ -75,7 +75,7 @@ def save_and_die(folder: Path) -> None:
 
 
 def replace_and_die(folder: Path) -> None:
-    """Leave what a process leaves that is killed between the two renames of an overwrite without exchange."""
+    """Leave the files of a process that is killed between the two renames of an overwrite without exchange."""
     with subprocess.Popen(["true"]) as process:
         here = this_process()
         assert here is not None

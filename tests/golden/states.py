@@ -1,4 +1,4 @@
-"""The contents of the golden checkpoints: values that follow from arithmetic, the same with every version of torch."""
+"""The contents of the golden checkpoints: values computed by arithmetic, the same with every torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
-# Of safetensors without complex numbers of 128 bits.
+# For safetensors: without complex numbers.
 PLAIN_DTYPES = tuple(dtype for dtype in DTYPES if dtype not in (torch.complex64, torch.complex128))
 
 
 def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Make a tensor in which no two neighbours are alike."""
+    """Return a tensor of a fixed pattern."""
     count = int(np.prod(shape, dtype=np.int64))
     whole = (torch.arange(count, dtype=torch.int64) * 37 + 11 * seed) % 251
     if dtype is torch.bool:
@@ -37,7 +37,7 @@ def values(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def tensors(dtypes: tuple[torch.dtype, ...] = PLAIN_DTYPES, *, large: bool = False) -> dict[str, torch.Tensor]:
-    """Make a flat state of tensors: each dtype, no value and one, and where asked more than is copied at the call."""
+    """Return a flat state: a tensor of each dtype, a scalar, an empty tensor, and optionally a large one."""
     state = {f"layer.{i}.{str(dtype)[6:]}": values(dtype, 3 + i, 5, seed=i) for i, dtype in enumerate(dtypes)}
     return {
         **state,
@@ -48,7 +48,7 @@ def tensors(dtypes: tuple[torch.dtype, ...] = PLAIN_DTYPES, *, large: bool = Fal
 
 
 def training(*, large: bool = False) -> dict[str, Any]:
-    """Make a state as a trainer has it: model, optimizer, and what goes with them."""
+    """Return the state of a training run: model, optimizer, counters and other values."""
     moments = {i: {"step": torch.tensor(float(i)), "exp_avg": values(torch.float32, 7, i + 2)} for i in (0, 1, 10)}
     return {
         "model": {"embed.weight": values(torch.bfloat16, 33, 8), "head": tensors(DTYPES, large=large)},
@@ -67,7 +67,7 @@ def training(*, large: bool = False) -> dict[str, Any]:
 
 
 def plain_values() -> dict[str, Any]:
-    """Make what needs no permission though it is no tensor."""
+    """Return objects that load without permission."""
     return {
         "keys": {7: "int", 2.5: "float", True: "bool", None: "none", (1, "a"): "tuple", "s": "text"},
         "array": np.arange(24, dtype=">i4").reshape(2, 3, 4)[:, ::2],
@@ -91,7 +91,7 @@ def plain_values() -> dict[str, Any]:
 
 
 def ranks(world_size: int = 2) -> dict[str, Any]:
-    """Make the whole state of several ranks, as one process loads it."""
+    """Return the whole state of several ranks, as one process loads it."""
     return {
         "rows": values(torch.float32, 10, 6, seed=1),
         "columns": values(torch.bfloat16, 4, 9, seed=2),

@@ -1,4 +1,4 @@
-"""Write checkpoints with torch alone: ``python tests/golden/stock.py FOLDER``, with each torch that is at hand."""
+"""Write checkpoints with torch alone: ``python tests/golden/stock.py FOLDER``, once with each version of torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.golden.states import training  # it needs nothing but torch and NumPy
 
 
 def flattened() -> dict[str, Any]:
-    """Make the state without empty containers, of which stock DCP keeps some and loses others."""
+    """Return the training state without empty containers, some of which stock DCP loses."""
     return {key: value for key, value in training().items() if key != "empty"}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions wrote load bit by bit, are verified, and fail as they should, for ever."""
+"""Checkpoints of earlier versions load bit for bit, pass verification, and fail cleanly when damaged."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(path: Path, target: Any = None, **options: Any) -> Any:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the leaves by their names, in the order of these."""
+    """Return the leaves by name, sorted by name."""
     if not isinstance(value, dict | list | tuple):
         return {prefix: value}
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -59,7 +59,7 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def assert_loaded(name: str, loaded: Any) -> None:
-    """Assert that a golden checkpoint came back; what others write keeps neither types of containers nor order."""
+    """Assert that a golden checkpoint loaded; formats of other libraries keep neither container types nor order."""
     state = STATES[name]()
     if name.startswith("stock") or "safetensors" in name:
         state, loaded = flat(state), flat(loaded)
@@ -67,7 +67,7 @@ def assert_loaded(name: str, loaded: Any) -> None:
 
 
 def blank(value: Any) -> Any:
-    """Make a target: every tensor of ones, and every other value None."""
+    """Return a target: ones for every tensor, None for every other value."""
     if isinstance(value, torch.Tensor):
         return torch.ones_like(value)
     if isinstance(value, dict):
@@ -77,7 +77,7 @@ def blank(value: Any) -> Any:
     return None
 
 
-def test_they_are_all_here() -> None:
+def test_all_golden_checkpoints_are_here() -> None:
     found = {path.name for path in DATA.iterdir()}
     assert found == STATES.keys() | {*LEGACY, "plain-values", "unfinished", "interrupted"}
     for kind in ("stock-", "stock-ranks-", "torch-save-", "torch-save-legacy-"):
@@ -137,7 +137,7 @@ def test_plain_values_need_no_permission() -> None:
 
 
 @pytest.mark.parametrize("name", ["training", "compressed", "ranks-central", "ranks-decentralized", "encrypted"])
-def test_its_own_metadata_comes_with_it(name: str) -> None:
+def test_its_metadata_is_read(name: str) -> None:
     transforms = TRANSFORMS if name == "encrypted" else ()
     with aiockpt.SyncCheckpointer(transforms=transforms) as ckpt, ckpt.open(DATA / name) as reader:
         assert repr(dict(reader.metadata or {})) == repr({} if name == "encrypted" else METADATA)
@@ -148,7 +148,7 @@ def test_its_own_metadata_comes_with_it(name: str) -> None:
 def test_stock_loads_ours(name: str) -> None:
     state = STATES[name]()
     target = blank(state)
-    if name == "training":  # stock wants a value for each key
+    if name == "training":  # stock DCP needs a target for each key
         state = {"model": state["model"]}
         target = {"model": target["model"]}
     else:
@@ -158,10 +158,10 @@ def test_stock_loads_ours(name: str) -> None:
     assert_same(state, target)
 
 
-# --- those that are not whole -------------------------------------------------------------------------
+# --- incomplete checkpoints ---------------------------------------------------------------------------
 
 
-def test_one_that_was_not_finished_is_none(tmp_path: Path) -> None:
+def test_an_unfinished_checkpoint_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(aiockpt.CheckpointNotFoundError):
         load(DATA / "unfinished" / "step-1")
     with pytest.raises(aiockpt.LoadError):
@@ -173,7 +173,7 @@ def test_one_that_was_not_finished_is_none(tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_an_overwrite_that_was_interrupted_shows_the_new_one(tmp_path: Path) -> None:
+def test_an_interrupted_overwrite_shows_the_new_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(DATA / "interrupted", tmp_path / "runs")
     assert_same({"x": torch.ones(9)}, load(tmp_path / "runs" / "step-1"))
     with aiockpt.SyncCheckpointer() as ckpt:
@@ -187,7 +187,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _load_fails_or_is_right(path: Path, name: str) -> bool:
-    """Whether the load raised one of our errors; what it gives otherwise has to be right."""
+    """Return whether the load raised LoadError; assert that its values are right if it did not."""
     try:
         loaded = load(path)
     except aiockpt.LoadError:
@@ -198,7 +198,7 @@ def _load_fails_or_is_right(path: Path, name: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @ALL
-def test_a_file_cut_short_is_found(name: str, tmp_path: Path) -> None:
+def test_a_truncated_file_is_detected(name: str, tmp_path: Path) -> None:
     for file in _files(DATA / name):
         path = tmp_path / name
         shutil.copytree(DATA / name, path) if path.suffix not in (".pt", ".safetensors") else shutil.copy(file, path)
@@ -209,11 +209,11 @@ def test_a_file_cut_short_is_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", [name for name in sorted(STATES) if "safetensors" not in name])  # which have no CRC
+@pytest.mark.parametrize("name", [name for name in sorted(STATES) if "safetensors" not in name])  # these have no CRC
 def test_a_changed_byte_never_gives_another_value(name: str, tmp_path: Path) -> None:
     found = 0
     for file in _files(DATA / name):
-        if name.startswith("stock") and file.name == ".metadata":  # which has no CRC
+        if name.startswith("stock") and file.name == ".metadata":  # it has no CRC
             continue
         path = tmp_path / name
         shutil.copytree(DATA / name, path) if path.suffix not in (".pt", ".safetensors") else shutil.copy(file, path)
@@ -226,8 +226,8 @@ def test_a_changed_byte_never_gives_another_value(name: str, tmp_path: Path) -> 
     assert found
 
 
-def test_this_torch_still_writes_what_it_wrote(tmp_path: Path) -> None:
-    """Stock checkpoints are made as those that are kept were, so another torch's can be added."""
+def test_stock_checkpoints_of_this_torch_load(tmp_path: Path) -> None:
+    """The script that wrote the kept stock checkpoints still works, for use with another torch."""
     stock.main(tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
     for path in tmp_path.iterdir():

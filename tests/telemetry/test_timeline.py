@@ -1,4 +1,4 @@
-"""Timelines: what each thread did, in which order, with how many bytes; and how they are written and shown."""
+"""Timelines: the work of each thread, in order and in bytes; their trace files and their display."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_save_at_the_fallback_and_one_that_failed(tmp_path: Path) -> None:
         moved = ckpt.save(state(), tmp_path / "c", storage=storage)
         assert moved.fallback_error is not None
         written = [event for event in moved.timeline() if event.name == "write"]
-        assert sum(event.nbytes for event in written) > moved.nbytes  # those of the first attempt too
+        assert sum(event.nbytes for event in written) > moved.nbytes  # the bytes of the first attempt too
     with aiockpt.SyncCheckpointer(on_failure="warn") as ckpt:
         failed = ckpt.save(
             {"x": torch.ones(3)}, tmp_path / "d", storage=FaultyStorage(LocalStorage(), "begin", OSError(5, "x"))
@@ -147,13 +147,13 @@ def test_a_load_and_a_verification(tmp_path: Path) -> None:
     assert {event.name for event in report.timeline()} == {"open", "plan", "check"}
 
 
-def test_very_long_recordings_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(spans, "MOST", 5)
     with aiockpt.SyncCheckpointer(chunk_bytes=CHUNK) as ckpt:
         assert len(ckpt.save(state(), tmp_path / "c").timeline()) == 5
 
 
-def test_the_threads_of_a_pool_are_beside_each_other() -> None:
+def test_the_threads_of_a_pool_have_adjacent_lanes() -> None:
     names = ["MainThread", "io_10", "copy_1", "io_9", "copy_0"]
     events = [event("write", name, 0, 1) for name in names] + [event("write", "io_2", 0, 1, pid=2)]
     assert lanes_of(events) == [
@@ -196,7 +196,7 @@ def test_the_trace_file_has_the_published_structure(tmp_path: Path) -> None:
     assert {e["name"] for e in names} == {"process_name", "thread_name", "thread_sort_index"}
 
 
-def test_a_trace_of_nothing() -> None:
+def test_an_empty_trace() -> None:
     assert trace_of([], 1) == {"traceEvents": [], "displayTimeUnit": "ms"}
 
 
@@ -204,7 +204,7 @@ def test_a_trace_of_nothing() -> None:
 
 
 class Tags(HTMLParser):
-    """Collects tags and texts, and checks that what is opened is closed."""
+    """Collects tags and texts, and checks that every tag is closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_a_picture_of_many_events_is_small() -> None:
     assert "16 more threads" in page
 
 
-def test_results_show_themselves(tmp_path: Path) -> None:
+def test_results_are_displayed(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer(on_failure="warn") as ckpt:
         saved = ckpt.save({"x": torch.ones(300, 1024)}, tmp_path / "a<b")
         ckpt.load(tmp_path / "a<b")
