@@ -84,7 +84,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Open what is opened once in a process, such as uvloop's pipe, before leaks are counted."""
+    """Open what stays open in a process, such as uvloop's pipe, before leaks are counted."""
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(1)}, tmp_path_factory.mktemp("warm") / "c")
     gc.freeze()  # the imported modules: scanning them in every collection takes a sixth of the time of all tests

@@ -1,4 +1,4 @@
-"""How other programs find checkpoints in a directory, for tests of what a killed process may leave there."""
+"""Rules by which other programs find checkpoints in a directory, for tests of what a killed process may leave."""
 
 from __future__ import annotations
 

@@ -168,12 +168,12 @@ def test_the_page_has_every_table_with_escaped_cells() -> None:
 
 
 def test_paths_of_the_machine_are_left_out() -> None:
-    said = {
+    report_with_paths = {
         "error": "no such file: '/home/someone/runs/a-b/x.pt' at 2 GiB/s and 1/2",
         "runs": [{"path": "/tmp/q/r"}],
         "n": 3,
     }
-    assert matrix.without_paths(said) == {
+    assert matrix.without_paths(report_with_paths) == {
         "error": "no such file: 'x.pt' at 2 GiB/s and 1/2",
         "runs": [{"path": "r"}],
         "n": 3,

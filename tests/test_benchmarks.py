@@ -157,12 +157,7 @@ def test_every_bar_was_measured(name: str, reports: dict[str, dict[str, Any]]) -
     judged = [bar for bar in reports[name]["bars"] if bar["bound"] is not None]
     assert judged
     missing = [bar["text"] for bar in judged if bar["measured"] is None]
-    peers = (
-        "dcp.async_save",
-        "asynchronous peer",
-        "safetensors",
-        "best of",
-    )  # left out above, or perhaps not installed
+    peers = ("dcp.async_save", "asynchronous peer", "safetensors", "best of")  # left out above; may not be installed
     peers += ("aiockpt, process",) * (name == "gpu")
     assert not [text for text in missing if not any(peer in text for peer in peers)]
 

@@ -78,7 +78,7 @@ def test_an_unknown_option_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "said"),
+    ("options", "kind", "text"),
     [
         ({"devices": "cpu"}, TypeError, r"AsyncCheckpointer.load\(\) got .* 'devices'"),
         ({"keys": [5]}, TypeError, "keys must be names and patterns"),
@@ -88,8 +88,8 @@ def test_an_unknown_option_is_named() -> None:
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_a_wrong_option_of_a_load_fails_at_the_call(options: dict[str, Any], kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
+def test_a_wrong_option_of_a_load_fails_at_the_call(options: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
         aiockpt.AsyncCheckpointer().load(**{"path": "a", **options})
 
 

@@ -191,7 +191,7 @@ def test_metadata_of_a_run_that_diverged(folder: Path) -> None:
 
 
 def test_thousands_of_numbers_are_read_without_torch_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.load`` would take most of a millisecond for each."""
+    """``torch.load`` would take most of a millisecond for each number."""
     path, stock = folder / "numbers", folder / "stock_numbers"
     values = [*range(5000), 2**70, -1, -(2**31), 0.5, float("-inf"), True, False, None, "", "x" * 300, "\u00e9\ud800"]
     state = {"d": {f"k{n}": value for n, value in enumerate(values)}}

@@ -50,14 +50,12 @@ def _empty() -> dict[str, torch.Tensor]:
     return {name: torch.full_like(tensor, -1) for name, tensor in STATE.items()}
 
 
-def _release_after_cancellation(
-    task: asyncio.Task[object], storage: HeldReads, engine: EngineLoop, steps: int = 10
-) -> None:
+def _release_after_cancel(task: asyncio.Task[object], storage: HeldReads, engine: EngineLoop, steps: int = 10) -> None:
     """Release the threads a few steps of both loops after the task was cancelled, and not before."""
     if task.cancelling():
         steps -= 1
     if steps:
-        asyncio.get_running_loop().call_soon(_release_after_cancellation, task, storage, engine, steps)
+        asyncio.get_running_loop().call_soon(_release_after_cancel, task, storage, engine, steps)
         return
     if task.done():  # makes the test fail
         task.get_loop().call_exception_handler({"message": "the load has ended while its threads were at work"})
@@ -86,7 +84,7 @@ async def test_cancelling_the_waiter_of_a_load_stops_it_and_waits_for_its_thread
         async def waits() -> None:
             await loading
 
-        _release_after_cancellation(loading, storage, ckpt._engine.loop)
+        _release_after_cancel(loading, storage, ckpt._engine.loop)
         await WAYS[way](waits)
         assert loading.cancelled()
         await _assert_stopped(ckpt, tmp_path / "c", storage, target)
@@ -111,7 +109,7 @@ def test_a_load_stops_when_its_asyncio_run_ends(tmp_path: Path) -> None:
     async def main(ckpt: aiockpt.AsyncCheckpointer) -> None:
         loading = asyncio.ensure_future(ckpt.load(tmp_path / "c", target, storage=storage))
         await asyncio.to_thread(storage.reached.wait, WAIT_S)
-        _release_after_cancellation(loading, storage, ckpt._engine.loop)
+        _release_after_cancel(loading, storage, ckpt._engine.loop)
 
     async def after(ckpt: aiockpt.AsyncCheckpointer) -> None:
         await _assert_stopped(ckpt, tmp_path / "c", storage, target)

@@ -94,7 +94,7 @@ def _wraps(staged: Completion[None]) -> None:
 
 
 @pytest.mark.parametrize("wait", [_waits, _goes_through, _wraps])
-def test_such_a_wait_ends_the_throttling(wait: Callable[[Any], None], tmp_path: Path) -> None:
+def test_a_wait_by_standard_functions_ends_the_throttling(wait: Callable[[Any], None], tmp_path: Path) -> None:
     window = aiockpt.StagingWindow(bytes_per_window=1, patience_s=600)
     with aiockpt.SyncCheckpointer(staging_window=window) as ckpt:
         wait(ckpt.submit(STATE, tmp_path / "a").staged)
@@ -140,7 +140,7 @@ async def test_a_cancelled_waiter_leaves_nothing_and_the_save_goes_on(tmp_path: 
 
 
 def test_a_signal_that_another_thread_takes_ends_the_wait() -> None:
-    """The kernel then does not wake the main thread, nor if the signal comes right before the wait begins."""
+    """The kernel does not wake the main thread for such a signal, nor for one right before the wait begins."""
 
     class Interrupt(Exception):
         pass
@@ -201,7 +201,7 @@ def test_callbacks_are_called_in_order_and_their_errors_stop_nothing(caplog: pyt
 
 
 def test_blocking_callbacks_delay_nothing(tmp_path: Path) -> None:
-    """Not even callbacks of a save superseded within a call of the checkpointer, which holds a lock."""
+    """Not even callbacks of a save that is superseded while a call of the checkpointer holds its lock."""
     gate = GatedStorage(LocalStorage(), ["commit"])
     called, go = threading.Semaphore(0), threading.Event()
 

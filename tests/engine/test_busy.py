@@ -32,9 +32,7 @@ def state_of(step: int, nbytes: int = 1 << 20) -> dict:
         ([False, False], 3, []),
     ],
 )
-def test_the_first_saves_and_staged_saves_are_not_superseded(
-    staged: list[bool], most: int, expected: list[int]
-) -> None:
+def test_first_and_staged_saves_are_not_superseded(staged: list[bool], most: int, expected: list[int]) -> None:
     assert superseded(staged, most) == expected
 
 

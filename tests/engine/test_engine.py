@@ -192,7 +192,7 @@ def current_async_library():
 """
 
 
-def test_it_works_where_anyio_detects_the_library_by_a_context_variable(tmp_path: Path) -> None:
+def test_saves_work_where_anyio_detects_the_library_by_a_context_variable(tmp_path: Path) -> None:
     """As with sniffio: the module has the parts of sniffio that anyio uses."""
     (tmp_path / "sniffio.py").write_text(_SNIFFIO)
     code = (

@@ -244,9 +244,7 @@ async def test_later_saves_go_on_when_one_hangs(step: str, tmp_path: Path) -> No
         found = ckpt.statistics()
         assert (found.abandoned, found.failed, found.written) == (1, 1, 1)
         assert (found.quarantined_bytes > 0) == (step in ("create", "write"))  # after these steps it holds no memory
-        with pytest.raises(
-            aiockpt.CheckpointExistsError, match="in flight"
-        ):  # the hanging save may still publish there
+        with pytest.raises(aiockpt.CheckpointExistsError, match="in flight"):  # the stuck save may still publish there
             ckpt.save(expected, tmp_path / "stuck", overwrite=True)
         for number in range(3):
             await ckpt.save(expected, tmp_path / str(number))

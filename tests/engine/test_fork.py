@@ -1,4 +1,4 @@
-"""A process forked from one that saves: every use of the parent's checkpointer raises, and none hangs."""
+"""A process forked from one that saves: uses of the parent's checkpointer raise, and none hangs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _forked(function: Callable[[], object]) -> None:
         finally:
             os._exit(code)
     os.close(write)
-    with open(read, "rb") as said:
-        text = said.read().decode()
+    with open(read, "rb") as report:
+        text = report.read().decode()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, text or "it hangs"
 
 
@@ -147,9 +147,8 @@ def test_a_child_that_frees_memory_of_the_engine_keeps_its_own(kind: type[Mapped
 
     def child() -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        own = libc.mmap(
-            held[0].address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0
-        )  # at that address, if it is free
+        # Without MAP_FIXED the address is a hint: the kernel takes it if it is free.
+        own = libc.mmap(held[0].address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         ctypes.memset(own, 7, nbytes)
         held.clear()
         gc.collect()
@@ -174,9 +173,7 @@ def test_results_from_before_the_fork_are_kept_and_closing_does_nothing(tmp_path
             assert asyncio.run(_awaited(done)).tensors == 1  # type: ignore[attr-defined]
             ckpt.close()
             with aiockpt.SyncCheckpointer() as own:
-                own.save(
-                    {"x": torch.ones(3)}, tmp_path / "c"
-                )  # too small for torch to use its threads, which the child lacks
+                own.save({"x": torch.ones(3)}, tmp_path / "c")  # too small for torch's threads, which the child lacks
                 assert own.load(tmp_path / "a")["step"] == 3
 
         with ckpt._engine._lock:

@@ -215,9 +215,7 @@ print(asyncio.run(main('a')), asyncio.get_event_loop().run_until_complete(main('
     notebook.run(apply)
     assert notebook.run("print((await save).tensors, is_same(await ckpt.load('first')))") == "1 True"
     assert notebook.run(nested) == "True True True"
-    notebook.run(
-        "await ckpt.aclose()\nckpt = aiockpt.AsyncCheckpointer()"
-    )  # its engine starts with nest_asyncio applied
+    notebook.run("await ckpt.aclose()\nckpt = aiockpt.AsyncCheckpointer()")  # its engine starts after apply()
     assert notebook.run(nested) == "True True True"
     notebook.run("with aiockpt.SyncCheckpointer() as plain:\n    plain.save(STATE, 'd')\n    plain.load('d')")
     notebook.run(apply)
@@ -245,7 +243,7 @@ def test_interrupting_a_blocking_cell(notebook: Notebook, tmp_path: Path) -> Non
     assert_saved(tmp_path / "held")
 
 
-# Runs before the engines, which register the same way, wait for saves in flight; `atexit` runs after them.
+# Runs before the engines, which registered earlier, wait for saves in flight; functions of `atexit` run too late.
 AT_THE_END = "threading._register_atexit(storage.open, 'commit')"
 
 

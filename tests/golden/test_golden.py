@@ -87,12 +87,12 @@ def test_all_golden_checkpoints_are_here() -> None:
 
 
 @ALL
-def test_it_loads(name: str) -> None:
+def test_a_golden_checkpoint_loads(name: str) -> None:
     assert_loaded(name, load(DATA / name))
 
 
 @ALL
-def test_it_loads_into_a_target(name: str) -> None:
+def test_a_golden_checkpoint_loads_into_a_target(name: str) -> None:
     state = STATES[name]()
     target = blank(state)
     load(DATA / name, target)
@@ -100,7 +100,7 @@ def test_it_loads_into_a_target(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DIRECTORIES if STATES[name] is not tensors])
-def test_a_part_of_it_loads(name: str) -> None:
+def test_a_part_of_a_golden_checkpoint_loads(name: str) -> None:
     path = DATA / name
     key, index, whole = {
         ranks: ("rows", slice(2, 7), values(torch.float32, 10, 6, seed=1)),
@@ -115,7 +115,7 @@ def test_a_part_of_it_loads(name: str) -> None:
 
 
 @ALL
-def test_it_is_sound(name: str) -> None:
+def test_a_golden_checkpoint_is_sound(name: str) -> None:
     with aiockpt.SyncCheckpointer(transforms=TRANSFORMS if "encrypted" in name else ()) as ckpt:
         report = ckpt.verify(DATA / name)
     assert (report.ok, report.problems) == (True, ())
@@ -137,7 +137,7 @@ def test_plain_values_need_no_permission() -> None:
 
 
 @pytest.mark.parametrize("name", ["training", "compressed", "ranks-central", "ranks-decentralized", "encrypted"])
-def test_its_metadata_is_read(name: str) -> None:
+def test_metadata_is_read(name: str) -> None:
     transforms = TRANSFORMS if name == "encrypted" else ()
     with aiockpt.SyncCheckpointer(transforms=transforms) as ckpt, ckpt.open(DATA / name) as reader:
         assert repr(dict(reader.metadata or {})) == repr({} if name == "encrypted" else METADATA)
@@ -145,7 +145,7 @@ def test_its_metadata_is_read(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", ["training", "hinted", "ranks-central", "ranks-decentralized"])
-def test_stock_loads_ours(name: str) -> None:
+def test_stock_dcp_loads_golden_checkpoints(name: str) -> None:
     state = STATES[name]()
     target = blank(state)
     if name == "training":  # stock DCP needs a target for each key

@@ -1,4 +1,4 @@
-"""Open what a CUDA device opens once in a process, before leaks are counted."""
+"""Open the files that a CUDA device opens once in a process, before leaks are counted."""
 
 from __future__ import annotations
 

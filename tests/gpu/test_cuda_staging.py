@@ -80,9 +80,7 @@ def _pin_twice() -> None:
 
 
 def test_a_refused_pin_leaves_no_cuda_error_behind() -> None:
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # in a thread of its own, because enter() changes the thread's capture mode for good
+    with ThreadPoolExecutor(1) as pool:  # a thread of its own: enter() changes its capture mode for good
         pool.submit(_pin_twice).result()
 
 

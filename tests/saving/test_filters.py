@@ -115,7 +115,7 @@ def test_safetensors(tmp_path: Path, rule: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
-def test_stock_dcp_loads_it(tmp_path: Path) -> None:
+def test_stock_dcp_loads_a_filtered_save(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(numbered(), tmp_path / "c", include=["ema", "step"])
     state = {"ema": {"a.weight": torch.zeros(7, 4), "b.weight": torch.zeros(7, 5)}, "step": 0}
@@ -191,7 +191,7 @@ def test_a_filter_function_gets_the_callers_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "says"),
+    ("rule", "text"),
     [
         (
             {"include": ["model", "optm"]},
@@ -204,9 +204,9 @@ def test_a_filter_function_gets_the_callers_values(tmp_path: Path) -> None:
     ],
     ids=_name,
 )
-def test_a_filter_that_matches_nothing_is_refused_at_the_call(tmp_path: Path, rule: dict[str, Any], says: str) -> None:
+def test_a_filter_that_matches_nothing_is_refused_at_the_call(tmp_path: Path, rule: dict[str, Any], text: str) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=text):
             ckpt.submit(numbered(), tmp_path / "c", **rule)
         assert not list(tmp_path.iterdir())
         ckpt.save(numbered(), tmp_path / "c")
@@ -309,8 +309,8 @@ def test_saving_only_the_trained_parameters(tmp_path: Path) -> None:
         ckpt.save({"model": model, "step": 3}, tmp_path / "c", include=[*trained, "step"])
         with pytest.raises(aiockpt.MissingKeysError, match=r"lacks 7 of the keys .*model\.base\.weight") as caught:
             ckpt.load(tmp_path / "c", {"model": other, "step": 0})
-        says = "Pass strict=False to leave missing keys as they are, or keys= to load a part: a save with include= or"
-        assert says in str(caught.value)
+        text = "Pass strict=False to leave missing keys as they are, or keys= to load a part: a save with include= or"
+        assert text in str(caught.value)
         assert_same({**other.state_dict()}, before)
         with pytest.warns(aiockpt.MissingKeysWarning):
             ckpt.load(tmp_path / "c", state := {"model": other, "step": 0}, strict=False)

@@ -395,7 +395,7 @@ def test_a_guard_covers_only_its_own_optimizer(other, lagging, tmp_path: Path) -
 
 @pytest.mark.parametrize("victim", ["guarded", "other", "early"])
 def test_a_guard_exempts_only_the_tensors_of_its_optimizer(victim: str, lagging, tmp_path: Path) -> None:
-    """Those tensors may change after the guarded step; an earlier change is still detected."""
+    """The optimizer's tensors may change after the guarded step; an earlier change is still detected."""
     own, other = (torch.nn.Parameter(torch.full((200, 200), value)) for value in (1.0, 2.0))
     optimizer = torch.optim.SGD([own], lr=1.0)
     state = {"own": own, "other": other.detach()}

@@ -504,7 +504,7 @@ def _llama(transformers: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [_gpt, _llama], ids=["tied", "untied"])
 @pytest.mark.parametrize("shard_bytes", [None, 4000])
-def test_transformers_loads_it(make: Callable[[Any], Any], shard_bytes: int | None, tmp_path: Path) -> None:
+def test_transformers_loads_the_files(make: Callable[[Any], Any], shard_bytes: int | None, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="optional; where it is installed, it must read our files")
     model = make(transformers)
     with aiockpt.SyncCheckpointer() as ckpt:

@@ -417,7 +417,7 @@ async def test_closing_gives_up_after_the_drain_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_cancelling_aclose_does_not_stop_it(tmp_path: Path) -> None:
+async def test_cancelling_aclose_does_not_stop_closing(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     ckpt = aiockpt.AsyncCheckpointer()
     save = ckpt.save(large_state(), tmp_path / "c", storage=storage)

@@ -23,7 +23,7 @@ import aiockpt
 from tests.states import assert_same
 from tests.stock import ALONE
 
-# All occur with torch 2.6; the first comes from SequentialLR itself.
+# These warnings occur with torch 2.6; the first comes from SequentialLR itself.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The epoch parameter:UserWarning",
     "ignore:torch.distributed is unavailable or uninitialized:UserWarning",  # this and the next from stock DCP
@@ -520,7 +520,7 @@ def test_loading_only_some_keys(ckpt, tmp_path: Path) -> None:
 
 
 def test_objects_get_the_saved_state(ckpt, tmp_path: Path) -> None:
-    """Whatever its present state: the object's own load_state_dict decides."""
+    """Whatever the object's present state, its own load_state_dict decides."""
     saved = {"rows": torch.ones(3, 2), "list": [{"x": 1}, {"x": 2}], "grown": {"a": 1, "b": torch.ones(1)}, 4: "four"}
     ckpt.save({"w": Whole(saved)}, tmp_path / "c")
     same = torch.zeros(3, 2)

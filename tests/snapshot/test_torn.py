@@ -58,7 +58,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_version_counters_detect_it(name: str, tmp_path: Path) -> None:
+def test_version_counters_detect_the_change(name: str, tmp_path: Path) -> None:
     _, error = _save_and_change(SEEN[name], tmp_path / "c", "versions")
     assert isinstance(error, aiockpt.TornSnapshotError)
     assert "victim" in str(error)
@@ -66,7 +66,7 @@ def test_version_counters_detect_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_only_samples_detect_it(name: str, tmp_path: Path) -> None:
+def test_only_samples_detect_the_change(name: str, tmp_path: Path) -> None:
     """Without samples the checkpoint is published, though it mixes two states."""
     expected, stored = _save_and_change(UNSEEN[name], tmp_path / "c", "versions")
     assert not _is_same(expected, stored)
@@ -268,9 +268,7 @@ def test_local_shards_of_distributed_tensors_are_sampled(mesh, tmp_path: Path) -
             save.written.result(60)
 
 
-def test_a_running_operator_has_time_to_end_and_is_then_detected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_running_operator_has_time_to_end_and_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator bumps the version counter when it ends, which may be after the copies were made."""
     monkeypatch.setattr("aiockpt.snapshot.consistency._OPERATOR_S", 600.0)
     value = torch.arange(100_000)

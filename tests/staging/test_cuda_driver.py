@@ -78,9 +78,7 @@ def test_a_stream_has_one_user_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [two.address] == [0x2000]
 
 
-def test_without_a_driver_there_are_no_own_streams_and_captures_are_not_allowed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_driver_there_is_no_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_driver", lambda: None)
     assert runtime._new_stream(0) is None
     assert not runtime.allow_captures()

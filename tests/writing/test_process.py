@@ -56,9 +56,7 @@ def test_the_checkpoints_equal_those_of_threads(tmp_path: Path) -> None:
             if name != ".metadata":  # it records positions of objects
                 assert (tmp_path / "2" / name).stat().st_size == (tmp_path / "threads" / name).stat().st_size
         host = ours._engine.tools.writer
-        assert repr(host._connection).endswith(
-            ", 0 saves>"
-        )  # finished saves are dropped: a long run must not accumulate them
+        assert repr(host._connection).endswith(", 0 saves>")  # a long run must not accumulate finished saves
         (writer,) = _writers()
         assert writer.nice() == min(19, psutil.Process().nice() + 3)
         assert writer.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
@@ -109,12 +107,7 @@ async def test_many_queued_saves_and_one_cancelled(tmp_path: Path, gate: Gate) -
             await saves[1]
         for number in (2, 3):
             await saves[number]
-        assert {entry.name for entry in tmp_path.iterdir()} == {
-            "gate",
-            "0",
-            "2",
-            "3",
-        }  # nothing of save 1, not even hidden
+        assert {entry.name for entry in tmp_path.iterdir()} == {"gate", "0", "2", "3"}  # of 1, not even a hidden name
         for number in (0, 2, 3):
             events = [event async for event in saves[number].progress()]
             assert events[-1].phase == "committed"
@@ -226,9 +219,7 @@ def test_the_writer_process_may_die_between_saves_or_in_a_hook(tmp_path: Path) -
     assert {entry.name for entry in tmp_path.iterdir()} == {"0", "1", "2", "3"}
 
 
-def test_a_save_right_after_the_death_of_the_writer_process_starts_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_right_after_its_writer_died_starts_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even before the engine has noticed the death of the writer process."""
     real, noticed = WriterProcess.wait, threading.Event()
 
@@ -287,9 +278,7 @@ def test_a_program_without_a_main_guard_works(tmp_path: Path) -> None:
         assert torch.equal(ckpt.load(tmp_path / "c")["w"], torch.arange(500_000))
 
 
-def test_a_stuck_writer_process_is_killed_in_the_end(
-    tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stuck_writer_is_killed_in_the_end(tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aiockpt.engine.engine.CANCEL_GRACE_S", 1.5)
     ckpt = aiockpt.SyncCheckpointer(writer="process", drain_timeout=0.2)
     ckpt.submit(large_state(2), tmp_path / "c", storage=gate.storage("write"))
