@@ -27,7 +27,7 @@ STEPS = 8
 
 
 class Trainer:
-    """A model with statistics that forward changes, and its optimizer; all on the device except step counts."""
+    """A model with statistics that forward changes, and its optimizer; all on the device except the number of steps."""
 
     def __init__(self, **options: Any) -> None:
         self.model = torch.nn.Sequential(

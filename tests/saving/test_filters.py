@@ -92,7 +92,7 @@ def test_only_the_chosen_keys_are_saved(tmp_path: Path, rule: dict[str, Any]) ->
         with ckpt.open(tmp_path / "part") as reader:
             assert list(reader) == names
         part, wanted = ckpt.load(tmp_path / "part"), ckpt.load(tmp_path / "all", keys=names)
-        part.pop("empty", None), wanted.pop("empty", None)  # exclude= keeps empty containers, keys= does not
+        part.pop("empty", None), wanted.pop("empty", None)  # kept by exclude=, not loaded by keys=
         assert_same(plain(part), plain(wanted))
         assert ckpt.verify(tmp_path / "part").ok
     assert_same(plain(numbered()), plain(state))
@@ -397,5 +397,5 @@ def test_any_part_of_any_state(tmp_path_factory: pytest.TempPathFactory, data: s
         part, other = ckpt.load(tmp_path / "part"), ckpt.load(tmp_path / "all", keys=wanted)
         if is_include:
             assert_same(plain(part), plain(other))
-        else:  # exclude= keeps empty containers
+        else:  # exclude= keeps the empty containers that it does not name
             assert_same(filled(plain(part)), filled(plain(other)))
