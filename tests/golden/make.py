@@ -75,7 +75,7 @@ def save_and_die(folder: Path) -> None:
 
 
 def replace_and_die(folder: Path) -> None:
-    """Leave the files of a process that is killed between the two renames of an overwrite without exchange."""
+    """Leave the files of a process that is killed between the two renames of an overwrite without RENAME_EXCHANGE."""
     with subprocess.Popen(["true"]) as process:
         here = this_process()
         assert here is not None
