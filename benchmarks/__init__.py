@@ -1,10 +1,10 @@
-"""aiockpt, its peers and the limit of the machine, side by side in one run.
+"""Benchmarks of aiockpt, its peers and the machine's limit, measured in one run.
 
-``python -m benchmarks save`` measures, prints a table with the bars the project holds itself to, and leaves
-the figures of every round in a JSON file. ``python -m benchmarks --help`` lists what else there is.
+``python -m benchmarks save`` measures saves, prints a table and the project's targets ("bars"), and writes the figures
+of every round to a JSON file. ``python -m benchmarks --help`` lists the other benchmarks.
 
-The rules: one process, the same state, as many rounds as it takes for a median; everybody once in each round,
-in an order that rotates; a first run of each that does not count; files removed and the disk idle in between;
-every peer at the best setting its documentation names, and as durable, or the table says what is missing.
-Whoever fails keeps a row with the error.
+The rules: all contenders run in one process on the same state. Each runs once per round, in an order that rotates,
+after a warm-up run that does not count. Files are removed and the disk is idle between runs. Each peer has the best
+settings that its documentation names, and is as durable as aiockpt, or its row says what is missing. If a contender
+fails, its row shows the error.
 """

@@ -47,33 +47,33 @@ MODULES = {
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "gib": {"type": float, "default": 2.0, "help": "the size of the state, in GiB"},
-    "tensors": {"type": int, "default": 168, "help": "in how many tensors"},
-    "count": {"type": int, "default": 100_000, "help": "how many small tensors"},
+    "tensors": {"type": int, "default": 168, "help": "the number of tensors of the state"},
+    "count": {"type": int, "default": 100_000, "help": "the number of small tensors"},
     "nbytes": {"type": int, "default": 1024, "help": "the size of each small tensor, in bytes"},
-    "steps": {"type": int, "default": 24, "help": "how many training steps"},
-    "every": {"type": int, "default": 4, "help": "training steps from one save to the next"},
-    "rounds": {"type": int, "help": "how often each runs, after a first time that doesn't count"},
-    "only": {"help": "who takes part: parts of names, separated by commas"},
-    "load": {"action": "store_true", "help": "let everybody load the whole as well"},
-    "ranks": {"help": "how many processes, or imagined ranks: numbers separated by commas"},
+    "steps": {"type": int, "default": 24, "help": "the number of training steps"},
+    "every": {"type": int, "default": 4, "help": "training steps between saves"},
+    "rounds": {"type": int, "help": "the number of rounds, after a warm-up that does not count"},
+    "only": {"help": "the contenders to run: parts of their names, separated by commas"},
+    "load": {"action": "store_true", "help": "also load the whole state with every contender"},
+    "ranks": {"help": "the numbers of processes, or of simulated ranks, separated by commas"},
     "items": {
         "default": "1000,10000,100000",
-        "help": "how many parts of tensors each rank has: numbers separated by commas",
+        "help": "the numbers of tensor parts on each rank, separated by commas",
     },
-    "world": {"default": "2,4,8,16,32", "help": "how many real processes: numbers separated by commas"},
-    "limit": {"type": float, "default": 120.0, "help": "how long one save may take, in seconds"},
-    "work": {"help": "which kinds of work: parts of their names, separated by commas"},
-    "alone": {"type": float, "default": 1.0, "help": "how long work goes on alone before each save, in seconds"},
-    "device": {"choices": ("cuda", "cpu"), "default": "cuda", "help": "where the state is; cpu is a small dry run"},
-    "part": {"help": "which parts of the benchmark: parts of their names, separated by commas"},
-    "seconds": {"type": float, "default": 420.0, "help": "when no round begins any more, in seconds"},
-    "full": {"action": "store_true", "help": "try everything, as long as there is time"},
-    "hold": {"choices": ("sleep", "torch", "python"), "help": "what holds the loop (sleep and torch, one by one)"},
+    "world": {"default": "2,4,8,16,32", "help": "the numbers of real processes, separated by commas"},
+    "limit": {"type": float, "default": 120.0, "help": "the time limit of one save, in seconds"},
+    "work": {"help": "the kinds of work: parts of their names, separated by commas"},
+    "alone": {"type": float, "default": 1.0, "help": "how long the work runs alone before each save, in seconds"},
+    "device": {"choices": ("cuda", "cpu"), "default": "cuda", "help": "the device of the state; cpu is a small dry run"},
+    "part": {"help": "the parts of the benchmark to run: parts of their names, separated by commas"},
+    "seconds": {"type": float, "default": 420.0, "help": "the time after which no round begins, in seconds"},
+    "full": {"action": "store_true", "help": "try everything, until the time is over"},
+    "hold": {"choices": ("sleep", "torch", "python"), "help": "the work that holds the loop (by default sleep, then torch)"},
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    """Describe the command line: for each benchmark the options it knows."""
+    """Return the parser of the command line, with a subcommand for each benchmark."""
     root = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=benchmarks.__doc__,
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         command = names.add_parser(name, help=_first_line(module).replace("%", "%%"))
         _add_options(command, {option: _with_default(OPTIONS[option], module, option) for option in module.OPTIONS})
     whole = names.add_parser("all", help=_first_line(matrix))
-    _add_options(whole, {"gib": OPTIONS["gib"], "rounds": OPTIONS["rounds"], "only": {"help": "which sections"}})
+    _add_options(whole, {"gib": OPTIONS["gib"], "rounds": OPTIONS["rounds"], "only": {"help": "the sections to run"}})
     whole.add_argument("--out", type=Path, required=True, help="the directory for figures, tables and pictures")
     page = names.add_parser("readme", help=_first_line(readme))
     page.add_argument("--results", type=Path, default=readme.RESULTS, help="the directory with the results")
@@ -97,7 +97,7 @@ def _first_line(module: ModuleType) -> str:
 
 
 def _with_default(option: Mapping[str, Any], module: ModuleType, name: str) -> dict[str, Any]:
-    """Give an option as a benchmark has it; its default shows in the help."""
+    """Return the argparse keywords of an option, with the benchmark's own default shown in the help."""
     default = getattr(module, "DEFAULTS", {}).get(name, option.get("default"))
     shown = "" if default is None else " (%(default)s)"
     return {**option, **({} if default is None else {"default": default}), "help": option["help"] + shown}
@@ -110,16 +110,16 @@ def _add_options(command: argparse.ArgumentParser, options: Mapping[str, Mapping
         "--dir",
         "--directory",
         type=Path,
-        help="where to write: a directory on the disk to measure (the system's for temporary files)",
+        help="a directory on the disk to measure (by default the system's temporary directory)",
     )
-    command.add_argument("--json", type=Path, help="where the figures go (a file for temporary files)")
-    command.add_argument("--time-limit", type=float, help="after how many seconds no round begins any more")
-    command.add_argument("--run-limit", type=float, help="how many seconds a run may take before its process is ended")
-    command.add_argument("--without", action="append", default=[], metavar="NAME=REASON", help="who takes no part, why")
+    command.add_argument("--json", type=Path, help="the file for the figures (by default in the system's temporary directory)")
+    command.add_argument("--time-limit", type=float, help="the seconds after which no round begins")
+    command.add_argument("--run-limit", type=float, help="the seconds after which a run's process is killed")
+    command.add_argument("--without", action="append", default=[], metavar="NAME=REASON", help="leave a contender out")
 
 
 def run_one(options: argparse.Namespace) -> int:
-    """Run a benchmark in this process, show its report and write its figures; give the exit code."""
+    """Run a benchmark in this process, print its report and write its figures; return the exit code."""
     module = importlib.import_module(MODULES[options.name])
     limits.current.set(
         Limits(
@@ -144,14 +144,14 @@ def run_one(options: argparse.Namespace) -> int:
 
 
 def default_json(name: str) -> Path:
-    """Give the file for the figures of a benchmark."""
+    """Return the default file for the figures of a benchmark."""
     return Path(tempfile.gettempdir()) / f"benchmark-{name}.json"
 
 
 def main() -> int:
-    """Run what the command line asks for."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an end that removes temporary files
-    # The peers' standing remarks: no process group, no GPU to pin memory for.
+    """Run the command line; return the exit code."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary files are removed
+    # The peers warn on each save: no process group, no GPU to pin memory for.
     warnings.filterwarnings("ignore", module=r"torch\..*")
     logging.getLogger("torch_checkpointing").setLevel(logging.CRITICAL)
     options = parser().parse_args()

@@ -1,4 +1,4 @@
-"""What the project asks of itself, as ratios within one run: that everybody's times were measured together."""
+"""The project's targets: ratios of times that were measured in the same run."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from benchmarks.measure import Runs
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What is asked, and what was measured.
+    """A target, and the value that was measured.
 
     Attributes:
-        text: what was compared with what.
-        measured: a ratio of medians, or a value in ``unit``; NaN when a run for it is missing.
-        bound: what it must reach; None for what is only shown.
-        at_most: whether the bound is an upper one.
-        unit: of both.
-        of_best: the ratio of the best rounds, which others on the machine disturbed least; never judged.
+        text: the two things that are compared.
+        measured: a ratio of medians, or a value in ``unit``; NaN if a run for it is missing.
+        bound: the target; None if the value is only shown.
+        at_most: whether the bound is an upper bound.
+        unit: the unit of ``measured`` and ``bound``.
+        of_best: the ratio of the best rounds, the ones that other programs disturbed least; never judged.
     """
 
     text: str
@@ -33,7 +33,7 @@ class Bar:
 
     @property
     def passed(self) -> bool | None:
-        """Whether the bar is held; None when that can't be said."""
+        """Whether the target is met; None if there is no bound or no measurement."""
         if self.bound is None or math.isnan(self.measured):
             return None
         return self.measured <= self.bound if self.at_most else self.measured >= self.bound
@@ -49,7 +49,7 @@ class Bar:
 def compare(
     text: str, others: Sequence[Runs], ours: Runs, what: str, bound: float | None = None, *, at_most: bool = False
 ) -> Bar:
-    """Ask how many times as long the fastest of the others takes as we do."""
+    """Return a bar on the time of the fastest other contender, divided by ours."""
 
     def ratio(time_of: Callable[[Runs], float]) -> float:
         times = [time for other in others if not math.isnan(time := time_of(other))]
@@ -59,21 +59,21 @@ def compare(
 
 
 def those(runs: Sequence[Runs], *prefixes: str) -> list[Runs]:
-    """Give the runs whose names begin so."""
+    """Return the runs whose names begin with one of the prefixes."""
     return [run for run in runs if run.name.startswith(prefixes)]
 
 
 def one(runs: Sequence[Runs], name: str) -> Runs:
-    """Give the runs of this name; empty ones when it took no part."""
+    """Return the runs of the contender of this name; empty ones if it was left out."""
     return next((run for run in runs if run.name == name), Runs(name))
 
 
 def shortest(runs: Sequence[Runs], prefix: str, what: str) -> float:
-    """Give the shortest median of the runs whose names begin so; NaN when there is none."""
+    """Return the shortest median of the runs whose names begin with the prefix; NaN if there is none."""
     medians = [run.median(what) for run in those(runs, prefix)]
     return min((median for median in medians if not math.isnan(median)), default=math.nan)
 
 
 def first_of(run: Runs) -> Runs:
-    """See the first time, which doesn't count otherwise, as the only round."""
+    """Return runs whose only round is the warm-up, which does not count otherwise."""
     return Runs(run.name, samples=[run.first] if run.first else [])

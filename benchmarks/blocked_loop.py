@@ -1,4 +1,4 @@
-"""A training loop that holds its event loop 95% of the time, with a save going on beside it."""
+"""A save beside a training loop that holds its event loop 95% of the time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Training = Callable[[], AbstractAsyncContextManager[None]]
 
 
 def hold_by_torch(seconds: float) -> None:
-    """Multiply matrices: one thread that computes, without the interpreter."""
+    """Multiply matrices in one thread, with the GIL released."""
     until = time.perf_counter() + seconds
     matrix = torch.ones(384, 384)
     while time.perf_counter() < until:
@@ -41,7 +41,7 @@ def hold_by_torch(seconds: float) -> None:
 
 
 def hold_by_python(seconds: float) -> None:
-    """Run Python, which holds the interpreter too."""
+    """Run plain Python, which holds the GIL."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
@@ -52,13 +52,13 @@ HOLDS: dict[str, Hold] = {"sleep": time.sleep, "torch": hold_by_torch, "python":
 
 @contextlib.asynccontextmanager
 async def free_loop() -> AsyncIterator[None]:
-    """Leave the loop alone."""
+    """Leave the loop free."""
     yield
 
 
 @contextlib.asynccontextmanager
 async def held_loop(hold: Hold) -> AsyncIterator[None]:
-    """Train in the loop: hold it for a step, let go for a moment, and again."""
+    """Train in the loop: hold it for each step, and release it for a moment between steps."""
 
     async def train() -> None:
         while True:
@@ -75,7 +75,7 @@ async def held_loop(hold: Hold) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def busy_thread(hold: Hold) -> AsyncIterator[None]:
-    """Do the same work in a thread: it takes the same cores, but the loop is free."""
+    """Do the same work in a thread: it needs the same cores, but leaves the loop free."""
     over = threading.Event()
 
     def train() -> None:
@@ -94,7 +94,7 @@ async def busy_thread(hold: Hold) -> AsyncIterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One system, with one kind of training beside it."""
+    """One saver, with one kind of training beside it."""
 
     name: str
     saver: Saver
@@ -103,7 +103,7 @@ class Case:
 
 
 def cases(savers: Sequence[Saver], holds: Sequence[str]) -> list[Case]:
-    """Cross systems and kinds of training."""
+    """Return each saver with each kind of training."""
     crossed = [Case(f"{saver.name}: free loop", saver, free_loop) for saver in savers]
     for kind in holds:
         hold = HOLDS[kind]
@@ -116,7 +116,7 @@ def cases(savers: Sequence[Saver], holds: Sequence[str]) -> list[Case]:
 
 
 async def measure(taking_part: Sequence[Case], state: State, directory: Path, rounds: int) -> list[Runs]:
-    """Save in rounds, each time with training beside it."""
+    """Save in rounds, with training beside each save."""
     opened: list[Saver] = []
 
     async def save_once(case: Case, number: int) -> Sample:
@@ -141,7 +141,7 @@ async def measure(taking_part: Sequence[Case], state: State, directory: Path, ro
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     torch.set_num_threads(1)
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     holds = [options.hold] if options.hold else ["sleep", "torch"]
@@ -167,7 +167,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def bars(runs: Sequence[Runs], holds: Sequence[str]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     free = one(runs, "aiockpt: free loop")
     found = []
     for kind in holds:

@@ -1,4 +1,4 @@
-"""Checkpoints of every format: made where there is something to load, and loaded back where something was saved."""
+"""Checkpoints of every format: written for the load benchmarks, and read back by the save benchmarks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from benchmarks.states import State, empty_like, same_bits, size_of, split
 
 Format = Literal["aiockpt", "dcp", "torch", "safetensors", "torch_checkpointing", "torchsnapshot", "orbax"]
 
-_MANY = 5_000  # of as many tensors, dcp.load takes minutes
+_MANY = 5_000  # from this number of tensors on, dcp.load takes minutes
 
 TORCH_CHECKPOINTING_FILES = 4
-"""It writes one file for each top-level item."""
+"""torch_checkpointing writes one file for each top-level item."""
 
 
 def save_by_aiockpt(state: State, path: Path) -> None:
-    """Save as this package does."""
+    """Save with aiockpt."""
     with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
         checkpointer.save(state, path)
 
 
 def save_by_safetensors(state: State, path: Path) -> None:
-    """Save as one file of safetensors."""
+    """Save as one safetensors file."""
     from safetensors.torch import save_file
 
     save_file(state, path)
 
 
 def torch_checkpointing_manager(*, direct: bool) -> Any:
-    """Make torch_checkpointing's manager, one that saves in this process."""
+    """Return torch_checkpointing's manager, configured to save in this process."""
     from torch_checkpointing import CheckpointManager, CheckpointWriterConfig
     from torch_checkpointing.config import SyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -50,7 +50,7 @@ def torch_checkpointing_manager(*, direct: bool) -> Any:
 
 
 def torch_checkpointing_load(path: Path, target: State | None, *, direct: bool) -> State:
-    """Load as torch_checkpointing does, a file after the other."""
+    """Load with torch_checkpointing, one file after the other."""
     manager = torch_checkpointing_manager(direct=direct)
     try:
         names = sorted(file.name.removesuffix("_0.pt") for file in path.glob("*.pt"))
@@ -62,12 +62,12 @@ def torch_checkpointing_load(path: Path, target: State | None, *, direct: bool) 
 
 
 def torch_checkpointing_items(state: State) -> dict[str, State]:
-    """Deal a state out to the items that torch_checkpointing keeps in files of their own."""
+    """Split a state into top-level items: torch_checkpointing writes one file for each."""
     return {f"part{number}": part for number, part in enumerate(split(state, TORCH_CHECKPOINTING_FILES))}
 
 
 def save_by_torch_checkpointing(state: State, path: Path) -> None:
-    """Save as torch_checkpointing does."""
+    """Save with torch_checkpointing."""
     manager = torch_checkpointing_manager(direct=False)
     try:
         manager.save(str(path), torch_checkpointing_items(state))
@@ -83,17 +83,17 @@ WRITERS: dict[str, Callable[[State, Path], object]] = {
     "state.safetensors": save_by_safetensors,
     "torch_checkpointing": save_by_torch_checkpointing,
 }
-"""How the file or directory of each name is made."""
+"""For each file or directory name, the function that writes it."""
 
 
 def make(state: State, path: Path) -> None:
-    """Save a state as the name of the path says, unless that was done before."""
+    """Save a state in the format that the path's name stands for, unless the path exists."""
     if not path.exists():
         WRITERS[path.name](state, path)
 
 
 def load_back(format: Format, path: Path, state: State) -> State:
-    """Load what was saved: our checkpoints by DCP, unless they are of too many tensors, and DCP's by us."""
+    """Load a saved state: aiockpt's checkpoints with DCP unless they have too many tensors, DCP's with aiockpt."""
     if format == "aiockpt" and len(state) < _MANY:
         target = empty_like(state)
         dcp.load(target, checkpoint_id=path, no_dist=True)
@@ -115,6 +115,6 @@ def load_back(format: Format, path: Path, state: State) -> State:
 
 
 def check(format: Format, path: Path, state: State) -> None:
-    """Raise ValueError if what is at a path differs from what was saved, in any bit."""
+    """Raise ValueError if the checkpoint at a path differs from the saved state in any bit."""
     if not same_bits(load_back(format, path, state), state):
         raise ValueError("what was loaded differs from what was saved")

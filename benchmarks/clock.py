@@ -1,4 +1,4 @@
-"""Adding up where time goes."""
+"""Time spent, by kind of work."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Clock:
     """Adds up the time of each kind of work.
 
     Attributes:
-        spent: seconds for each.
+        spent: seconds for each kind.
     """
 
     def __init__(self) -> None:
         self.spent: Sample = {}
 
     def __call__(self, kind: str, work: Callable[..., Any], *args: Any) -> Any:
-        """Do something, and add its time."""
+        """Call a function, and add the time it takes; return its result."""
         started = time.perf_counter()
         result = work(*args)
         self.spent[kind] = self.spent.get(kind, 0.0) + time.perf_counter() - started

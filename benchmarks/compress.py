@@ -1,7 +1,7 @@
-"""Compressed checkpoints: how small, and how fast, for several kinds of data.
+"""Compressed checkpoints: their size and speed, for several kinds of data.
 
-For each kind of data everybody saves a state of it and loads it again, from the page cache. Peer: torch's DCP with its
-ZStandard extension, which compresses with the level 3.
+For each kind of data, each contender saves a state and loads it from the page cache. The peer is DCP with its
+ZStandard extension, which compresses at level 3.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _DCP, _DCP_ZSTD = "dcp.save, plain", "dcp.save, ZStandard, thread_count=4"
 
 
 def fp32_weights(elements: int) -> torch.Tensor:
-    """Draw weights as training leaves them: normally distributed around zero, their mantissas random."""
+    """Return weights like trained ones: normally distributed around zero, with random mantissas."""
     return torch.randn(elements) * 0.02
 
 
 def bf16_weights(elements: int) -> torch.Tensor:
-    """Draw the same in bfloat16, where exponents are half of the bits."""
+    """Return weights like trained ones in bfloat16, where exponents are half of the bits."""
     return fp32_weights(2 * elements).bfloat16()
 
 
 def adam_moments(elements: int) -> torch.Tensor:
-    """Draw second moments of an embedding, of whose rows few were ever used."""
+    """Return the second moments of an embedding of which only a few rows were ever used."""
     rows = torch.randn(-(-elements // _ROW), _ROW).square() * 1e-6
     used = torch.rand(len(rows), 1) < 0.2
     return (rows * used).flatten()[:elements]
 
 
 def tokens(elements: int) -> torch.Tensor:
-    """Draw tokens of a vocabulary, few of which are frequent, as int64."""
+    """Return int64 tokens of a vocabulary in which few are frequent."""
     ranks = torch.rand(elements // 2).mul_(10.8).exp_()  # log-uniform up to 50,000
     return ranks.long()
 
@@ -143,7 +143,7 @@ async def measure(taking_part: Sequence[Contender], state: State, directory: Pat
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     nbytes = int((options.gib or GIB) * 2**30)
     tables: list[Table] = []
     bars: list[Bar] = []

@@ -1,4 +1,4 @@
-"""Who saves: aiockpt, its peers at their best settings, and the limit."""
+"""Contenders that save: aiockpt, its peers at their best settings, and the machine's limit."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class Saver(ABC):
-    """Saves a state to a path, and tells the moments, in seconds since the call.
+    """A contender that saves a state to a path, and returns moments in seconds since the call.
 
-    ``blocked_s``: the call gave control back. ``staged_s``: tensors may change. ``durable_s``: done and synced.
+    ``blocked_s``: the call returned. ``staged_s``: the tensors may change. ``durable_s``: the save is done and synced.
 
     Attributes:
-        format: of what is at the path afterwards; None if nothing can be loaded from it.
+        format: the format of the checkpoint; None if it cannot be loaded.
     """
 
     name: str
@@ -43,18 +43,18 @@ class Saver(ABC):
     format: Format | None = None
 
     async def open(self, state: State) -> None:
-        """Make what lives from save to save."""
+        """Create what is kept between saves."""
 
     @abstractmethod
     async def save(self, state: State, path: Path) -> Sample:
-        """Save once."""
+        """Save once, and return the moments."""
 
     async def close(self) -> None:
-        """End what `open` made."""
+        """Release what `open` created."""
 
 
 class Blocking(Saver):
-    """A function that saves and returns when it is done."""
+    """A function that blocks until the save is done."""
 
     def __init__(self, name: str, save: Callable[[State, Path], object], format: Format, note: str = "") -> None:
         self.name, self.note, self.format = name, note, format
@@ -68,7 +68,7 @@ class Blocking(Saver):
 
 
 class RawWrite(Saver):
-    """The limit: as many bytes, written past the page cache and synced."""
+    """The limit: the same number of bytes, written past the page cache and synced."""
 
     note = "no copy, no CRC, no format"
 
@@ -128,7 +128,7 @@ class Memmove(Saver):
 
 
 class PrewarmedAiockpt(Aiockpt):
-    """This package, with staging memory that was made before the first save."""
+    """This package, with staging memory allocated before the first save."""
 
     name = "aiockpt, prewarmed"
 
@@ -141,12 +141,12 @@ class PrewarmedAiockpt(Aiockpt):
 
 
 def dcp_writer(path: Path, threads: int) -> dcp.FileSystemWriter:
-    """Make DCP's own writer, durable."""
+    """Return DCP's own writer, which syncs its files."""
     return dcp.FileSystemWriter(path, thread_count=threads, sync_files=True)
 
 
 def dcp_save(threads: int) -> Blocking:
-    """Make the contender ``dcp.save``; one thread is its default."""
+    """Return the contender ``dcp.save``; one thread is its default."""
 
     def save(state: State, path: Path) -> None:
         dcp.save(state, storage_writer=dcp_writer(path, threads), no_dist=True)
@@ -155,12 +155,12 @@ def dcp_save(threads: int) -> Blocking:
 
 
 class DcpAsyncSave(Saver):
-    """``dcp.async_save`` with a stager that is kept, and with it its memory; pinned where there is a device.
+    """``dcp.async_save`` with one stager, and its memory, for all saves; pinned for a state on a GPU.
 
     Args:
         stager: "async" or "blocking".
         writer: "thread" or "process".
-        device: where the state is.
+        device: the device of the state.
     """
 
     format = "dcp"
@@ -186,15 +186,15 @@ class DcpAsyncSave(Saver):
 
     async def open(self, state: State) -> None:
         if self._kind is AsyncCheckpointerType.PROCESS and not dist.is_initialized():
-            # Its process wants a group of ranks, if only of one.
+            # Its process needs a process group, even for one rank.
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name need not be known
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the hostname may not resolve
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             self._group = dist.group.WORLD
         self._stager = DefaultStager(self._options)
 
     def begin(self, state: State, path: Path) -> tuple[Future[Any] | None, Future[Any]]:
-        """Call it; return the futures of staged, None if that is so already, and of written."""
+        """Start a save; return the future of staging, None if it is done already, and the future of the write."""
         answer = dcp.async_save(
             state,
             storage_writer=dcp_writer(path, self._threads),
@@ -217,14 +217,14 @@ class DcpAsyncSave(Saver):
         written.add_done_callback(lambda _: at.append(time.perf_counter() - started))
         await asyncio.wrap_future(written)
         durable = time.perf_counter() - started
-        # Its thread knows earlier than a caller whose loop is held.
+        # The writer's thread records the end: a caller whose loop is held sees it later.
         return {"blocked_s": blocked, "staged_s": staged, "durable_s": durable, "written_s": at[0]}
 
     async def close(self) -> None:
         if hasattr(self, "_stager"):
             self._stager.close()
         if self._kind is AsyncCheckpointerType.PROCESS:
-            _async_process_executor._CHECKPOINT_PROCESS = None  # nobody else ends it, nor its memory
+            _async_process_executor._CHECKPOINT_PROCESS = None  # DCP never ends this process, nor frees its memory
         if self._group is not None:
             dist.destroy_process_group()
 
@@ -243,7 +243,7 @@ def _torch_save_without_crc(state: State, path: Path) -> None:
 
 
 def torch_save(*, crc: bool = True) -> Blocking:
-    """Make the contender ``torch.save``."""
+    """Return the contender ``torch.save``."""
     if crc:
         return Blocking("torch.save + fsync", _torch_save, "torch", "CRC")
     return Blocking("torch.save + fsync, no CRC", _torch_save_without_crc, "torch", "set_crc32_options(False)")
@@ -257,12 +257,12 @@ def _safetensors_save(state: State, path: Path) -> None:
 
 
 def safetensors_save() -> Blocking:
-    """Make the contender ``safetensors.torch.save_file``."""
+    """Return the contender ``safetensors.torch.save_file``."""
     return Blocking("safetensors save_file + fsync", _safetensors_save, "safetensors", "no CRC")
 
 
 def sync_checkpoint(args: CallbackArgs) -> None:
-    """Sync what torch_checkpointing wrote: its hook before a checkpoint is final. Runs in its process."""
+    """Sync the files of torch_checkpointing: its hook before a checkpoint is final. Runs in its process."""
     sync_files(files_under(Path(args.path)))
 
 
@@ -286,12 +286,12 @@ class TorchCheckpointing(Saver):
         self._manager = CheckpointManager(
             CheckpointManager.Config(
                 save=AsyncCheckpointSaverConfig(writer_config=writer),
-                # With its direct I/O, writes of unaligned buffers fail on file systems that check.
+                # Its direct I/O writes unaligned buffers, which some file systems refuse.
                 storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
                 pre_finalize_callback=sync_checkpoint,
             )
         )
-        # It writes one file for each top-level item, in as many threads.
+        # It writes one file for each top-level item, each in a thread of its own.
         self._items = torch_checkpointing_items(state)
         self._manager.prewarm_staging(self._items)
 
@@ -307,7 +307,7 @@ class TorchCheckpointing(Saver):
         return {"blocked_s": blocked, "staged_s": staged, "durable_s": time.perf_counter() - started}
 
     def _wait_until_staged(self) -> None:
-        with self._manager.lock():  # its way to wait before tensors change
+        with self._manager.lock():  # its way to wait until the tensors may change
             pass
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Programs that save are killed, refused and disturbed, everywhere: nothing announced may be lost.
+"""Crash tests: programs that save are killed, lose power, get errors and are cancelled; no announced save may be lost.
 
-The quick form is that of the tests. ``--full`` tries everything, over and over until ``--seconds`` are over. The
-exit code is 1 if anything does not hold. It runs from the repository, for it uses the scenarios of the tests.
+By default it does the same as the tests. ``--full`` tries everything, again and again until ``--seconds`` are over.
+The exit code is 1 if a check fails. Run it from the repository: it uses the scenarios of the tests.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tests.crash.zygote import Zygote
 
 OPTIONS = ("full", "part", "only", "seconds")
 DEFAULTS = {"seconds": 900.0}
-JUDGED = True  # a bar that is missed is an error
+JUDGED = True  # a missed bar makes the exit code 1
 
 _POINTS = 200
 _WRONG = {
-    "lost": "announced, and not there",
+    "lost": "announced, but not there",
     "broken": "listed, but can't be loaded",
     "mixed": "loaded, but no state that was saved",
     "stray": "listed, but never saved",
     "next run": "the next run could not save",
-    "leftover": "left, and not removed by the next run",
+    "leftover": "left over, and not removed by the next run",
     "live": "files of another live process were touched",
-    "program": "ended in another way than it should",
+    "program": "ended in an unexpected way",
     "hang": "did not end",
 }
 
@@ -50,7 +50,7 @@ def _shown(what: str) -> Cell:
 
 
 def kill(options: Namespace, directory: Path) -> Part:
-    """Kill programs before, in the midst of, and after every call."""
+    """Kill programs before, during and after every call."""
     until = time.monotonic() + options.seconds
     names = [name for name in SCENARIOS if not options.only or any(each in name for each in options.only.split(","))]
     counts = {name: campaign.EVERY if options.full else campaign.QUICK[name] for name in names}
@@ -70,7 +70,7 @@ def kill(options: Namespace, directory: Path) -> Part:
     bars = [Bar(f"{kind}: {what}", whole.problems[kind], 0, at_most=True, unit="") for kind, what in _WRONG.items()]
     if not options.only:
         bars.append(Bar("distinct kill points", len(whole.points), _POINTS, unit=""))
-    remarks = [f"held beside another program that saved, with something unfinished: {whole.held} times"]
+    remarks = [f"programs held in the middle of a save while another program saved: {whole.held}"]
     remarks += [f"{outcome.point} {outcome.call}: {outcome.problems}" for outcome in whole.outcomes if outcome.problems]
     remarks += [str(problem) for problem in whole.live_problems]
     title = "crash: killed at a call; points: distinct kill points, kinds: distinct calls and kinds of files"
@@ -89,30 +89,30 @@ def _sample(summary: Summary) -> dict[str, float]:
 
 
 def faults(options: Namespace, directory: Path) -> Part:
-    """Let system calls fail."""
-    from benchmarks.crash_faults import run_faults  # needs what the tests need
+    """Make system calls fail."""
+    from benchmarks.crash_faults import run_faults  # needs the tests' dependencies
 
-    return _counted("faults: calls that fail, in every way", run_faults(full=options.full, folder=directory))
+    return _counted("faults: system calls that fail", run_faults(full=options.full, folder=directory))
 
 
 def cancel(options: Namespace, directory: Path) -> Part:
-    """Call saves off, and leave them."""
-    from benchmarks.crash_cancel import run_cancels  # needs what the tests need
+    """Cancel saves, and the coroutines that wait for them."""
+    from benchmarks.crash_cancel import run_cancels  # needs the tests' dependencies
 
-    with ThreadPoolExecutor(1) as thread:  # it has event loops of its own
+    with ThreadPoolExecutor(1) as thread:  # run_cancels starts event loops of its own
         counts = thread.submit(run_cancels, full=options.full, folder=directory, seconds=options.seconds).result()
-    return _counted("cancel: saves called off, or left by who waits, at random moments", counts)
+    return _counted("cancel: saves and their waiters, cancelled at random moments", counts)
 
 
 def power(options: Namespace, directory: Path) -> Part:
-    """Let the machine lose power."""
-    from benchmarks.crash_power import lose_power  # needs what the tests need
+    """Simulate a loss of power."""
+    from benchmarks.crash_power import lose_power  # needs the tests' dependencies
 
     return lose_power(options, directory)
 
 
 def _counted(title: str, counts: Any) -> Part:
-    """Show numbers, and how many there are of what is listed; what is lost or wrong has to be nothing."""
+    """Return a table of numbers and of lengths of lists, and bars that demand zero lost and zero wrong."""
     sample = {
         each.name: float(value if isinstance(value := getattr(counts, each.name), int | float) else len(value))
         for each in fields(counts)
@@ -124,11 +124,11 @@ def _counted(title: str, counts: Any) -> Part:
 
 
 def fuzz(options: Namespace, directory: Path) -> Part:
-    """Read what was made to harm."""
-    from benchmarks.crash_fuzz import run_fuzz  # needs what the tests need
+    """Read hostile checkpoints."""
+    from benchmarks.crash_fuzz import run_fuzz  # needs the tests' dependencies
 
     counts = run_fuzz(full=options.full, folder=directory, seconds=options.seconds)
-    return _counted("fuzz: checkpoints that were made to harm", counts)
+    return _counted("fuzz: hostile checkpoints", counts)
 
 
 PARTS: dict[str, Callable[[Namespace, Path], Part]] = {
@@ -148,18 +148,18 @@ _TRIED = {
 
 
 def _summary(found: dict[str, Part]) -> Table:
-    """Sum up what was tried in each part, and how much of it went wrong."""
+    """Return a table with the number of tries and of failures of each part."""
     rows = []
     for name, (tables, bars, _) in found.items():
         what, column = _TRIED[name]
-        whole = tables[0].runs[-1]  # the last row has all
+        whole = tables[0].runs[-1]  # the last row is the sum
         wrong = sum(bar.measured for bar in bars if bar.at_most)
         rows.append(Runs(what, samples=[{"tried": whole.median(column), "lost or wrong": wrong}]))
-    return Table("crash: all in all", {what: _shown(what) for what in ("tried", "lost or wrong")}, rows)
+    return Table("crash: summary", {what: _shown(what) for what in ("tried", "lost or wrong")}, rows)
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Run the parts, and judge."""
+    """Run the parts, and return one report."""
     wanted: Sequence[str] = options.part.split(",") if options.part else list(PARTS)
     found: dict[str, Part] = {}
     for name in (name for name in PARTS if any(each in name for each in wanted)):

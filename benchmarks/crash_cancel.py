@@ -1,4 +1,4 @@
-"""Saves are called off, and left by who waits for them, at random moments; see `tests.cancellation`."""
+"""Cancellation of saves, and of coroutines that wait for them, at random moments; see `tests.cancellation`."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _SHAPES: list[dict[str, Any]] = [
     {"staging_bytes": 64 * CHUNK},
     {"staging_bytes": 5 * CHUNK, "writer": "process"},
 ]
-"""Pools that are waited for, that a save streams through, and that have room for all."""
+"""Staging pools of one chunk, of a few chunks that a save streams through, and with room for the whole state."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """What was tried, and what has become of it.
+    """The number of tries, and their outcomes.
 
     Attributes:
-        cells: in which phase of a save by which writer, in which way: the different ones.
-        saves: how many saves were made.
-        cancels: how often one was called off.
-        called_off: how often that came in time, and nothing was left.
-        left: how often somebody who waited was made to go.
-        written: how many saves were written, to the bit.
-        lost: how many were neither written nor called off, or not what was saved.
-        wrong: what did not hold, one line for each.
-        seconds: how long it took.
+        cells: the distinct combinations of a save's phase, the way of cancelling, and the writer.
+        saves: saves that were started.
+        cancels: calls of ``handle.cancel()``.
+        called_off: saves that were cancelled in time, and left nothing.
+        left: waiters that were cancelled.
+        written: saves that were written, and loaded back bit for bit.
+        lost: saves that were neither written nor cancelled, or that differ from the state.
+        wrong: failed checks, one line for each.
+        seconds: the duration.
     """
 
     cells: set[tuple[str, str, str]] = field(default_factory=set)
@@ -70,13 +70,13 @@ class _Trial:
 
 
 def run_cancels(*, full: bool, folder: Path | None = None, seconds: float = 120.0, seed: int = 0) -> Counts:
-    """Disturb saves at random moments; a part of `python -m benchmarks crash`.
+    """Cancel saves and their waiters at random moments; a part of `python -m benchmarks crash`.
 
     Args:
-        full: go on until the time is over; else a hundred rounds, which take some seconds.
-        folder: where to save to; None: in memory if there is such a place.
-        seconds: see above.
-        seed: of what is tried; the moments differ all the same.
+        full: repeat until the time is over; else run a hundred rounds, which take some seconds.
+        folder: the directory for checkpoints; None: /dev/shm if it exists.
+        seconds: the time limit with ``full``.
+        seed: the seed of the random choices; the moments still differ from run to run.
     """
     counts, rng, begin = Counts(), random.Random(seed), time.monotonic()
     memory = Path("/dev/shm")
@@ -91,9 +91,9 @@ def run_cancels(*, full: bool, folder: Path | None = None, seconds: float = 120.
 
 
 async def _with_one(options: dict[str, Any], folder: Path, rng: random.Random, counts: Counts) -> None:
-    """Make ten rounds with one checkpointer, which is good for a save after each."""
+    """Run ten rounds with one checkpointer, which has to save again before each."""
     async with aiockpt.AsyncCheckpointer(**options) as ckpt:
-        await ckpt.save(state_of(0), folder / "first")  # which takes longer than others
+        await ckpt.save(state_of(0), folder / "first")  # the first save takes longer than later ones
         for _ in range(10):
             begin = time.monotonic()
             await ckpt.save(state_of(0), folder / "first", overwrite=True)
@@ -104,7 +104,7 @@ async def _with_one(options: dict[str, Any], folder: Path, rng: random.Random, c
 async def _round(
     ckpt: aiockpt.AsyncCheckpointer, folder: Path, rng: random.Random, counts: Counts, usual_s: float, writer: str
 ) -> None:
-    """Disturb up to three saves in flight, and look at all that is left."""
+    """Disturb up to three saves in flight, and check all that they leave."""
     published: list[str] = []
     trials = []
     for number in range(rng.randint(1, 3)):
@@ -134,7 +134,7 @@ def _names(folder: Path) -> set[str]:
 
 
 async def _disturb(trial: _Trial, rng: random.Random, counts: Counts, within_s: float, writer: str) -> None:
-    """Do something to a save, or to who waits for it, a few times."""
+    """Cancel a save, or a coroutine that waits for it, a few times."""
     for _ in range(rng.randint(1, 3)):
         await asyncio.sleep(rng.choice([0, rng.uniform(0, within_s)]))
         way = _CANCEL if rng.random() < 0.3 else rng.choice(list(WAYS))
@@ -153,7 +153,7 @@ async def _wait(save: aiockpt.SaveHandle) -> None:
 
 
 async def _leave(way: str, wait: Wait, save: aiockpt.SaveHandle) -> bool:
-    """Let somebody wait and go; False if the save was over before."""
+    """Cancel a waiter in the given way; return False if the save was over before."""
     try:
         await WAYS[way](wait)
     except (AssertionError, pytest.fail.Exception):
@@ -164,7 +164,7 @@ async def _leave(way: str, wait: Wait, save: aiockpt.SaveHandle) -> bool:
 
 
 async def _judge(ckpt: aiockpt.AsyncCheckpointer, trial: _Trial, counts: Counts) -> None:
-    """Look at the end of a save: all of it is there, or it was called off and nothing is."""
+    """Check the end of a save: either all of it is there, or it was cancelled and left nothing."""
     path = Path(trial.save.path)
     try:
         await asyncio.wait_for(trial.save.written.settled(), WAIT_S)
@@ -192,6 +192,6 @@ if __name__ == "__main__":
     import sys
 
     found = run_cancels(full="--full" in sys.argv)
-    print(f"{len(found.cells)} cells, {found.saves} saves, {found.cancels} cancels, {found.left} waiters that went")
+    print(f"{len(found.cells)} cells, {found.saves} saves, {found.cancels} cancels, {found.left} waiters cancelled")
     print(f"{found.called_off} called off, {found.written} written, {found.lost} lost, {found.seconds:.0f} s")
     print(*found.wrong, sep="\n")

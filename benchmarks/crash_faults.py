@@ -1,4 +1,4 @@
-"""Every system call of every kind of save fails in every way, at the kernel; see `tests.faults.sweep`."""
+"""Faults injected at the kernel into every system call of every kind of save; see `tests.faults.sweep`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tests.faults.plan import QUICK, Task, all_tasks, carry_out
 
 
 def run_faults(*, full: bool, folder: Path | None = None) -> Counts:
-    """Try the faults; a part of `python -m benchmarks crash`.
+    """Inject the faults; a part of `python -m benchmarks crash`.
 
     Args:
-        full: all faults on all saves, some thousands of runs, which take about ten minutes; else about a hundred.
-        folder: where to save to; None: in memory if there is such a place, for it is not the disk that is tried.
+        full: inject all faults into all saves: thousands of runs, about ten minutes; else about a hundred.
+        folder: the directory for checkpoints; None: /dev/shm if it exists, since no real disk is needed.
 
     Returns:
-        How many faults were injected (``faults``), of how many kinds (``kinds``: the call and the fault), how many
-        saves failed and said so rightly (``failed``), how many were written all the same (``saved``), and what was
-        wrong (``wrong``), one line for each.
+        The injected faults (``faults``), their kinds (``kinds``: the call and the fault), the saves that failed with the
+        right error (``failed``), those that were written in spite of a fault (``saved``), and the failed checks
+        (``wrong``), one line for each.
     """
     tasks: list[Task] = list(all_tasks()) if full else list(QUICK)
     memory = Path("/dev/shm")
@@ -33,6 +33,6 @@ if __name__ == "__main__":
     import sys
 
     counts = run_faults(full="--full" in sys.argv)
-    print(f"{counts.faults} faults, {len(counts.kinds)} kinds, {counts.failed} saves failed rightly")
-    print(f"{counts.saved} were written all the same, {len(counts.wrong)} wrong, {counts.seconds:.0f} s of runs")
+    print(f"{counts.faults} faults, {len(counts.kinds)} kinds, {counts.failed} saves failed with the right error")
+    print(f"{counts.saved} were written in spite of a fault, {len(counts.wrong)} wrong, {counts.seconds:.0f} s of runs")
     print(*counts.wrong, sep="\n")

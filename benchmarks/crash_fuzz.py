@@ -1,4 +1,4 @@
-"""Checkpoints that are made to harm: inputs of every kind, tried for a given time, guided by coverage if possible."""
+"""Fuzzing: hostile files of every kind for a given time, guided by coverage where atheris is installed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ NAMES = (
 )
 QUICK_S = 5.0
 _LEAST_S = 2.0
-_GRACE_S = 180.0  # to start, and for the last input
+_GRACE_S = 180.0  # for the start of a process, and for its last input
 _REPOSITORY = Path(__file__).parents[1]
 
 
 @dataclass(slots=True)
 class Fuzzed:
-    """What came of it.
+    """The number of tries, and their outcomes.
 
     Attributes:
-        kinds: how many kinds of files were tried.
-        tried: how many inputs; each was loaded, opened and verified.
-        loaded: how many of them loaded.
-        outcomes: what came of any, by kind of file.
-        edges: how many branches of the readers were taken, added up over the kinds; 0 without atheris.
-        wrong: what should not have come of it, with the input.
+        kinds: kinds of files that were tried.
+        tried: inputs; each was loaded, opened and verified.
+        loaded: inputs that loaded.
+        outcomes: the distinct outcomes, by kind of file.
+        edges: branches of the readers that were taken, summed over the kinds; 0 without atheris.
+        wrong: the outcomes that are not allowed, each with its input.
     """
 
     kinds: int = 0
@@ -45,14 +45,14 @@ class Fuzzed:
 
 
 def run_fuzz(*, full: bool, folder: Path, seconds: float) -> Fuzzed:
-    """Fuzz every kind of file that a checkpoint is read from, each in a process of its own.
+    """Fuzz every kind of file that a checkpoint consists of, each kind in a process of its own.
 
     Args:
-        full: take all the time there is; else a few seconds for each kind.
-        folder: where to write.
-        seconds: how long all of it may take, but for the time that processes take to start.
+        full: use all of ``seconds``; else a few seconds for each kind.
+        folder: the directory for the results of each process.
+        seconds: the time limit, without the start of processes.
     """
-    atonce = max(1, (os.cpu_count() or 1) // 2)  # each has threads
+    atonce = max(1, (os.cpu_count() or 1) // 2)  # each process has threads of its own
     each_s = max(_LEAST_S, min(seconds * atonce / len(NAMES), seconds if full else QUICK_S))
     counts = Fuzzed()
     with ThreadPoolExecutor(atonce) as pool:
@@ -62,7 +62,7 @@ def run_fuzz(*, full: bool, folder: Path, seconds: float) -> Fuzzed:
 
 
 def _run(name: str, folder: Path, seconds: float) -> tuple[dict[str, Any], str]:
-    """Give what one process has found, and what it has said."""
+    """Fuzz one kind of file in a new process; return its findings and its stderr."""
     report = folder / name.replace(" ", "-") / "found.json"
     report.parent.mkdir()
     seed = str(time.time_ns() % (1 << 31))

@@ -1,4 +1,7 @@
-"""The part of `benchmarks.crash` in which power is lost: what programs did is recorded, and replayed to each call."""
+"""Simulated loss of power: a program's system calls are recorded, and replayed up to each call.
+
+It is a part of `benchmarks.crash`.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,10 @@ _QUICK_BOUND = 1_000
 _FULL_BOUND = 20_000
 _DROP_BOUND = 200
 _NEXT_RUNS = 30
-# Why nothing may be lost without a sync of these, for some programs.
+# The syncs that some programs do not need, with the reason.
 _REDUNDANT = {
-    "the hidden directory": "each rank syncs the names it has made; on one host rank 0 does it for all, later",
-    "the parent directory": "who cleans can't know whether what was replaced is so durably; there it was",
+    "the hidden directory": "each rank syncs the names it has created; on one host rank 0 syncs them all, later",
+    "the parent directory": "a cleaning run cannot know whether a replacement is durable; in this program it was",
 }
 _SHARED_FILES = ("two ranks, safetensors", "two ranks, one safetensors file")
 _COLUMNS = ("calls", "cuts", "states", "distinct", "in part", "syncs", "needed", "next runs", "leftovers", "lost")
@@ -37,16 +40,17 @@ _COLUMNS = ("calls", "cuts", "states", "distinct", "in part", "syncs", "needed",
 
 @dataclass(slots=True)
 class Losses:
-    """What was tried of one program.
+    """The results of one program.
 
     Attributes:
-        counts: how many calls it has made; cuts, after how many of them power was lost, those of next runs too; states
-            of the disk that were looked at, in both readings of what a sync promises; distinct ones of these, in what
-            they show; cuts of which only some states were tried (in part); its syncs, and how many of these were found
-            to be needed; next runs that began with what a cut had left; hidden names that these left behind; and
-            promises that could be broken (lost).
-        findings: each of these in words.
-        idle: the syncs without which nothing was lost, in words.
+        counts: numbers by name. ``calls``: system calls of the program. ``cuts``: calls after which power was lost, also
+        in next runs. ``states``: states of the disk that were checked, for both readings of what a sync promises.
+        ``distinct``: states that differ in what a reader finds. ``in part``: cuts of which only some states were
+        tried. ``syncs``: syncs of the program. ``needed``: syncs without which something was lost. ``next runs``:
+        runs that started from the disk that a cut had left. ``leftovers``: hidden names that next runs left.
+        ``lost``: broken promises.
+        findings: the broken promises, in words.
+        idle: the syncs that were not needed, in words.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -54,23 +58,23 @@ class Losses:
     idle: list[str] = field(default_factory=list)
 
     def add(self, report: Report) -> None:
-        """Count what was tried."""
+        """Add the numbers and findings of a report."""
         self.counts.update(states=report.states, distinct=report.distinct, lost=len(report.findings))
         self.counts["in part"] += report.incomplete
         self.findings += map(str, report.findings)
 
 
 def lose_power(options: Namespace, directory: Path) -> tuple[list[Table], list[Bar], list[str]]:
-    """Lose power at each call; a part of `python -m benchmarks crash`.
+    """Lose power after each call; a part of `python -m benchmarks crash`.
 
     Args:
-        options: ``full``: all programs of the crash matrix and what may happen to them before, each sync left out in
-            turn, and next runs; else the few programs of the test suite. ``only``: parts of names. ``seconds``: no
-            further program or next run begins after that.
-        directory: where the programs save.
+        options: ``full``: replay all programs of the crash matrix and all incidents, leave each sync out in turn, and
+        start next runs; else replay the few programs of the test suite. ``only``: parts of programs' names.
+        ``seconds``: the time after which no further program or next run begins.
+        directory: the directory in which the programs save.
 
     Returns:
-        Tables, bars (nothing lost; each careless storage found out), and what was found in words.
+        Tables, bars (nothing lost; each careless storage detected), and the findings in words.
     """
     until = time.monotonic() + options.seconds
     losses: dict[str, Losses] = {}
@@ -96,15 +100,15 @@ def lose_power(options: Namespace, directory: Path) -> tuple[list[Table], list[B
         Bar("power: promises that could be broken", whole["lost"], 0, at_most=True, unit=""),
         Bar("power: left behind by the next run", whole["leftovers"], 0, at_most=True, unit=""),
         Bar("power: syncs that nothing explains", unexplained, 0, at_most=True, unit=""),
-        Bar("power: careless storages not found out", missed, 0, at_most=True, unit=""),
+        Bar("power: careless storages not detected", missed, 0, at_most=True, unit=""),
     ]
     return [table], bars, remarks
 
 
 def _explained(name: str, what: str) -> str | None:
-    """Return why nothing may be lost without a sync in a program; None if nothing explains it."""
+    """Return the reason why a program does not need a sync; None if there is none."""
     if what == "a data file" and name in _SHARED_FILES:
-        return "each rank syncs the bytes that it has written; on one host the sync of another covers them"
+        return "each rank syncs the bytes that it has written; on one host the sync of another rank covers them"
     return _REDUNDANT.get(what)
 
 
@@ -117,7 +121,7 @@ def _sample(counts: Counter[str]) -> dict[str, float]:
 
 
 def _recordings(zygote: Zygote, folder: Path, options: Namespace) -> Iterator[tuple[str, Recording]]:
-    """Record one program after the other."""
+    """Yield the name and the recording of each program."""
     parts = options.only.split(",") if options.only else [""]
     names = [*SCENARIOS, *INCIDENTS] if options.full else QUICK
     for at, name in enumerate(each for each in names if any(part in each for part in parts)):
@@ -127,7 +131,7 @@ def _recordings(zygote: Zygote, folder: Path, options: Namespace) -> Iterator[tu
 def _losses(zygote: Zygote, recording: Recording, folder: Path, full: bool, until: float) -> Losses:
     found = Losses()
     bound = _FULL_BOUND if full else _QUICK_BOUND
-    between = recording.scenario.refused  # a reader finds what is between the steps through the record
+    between = recording.scenario.refused  # between two renames, a reader finds the checkpoint through the hidden record
     found.add(replay(recording, ordered=True, bound=bound, through_hidden=between))
     with replays(recording.scenario, bound=bound, through_hidden=between) as replaying:
         report = run(replaying, recording)
@@ -149,7 +153,7 @@ def _losses(zygote: Zygote, recording: Recording, folder: Path, full: bool, unti
 
 
 def _careless(zygote: Zygote, folder: Path) -> dict[str | None, str]:
-    """Replay storages that each lack one care; give what could be lost."""
+    """Replay a careful storage, and storages that each leave out one precaution; return the first loss of each."""
     found: dict[str | None, str] = {}
     for at, lacks in enumerate((None, *CARES)):
         recording = zygote.call(record, "overwrite", folder / f"careless-{at}", careless(lacks))

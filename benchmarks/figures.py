@@ -1,4 +1,4 @@
-"""Looking figures up in results: who was how fast, against the limit and against the best peer."""
+"""Figures from the results: each contender's time, and its ratio to the limit and to the best peer."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LIMITS = ("raw", "CRC", "copy", "fresh", "memmove", "idle", "no save", "no check
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A contender's median, with the smallest and the greatest value.
+    """A contender's median, with its smallest and greatest value.
 
     Attributes:
-        name: of the contender.
+        name: the contender's name.
         value: the median.
-        least: of all rounds.
-        most: of all rounds.
-        ratio: the limit's value by this one; None without a limit.
+        least: the smallest value of all rounds.
+        most: the greatest value of all rounds.
+        ratio: the limit's value divided by this one; None without a limit.
     """
 
     name: str
@@ -30,28 +30,28 @@ class Figure:
 
     @property
     def ours(self) -> bool:
-        """Whether it is of this package."""
+        """Whether the contender is aiockpt."""
         return self.name.startswith(OURS)
 
     @property
     def only_maps(self) -> bool:
-        """Whether its tensors are the page cache, so that nothing was copied."""
+        """Whether the contender maps the page cache and copies nothing."""
         return self.name.endswith("mmap, read")
 
     @property
     def is_limit(self) -> bool:
-        """Whether it is of the machine."""
+        """Whether it is the machine's limit."""
         return self.name.startswith(LIMITS)
 
 
 def tables(results: Mapping[str, Any], section: str, title: str = "") -> list[Mapping[str, Any]]:
-    """Return the tables of a section whose titles begin so."""
+    """Return the tables of a section whose titles begin with ``title``."""
     found = results["sections"].get(section, {"tables": []})["tables"]
     return [table for table in found if table["title"].startswith(title)]
 
 
 def figures(table: Mapping[str, Any], metric: str | None = None) -> list[Figure]:
-    """Return what was measured of everybody in a table, in its main metric or another one, times as ratios too."""
+    """Return the figures of all contenders of a table, in its main metric or another, with ratios to its limit."""
     metric = metric or table["metric"]
     measured = list(_measured(table, metric))
     limits = [each.value for each in measured if table["limit"] and each.name.startswith(table["limit"])]
@@ -70,16 +70,16 @@ def _measured(table: Mapping[str, Any], metric: str) -> Iterator[Figure]:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A line of the README's table.
+    """A row of the README's table.
 
     Attributes:
-        text: what is done.
-        section: of the results.
-        title: how the title of the table begins.
-        ours: the row of this package.
-        metric: what is compared; None for the table's own.
-        peers: how the names of rows begin that are compared; all that are not ours if empty.
-        limit: how the names of the limit's rows begin; None for the table's own.
+        text: the operation.
+        section: the section of the results.
+        title: the beginning of the table's title.
+        ours: the name of aiockpt's row.
+        metric: the compared metric; None for the table's own.
+        peers: prefixes of the peers' names; empty for all rows that are not aiockpt's.
+        limit: the prefix of the names of the limit's rows; None for the table's own.
     """
 
     text: str
@@ -93,7 +93,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What is known of a claim."""
+    """The figures of a claim."""
 
     claim: Claim
     ours: Figure
@@ -119,7 +119,7 @@ CLAIMS: Sequence[Claim] = (
 
 
 def held(results: Mapping[str, Any], claims: Sequence[Claim] = CLAIMS) -> list[Held]:
-    """Return what results say to every claim; those that were not measured are left out."""
+    """Return the figures of every claim that was measured."""
     found = []
     for claim in claims:
         for table in tables(results, claim.section, claim.title)[:1]:
@@ -136,5 +136,5 @@ def held(results: Mapping[str, Any], claims: Sequence[Claim] = CLAIMS) -> list[H
 
 
 def seconds(value: float) -> str:
-    """Write a time."""
+    """Format a time."""
     return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"

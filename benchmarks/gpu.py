@@ -1,4 +1,4 @@
-"""A GPU: staging against a pinned copy, the step held, training beside a save, saves and loads from end to end."""
+"""A GPU: staging, the optimizer step during a save, training beside a save, and saves and loads end to end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DRY_GIB = 0.05
 
 
 def possible() -> bool:
-    """Tell whether there is a GPU here."""
+    """Return whether torch sees a GPU."""
     return torch.cuda.is_available()
 
 
@@ -35,8 +35,8 @@ class Part:
     """A part of the benchmark.
 
     Attributes:
-        name: for `--part`.
-        run: gives its table and bars.
+        name: its name for `--part`.
+        run: returns its table and bars.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Part:
 
 
 def parts(options: Namespace, bench: Bench, training: Training) -> list[Part]:
-    """Give all of them, in their order."""
+    """Return all parts, in the order in which they run."""
     nbytes = size_of(training.state)
     size = f"{nbytes / 2**30:.2f} GiB in {len(training.state)} tensors"
     only = options.only
@@ -70,10 +70,10 @@ def parts(options: Namespace, bench: Bench, training: Training) -> list[Part]:
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge.
+    """Run the benchmark, and return its report.
 
     Raises:
-        SystemExit: there is no GPU, and no dry run was asked for.
+        SystemExit: if there is no GPU, and no dry run was asked for.
     """
     if options.device == "cuda" and not possible():
         raise SystemExit("torch sees no GPU here; --device=cpu runs the same code, small, to see that it works")
@@ -93,7 +93,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def remarks(device: Device) -> list[str]:
-    """Say what the columns mean, and who is missing."""
+    """Return the meaning of the columns, and the peers that are missing."""
     said = [
         "step held: how much longer optimizer.step(), with what waits before it, held the program than without a save",
         "host ahead: the program did not wait for the gradients, so the device still computes them",

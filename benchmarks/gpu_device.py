@@ -1,4 +1,4 @@
-"""The device that is measured, and what it and the pinned memory hold; a CPU stands in for it in a dry run."""
+"""The device that is measured, with its memory and the pinned memory; the CPU replaces it in a dry run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import raw
 
 
 class Device:
-    """A device of torch: a GPU, or the CPU for a dry run, where nothing is pinned and nothing runs ahead.
+    """A GPU, or the CPU for a dry run, where nothing is pinned and nothing runs asynchronously.
 
     Attributes:
         type: "cuda" or "cpu".
@@ -27,23 +27,23 @@ class Device:
         return self.type == "cuda"
 
     def describe(self) -> dict[str, object]:
-        """Give what figures depend on."""
+        """Return the facts about the device that figures depend on."""
         if not self.is_gpu:
             return {"device": "cpu, a dry run"}
         facts = torch.cuda.get_device_properties(0)
         return {"device": facts.name, "device_bytes": facts.total_memory, "cuda": torch.version.cuda}
 
     def synchronize(self) -> None:
-        """Wait for all that is enqueued."""
+        """Wait for all enqueued work."""
         if self.is_gpu:
             torch.cuda.synchronize()
 
     def stream(self) -> Any:
-        """Make a stream of its own; None where there are none."""
+        """Return a new stream; None on the CPU."""
         return torch.cuda.Stream() if self.is_gpu else None
 
     def mark(self) -> Callable[[], object]:
-        """Mark this place in the current stream; give what waits until it is reached."""
+        """Record an event in the current stream; return a function that waits for it."""
         if not self.is_gpu:
             return lambda: None
         event = torch.cuda.Event()
@@ -51,24 +51,24 @@ class Device:
         return event.synchronize
 
     def held_bytes(self) -> int:
-        """Give the device memory that tensors take now."""
+        """Return the device memory that tensors take now."""
         return torch.cuda.memory_allocated() if self.is_gpu else 0
 
     def most_held_bytes(self) -> int:
-        """Give the most device memory that tensors took since `forget_peak`."""
+        """Return the most device memory that tensors took since `forget_peak`."""
         return torch.cuda.max_memory_allocated() if self.is_gpu else 0
 
     def forget_peak(self) -> None:
-        """Let the high-water mark begin at what is held now."""
+        """Reset the high-water mark to the memory held now."""
         if self.is_gpu:
             torch.cuda.reset_peak_memory_stats()
 
 
 class PinnedArena:
-    """Touched host memory that the device copies to directly.
+    """Pinned host memory, already touched.
 
     Attributes:
-        tensor: its bytes.
+        tensor: the memory as a tensor of bytes.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -79,15 +79,15 @@ class PinnedArena:
             raise MemoryError(f"{nbytes} bytes can't be pinned")
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Unpin the memory."""
         if self._device.is_gpu:
             torch.cuda.cudart().cudaHostUnregister(self._arena.address)
 
 
 class Pinned:
-    """Counts the memory that this process pins: by registering its own, or by torch's allocator of such memory.
+    """Counts the memory that this process pins: with cudaHostRegister, and with torch's allocator of pinned memory.
 
-    Memory of another process isn't seen; nobody here pins any there.
+    Other processes are not counted; no contender pins memory in one.
     """
 
     def __init__(self, device: Device) -> None:
@@ -123,17 +123,17 @@ class Pinned:
         return self._unregister(address)
 
     def held_bytes(self) -> int:
-        """Give what is pinned now."""
+        """Return the bytes that are pinned now."""
         with self._lock:
             return sum(self._sizes.values()) + self._of_torch("current")
 
     def most_bytes(self) -> int:
-        """Give the most that was pinned since `forget_peak`."""
+        """Return the most bytes that were pinned since `forget_peak`."""
         with self._lock:
             return self._most + self._of_torch("peak")
 
     def forget_peak(self) -> None:
-        """Let the high-water mark begin at what is pinned now."""
+        """Reset the high-water mark to the bytes pinned now."""
         with self._lock:
             self._most = sum(self._sizes.values())
         if self._device.is_gpu:

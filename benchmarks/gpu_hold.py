@@ -1,4 +1,4 @@
-"""How long the optimizer's step is held by a save that was just begun."""
+"""The time for which a save that has just begun holds the optimizer's step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NOTHING = "no save"
 
 
 class Hold:
-    """A way to keep the optimizer from changing what is not copied yet.
+    """A way to keep the optimizer from changing tensors that are not copied yet.
 
     Args:
-        training: what steps.
-        saver: who saves.
-        ahead: whether the program goes on to the optimizer's step while the device still computes the gradients;
-            else it has read the loss, and so waited for them.
+        training: the training program.
+        saver: the contender that saves.
+        ahead: whether the program calls the optimizer's step while the device still computes the gradients; else it
+        reads the loss first, which waits for the gradients.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Hold:
         """Wait until the step may be called."""
 
     async def once(self, path: Path) -> Sample:
-        """Save, compute gradients and step; then call the save off.
+        """Save, compute gradients and step; then cancel the save.
 
         Returns:
-            ``until_step_s``: from wanting to step until the program goes on; ``whole_s``: from the save until the
-            device has done it all; ``refused``: whether the snapshot was torn.
+            ``until_step_s``: from the wait before the step until the step returns; ``whole_s``: from the save until the
+            device is done; ``refused``: 1 if the save was refused with TornSnapshotError, else 0.
         """
         training, device = self.training, self.training.device
         device.synchronize()
@@ -81,7 +81,7 @@ class Hold:
 
 
 class NoSave(Hold):
-    """What the step takes by itself."""
+    """The step without a save."""
 
     name, saves = _NOTHING, False
 
@@ -105,7 +105,7 @@ class Fence(Hold):
 
 
 class Guard(Hold):
-    """``ckpt.guard(optimizer)``: the step itself sees to it."""
+    """``ckpt.guard(optimizer)``: the step itself waits."""
 
     name, note = "guard", "ckpt.guard(optimizer)"
 
@@ -115,13 +115,13 @@ class Guard(Hold):
 
 
 class Neither(Hold):
-    """Nothing is waited for: a change before the copy is found out, and the save refused."""
+    """No wait: a change before the copy is detected, and the save is refused."""
 
     name, note = "neither", "nothing waits"
 
 
 def holds(training: Training, savers: Sequence[AiockptBeside]) -> list[Hold]:
-    """Give every way, each in a program that waits for the gradients and in one that runs ahead."""
+    """Return every way, in a program that waits for the gradients and in one that runs ahead."""
     thread, process = savers
     made: list[Hold] = []
     for ahead in (False, True):
@@ -131,7 +131,7 @@ def holds(training: Training, savers: Sequence[AiockptBeside]) -> list[Hold]:
 
 
 async def measure(bench: Bench, training: Training, rounds: int, only: str | None) -> list[Runs]:
-    """Save, and step, in rounds."""
+    """Save and step in rounds."""
     savers = [AiockptBeside(writer) for writer in WRITERS]
     ways = some(holds(training, savers), only)
     opened: list[AiockptBeside] = []
@@ -149,14 +149,14 @@ async def measure(bench: Bench, training: Training, rounds: int, only: str | Non
 
 
 def held_s(runs: Sequence[Runs], run: Runs) -> float:
-    """Give how much longer the step held the program than without a save, in the median."""
+    """Return the difference of the median times until the step returned, with and without a save."""
     nothing = one(runs, _NOTHING + _AHEAD * run.name.endswith(_AHEAD))
     longer_s = run.median("until_step_s") - nothing.median("until_step_s")
     return longer_s if math.isnan(longer_s) else max(0.0, longer_s)
 
 
 def table(runs: Sequence[Runs], size: str) -> Table:
-    """Show them."""
+    """Return the table."""
     columns = {
         "step held": lambda run: duration(held_s(runs, run)),
         "until it returned (min..max)": lambda run: _milliseconds(run, "until_step_s"),
@@ -172,7 +172,7 @@ def _milliseconds(run: Runs, what: str) -> str:
 
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     found = []
     for name in ("fence", "fence, process", "guard", "await"):
         for ahead in (False, True):

@@ -1,4 +1,4 @@
-"""Rounds that end in time, with the memory that each contender takes."""
+"""Rounds that end before a deadline, with the memory that each contender takes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from benchmarks.report import Cell, number
 
 
 class Deadline:
-    """The time that all parts of a benchmark may take together.
+    """The time limit of all parts of a benchmark together.
 
     Args:
-        seconds: all of it.
+        seconds: the time limit.
 
     Attributes:
-        cut: what had fewer rounds than it was to have.
+        cut: remarks on parts that had fewer rounds than asked for.
     """
 
     OVER = "no time was left for it: allow more --seconds"
@@ -30,23 +30,23 @@ class Deadline:
         self._ends, self.cut = time.monotonic() + seconds, list[str]()
 
     def left_s(self) -> float:
-        """Give the seconds that are left."""
+        """Return the seconds that are left."""
         return self._ends - time.monotonic()
 
     def part(self, share: float) -> float:
-        """Give the moment until which a part may go on that gets this share of what is left."""
+        """Return the end of a part that gets this share of the time left, as a value of `time.monotonic`."""
         return time.monotonic() + share * self.left_s()
 
 
 @dataclass(slots=True)
 class Bench:
-    """What all parts of the benchmark share.
+    """The objects that all parts of the benchmark share.
 
     Attributes:
-        device: what is measured.
-        pinned: counts pinned memory.
-        directory: where checkpoints go.
-        deadline: when it has to be over.
+        device: the device that is measured.
+        pinned: the counter of pinned memory.
+        directory: the directory for checkpoints.
+        deadline: the time limit.
     """
 
     device: Device
@@ -64,13 +64,14 @@ class Bench:
         share: float,
         what: str,
     ) -> list[Runs]:
-        """Let everybody run in rounds, after one that doesn't count; begin none that may not end in time.
+        """Run all contenders in rounds, after a warm-up; begin no round that may not end in time.
 
         Args:
-            contenders: who takes part.
-            rounds: how many to have at most; there is always one, but for who comes when all time is over.
+            contenders: the contenders to run.
+            rounds: the greatest number of rounds; there is always one, but a contender fails if its turn comes
+            after the deadline.
             run_once: see `interleave`.
-            share: of the time that is left.
+            share: the share of the time that is left.
             what: the name of this part.
         """
 
@@ -95,11 +96,11 @@ class Bench:
         return runs
 
     async def watched(self, name: str, work: Callable[[], Awaitable[Sample]]) -> Sample:
-        """Do something with the memory watched: of the process, of the device and what is pinned.
+        """Run ``work``, and add the peaks of resident, device and pinned memory to its sample.
 
         Args:
-            name: whose it is: what it keeps from one time to the next counts.
-            work: gives a sample.
+            name: the contender and part; memory that it keeps between calls counts as its own.
+            work: returns a sample.
         """
         machine.settle()
         self.device.forget_peak()
@@ -119,7 +120,7 @@ class Bench:
         return {**found, **sample}
 
     def forget(self, name: str) -> None:
-        """Let nothing count as kept: it was closed."""
+        """Reset the memory counted as kept, after the contender was closed."""
         self._kept.pop(name, None)
 
 
@@ -128,13 +129,13 @@ def _of(runs: Sequence[Runs], name: str) -> Runs:
 
 
 async def close_all(contenders: Sequence[Closable], runs: Sequence[Runs]) -> None:
-    """End what everybody keeps."""
+    """Close all contenders."""
     for contender, run in zip(contenders, runs, strict=True):
         await close(contender, run)
 
 
 def memory_columns() -> dict[str, Cell]:
-    """Show the peaks of memory, in GB."""
+    """Return columns with the peaks of memory, in GB."""
 
     def most(what: str) -> Cell:
         return lambda run: number(run.most(what) / 1e9)
@@ -147,6 +148,6 @@ def memory_columns() -> dict[str, Cell]:
 
 
 def some(contenders: Sequence[Contender], only: str | None) -> list[Contender]:
-    """Give those whose names contain one of the comma-separated parts; of another part of the benchmark, nobody."""
+    """Return the contenders whose names contain one of the comma-separated parts; unlike `chosen`, maybe none."""
     parts = [part.strip().lower() for part in (only or "").split(",") if part.strip()]
     return [each for each in contenders if not parts or any(part in each.name.lower() for part in parts)]

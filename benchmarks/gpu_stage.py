@@ -1,4 +1,4 @@
-"""How fast staging copies from the device, against a plain copy into pinned memory."""
+"""The speed of staging from the device, compared with a plain copy into pinned memory."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ WRITERS = ("thread", "process")
 
 
 class Stage:
-    """Copies a state to the host."""
+    """A contender that copies a state to the host."""
 
     name: str
     note: str = ""
 
     async def open(self, state: State) -> None:
-        """Make what lives from time to time."""
+        """Create what is kept between rounds."""
 
     @abstractmethod
     async def stage(self, state: State, path: Path) -> Sample:
-        """Copy it once, and tell how long it took."""
+        """Copy the state once, and return the time as ``staged_s``."""
 
     async def close(self) -> None:
-        """End what `open` made."""
+        """Release what `open` created."""
 
 
 class PlainCopy(Stage):
-    """The limit: every tensor copied to its place in pinned memory, in a stream of its own."""
+    """The limit: every tensor copied into pinned memory, in a stream of its own."""
 
     name, note = _PLAIN, "one stream, one copy for each tensor"
 
@@ -78,7 +78,7 @@ class PlainCopy(Stage):
 
 
 class AiockptStage(Stage):
-    """This package; the save is called off when its tensors are staged."""
+    """This package; the save is cancelled when its tensors are staged."""
 
     def __init__(self, writer: str) -> None:
         self._saver = AiockptBeside(writer)
@@ -91,7 +91,7 @@ class AiockptStage(Stage):
         handle = self._saver.begin(state, path).handle
         await handle.staged
         if not await handle.cancel():
-            machine.remove(path)  # it was faster
+            machine.remove(path)  # it was written before the cancel
         return {"staged_s": await staged_s(handle)}
 
     async def close(self) -> None:
@@ -99,12 +99,12 @@ class AiockptStage(Stage):
 
 
 async def staged_s(handle: aiockpt.SaveHandle) -> float:
-    """Give when a save was staged, by the clock of who staged."""
+    """Return the time at which a save was staged, as the thread that staged recorded it."""
     return min([event.elapsed_s async for event in handle.progress() if event.phase == "staged"])
 
 
 class DcpStage(Stage):
-    """The stager of ``dcp.async_save``, pinned."""
+    """The stager of ``dcp.async_save``, with pinned memory."""
 
     name, note = "dcp DefaultStager, pinned", "memory kept"
 
@@ -148,7 +148,7 @@ async def measure(bench: Bench, state: State, rounds: int, only: str | None) -> 
 
 
 def table(runs: Sequence[Runs], nbytes: int, size: str) -> Table:
-    """Show them."""
+    """Return the table."""
     plain_s = one(runs, _PLAIN).median("staged_s")
     columns = {
         "staged (min..max)": spread("staged_s"),
@@ -161,7 +161,7 @@ def table(runs: Sequence[Runs], nbytes: int, size: str) -> Table:
 
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     plain = those(runs, _PLAIN)
     return [
         compare(f"staging, {name} : {_PLAIN}, speed", plain, one(runs, name), "staged_s", 0.9)

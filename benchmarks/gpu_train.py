@@ -1,4 +1,4 @@
-"""How fast training goes on while a checkpoint is saved, against the moment before."""
+"""The pace of training while a checkpoint is saved, compared with the pace just before."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ ROUNDS = 3
 SHARE = 0.6
 
 _LOOK_AHEAD = 2
-# Of the memory that is available, what all staging memory together may take.
+# The share of the available memory that the staging memory of all contenders may take together.
 _SHARE_OF_MEMORY = 0.6
 
 
 class Walk:
-    """Steps of a training program that is at most two steps ahead of the device.
+    """The steps of a training program that runs at most two steps ahead of the device.
 
     Args:
-        training: what steps.
-        saving: a save that was begun before; it has to let the tensors change before the first step.
+        training: the training program.
+        saving: a save in progress; the first step waits until it allows the tensors to change.
     """
 
     def __init__(self, training: Training, saving: Saving | None = None) -> None:
@@ -43,7 +43,7 @@ class Walk:
         self._marks: deque[Callable[[], object]] = deque()
 
     def step(self) -> None:
-        """Do one step."""
+        """Run one step."""
         self._training.forward_backward()
         if self._saving is not None:
             self._saving.let_change()
@@ -54,7 +54,7 @@ class Walk:
             self._marks.popleft()()
 
     def until(self, over: Callable[[int, float], bool], started: float) -> Pace:
-        """Step until it is over; the time counts until the device has done all of it."""
+        """Run steps until ``over`` returns true; the time counts until the device is done."""
         steps, before = [], started
         while not steps or not over(len(steps), before - started):
             self.step()
@@ -66,7 +66,7 @@ class Walk:
 
 
 def train_beside(training: Training, saver: Beside, path: Path, alone_s: float) -> Sample:
-    """Measure the pace of training alone, then from the call of a save until it is durable."""
+    """Measure the pace of training alone, then the pace from the call of a save until it is durable."""
     device = training.device
     device.synchronize()
     alone = Walk(training).until(lambda _, took_s: took_s >= alone_s, time.perf_counter())
@@ -80,7 +80,7 @@ def train_beside(training: Training, saver: Beside, path: Path, alone_s: float) 
 
 
 async def measure(bench: Bench, training: Training, rounds: int, only: str | None, alone_s: float) -> list[Runs]:
-    """Save in rounds, with training beside: all together, or so many at a time as there is staging memory for."""
+    """Save in rounds beside training; split the contenders into groups whose staging memory fits."""
     everybody: list[Beside] = [NoSave(alone_s), *map(AiockptBeside, WRITERS), *installed(bench.device.type)]
     runs: list[Runs] = []
     groups = in_groups(some(everybody, only), size_of(training.state))
@@ -91,13 +91,13 @@ async def measure(bench: Bench, training: Training, rounds: int, only: str | Non
 
 
 def installed(device: str) -> list[Beside]:
-    """Give the peers that are there."""
+    """Return the installed peers."""
     there = importlib.util.find_spec("torch_checkpointing") is not None
     return [peer for peer in peers(device) if there or not isinstance(peer, TorchCheckpointingBeside)]
 
 
 def in_groups(savers: Sequence[Beside], nbytes: int) -> list[list[Beside]]:
-    """Cut a list so that the staging memory of each part fits."""
+    """Split a list so that the staging memory of each group fits."""
     fit = max(1, int(psutil.virtual_memory().available * _SHARE_OF_MEMORY / nbytes))
     return [list(savers[first : first + fit]) for first in range(0, len(savers), fit)]
 
@@ -124,7 +124,7 @@ async def _measure_group(
 
 
 def table(runs: Sequence[Runs], nbytes: int, training: Training, size: str) -> Table:
-    """Show them."""
+    """Return the table."""
     columns = {
         "steps/s alone": lambda run: number(run.median("alone_per_s"), 1),
         "saving": lambda run: number(run.median("saving_per_s"), 1),
@@ -140,7 +140,7 @@ def table(runs: Sequence[Runs], nbytes: int, training: Training, size: str) -> T
 
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     ours = [one(runs, f"aiockpt, {writer}") for writer in WRITERS]
     others = those(runs, "dcp", "torch_checkpointing", "no save")
     text = "training while saving : undisturbed"

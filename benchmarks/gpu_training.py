@@ -1,4 +1,4 @@
-"""What trains on the device: a transformer in bf16 with AdamW, of the size that its checkpoint shall have."""
+"""A training program on the device: a transformer in bf16 with AdamW, with a state of a given size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (batch, length, width) to the same."""
+        """Map a tensor of shape (batch, length, width) to one of the same shape."""
         batch, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, width // _HEAD, _HEAD)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -38,10 +38,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A language model of about so many parameters.
+    """A language model.
 
     Args:
-        parameters: how many.
+        parameters: the approximate number of parameters.
     """
 
     def __init__(self, parameters: int) -> None:
@@ -54,7 +54,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, self.words, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Give the loss of predicting each next token of (batch, length)."""
+        """Return the next-token loss of tokens of shape (batch, length)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -63,16 +63,16 @@ class Transformer(nn.Module):
 
 
 class Training:
-    """A training program, and the state that its checkpoints have.
+    """A training program, and the state of its checkpoints.
 
     Args:
-        device: where it runs.
-        nbytes: about the size of its state.
+        device: the device that it runs on.
+        nbytes: the approximate size of its state.
 
     Attributes:
-        state: every parameter, and every tensor of the optimizer: the same memory from step to step.
+        state: every parameter, and every tensor of the optimizer, in the same memory at each step.
         optimizer: AdamW, fused.
-        step_s: how long a step takes, undisturbed.
+        step_s: the time of an undisturbed step.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -85,7 +85,7 @@ class Training:
         self.state = self._state()
 
     def forward_backward(self) -> torch.Tensor:
-        """Compute a loss and the gradients; on a GPU this enqueues the work."""
+        """Compute a loss and the gradients; on a GPU, only enqueue the work."""
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             loss = self.model(self._tokens)
@@ -93,12 +93,12 @@ class Training:
         return loss.detach()
 
     def step(self) -> None:
-        """Do a whole step."""
+        """Run a whole step."""
         self.forward_backward()
         self.optimizer.step()
 
     def _choose_batch(self) -> None:
-        """Take as many sequences as keep the device busy for 50 to 100 ms."""
+        """Choose a batch that keeps the device busy for 50 to 100 ms."""
         sequences, length = 1, 1024 if self.device.is_gpu else 16
         while True:
             self._tokens = torch.randint(self.model.words, (sequences, length), device=self.device.type)
@@ -123,7 +123,7 @@ class Training:
         return state
 
     def describe(self) -> str:
-        """Say what trains."""
+        """Return a description of the model, its batch and the time of a step."""
         parameters = sum(each.numel() for each in self.model.parameters())
         batch = "x".join(map(str, self._tokens.shape))
         return f"{parameters / 1e6:.0f} M parameters, {batch} tokens, {self.step_s * 1e3:.0f} ms a step"

@@ -1,4 +1,4 @@
-"""Saves and loads of the device's state from end to end, with nothing beside."""
+"""Saves and loads of a state on the device, end to end, with no training beside them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _FILES = 4
 
 
 class Whole:
-    """Saves a state, and loads it into another on the device."""
+    """A contender that saves a state, and loads it into another on the device."""
 
     name: str
     note: str = ""
     loads_tensors = True
 
     async def open(self, state: State) -> None:
-        """Make what lives from time to time."""
+        """Create what is kept between rounds."""
 
     @abstractmethod
     async def save(self, state: State, path: Path) -> None:
@@ -48,11 +48,11 @@ class Whole:
         """Load into tensors on the device."""
 
     async def close(self) -> None:
-        """End what `open` made."""
+        """Release what `open` created."""
 
 
 class RawFiles(Whole):
-    """The limit: as many bytes written and read past the page cache, and nothing of the device."""
+    """The limit: the same number of bytes written and read past the page cache, without the device."""
 
     name, note, loads_tensors = f"raw O_DIRECT, {_FILES} threads", "host memory, no format", False
 
@@ -127,7 +127,7 @@ class TorchWhole(Whole):
 
 
 async def measure(bench: Bench, training: Training, rounds: int, only: str | None) -> list[Runs]:
-    """Save and load in rounds; what is loaded comes from the disk, and is compared with what was saved."""
+    """Save and load in rounds, from the disk; compare each loaded state with the saved one."""
     state = training.state
     everybody: list[Whole] = [RawFiles(), *map(AiockptWhole, WRITERS), DcpWhole(_FILES), TorchWhole(), DcpWhole(1)]
     taking_part = some(everybody, only)
@@ -153,10 +153,10 @@ async def measure(bench: Bench, training: Training, rounds: int, only: str | Non
 
 
 async def save_and_load(whole: Whole, device: Device, state: State, target: State, path: Path) -> Sample:
-    """Save, bring the file out of the page cache, load, and compare.
+    """Save, drop the files from the page cache, load, and compare.
 
     Raises:
-        ValueError: what was loaded is not what was saved.
+        ValueError: if the loaded state differs from the saved one.
     """
     device.synchronize()
     started = time.perf_counter()
@@ -176,7 +176,7 @@ async def save_and_load(whole: Whole, device: Device, state: State, target: Stat
 
 
 def table(runs: Sequence[Runs], nbytes: int, size: str) -> Table:
-    """Show them."""
+    """Return the table."""
     limits = {what: shortest(runs, "raw", what) for what in ("saved_s", "loaded_s")}
     columns = {
         "saved (min..max)": spread("saved_s"),
@@ -191,7 +191,7 @@ def table(runs: Sequence[Runs], nbytes: int, size: str) -> Table:
 
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Show the figures against the limit and the peers."""
+    """Compare the figures with the limit and the peers."""
     found = []
     for name in (f"aiockpt, {writer}" for writer in WRITERS):
         ours = one(runs, name)
