@@ -64,11 +64,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "limit": {"type": float, "default": 120.0, "help": "the time limit of one save, in seconds"},
     "work": {"help": "the kinds of work: parts of their names, separated by commas"},
     "alone": {"type": float, "default": 1.0, "help": "how long the work runs alone before each save, in seconds"},
-    "device": {"choices": ("cuda", "cpu"), "default": "cuda", "help": "the device of the state; cpu is a small dry run"},
+    "device": {"choices": ("cuda", "cpu"), "default": "cuda", "help": "where the state is; cpu is a small dry run"},
     "part": {"help": "the parts of the benchmark to run: parts of their names, separated by commas"},
     "seconds": {"type": float, "default": 420.0, "help": "the time after which no round begins, in seconds"},
     "full": {"action": "store_true", "help": "try everything, until the time is over"},
-    "hold": {"choices": ("sleep", "torch", "python"), "help": "the work that holds the loop (by default sleep, then torch)"},
+    "hold": {"choices": ("sleep", "torch", "python"), "help": "the work that holds the loop (sleep, then torch)"},
 }
 
 
@@ -112,7 +112,7 @@ def _add_options(command: argparse.ArgumentParser, options: Mapping[str, Mapping
         type=Path,
         help="a directory on the disk to measure (by default the system's temporary directory)",
     )
-    command.add_argument("--json", type=Path, help="the file for the figures (by default in the system's temporary directory)")
+    command.add_argument("--json", type=Path, help="the file for the figures (by default a temporary file)")
     command.add_argument("--time-limit", type=float, help="the seconds after which no round begins")
     command.add_argument("--run-limit", type=float, help="the seconds after which a run's process is killed")
     command.add_argument("--without", action="append", default=[], metavar="NAME=REASON", help="leave a contender out")

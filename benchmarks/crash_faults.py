@@ -18,9 +18,9 @@ def run_faults(*, full: bool, folder: Path | None = None) -> Counts:
         folder: the directory for checkpoints; None: /dev/shm if it exists, since no real disk is needed.
 
     Returns:
-        The injected faults (``faults``), their kinds (``kinds``: the call and the fault), the saves that failed with the
-        right error (``failed``), those that were written in spite of a fault (``saved``), and the failed checks
-        (``wrong``), one line for each.
+        The injected faults (``faults``), their kinds (``kinds``: the call and the fault), the saves that failed with
+        the right error (``failed``), the saves that were written in spite of a fault (``saved``), and the failed
+        checks (``wrong``), one line for each.
     """
     tasks: list[Task] = list(all_tasks()) if full else list(QUICK)
     memory = Path("/dev/shm")

@@ -43,12 +43,12 @@ class Losses:
     """The results of one program.
 
     Attributes:
-        counts: numbers by name. ``calls``: system calls of the program. ``cuts``: calls after which power was lost, also
-        in next runs. ``states``: states of the disk that were checked, for both readings of what a sync promises.
-        ``distinct``: states that differ in what a reader finds. ``in part``: cuts of which only some states were
-        tried. ``syncs``: syncs of the program. ``needed``: syncs without which something was lost. ``next runs``:
-        runs that started from the disk that a cut had left. ``leftovers``: hidden names that next runs left.
-        ``lost``: broken promises.
+        counts: numbers by name. ``calls``: system calls of the program. ``cuts``: calls after which power was lost,
+        also in next runs. ``states``: states of the disk that were checked, for both readings of what a sync
+        promises. ``distinct``: states that differ in what a reader finds. ``in part``: cuts of which only some
+        states were tried. ``syncs``: syncs of the program. ``needed``: syncs without which something was lost.
+        ``next runs``: runs that started from the disk that a cut had left. ``leftovers``: hidden names that next
+        runs left. ``lost``: broken promises.
         findings: the broken promises, in words.
         idle: the syncs that were not needed, in words.
     """

@@ -1,4 +1,4 @@
-"""Worlds that are only imagined: what each rank would bring to rank 0 and get from it, without the ranks."""
+"""Simulated worlds: what each rank would send to rank 0, without the ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ _FRAMING_BYTES = 1500
 _NAMES = ("attention.q", "attention.k", "attention.v", "attention.o", "mlp.gate", "mlp.up", "mlp.down")
 _WEIGHTS = (1, 1, 1, 1, 3, 3, 3)
 FILES = 2
-"""How many files each rank writes."""
+"""The number of files that each rank writes."""
 OBJECTS = 4
-"""How many objects every rank has besides, such as the step."""
+"""The number of objects on every rank, such as the learning rate."""
 _PARTS = 8
 
 
 @dataclass(frozen=True)
 class Imagined:
-    """A state of many parts of tensors, each on one rank.
+    """A simulated state: tensors cut into parts, each part on one rank.
 
     Attributes:
-        ranks: how many ranks there are.
-        items: how many parts, in all or on each rank.
-        each: they are counted on each rank: every tensor has a part there. Else in all: tensors are cut in eight.
+        ranks: the number of ranks.
+        items: the number of parts, on each rank or in all.
+        each: if true, ``items`` counts the parts of each rank, and every tensor has a part on every rank; else it
+        counts the parts of all ranks, and tensors are cut in eight.
     """
 
     ranks: int
@@ -35,16 +36,16 @@ class Imagined:
 
     @property
     def cut(self) -> int:
-        """In how many parts each tensor is cut."""
+        """The number of parts of each tensor."""
         return self.ranks if self.each else min(_PARTS, self.ranks)
 
     @cached_property
     def tensors(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors."""
         return self.items if self.each else max(1, self.items // self.cut)
 
     def of_rank(self, rank: int) -> Iterator[tuple[str, tuple[str | int, ...], int]]:
-        """Give name, path and rows of the parts that a rank has."""
+        """Yield name, path and rows of each part on a rank."""
         groups = self.ranks // self.cut
         for number in range(rank // self.cut, self.tensors, groups):
             layer, which = divmod(number, len(_NAMES))
@@ -53,16 +54,16 @@ class Imagined:
             yield f"model.layers.{layer}.{kind}.weight", path, _ROWS * _WEIGHTS[which]
 
     def objects(self) -> list[tuple[str, tuple[str | int, ...]]]:
-        """Give name and path of the objects that every rank has."""
+        """Return name and path of each object on every rank."""
         return [(f"optim.groups.{number}.lr", ("optim", "groups", number, "lr")) for number in range(OBJECTS)]
 
     def part(self, rank: int, rows: int) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """Give the sizes of a tensor, and offsets and sizes of a rank's part."""
+        """Return the shape of a tensor, and the offsets and sizes of a rank's part."""
         return (rows * self.cut, _COLUMNS), (rows * (rank % self.cut), 0), (rows, _COLUMNS)
 
 
 def item_bytes(rows: int) -> int:
-    """Give how many bytes a part takes in a file."""
+    """Return the bytes of a part in a file."""
     return rows * _COLUMNS * DTYPE.itemsize + _FRAMING_BYTES
 
 
@@ -70,5 +71,5 @@ DTYPE = torch.bfloat16
 
 
 def file_name(rank: int, number: int) -> str:
-    """Name a file of a rank."""
+    """Return the name of a rank's file."""
     return f"__{rank}_{number}.distcp"

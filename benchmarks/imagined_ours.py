@@ -1,6 +1,6 @@
-"""Rank 0's work for aiockpt: what it does when it plans and publishes a save, with the messages of imagined ranks.
+"""Rank 0's work for aiockpt: planning and publishing a save, with the messages of simulated ranks.
 
-The messages are what the ranks would send, to the byte. What is not done is what the network and the disk do.
+The messages have exactly the bytes that real ranks would send. The network and the disk are left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WHAT = "the save of runs/a/step-100"
 
 
 def inventory(world: Imagined, rank: int) -> RankInventory:
-    """Say what a rank has, as it would."""
+    """Return the inventory that a rank would send."""
     names, paths, offsets, form_of = [], [], [], []
     forms: dict[ShardForm, int] = {}
     for name, path, rows in world.of_rank(rank):
@@ -52,7 +52,7 @@ def inventory(world: Imagined, rank: int) -> RankInventory:
 
 
 def written(held: RankInventory, rank: int, share: Sequence[int], *, places: bool, step: int) -> Written:
-    """Say what a rank has written of its share, as it would."""
+    """Return the report that a rank would send after it has written its share."""
     leaves = [leaf for leaf in share if held.form_of[leaf] >= 0]
     objects = {leaf: ItemRange(file_name(rank, 0), step + n, 600) for n, leaf in enumerate(share[len(leaves) :])}
     lengths = [held.forms[held.form_of[leaf]].nbytes for leaf in leaves]
@@ -69,13 +69,13 @@ def written(held: RankInventory, rank: int, share: Sequence[int], *, places: boo
 
 
 class Coordinator:
-    """Rank 0 of an imagined world, from save to save.
+    """Rank 0 of a simulated world, over several saves.
 
     Attributes:
-        book: the plan, once there is one.
-        results: what the ranks have written in the last save.
-        sent_bytes: all that the other ranks have sent for the last save.
-        index_bytes: the size of its `.metadata`.
+        book: the cached plan; None before the first save.
+        results: the ranks' reports of the last save.
+        sent_bytes: all bytes that the other ranks sent for the last save.
+        index_bytes: the size of the last `.metadata`.
     """
 
     def __init__(self, world: Imagined) -> None:
@@ -85,7 +85,7 @@ class Coordinator:
         self.sent_bytes = self.index_bytes = 0
 
     def save(self, step: int) -> Sample:
-        """Do what rank 0 does in a save; give the seconds for each kind of work."""
+        """Do rank 0's work of a save; return the seconds of each kind of work."""
         clock = Clock()
         self.sent_bytes = 0
         self._plan(clock)
@@ -138,7 +138,7 @@ class Coordinator:
         self._told(clock, book.summaries(sizes, item_bytes))
 
     def _heard(self, clock: Clock, values: Iterable[Any]) -> list[Any]:
-        """Take what all ranks bring, rank 0 its own without a message."""
+        """Return the values after a round trip through pickled messages, except rank 0's own, which needs none."""
         heard = []
         for rank, value in enumerate(values):
             if rank == 0:

@@ -1,4 +1,4 @@
-"""Rank 0's work for ``dcp.save``: torch's own planner and writer, with the messages of imagined ranks."""
+"""Rank 0's work for ``dcp.save``: torch's own planner and writer, with the messages of simulated ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from benchmarks.measure import Sample
 
 
 def local_plan(world: Imagined, rank: int) -> SavePlan:
-    """Plan what a rank has, as torch would there."""
+    """Return the local plan that torch would make on a rank."""
     items, paths = [], {}
     properties = TensorProperties(dtype=DTYPE)
     for name, path, rows in world.of_rank(rank):
@@ -40,14 +40,14 @@ def local_plan(world: Imagined, rank: int) -> SavePlan:
         items.append(WriteItem(MetadataIndex(name, begin), WriteItemType.SHARD, tensor_data=data))
         paths[name] = path
     for name, path in world.objects():
-        if rank == 0:  # where objects are saved from
+        if rank == 0:  # DCP saves objects from rank 0
             items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
         paths[name] = path
     return SavePlan(items, planner_data=paths)
 
 
 def results_of(plan: SavePlan, rank: int) -> list[WriteResult]:
-    """Say what a rank has written."""
+    """Return the write results that a rank would send."""
     results, at = [], 0
     for item in plan.items:
         rows = item.tensor_data.chunk.sizes[0] if item.tensor_data is not None else 0
@@ -58,26 +58,26 @@ def results_of(plan: SavePlan, rank: int) -> list[WriteResult]:
 
 
 class TorchCoordinator:
-    """Rank 0 of an imagined world, from save to save, with plans cached.
+    """Rank 0 of a simulated world, over several saves, with cached plans.
 
     Args:
-        world: the ranks.
-        directory: where the index goes.
+        world: the simulated ranks.
+        directory: the directory for the index.
 
     Attributes:
-        index_bytes: the size of the last one.
+        index_bytes: the size of the last index.
     """
 
     def __init__(self, world: Imagined, directory: Path) -> None:
         self._world = world
         self._writer = dcp.FileSystemWriter(directory, sync_files=False)
-        self._kind = type(f"Planner{id(self)}", (DefaultSavePlanner,), {})  # plans are cached by the name of the class
+        self._kind = type(f"Planner{id(self)}", (DefaultSavePlanner,), {})  # plans are cached by class name
         self._plans: Sequence[SavePlan] = ()
         self._directory = directory
         self.index_bytes = 0
 
     def save(self, _step: int) -> Sample:
-        """Do what rank 0 does in a save; give the seconds for each kind of work."""
+        """Do rank 0's work of a save; return the seconds of each kind of work."""
         clock, world, writer = Clock(), self._world, self._writer
         planner: Any = self._kind(enable_plan_caching=True)
         planner.set_up_planner({}, is_coordinator=True)

@@ -1,4 +1,4 @@
-"""How late the caller's loop is while a save goes on beside it."""
+"""The lag of the caller's loop during a save."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FILES = 4
 
 
 class Idle(Saver):
-    """Nothing happens, for a second."""
+    """An idle loop, for a second."""
 
     name = "idle loop"
 
@@ -38,7 +38,7 @@ class Idle(Saver):
 
 
 class PoolSave(Saver):
-    """The plainest asynchronous save: one ``run_in_executor`` for each 16 MiB, written past the page cache."""
+    """The simplest asynchronous save: one ``run_in_executor`` for each 16 MiB, written past the page cache."""
 
     def __init__(self, arena: raw.Arena, *, copies: bool) -> None:
         self.name = "thread pool, copies and raw writes" if copies else _POOL
@@ -78,10 +78,10 @@ class PoolSave(Saver):
 async def measure(
     savers: Sequence[Saver], state: State, directory: Path, rounds: int
 ) -> tuple[list[Runs], Mapping[str, Sample]]:
-    """Save in rounds under a ticking loop.
+    """Save in rounds, and measure the lag of the loop.
 
     Returns:
-        All runs, and for each name the lag over all of its rounds.
+        All runs, and for each contender's name the lag over all of its rounds.
     """
     late_s: dict[str, list[float]] = defaultdict(list)
 
@@ -106,7 +106,7 @@ async def measure(
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     arena = raw.Arena(min(size_of(state), 512 << 20))
     rounds = options.rounds or ROUNDS
@@ -124,7 +124,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def bars(lags: Mapping[str, Sample]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     nothing: Sample = {"lag_p99_s": float("nan"), "stall_s": float("nan")}
     ours, pool = (lags.get(name, nothing) for name in ("aiockpt", _POOL))
     return [

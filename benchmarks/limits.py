@@ -1,4 +1,4 @@
-"""Time limits of a benchmark: of each run of a contender, and of all rounds together."""
+"""Time limits: for each run of a contender, and for all rounds of a benchmark."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a contender and a benchmark may take.
+    """The time limits of a benchmark, and the contenders that it leaves out.
 
     Attributes:
-        run_s: the seconds of one run; None for any time.
-        until: when no round begins any more, by `time.monotonic`.
-        running: the file that holds the name of the contender that runs; None for no file.
-        without: why contenders take no part, by name.
+        run_s: the time limit of one run; None for no limit.
+        until: the time after which no round begins, as a value of `time.monotonic`.
+        running: the file with the name of the running contender; None for no file.
+        without: the contenders to leave out: for each name the reason.
     """
 
     run_s: float | None = None
@@ -30,14 +30,14 @@ class Limits:
 
     @property
     def over(self) -> bool:
-        """Whether no round may begin any more."""
+        """Whether the time is over, so that no further round may begin."""
         return time.monotonic() > self.until
 
     @contextlib.contextmanager
     def watch(self, name: str) -> Iterator[None]:
-        """End this process if a run takes too long; its name is then left in the file.
+        """End this process if a run exceeds its time limit; the file then keeps the contender's name.
 
-        A thread of the interpreter's own does it, which needs no GIL: a peer can hang in native code.
+        `faulthandler` does it in a thread that needs no GIL: a peer can hang in native code while it holds the GIL.
         """
         if self.running is not None:
             self.running.write_text(name)

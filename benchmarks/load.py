@@ -1,7 +1,7 @@
-"""A large state, loaded by everybody: from the disk, and from the page cache.
+"""Loads of a large state: from the disk, and from the page cache.
 
-The first load of each doesn't count but shows: its memory is fresh. Where later ones find memory that was used
-before, they are faster; what a load costs that can't, `new-process` measures.
+The first load of each contender is shown, but does not count: it fills fresh memory. Later loads are faster if the
+allocator returns memory that was used before. `new-process` measures loads that always fill fresh memory.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ROUNDS = 5
 
 _LIMITS = ("raw", "CRC", "fresh")
 _MAPPED = "safetensors mmap, read"
-# Those that fill memory of their own, as every other loader does.
+# The safetensors contenders that fill memory of their own, as all other loaders do.
 _OWN = ("safetensors mmap, written", "safetensors pread")
 
 
 def ours(directory: Path, target: State) -> list[Loader]:
-    """Give the ways in which this package loads."""
+    """Return the contenders of this package."""
     own, stock = directory / "aiockpt", directory / "dcp"
     return [
         Aiockpt(own, name="aiockpt, new tensors"),
@@ -55,7 +55,7 @@ def ours(directory: Path, target: State) -> list[Loader]:
 
 
 def loaders(directory: Path, arena: raw.Arena, target: State, *, cold: bool) -> list[Loader]:
-    """Give everybody who can load."""
+    """Return all contenders."""
     return [
         *limits(directory / "raw", arena, direct=cold),
         *ours(directory, target),
@@ -73,10 +73,10 @@ def loaders(directory: Path, arena: raw.Arena, target: State, *, cold: bool) -> 
 async def measure(
     taking_part: Sequence[Loader], state: State, target: State, rounds: int, *, cold: bool
 ) -> tuple[list[Runs], str]:
-    """Let everybody load in rounds; what each load brings is compared with what was saved.
+    """Load in rounds; compare each loaded state with the saved one.
 
     Returns:
-        All runs, and how files were taken out of the page cache.
+        All runs, and the means by which files were dropped from the page cache.
     """
     means = ""
 
@@ -103,7 +103,7 @@ async def measure(
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     nbytes, target, arena = size_of(state), empty_like(state), raw.Arena(size_of(state))
     rounds = options.rounds or ROUNDS
@@ -122,7 +122,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def columns(nbytes: int, limit_s: float) -> dict:
-    """Give what the tables show."""
+    """Return the columns of the tables."""
     return {
         "loaded (min..max)": spread("loaded_s"),
         "GiB/s": speed("loaded_s", nbytes),
@@ -137,7 +137,7 @@ def columns(nbytes: int, limit_s: float) -> dict:
 
 
 def cold_bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold loads from the disk against the project's own figures."""
+    """Compare loads from the disk with the project's targets."""
     new, target, what = one(runs, "aiockpt, new tensors"), one(runs, "aiockpt, into a target"), "loaded_s"
     limits, stock = those(runs, "raw"), those(runs, "dcp.load")
     return [
@@ -151,7 +151,7 @@ def cold_bars(runs: Sequence[Runs]) -> list[Bar]:
 
 
 def cached_bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold loads from the page cache against the project's own figures."""
+    """Compare loads from the page cache with the project's targets."""
     new, target, what = one(runs, "aiockpt, new tensors"), one(runs, "aiockpt, into a target"), "loaded_s"
     touched, stock = those(runs, "raw"), those(runs, "dcp.load")
     return [
@@ -164,7 +164,7 @@ def cached_bars(runs: Sequence[Runs]) -> list[Bar]:
 
 
 def shown(kind: str, runs: Sequence[Runs]) -> list[Bar]:
-    """Compare what no bar is for."""
+    """Return comparisons without a target."""
     new, what = one(runs, "aiockpt, new tensors"), "loaded_s"
     fresh, own = those(runs, "fresh"), those(runs, *_OWN)
     streamers = ("Run:ai streamer", "fastsafetensors", "torch_checkpointing, new tensors")

@@ -1,4 +1,4 @@
-"""Who loads: aiockpt, torch and safetensors, and the limits."""
+"""Contenders that load: aiockpt, torch, safetensors, and the machine's limits."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WRITTEN = "maps; a byte of each page written, so memory of its own"
 
 
 class Loader(ABC):
-    """Loads what was saved to a path.
+    """A contender that loads a saved state.
 
     Attributes:
         path: the file or directory it reads.
-        into_target: whether what is loaded goes to tensors that exist.
+        into_target: whether it loads into existing tensors.
     """
 
     name: str
@@ -36,30 +36,30 @@ class Loader(ABC):
         self.path = path
 
     def files(self) -> list[Path]:
-        """Give the files that are read."""
+        """Return the files that are read."""
         return files_under(self.path)
 
     async def prepare(self) -> None:
-        """Do what belongs to no measurement, before each."""
+        """Prepare a load, before each measurement."""
 
     @abstractmethod
     async def load(self) -> State | None:
-        """Load once; None when what comes is only bytes."""
+        """Load once; return None if only bytes are read."""
 
     async def measured(self) -> tuple[State | None, Sample]:
-        """Load once, and measure it."""
+        """Load once; return the state and a sample."""
         return await timed(self.load, "loaded_s")
 
     def matches(self, loaded: State | None, state: State) -> bool:
-        """Tell whether what was loaded last is what was saved."""
+        """Return whether a loaded state equals the saved one."""
         return loaded is None or same_bits(loaded, state)
 
     async def close(self) -> None:
-        """End what lives from load to load."""
+        """Release what is kept between loads."""
 
 
 class Blocking(Loader):
-    """A function that loads and returns when it is done."""
+    """A function that blocks until the load is done."""
 
     def __init__(
         self, name: str, path: Path, load: Callable[[Path], State | None], note: str = "", *, into_target: bool = False
@@ -76,12 +76,12 @@ class Aiockpt(Loader):
     """This package.
 
     Args:
-        path: what to load.
-        target: what to load into; None for new tensors.
-        name: how it is called in tables.
-        note: said of it there.
-        use: done with what was loaded, as a part of loading.
-        options: of ``load``.
+        path: the checkpoint to load.
+        target: the state to load into; None for new tensors.
+        name: its name in tables.
+        note: its note in tables.
+        use: called with the loaded state; its time counts.
+        options: the options of ``load``.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Aiockpt(Loader):
 
 
 def limits(path: Path, touched: raw.Arena, *, direct: bool) -> list[Loader]:
-    """Give the readers of plain bytes, for the disk or for the page cache; they read what `raw.write_direct` wrote."""
+    """Return readers of plain bytes, written by `raw.write_direct`, from the disk or from the page cache."""
     how = "O_DIRECT" if direct else "page cache"
 
     def into_touched(threads: int, *, crc: bool = False) -> Loader:
@@ -132,7 +132,7 @@ def limits(path: Path, touched: raw.Arena, *, direct: bool) -> list[Loader]:
 
 
 def dcp_load(path: Path, target: State) -> Loader:
-    """Make the contender ``dcp.load``."""
+    """Return the contender ``dcp.load``."""
 
     def load(directory: Path) -> State:
         dcp.load(target, checkpoint_id=directory, no_dist=True)
@@ -142,12 +142,12 @@ def dcp_load(path: Path, target: State) -> Loader:
 
 
 def torch_load(path: Path) -> Loader:
-    """Make the contender ``torch.load``."""
+    """Return the contender ``torch.load``."""
     return Blocking("torch.load", path, torch.load)
 
 
 def mapped(name: str, path: Path, load: Callable[[Path], State]) -> list[Loader]:
-    """Make the contenders of a function that maps the file: the pages come when they are first used."""
+    """Return two contenders of a function that maps a file: they read or write each page, since mapping reads none."""
 
     def and_use(use: Callable[[State], None]) -> Callable[[Path], State]:
         def load_and_use(file: Path) -> State:
@@ -164,12 +164,12 @@ def mapped(name: str, path: Path, load: Callable[[Path], State]) -> list[Loader]
 
 
 def torch_map(path: Path) -> list[Loader]:
-    """Make the contenders ``torch.load(mmap=True)``."""
+    """Return the contenders ``torch.load(mmap=True)``."""
     return mapped("torch.load mmap", path, lambda file: torch.load(file, mmap=True))
 
 
 def safetensors_load(path: Path) -> list[Loader]:
-    """Make the contenders ``safetensors.torch.load_file``, with its default and with the backend that reads."""
+    """Return the contenders ``safetensors.torch.load_file``: the default, which maps, and the backend that reads."""
 
     def load(file: Path, backend: str = "mmap") -> State:
         from safetensors.torch import load_file

@@ -1,4 +1,4 @@
-"""The machine: what it is, and how to bring it to a known condition before a measurement."""
+"""The machine: facts about it, and functions that bring it into a known state before a measurement."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def facts(directory: Path) -> dict[str, object]:
-    """Give what figures depend on: hardware, kernel, file system, versions, and the load from elsewhere."""
+    """Return the facts that figures depend on: hardware, kernel, file system, versions, and the load average."""
     return {
         "cpu": _cpu(),
         "cores": len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count(),
@@ -55,7 +55,7 @@ def _cpu() -> str:
 
 
 def file_system(directory: Path) -> str:
-    """Give the type of the file system that holds a directory."""
+    """Return the type of the file system that holds a directory."""
     path = directory.resolve()
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     return next((mounts[parent] for parent in (path, *path.parents) if parent in mounts), "unknown")
@@ -69,10 +69,10 @@ def _version(package: str) -> str | None:
 
 
 class Others:
-    """How busy everything but this process and its children keeps the cores: figures are no better than that.
+    """The load on the cores by other processes, which shows how far the figures can be trusted.
 
     Attributes:
-        share: of all cores, from entering to leaving.
+        share: the share of all cores that other processes used while the context was open.
     """
 
     def __enter__(self) -> Self:
@@ -85,18 +85,18 @@ class Others:
 
     @staticmethod
     def _used_s() -> float:
-        """Count the seconds that others have computed, and the kernel for nobody."""
+        """Return the CPU seconds of all but this process and its children, with interrupts and stolen time."""
         whole = psutil.cpu_times()
         busy = sum(getattr(whole, kind, 0.0) for kind in ("user", "nice", "system", "irq", "softirq", "steal"))
         process = psutil.Process()
-        ours = [*process.cpu_times()[:4]]  # user, system, and those of children that have ended
+        ours = [*process.cpu_times()[:4]]  # user, system, and both of children that have ended
         for child in process.children(recursive=True):
             ours += child.cpu_times()[:4]
         return busy - sum(ours)
 
 
 def settle() -> None:
-    """Leave nothing of what ran before: no garbage, no memory kept by malloc, no dirty pages."""
+    """Collect garbage, return malloc's free memory to the kernel, and write dirty pages to the disk."""
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -104,7 +104,7 @@ def settle() -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory, and wait until the disk has done so."""
+    """Remove a file or a directory, and sync."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -113,12 +113,12 @@ def remove(path: Path) -> None:
 
 
 def files_under(path: Path) -> list[Path]:
-    """Give a file itself, or all files under a directory."""
+    """Return all files under a directory; for a file, the file itself."""
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
 def sync_files(paths: Iterable[Path]) -> None:
-    """Make files durable that their writer did not sync."""
+    """Sync files that their writer did not sync."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -128,10 +128,10 @@ def sync_files(paths: Iterable[Path]) -> None:
 
 
 def drop_from_cache(paths: Iterable[Path]) -> str:
-    """Take files out of the page cache, which they must not be mapped from.
+    """Drop files from the page cache; files must not be mapped.
 
     Returns:
-        The means that could be used.
+        The means that this process is permitted to use.
     """
     paths = list(paths)
     sync_files(paths)
@@ -149,7 +149,7 @@ def drop_from_cache(paths: Iterable[Path]) -> str:
 
 
 def bring_into_cache(paths: Iterable[Path]) -> None:
-    """Read files through, so that the page cache holds them."""
+    """Read files into the page cache."""
     buffer = bytearray(16 << 20)
     for path in paths:
         with path.open("rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Results as Markdown: the machine, every table with its limit, and what was asked and held."""
+"""Results as Markdown: the machine, every table, and the targets with what was measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RULES = (
 
 
 def document(results: Mapping[str, Any], pictures: Sequence[str]) -> str:
-    """Return the page of a whole run."""
+    """Return the page with all results of a run."""
     lines = [
         f"# Results of {results['written']}",
         "",
@@ -47,7 +47,7 @@ def machine_line(facts: Mapping[str, Any]) -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table."""
+    """Return the lines of a Markdown table."""
     return [
         f"| {' | '.join(columns)} |",
         f"| --- |{' ---: |' * (len(columns) - 2)} --- |",
@@ -56,7 +56,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def cell(text: str) -> str:
-    """Return a text that does not end a cell."""
+    """Return a text in one line, its vertical bars escaped, so that it stays in its cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

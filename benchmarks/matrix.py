@@ -1,7 +1,7 @@
-"""The whole matrix in one command: every section in a process of its own, figures, tables and pictures in a directory.
+"""All benchmarks in one command: each section in a process of its own; figures, tables and pictures in a directory.
 
-A contender that hangs or takes its process down is ended, has a row that says so, and takes no part when its section
-begins again. Free memory and disk are looked at first. No host names or paths are in what is written.
+If a contender hangs or crashes its process, the process is killed, the section starts again without the contender,
+and its row says so. Free memory and disk space are checked first. The results contain no host names or paths.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.@+~=-]+/)+")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the matrix.
+    """A benchmark of the matrix, with its options.
 
     Attributes:
-        name: in the results.
+        name: its name in the results.
         benchmark: the name of its command.
-        share: its part of the time.
-        options: of the command, for a state of so many GiB.
-        rounds: how many, after the warm-up.
+        share: its share of the time, relative to the other sections'.
+        options: returns the options of the command, for the size of the state in GiB.
+        rounds: the number of rounds after the warm-up.
     """
 
     name: str
@@ -91,7 +91,7 @@ SECTIONS = (
 
 
 def run(options: Namespace) -> int:
-    """Run the matrix, and write its results; return the exit code."""
+    """Run all sections, and write the results; return the exit code."""
     sections = [each for each in SECTIONS if _asked(each, options.only)]
     if not sections:
         raise SystemExit(f"--only {options.only} leaves nothing of: {', '.join(each.name for each in SECTIONS)}")
@@ -107,7 +107,7 @@ def run(options: Namespace) -> int:
             share_s = left * section.share / sum(each.share for each in sections[number:])
             least_s = (
                 options.run_limit or RUN_LIMIT_S
-            )  # on a slow machine the whole takes longer, but has every section
+            )  # on a slow machine the time limit is exceeded, but every section runs
             reports[section.name] = run_section(section, options, directory, max(share_s, least_s))
     results = {
         "written": time.strftime("%Y-%m-%d"),
@@ -151,7 +151,7 @@ def check_room(directory: Path, gib: float) -> None:
 def run_section(
     section: Section, options: Namespace, directory: Path, seconds: float, program: Sequence[str] = _PROGRAM
 ) -> dict[str, Any]:
-    """Run a section, again without those who end its process; return its report."""
+    """Run a section; if a contender ends its process, run it again without that contender. Return the report."""
     run_limit_s = options.run_limit or RUN_LIMIT_S
     without: dict[str, str] = {}
     ends = time.monotonic() + seconds * _GRACE + run_limit_s
@@ -188,12 +188,12 @@ def run_section(
         if culprit is None or culprit in without:
             return without_paths({"failed": f"ended with {code}: {said[-_TAIL:]}", "tables": [], "bars": []})
         without[culprit] = f"killed: one run took longer than {run_limit_s:g} s" if code == 1 else f"ended with {code}"
-        print(f"{culprit}: {without[culprit]}; once more without", file=sys.stderr)
+        print(f"{culprit}: {without[culprit]}; running again without it", file=sys.stderr)
     return {"failed": f"not run to its end in {seconds:.0f} s", "tables": [], "bars": []}
 
 
 def _mark(report: dict[str, Any], name: str, why: str) -> None:
-    """Make sure that a contender that was ended has its reason in every table that it is in."""
+    """Write the reason for which a contender was left out into its row of every table."""
     for table in report["tables"]:
         for run, row in zip(table["runs"], table["rows"], strict=True):
             if run["name"] == name:
@@ -201,12 +201,12 @@ def _mark(report: dict[str, Any], name: str, why: str) -> None:
 
 
 def running(file: Path) -> Path:
-    """Return the file that has the name of whoever runs, for a file of figures."""
+    """Return the file with the name of the running contender that belongs to a file of figures."""
     return file.with_suffix(".running")
 
 
 def end_in_time(command: Sequence[str], seconds: float) -> tuple[int, str]:
-    """Run a command in a session of its own, and kill what is left of it; return its code and what it said last."""
+    """Run a command in a new session, and kill its process group at the end; return its exit code and its stderr."""
     with tempfile.TemporaryFile() as errors:
         root = Path(__file__).parents[1]
         process = subprocess.Popen(command, cwd=root, stderr=errors, start_new_session=True)
@@ -216,7 +216,7 @@ def end_in_time(command: Sequence[str], seconds: float) -> tuple[int, str]:
             pass
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # those that a contender has left, too
+                os.killpg(process.pid, signal.SIGKILL)  # also processes that a contender has left
             process.wait()
         errors.seek(0)
         said = errors.read().decode(errors="replace")
@@ -225,7 +225,7 @@ def end_in_time(command: Sequence[str], seconds: float) -> tuple[int, str]:
 
 
 def without_paths(value: Any) -> Any:
-    """Leave the folders of this machine out of all texts."""
+    """Remove the directories of this machine's paths from all texts."""
     if isinstance(value, dict):
         return {key: without_paths(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""How things are measured: memory, the lag of the caller's loop, and rounds that treat everybody alike."""
+"""Measurements: memory, the lag of the caller's loop, and rounds that treat all contenders alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeVar
 from benchmarks import limits
 
 Sample = dict[str, float]
-"""What was measured in one run; times in seconds, sizes in bytes."""
+"""The measurements of one run; times in seconds, sizes in bytes."""
 
 Result = TypeVar("Result")
 
@@ -23,10 +23,10 @@ _PROC = Path("/proc/self")
 
 
 class Lag:
-    """How late the running loop is: a coroutine that sleeps for a millisecond, over and over.
+    """The lag of the running loop: a task sleeps for a millisecond, again and again.
 
     Attributes:
-        late_s: for each sleep, how much longer than that it took.
+        late_s: for each sleep, the seconds by which it took longer than a millisecond.
     """
 
     PERIOD_S = 0.001
@@ -36,12 +36,12 @@ class Lag:
 
     async def __aenter__(self) -> Self:
         self._ticker = asyncio.create_task(self._tick())
-        await asyncio.sleep(5 * self.PERIOD_S)  # so that it ticks when the measurement begins
+        await asyncio.sleep(5 * self.PERIOD_S)  # so that the ticker runs when the measurement begins
         self.late_s.clear()
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        await asyncio.sleep(2 * self.PERIOD_S)  # so that it notices what held the loop until now
+        await asyncio.sleep(2 * self.PERIOD_S)  # so that the ticker notices a loop that was held until now
         self._ticker.cancel()
 
     async def _tick(self) -> None:
@@ -53,25 +53,25 @@ class Lag:
             before = now
 
     def sample(self) -> Sample:
-        """Sum up: the median, the 99th percentile and the longest."""
+        """Return the median, the 99th percentile and the longest lag."""
         return lateness(self.late_s)
 
 
 def lateness(late_s: Sequence[float]) -> Sample:
-    """Sum up how late a loop was: the median, the 99th percentile and the longest."""
+    """Return the median, the 99th percentile and the longest lag as a sample."""
     return {"lag_p50_s": quantile(late_s, 0.5), "lag_p99_s": quantile(late_s, 0.99), "stall_s": max(late_s)}
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """Give the smallest value that at least this part of all values does not exceed."""
+    """Return the smallest value that at least this share of all values does not exceed."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
 
 
 class PeakMemory:
-    """The most resident memory of this process beyond what it began with; of the page cache, what it maps.
+    """The peak of this process's resident memory above its value at the start; mapped pages count.
 
     Attributes:
-        extra_bytes: NaN where the system can't tell.
+        extra_bytes: the difference; NaN where /proc does not have it.
     """
 
     extra_bytes = math.nan
@@ -79,7 +79,7 @@ class PeakMemory:
     def __enter__(self) -> Self:
         self._before = resident_bytes()
         if not math.isnan(self._before):
-            (_PROC / "clear_refs").write_text("5")  # sets the high-water mark back
+            (_PROC / "clear_refs").write_text("5")  # resets the high-water mark
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -87,7 +87,7 @@ class PeakMemory:
 
 
 def resident_bytes() -> float:
-    """Give the resident memory of this process; NaN where the system can't tell."""
+    """Return the resident memory of this process; NaN where /proc does not have it."""
     return _status_bytes("VmRSS")
 
 
@@ -99,11 +99,11 @@ def _status_bytes(field_name: str) -> float:
 
 
 class Transfers:
-    """The bytes that this process reads, with all of its threads.
+    """The bytes that this process reads, in all of its threads.
 
     Attributes:
-        asked_bytes: by read calls, whether they came from the page cache or from the disk; mapped pages are not seen.
-        disk_bytes: from the disk: whole pages, also mapped ones, and what was read ahead.
+        asked_bytes: bytes that read calls returned, from the page cache or from the disk; without mapped pages.
+        disk_bytes: bytes that came from the disk: whole pages, with mapped pages and readahead.
     """
 
     asked_bytes = disk_bytes = math.nan
@@ -126,10 +126,10 @@ def _transferred() -> dict[str, float]:
 
 
 async def timed(work: Callable[[], Awaitable[Result]], what: str) -> tuple[Result, Sample]:
-    """Let something run once under a ticking loop, with its memory and what it reads watched.
+    """Await a coroutine function once; measure its time, the lag of the loop, its memory and its reads.
 
     Returns:
-        What it gave, and a sample with the time it took as ``what``.
+        Its result, and a sample with its time as ``what``.
     """
     with PeakMemory() as memory:
         async with Lag() as lag:
@@ -142,17 +142,17 @@ async def timed(work: Callable[[], Awaitable[Result]], what: str) -> tuple[Resul
 
 
 class Named(Protocol):
-    """Whoever takes part in a benchmark."""
+    """A contender in a benchmark."""
 
     name: str
     note: str
 
 
 class Closable(Protocol):
-    """Whatever lives from round to round."""
+    """A contender that keeps something between rounds."""
 
     async def close(self) -> None:
-        """End it."""
+        """Release what is kept."""
 
 
 Contender = TypeVar("Contender", bound=Named)
@@ -160,12 +160,12 @@ Contender = TypeVar("Contender", bound=Named)
 
 @dataclass
 class Runs:
-    """All that was measured of one contender.
+    """All measurements of one contender.
 
     Attributes:
-        first: the warm-up, which doesn't count: fresh memory, nothing cached.
-        samples: one for each round.
-        error: why there are no more.
+        first: the warm-up, which does not count: its memory is fresh, and nothing is cached.
+        samples: one sample for each round.
+        error: the reason why there are no more samples; None if all rounds ran.
     """
 
     name: str
@@ -175,20 +175,20 @@ class Runs:
     error: str | None = None
 
     def values(self, what: str) -> list[float]:
-        """Give what was measured in each round."""
+        """Return the value of each round."""
         return [sample[what] for sample in self.samples if what in sample]
 
     def median(self, what: str) -> float:
-        """Give the median of the rounds; NaN when there is none."""
+        """Return the median of the rounds; NaN if there is none."""
         values = self.values(what)
         return statistics.median(values) if values else math.nan
 
     def least(self, what: str) -> float:
-        """Give the smallest value of the rounds; NaN when there is none."""
+        """Return the smallest value of the rounds; NaN if there is none."""
         return min(self.values(what), default=math.nan)
 
     def most(self, what: str) -> float:
-        """Give the greatest value of all rounds, the warm-up included; NaN when there is none."""
+        """Return the greatest value of all rounds, the warm-up included; NaN if there is none."""
         return max(
             [value for sample in (self.first, *self.samples) if (value := sample.get(what)) is not None] or [math.nan]
         )
@@ -201,13 +201,13 @@ async def interleave(
     *,
     warm_up: bool = True,
 ) -> list[Runs]:
-    """Let everybody run once in each round, in an order that rotates; there is one round, however little time is left.
+    """Run each contender once per round, in an order that rotates; the first round runs even if the time is over.
 
     Args:
-        contenders: who takes part.
-        rounds: how often each runs, the warm-up not counted.
-        run_once: runs one of them; is given the number of the round, -1 for the warm-up.
-        warm_up: whether there is one.
+        contenders: the contenders to run.
+        rounds: the number of rounds, without the warm-up.
+        run_once: runs one contender; its second argument is the number of the round, -1 for the warm-up.
+        warm_up: whether a warm-up comes first.
     """
     allowed = limits.current.get()
     runs = {each.name: Runs(each.name, each.note, error=allowed.without.get(each.name)) for each in contenders}
@@ -221,7 +221,7 @@ async def interleave(
 
 
 async def close(contender: Closable, runs: Runs) -> None:
-    """End what a contender keeps; a failure shows in its row, unless it failed before."""
+    """Close a contender; a failure shows in its row, unless an earlier one does."""
     try:
         with limits.current.get().watch(runs.name):
             await contender.close()

@@ -1,4 +1,4 @@
-"""States as real models have them: bf16 weights, AdamW's moments in fp32, steps; dense, and of many experts."""
+"""States like those of real models, dense and mixture of experts: bf16 weights, AdamW's moments in fp32, steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIONS = ("gib", "rounds", "only")
 DEFAULTS = {"gib": 1.0}
 ROUNDS = 3
 
-# In a process, dcp.async_save has a file descriptor for each tensor: more than a program may have open.
+# With a process, dcp.async_save needs a file descriptor for each tensor: more than the limit of open files.
 _LEFT_OUT = ("memmove", "dcp.save, thread_count=1", "dcp.async_save, blocking", "dcp.async_save, async stager, process")
 _PARAMETER_BYTES = 2 + 4 + 4
 _VOCABULARY = 16  # as a multiple of the width, as the other sizes are
@@ -68,7 +68,7 @@ MODELS = {"Llama-like": llama, "MoE-like": mixture}
 
 
 def state_of(model: str, nbytes: int) -> State:
-    """Make a training state of about so many bytes: weights, both moments and the step of each, and the RNG's state."""
+    """Return a training state of about ``nbytes``: weights, both moments and the step of each, and the RNG's state."""
     per_square = sum(math.prod(shape) for _, shape in MODELS[model](256)) / 256**2
     width = max(16, round(math.sqrt(nbytes / _PARAMETER_BYTES / per_square) / 16) * 16)
     state: State = {}
@@ -85,7 +85,7 @@ def state_of(model: str, nbytes: int) -> State:
 
 
 def loaders(directory: Path, arena: raw.Arena, target: State) -> list[Loader]:
-    """Return everybody who loads it, from the page cache."""
+    """Return the contenders that load, from the page cache."""
     return [
         *limits(directory / "raw", arena, direct=False),
         Aiockpt(directory / "aiockpt", name="aiockpt, new tensors"),
@@ -98,7 +98,7 @@ def loaders(directory: Path, arena: raw.Arena, target: State) -> list[Loader]:
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     rounds = options.rounds or ROUNDS
     report = Report("models", vars(options), machine.facts(directory), [], [])
     for model in MODELS:
@@ -106,7 +106,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         nbytes, what = size_of(state), f"{model}, {size_of(state) / 2**30:.2f} GiB in {len(state)} tensors of 4 dtypes"
         savers = [
             each for each in save.savers(state) if not each.name.startswith((*_LEFT_OUT, "orbax"))
-        ]  # no bf16 there
+        ]  # Orbax gets NumPy arrays, which have no bf16
         runs = await save.measure(chosen(savers, options.only), state, directory, rounds)
         columns = {
             "caller blocked": median_time("blocked_s"),
@@ -136,7 +136,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def bars(text: str, runs: list, name: str, what: str) -> list[Bar]:
-    """Compare with every peer."""
+    """Compare aiockpt with every peer."""
     peers = [run for run in runs if not run.name.startswith(("aiockpt", "raw", "copy", "CRC", "fresh"))]
     return [
         compare(f"{text}: aiockpt : {peer.name}, speed", [peer], one(runs, name), what)

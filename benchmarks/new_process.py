@@ -1,7 +1,7 @@
-"""Loads in new processes, as a resume is one: no memory is there to be used again, and nothing has started.
+"""Loads in new processes, as on resume: no memory can be reused, and no engine has started.
 
-``python -m benchmarks.new_process LOADER DIRECTORY KIND`` imports what the loader needs, makes its target, says that it
-is ready, waits for a line, loads, and prints the figures with checksums of what it has.
+``python -m benchmarks.new_process LOADER DIRECTORY KIND`` imports the loader's packages, allocates its target, prints
+"ready", waits for a line on stdin, loads, and prints the figures with checksums of the loaded tensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ORDINARY = ("torch.load", "safetensors")
 
 
 class FreshRead(Loader):
-    """The limit: the bytes read into memory that nobody has touched."""
+    """The limit: the bytes read into fresh memory."""
 
     def __init__(self, path: Path, *, direct: bool, huge: bool) -> None:
         super().__init__(path)
@@ -50,7 +50,7 @@ class FreshRead(Loader):
 
 
 def contenders(directory: Path, *, cold: bool) -> dict[str, Callable[[State], Loader]]:
-    """Return who makes every loader, by name; a target is given to each."""
+    """Return for each loader's name a function that creates the loader for a target."""
     tensors, own = directory / "state.safetensors", directory / "aiockpt"
     plain = directory / "raw"
     return {
@@ -69,15 +69,15 @@ def contenders(directory: Path, *, cold: bool) -> dict[str, Callable[[State], Lo
 
 
 class NewProcess:
-    """A contender in a process of its own, which has only imported what it needs.
+    """A contender in a process of its own, which has only imported the packages it needs.
 
     Args:
-        name: of the contender, which the process makes itself.
-        directory: where the checkpoints are.
+        name: the name of the contender, which the process creates itself.
+        directory: the directory of the checkpoints.
         kind: "cold" or "cached".
-        expected: the checksums of what was saved.
-        module: what the process runs.
-        note: what the table says.
+        expected: the checksums of the saved tensors.
+        module: the module that the process runs.
+        note: its note in tables.
     """
 
     def __init__(
@@ -95,19 +95,19 @@ class NewProcess:
         self._expected = expected
 
     async def measure(self, before: Callable[[], None]) -> Sample:
-        """Start the process, let it load, and compare what it has.
+        """Start the process, let it load, and compare its checksums with the expected ones.
 
         Args:
-            before: called when it is ready.
+            before: called when the process is ready, before it loads.
 
         Raises:
-            ValueError: it has loaded something else.
+            ValueError: if the loaded tensors differ from the saved ones.
         """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             *self._arguments,
-            cwd=Path(__file__).parents[1],  # where this package is found
+            cwd=Path(__file__).parents[1],  # so that the process can import this package
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=64 << 20,
@@ -119,7 +119,7 @@ class NewProcess:
             process.stdin.write(b"go\n")
             said = await self._said(process)
         finally:
-            process.stdin.close()  # it ends when nothing more can come
+            process.stdin.close()  # the process ends when its stdin is closed
             await process.wait()
         if said["checksums"] is not None and said["checksums"] != self._expected:
             raise ValueError("what was loaded differs from what was saved")
@@ -138,7 +138,7 @@ class NewProcess:
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     nbytes, rounds, expected = size_of(state), options.rounds or ROUNDS, checksums(state)
     for name in ("raw", "aiockpt", "dcp", "state.pt", "state.safetensors"):
@@ -230,7 +230,7 @@ def _say(said: object) -> None:
 
 
 def main(name: str, directory: Path, kind: str) -> None:
-    """Load when told to, and print the figures with what shows that it was right, or the error."""
+    """Load when a line arrives on stdin; print the figures and checksums, or the error."""
     try:
         _say(asyncio.run(_load(name, directory, cold=kind == "cold")))
     except Exception as exc:

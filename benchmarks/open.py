@@ -1,7 +1,7 @@
-"""Opening what holds very many tensors: until its keys are there, and one entry was looked at.
+"""Opening a checkpoint of very many tensors: the time until its keys are known, and one entry was looked up.
 
-The stock checkpoint is planned and described by DCP itself, over data files of ours: to save that many tensors
-takes DCP long, and what is opened here is the same. ``--load`` lets everybody load the whole as well, cached.
+The stock checkpoint has metadata that DCP planned and wrote, over aiockpt's data files: dcp.save would take long for so
+many tensors, and its metadata would be the same. ``--load`` also loads the whole state with every contender, cached.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from benchmarks.states import State, empty_like, size_of, small_state
 
 OPTIONS = ("count", "nbytes", "rounds", "only", "load")
 ROUNDS = 3
-LOAD_ROUNDS = 1  # it takes some of them minutes
+LOAD_ROUNDS = 1  # some contenders take minutes
 
 _OURS, _STOCK = "aiockpt, own checkpoint", "dcp read_metadata"
 
 
 def make_all(state: State, directory: Path) -> None:
-    """Make everything there is to open."""
+    """Write all checkpoints that are opened."""
     for name in ("aiockpt", "state.pt", "state.safetensors"):
         make(state, directory / name)
     make_plain(directory / "aiockpt", directory / "plain")
@@ -39,7 +39,7 @@ def make_all(state: State, directory: Path) -> None:
 
 
 def openers(directory: Path) -> list[Opener]:
-    """Give everybody who can open."""
+    """Return all contenders."""
     own, plain, stock = (directory / name for name in ("aiockpt", "plain", "stock"))
     return [
         Aiockpt(own, _OURS),
@@ -53,10 +53,10 @@ def openers(directory: Path) -> list[Opener]:
 
 
 async def measure(taking_part: Sequence[Opener], state: State, rounds: int, *, cold: bool) -> tuple[list[Runs], str]:
-    """Let everybody open in rounds.
+    """Open in rounds.
 
     Returns:
-        All runs, and how files were taken out of the page cache.
+        All runs, and the means by which files were dropped from the page cache.
     """
     key = list(state)[len(state) // 2]
     expected = len(state), tuple(state[key].shape)
@@ -78,7 +78,7 @@ async def measure(taking_part: Sequence[Opener], state: State, rounds: int, *, c
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     state = small_state(options.count, options.nbytes)
     make_all(state, directory)
     taking_part, rounds = chosen(openers(directory), options.only), options.rounds or ROUNDS
@@ -98,7 +98,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def columns() -> dict:
-    """Give what the tables of opening show."""
+    """Return the columns of the tables of opening."""
     return {
         "opened (min..max)": spread("opened_s"),
         "first": lambda run: duration(run.first["opened_s"]),
@@ -110,7 +110,7 @@ def columns() -> dict:
 
 
 def sizes(directory: Path) -> str:
-    """Say how large what describes the tensors is."""
+    """Return a remark on the sizes of the metadata files."""
     files = [directory / name / METADATA for name in ("aiockpt", "stock")]
     files += [file for file in sorted((directory / "aiockpt").glob(".*")) if file.name != METADATA]
     return "MiB: " + ", ".join(
@@ -119,7 +119,7 @@ def sizes(directory: Path) -> str:
 
 
 def bars(kind: str, runs: Sequence[Runs]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     ours, stock, what = one(runs, _OURS), one(runs, _STOCK), "opened_s"
     rest = [run for run in runs if run.name.startswith(("safetensors", "torch"))]
     return [
@@ -135,7 +135,7 @@ def bars(kind: str, runs: Sequence[Runs]) -> list[Bar]:
 
 
 def loaders(directory: Path, target: State) -> list[Loader]:
-    """Give those who load the whole."""
+    """Return the contenders that load the whole state."""
     mapped_and_read, _, read = safetensors_load(directory / "state.safetensors")
     return [
         AiockptLoader(directory / "aiockpt", name="aiockpt, new tensors"),
@@ -149,7 +149,7 @@ def loaders(directory: Path, target: State) -> list[Loader]:
 
 
 async def load_all(report: Report, state: State, directory: Path, options: Namespace) -> None:
-    """Let everybody load the whole, and add that to the report."""
+    """Load the whole state with every contender, and add the table and bars to the report."""
     target = empty_like(state)
     rounds = options.rounds or LOAD_ROUNDS
     taking_part = chosen(loaders(directory, target), options.only)

@@ -1,4 +1,4 @@
-"""Who opens what holds very many tensors: aiockpt and its peers."""
+"""Contenders that open a checkpoint of very many tensors: aiockpt and its peers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METADATA = ".metadata"
 
 
 def make_plain(checkpoint: Path, path: Path) -> None:
-    """Make what is left of a checkpoint of ours for those who only know DCP: the same files, but no manifest."""
+    """Create a checkpoint of aiockpt without its manifest, from hard links, as a tool that knows DCP alone may copy it."""
     path.mkdir()
     for file in files_under(checkpoint):
         if file.name != MANIFEST:
@@ -31,7 +31,7 @@ def make_plain(checkpoint: Path, path: Path) -> None:
 
 
 def make_stock(checkpoint: Path, path: Path, state: State) -> None:
-    """Make the checkpoint that ``dcp.save`` leaves, in little time: planned and described by DCP, over our files."""
+    """Create a checkpoint as ``dcp.save`` writes it, but faster: with metadata by DCP, over aiockpt's data files."""
     make_plain(checkpoint, path)
     described = pickle.loads((path / METADATA).read_bytes())
     (path / METADATA).unlink()
@@ -46,7 +46,7 @@ def make_stock(checkpoint: Path, path: Path, state: State) -> None:
 
 
 class Opener(ABC):
-    """Opens what was saved to a path."""
+    """A contender that opens a checkpoint."""
 
     name: str
     note: str = ""
@@ -55,15 +55,15 @@ class Opener(ABC):
         self.path = path
 
     def files(self) -> list[Path]:
-        """Give the files that may be read."""
+        """Return the files that may be read."""
         return files_under(self.path)
 
     @abstractmethod
     async def open(self, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
-        """Open it, to be closed by the stack; give the number of keys, and the shape of the tensor of this key."""
+        """Open the checkpoint, to be closed by the stack; return the number of keys, and the shape of a key's tensor."""
 
     async def close(self) -> None:
-        """End what lives from round to round."""
+        """Release what is kept between rounds."""
 
 
 class Aiockpt(Opener):
@@ -83,7 +83,7 @@ class Aiockpt(Opener):
 
 
 class Blocking(Opener):
-    """A function that opens, and returns when keys can be looked at."""
+    """A function that blocks until the checkpoint is open."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Blocking(Opener):
 
 
 def read_metadata(path: Path, name: str, note: str = "") -> Opener:
-    """Make the contender ``FileSystemReader.read_metadata``, which unpickles ``.metadata``."""
+    """Return the contender ``FileSystemReader.read_metadata``, which unpickles ``.metadata``."""
 
     def look(directory: Path, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
         metadata = dcp.FileSystemReader(directory).read_metadata()
@@ -112,7 +112,7 @@ def read_metadata(path: Path, name: str, note: str = "") -> Opener:
 
 
 def torch_map(path: Path) -> Opener:
-    """Make the contender ``torch.load(mmap=True)``."""
+    """Return the contender ``torch.load(mmap=True)``."""
 
     def look(file: Path, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
         state = torch.load(file, mmap=True)
@@ -123,7 +123,7 @@ def torch_map(path: Path) -> Opener:
 
 
 def safe_open(path: Path) -> Opener:
-    """Make the contender ``safetensors.safe_open``."""
+    """Return the contender ``safetensors.safe_open``."""
 
     def look(file: Path, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
         from safetensors import safe_open

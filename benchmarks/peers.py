@@ -1,4 +1,4 @@
-"""Peers that the extra `bench` does not install: torchsnapshot and Orbax. Who is missing has a row that says so."""
+"""Peers that the extra `peers` installs: torchsnapshot and Orbax. The row of a missing peer says so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TorchSnapshot(Saver):
     async def save(self, state: State, path: Path) -> Sample:
         started = time.perf_counter()
         items = {"state": self._module.StateDict(**state)}
-        # It runs a loop, so it can't be called in one; its caller waits all the same.
+        # It runs an event loop of its own, so it cannot be called in the caller's; the caller waits all the same.
         pending = await asyncio.to_thread(self._module.Snapshot.async_take, str(path), items)
         blocked = time.perf_counter() - started
         await asyncio.to_thread(pending.wait)
@@ -69,16 +69,16 @@ class Orbax(Saver):
 
 
 def _absolute(path: Path) -> Path:
-    return path.resolve()  # Orbax takes no other
+    return path.resolve()  # Orbax requires an absolute path
 
 
 def more_savers() -> list[Saver]:
-    """Return those who save."""
+    """Return the contenders that save."""
     return [TorchSnapshot(), Orbax(ocdbt=True), Orbax(ocdbt=False)]
 
 
 def load_back(format: Format, path: Path, state: State) -> State:
-    """Load what one of them has saved."""
+    """Load a checkpoint of one of these peers."""
     if format == "torchsnapshot":
         import torchsnapshot
 

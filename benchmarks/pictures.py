@@ -28,7 +28,7 @@ _RATIOS = (
 
 
 def draw(results: Mapping[str, Any], directory: Path) -> list[str]:
-    """Draw every picture that there are figures for; return their names, none if matplotlib is not installed."""
+    """Draw every picture that the results have figures for; return their names, none without matplotlib."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:
@@ -58,7 +58,7 @@ def _canvas(rows: int, columns: int, width: float, height: float) -> tuple[Canva
 
 
 def ratios(results: Mapping[str, Any]) -> Canvas | None:
-    """Draw everybody's speed as a share of the limit."""
+    """Draw each contender's speed as a share of the limit."""
     panels = [
         (title, best_of([each for each in figures(table) if each.ratio is not None]))
         for title, section, begin in _RATIOS
@@ -80,7 +80,7 @@ def ratios(results: Mapping[str, Any]) -> Canvas | None:
 
 
 def best_of(known: Sequence[Figure], most: int = _MOST) -> list[Figure]:
-    """Return the fastest of all that are no limit and do more than map, the fastest first."""
+    """Return the fastest contenders, the fastest first, without limits and contenders that only map."""
     return sorted((each for each in known if not each.is_limit and not each.only_maps), key=lambda each: each.value)[
         :most
     ]
@@ -100,7 +100,7 @@ def _bars(axis: Axes, known: Sequence[Figure], lengths: Sequence[float], texts: 
 
 
 def timeline(results: Mapping[str, Any]) -> Canvas | None:
-    """Draw what each thread and each file of one save did, from its first event to its last."""
+    """Draw the events of each thread and each file of one save."""
     events = results["sections"].get("save", {}).get("details", {}).get("timeline")
     if not events:
         return None
@@ -139,7 +139,7 @@ def _spans(events: Sequence[Mapping[str, Any]], kind: str) -> dict[str, list[tup
 
 
 def scaling(results: Mapping[str, Any]) -> Canvas | None:
-    """Draw speed by size, and time by the number of tensors."""
+    """Draw the speed by size, and the time by the number of tensors."""
     points = results["sections"].get("by size and number", {}).get("details", {})
     if not points:
         return None
@@ -182,7 +182,7 @@ def _lines(
 
 
 def training(results: Mapping[str, Any]) -> Canvas | None:
-    """Draw the throughput that a training loop keeps, and its longest step."""
+    """Draw the throughput that a training loop keeps during saves, and its longest step."""
     for table in tables(results, "training")[:1]:
         whole, longest = figures(table, "train_s"), figures(table, "step_max_s")
         alone = next((each.value for each in whole if each.name == "no checkpoints"), None)

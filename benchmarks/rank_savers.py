@@ -1,4 +1,4 @@
-"""Who saves and loads together with other ranks; all of this runs in the processes of a `World`."""
+"""Contenders that save and load together with other ranks; they run in the processes of a `World`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _COLUMNS = 256
 
 
 def local(state: State) -> State:
-    """Give this rank's parts."""
+    """Return this rank's shards."""
     return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state.items()}
 
 
 def sharded_state(nbytes: int, tensors: int, size: int) -> State:
-    """Make a state of about ``nbytes`` in all, as FSDP2 shards it: matrices by their rows, the norms on every rank."""
+    """Return a state of about ``nbytes`` in all, sharded as by FSDP2: matrices by rows, norms replicated."""
     mesh = init_device_mesh("cpu", (size,))
     parts = transformer_state(nbytes // size, tensors)
     state = {name: DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for name, part in parts.items()}
@@ -47,7 +47,7 @@ def sharded_state(nbytes: int, tensors: int, size: int) -> State:
 
 
 def tiny_state(count: int, size: int) -> State:
-    """Make very small tensors, each sharded over all ranks."""
+    """Return very small tensors, each sharded over all ranks."""
     mesh = init_device_mesh("cpu", (size,))
     return {
         f"table.{number}": DTensor.from_local(random_tensor(2, 4), mesh, [Shard(0)], run_check=False)
@@ -57,7 +57,7 @@ def tiny_state(count: int, size: int) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Whoever takes part in every rank."""
+    """A contender, as the parent process knows it."""
 
     name: str
     note: str
@@ -65,7 +65,7 @@ class Member:
 
 
 class RankSaver(ABC):
-    """One rank's side of a save or a load; `save` and `load` give moments in seconds since they were called."""
+    """One rank of a contender; `save` returns moments in seconds since the call."""
 
     name: str
     note: str = ""
@@ -79,14 +79,14 @@ class RankSaver(ABC):
         """Save together with the other ranks."""
 
     def load(self, target: State, path: Path) -> None:
-        """Load what was saved into a target."""
+        """Load a checkpoint into a target."""
 
     def close(self) -> None:
-        """End what lives from save to save."""
+        """Release what is kept between saves."""
 
 
 class RawRanks(RankSaver):
-    """The limit: every rank writes as many bytes into files of its own, past the page cache."""
+    """The limit: every rank writes the same number of bytes into files of its own, past the page cache."""
 
     note = "no copy, no CRC, no format"
 
@@ -106,7 +106,7 @@ class RawRanks(RankSaver):
 
 
 class AiockptRanks(RankSaver):
-    """This package; ``alone`` when one rank saves all there is."""
+    """This package; with ``alone``, one rank saves the whole state."""
 
     name, note = "aiockpt", "CRC"
 
@@ -150,10 +150,10 @@ class DcpRanks(RankSaver):
     """``dcp.save`` and ``dcp.load``.
 
     Args:
-        rank: this one.
-        threads: with how many it writes.
-        cache: keep plans from save to save.
-        alone: one rank saves all there is.
+        rank: this rank.
+        threads: the number of threads that write.
+        cache: keep plans between saves.
+        alone: one rank saves the whole state.
     """
 
     def __init__(self, rank: Rank, threads: int, *, cache: bool = False, alone: bool = False) -> None:
@@ -172,7 +172,7 @@ class DcpRanks(RankSaver):
         return {"blocked_s": took, "staged_s": took}
 
     def planner(self) -> DefaultSavePlanner:
-        """Make a planner; its plans are kept under the name of its class."""
+        """Return a planner; its class has a new name, under which DCP caches plans."""
         kind = type(f"{type(self).__name__}{id(self)}", (DefaultSavePlanner,), {})
         return kind(enable_plan_caching=self._cache)
 
@@ -181,7 +181,7 @@ class DcpRanks(RankSaver):
 
 
 class DcpAsyncRanks(DcpRanks):
-    """``dcp.async_save`` with a stager that is kept."""
+    """``dcp.async_save`` with one stager for all saves."""
 
     def __init__(self, rank: Rank, *, cache: bool) -> None:
         super().__init__(rank, 2, cache=cache)
@@ -210,7 +210,7 @@ class DcpAsyncRanks(DcpRanks):
 
 
 def prepare(rank: Rank, nbytes: int, tensors: int) -> list[tuple[str, str, bool]]:
-    """Make the state and everybody who saves it; tell their names, notes, and whether they load."""
+    """Create the state and the contenders; return what `introduce` returns."""
     rank.kept["state"] = state = sharded_state(nbytes, tensors, rank.size)
     share = size_of(local(state))
     return introduce(
@@ -229,7 +229,7 @@ def prepare(rank: Rank, nbytes: int, tensors: int) -> list[tuple[str, str, bool]
 
 
 def prepare_tiny(rank: Rank, count: int) -> list[tuple[str, str, bool]]:
-    """Make a state of small tensors, and everybody who saves it, alone too."""
+    """Create a state of small tensors and the contenders, some of which save alone."""
     rank.kept["state"] = tiny_state(count, rank.size)
     rank.kept["whole"] = {name: random_tensor(2 * rank.size, 4) for name in rank.kept["state"]}
     return introduce(
@@ -245,20 +245,20 @@ def prepare_tiny(rank: Rank, count: int) -> list[tuple[str, str, bool]]:
 
 
 def introduce(rank: Rank, savers: list[RankSaver]) -> list[tuple[str, str, bool]]:
-    """Keep everybody who saves; tell their names, notes, and whether they load: what makes a `Member`."""
+    """Keep the contenders; return for each the arguments of a `Member`: its name, its note, and whether it loads."""
     rank.kept["savers"] = {saver.name: saver for saver in savers}
     return [(saver.name, saver.note, saver.loads) for saver in savers]
 
 
 def save_once(rank: Rank, name: str, path: Path) -> Sample:
-    """Save by one of them, all ranks together; moments on the machine's clock are for the parent to compare."""
+    """Save with one contender on all ranks; ``begun`` and ``over`` are `time.monotonic`, to compare between ranks."""
     saver: RankSaver = rank.kept["savers"][name]
     state = rank.kept["whole" if name.endswith("alone") else "state"]
     return _timed(lambda: saver.save(state, path))
 
 
 def load_once(rank: Rank, name: str, path: Path) -> Sample:
-    """Load by one of them into a target that is kept; ValueError if it is not what was saved."""
+    """Load with one contender into the kept target; raise ValueError if it differs from the saved state."""
     saver: RankSaver = rank.kept["savers"][name]
     target = _empty_target(rank)
     sample = _timed(lambda: saver.load(target, path) or {})
@@ -268,7 +268,7 @@ def load_once(rank: Rank, name: str, path: Path) -> Sample:
 
 
 def check(rank: Rank, name: str, path: Path) -> None:
-    """Load what one of them has saved, by aiockpt; ValueError if it is not what was saved."""
+    """Load a contender's checkpoint with aiockpt; raise ValueError if it differs from the saved state."""
     saver: RankSaver = rank.kept["savers"][name]
     if isinstance(saver, RawRanks):
         return
@@ -283,7 +283,7 @@ def check(rank: Rank, name: str, path: Path) -> None:
 
 
 def _empty_target(rank: Rank) -> State:
-    """Return the target that is kept, with zeros in it."""
+    """Return the kept target, filled with zeros."""
     target = rank.kept.get("target")
     if target is None:
         target = rank.kept["target"] = {key: torch.zeros_like(each) for key, each in rank.kept["state"].items()}
@@ -298,7 +298,7 @@ def _compare(loaded: State, state: State) -> None:
 
 
 def close_all(rank: Rank) -> list[str]:
-    """End everybody."""
+    """Close all contenders."""
     for saver in rank.kept.pop("savers").values():
         saver.close()
     rank.kept.clear()

@@ -1,7 +1,7 @@
-"""A sharded state, saved and loaded by several processes together; and what a later save costs them in rounds.
+"""Saves and loads of a sharded state by several processes, and the coordination cost of a later save.
 
-Every process is a rank of a gloo group on this machine. Times are from when the first rank begins until the last is
-done. For the rounds, very small tensors are saved again and again: by all ranks, and by one alone for comparison.
+Every process is a rank of a gloo group on this machine. Times are from the start of the first rank to the end of the
+last. For the cost of coordination, very small tensors are saved repeatedly: by all ranks, and by one rank alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LATER_MS = 50
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     tables: list[Table] = []
     bars: list[Bar] = []
     for size in [int(part) for part in str(options.ranks).split(",")]:
@@ -52,7 +52,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 class _Contest:
-    """The measurements in one world."""
+    """The measurements with one number of ranks."""
 
     def __init__(self, world: World, directory: Path, options: Namespace) -> None:
         self._world, self._directory, self._options = world, directory, options
@@ -84,7 +84,7 @@ class _Contest:
         return tables, [*_bars("save", size, saved), *_bars("load", size, loaded)]
 
     async def tiny(self) -> tuple[list[Table], list[Bar]]:
-        """Save very small tensors again and again."""
+        """Save very small tensors repeatedly."""
         size, count = self._world.size, self._options.count
         members = self._members(rank_savers.prepare_tiny, count)
         runs = await interleave(members, self._rounds, self._save)
@@ -131,7 +131,7 @@ def _settle(_rank: object) -> None:
 
 
 def slowest_of(samples: list[Sample]) -> Sample:
-    """Sum up what the ranks have measured: the slowest of each, and the time from the first begin to the last end."""
+    """Return the slowest rank's value of each moment, and the time from the first start to the last end."""
     names = [name for name in samples[0] if name not in ("begun", "over")]
     whole = max(each["over"] for each in samples) - min(each["begun"] for each in samples)
     return {**{name: max(each.get(name, 0.0) for each in samples) for name in names}, "all_s": whole}
@@ -167,7 +167,7 @@ def _pairs(runs: list[Runs]) -> list[tuple[Runs, str]]:
 
 
 def _more(text: str, run: Runs, alone: Runs) -> Bar:
-    """Say how much longer all ranks take than one alone."""
+    """Return a bar on the extra time of all ranks over one rank alone."""
     extra = (run.median("all_s") - alone.median("all_s")) * 1e3
     best = (run.least("all_s") - alone.least("all_s")) * 1e3
     bound = _LATER_MS if run.name == "aiockpt" else None

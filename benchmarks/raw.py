@@ -1,4 +1,4 @@
-"""The limits: the same bytes moved by nothing but system calls and memmove, in threads."""
+"""The machine's limits: the same bytes moved by system calls and memmove alone, in threads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from benchmarks.states import State, size_of, split
 
 BLOCK_BYTES = 4096
 WRITE_BYTES = 16 << 20
-CHECKED_BYTES = 1 << 20  # read and checked at a time: still in the processor's cache
+CHECKED_BYTES = 1 << 20  # read and checked at a time, small enough for the processor's cache
 FIRST_FILE = "0.raw"
 
 
 class Arena:
-    """Page-aligned memory, touched and random or as fresh as it comes; in huge pages where the system has them.
+    """Page-aligned memory: touched and random, or fresh; in huge pages if the kernel has them.
 
     Attributes:
         view: the bytes.
-        address: of the first byte.
+        address: the address of the first byte.
     """
 
     def __init__(self, nbytes: int, *, touched: bool = True, huge: bool = True) -> None:
@@ -41,12 +41,12 @@ class Arena:
 
 
 def whole_blocks(nbytes: int) -> int:
-    """Round up to what O_DIRECT takes."""
+    """Round up to whole blocks, which O_DIRECT requires."""
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def shares(nbytes: int, threads: int) -> list[tuple[int, int]]:
-    """Cut a length into one range of whole blocks for each thread."""
+    """Split a length into one range of whole blocks for each thread."""
     step = whole_blocks(-(-nbytes // threads))
     total = whole_blocks(nbytes)
     return [(start, min(start + step, total)) for start in range(0, total, step)]
@@ -60,9 +60,9 @@ def in_threads(jobs: Sequence[Callable[[], object]]) -> None:
 
 
 def write_direct(directory: Path, arena: Arena, nbytes: int, threads: int, buffers: Sequence[Arena] = ()) -> None:
-    """Write ``nbytes`` past the page cache and sync them: one file for each thread, from the arena, round and round.
+    """Write ``nbytes`` past the page cache and sync them: one file for each thread, from the arena as a ring.
 
-    With ``buffers``, one for each thread, each piece is copied before, and its CRC computed, as a save does both.
+    With ``buffers``, one for each thread, each piece is copied first and its CRC computed, as in a save.
     """
     directory.mkdir()
     in_threads(
@@ -76,7 +76,7 @@ def write_direct(directory: Path, arena: Arena, nbytes: int, threads: int, buffe
 
 
 def create_direct(path: Path) -> int:
-    """Create a file that is written past the page cache; give its descriptor."""
+    """Create a file for O_DIRECT writes; return its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o644)
 
 
@@ -98,7 +98,7 @@ def _write_file(path: Path, arena: Arena, start: int, stop: int, buffer: Arena |
 
 
 def read_into(path: Path, arena: Arena, threads: int, *, direct: bool, crc: bool = False) -> None:
-    """Read a file into memory, each thread a range of it; and compute the CRC of each piece, if ``crc``."""
+    """Read a file into memory, one range in each thread; if ``crc``, compute the CRC of each piece."""
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
         nbytes = os.fstat(fd).st_size
@@ -124,9 +124,9 @@ def _read_range(fd: int, view: memoryview, start: int, stop: int, *, crc: bool) 
 
 
 def read_runs(path: Path, arena: Arena, runs: Sequence[tuple[int, int]], threads: int) -> None:
-    """Read runs of bytes, given by offset and length, each with a call of its own and nothing around it.
+    """Read runs of bytes, given by offset and length, each with a read call of its own.
 
-    Past the page cache where all of them allow that, else without reading ahead.
+    The reads use O_DIRECT if all runs are aligned; else the page cache without readahead.
     """
     direct = not any(number % BLOCK_BYTES for run in runs for number in run)
     fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
@@ -157,7 +157,7 @@ def _read_each(fd: int, view: memoryview, runs: Sequence[tuple[int, int]]) -> No
 
 
 def copy_state(state: State, arena: Arena, threads: int) -> None:
-    """Copy all tensors into memory, as memmove does it."""
+    """Copy all tensors into the arena with memmove."""
     jobs = []
     begin = 0
     for part in split(state, threads):

@@ -1,4 +1,4 @@
-"""The figures in the README and the pages on benchmarks and scale, written from the results of a whole run."""
+"""The figures in the README and in the pages on benchmarks and scale, written from the results of a full run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MORE = (
 
 
 def section(results: Mapping[str, Any]) -> str:
-    """Return the text between the two markers."""
+    """Return the text between the markers of the README."""
     columns = ("", "aiockpt", "of the machine's limit", "best peer")
     rows = [
         (
@@ -52,7 +52,7 @@ def section(results: Mapping[str, Any]) -> str:
 
 
 def others(results: Mapping[str, Any]) -> str:
-    """Say how busy everything else on the machine was: figures are no better than that."""
+    """Return a remark on the load by other programs, which shows how far the figures can be trusted."""
     shares = [
         report["machine"]["share_of_cores_used_by_others"]
         for report in results["sections"].values()
@@ -62,7 +62,7 @@ def others(results: Mapping[str, Any]) -> str:
 
 
 def scale_section(results: Mapping[str, Any]) -> str:
-    """Return the text between the two markers of the page on scale."""
+    """Return the text between the markers of the page on scale."""
     report = results["sections"]["scale"]
     measured, simulated = report["tables"]
     points = report["details"]["extrapolated"]
@@ -104,7 +104,7 @@ def scale_section(results: Mapping[str, Any]) -> str:
 
 
 def benchmarks_section(results: Mapping[str, Any]) -> str:
-    """Return the text between the two markers of the page on benchmarks."""
+    """Return the text between the markers of the page on benchmarks."""
     lines = [f"On {results['written']}, {others(results)}: {machine_line(results['machine'])}."]
     for name in _SHOWN:
         for shown in results["sections"].get(name, {}).get("tables", ()):
@@ -113,15 +113,15 @@ def benchmarks_section(results: Mapping[str, Any]) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Write a number of bytes."""
+    """Format a number of bytes."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
 
 
 def with_section(text: str, content: str) -> str:
-    """Return a page with what is between its markers replaced.
+    """Return a page with the text between its markers replaced.
 
     Raises:
-        ValueError: it has no markers.
+        ValueError: if the page has no markers.
     """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -131,7 +131,7 @@ def with_section(text: str, content: str) -> str:
 
 
 def rewrite(directory: Path) -> int:
-    """Write the figures anew, into every page that has some; return the exit code."""
+    """Rewrite the figures of every page that has some; return the exit code."""
     results = json.loads((directory / "results.json").read_text())
     for page, content_of in PAGES.items():
         page.write_text(with_section(page.read_text(), content_of(results)))
@@ -140,4 +140,4 @@ def rewrite(directory: Path) -> int:
 
 
 PAGES = {README: section, SCALE: scale_section, BENCHMARKS: benchmarks_section}
-"""The pages that have figures, each with the function that writes them."""
+"""For each page with figures, the function that returns them."""

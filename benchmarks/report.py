@@ -1,4 +1,4 @@
-"""What comes out: tables to read, bars that were held or missed, and all figures as JSON."""
+"""The report of a benchmark: tables, bars that were met or missed, and all figures as JSON."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Cell = Callable[[Runs], str]
 
 @dataclass(slots=True)
 class Table:
-    """Rows of runs.
+    """A table with a row for each contender.
 
     Attributes:
-        columns: what to show of each, between its name and its note.
-        metric: what is compared first of all.
-        limit: how the names of the rows begin that are the limit of the machine.
+        columns: the columns between name and note: for each title a function that returns a cell.
+        metric: the main metric, which is compared.
+        limit: the prefix of the names of the rows that are the machine's limit.
     """
 
     title: str
@@ -36,7 +36,7 @@ class Table:
     limit: str = ""
 
     def render(self) -> RichTable:
-        """Give the table for the terminal."""
+        """Return the table for the terminal."""
         table = RichTable(title=self.title, title_justify="left", header_style="bold")
         table.add_column("", no_wrap=True)
         for name in self.columns:
@@ -58,7 +58,7 @@ class Table:
         ]
 
     def figures(self) -> dict[str, object]:
-        """Return all there is, for JSON."""
+        """Return the table and all its samples, for JSON."""
         return {
             "title": self.title,
             "metric": self.metric,
@@ -71,7 +71,7 @@ class Table:
 
 @dataclass(slots=True)
 class Report:
-    """All there is to say about one benchmark."""
+    """The results of one benchmark."""
 
     benchmark: str
     options: dict[str, object]
@@ -80,10 +80,10 @@ class Report:
     bars: list[Bar]
     remarks: list[str] = field(default_factory=list)
     details: dict[str, object] = field(default_factory=dict)
-    """What pictures are drawn from, besides the tables."""
+    """Further data for pictures."""
 
     def show(self) -> None:
-        """Print it."""
+        """Print the report."""
         console = Console()
         if not console.is_terminal:
             console = Console(width=200)
@@ -95,7 +95,7 @@ class Report:
             console.print(str(bar), highlight=False)
 
     def write(self, path: Path) -> None:
-        """Write all figures, of every round, as JSON."""
+        """Write the figures of all rounds as JSON."""
         content = {
             "benchmark": self.benchmark,
             "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -126,7 +126,7 @@ def _without_nan(value: object) -> object:
 
 
 def duration(seconds: float) -> str:
-    """Write a time so that its size shows."""
+    """Format a time, in seconds or milliseconds."""
     if math.isnan(seconds):
         return "-"
     return (
@@ -139,12 +139,12 @@ def duration(seconds: float) -> str:
 
 
 def median_time(what: str) -> Cell:
-    """Show the median of a time."""
+    """Return a cell with the median of a time."""
     return lambda run: duration(run.median(what))
 
 
 def spread(what: str) -> Cell:
-    """Show the median of a time, and the shortest and longest."""
+    """Return a cell with the median of a time, the shortest and the longest."""
 
     def show(run: Runs) -> str:
         values = run.values(what)
@@ -154,27 +154,27 @@ def spread(what: str) -> Cell:
 
 
 def speed(what: str, nbytes: int) -> Cell:
-    """Show bytes per median time."""
+    """Return a cell with the speed in GiB/s, by the median time."""
     return lambda run: number(nbytes / run.median(what) / 2**30)
 
 
 def of_limit(what: str, limit_s: float) -> Cell:
-    """Show which part of the limit's speed was reached."""
+    """Return a cell with the speed as a share of the limit's."""
     return lambda run: number(limit_s / run.median(what))
 
 
 def most_mib(what: str) -> Cell:
-    """Show the greatest of all sizes, the warm-up's included."""
+    """Return a cell with the greatest size in MiB, the warm-up included."""
     return lambda run: number(run.most(what) / 2**20, digits=0)
 
 
 def number(value: float, digits: int = 2) -> str:
-    """Write a number, or a dash when there is none."""
+    """Format a number; a dash for NaN."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def shorten(text: str, limit: int = 160) -> str:
-    """Give the beginning of a long error, and its last line, where the cause often is."""
+    """Return the beginning of a long error, and its last line, which often states the cause."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     brief = lines[0] if len(lines) < 2 else f"{lines[0][: limit // 2]} ... {lines[-1]}"
     return brief if len(brief) <= limit else f"{brief[:limit]}..."

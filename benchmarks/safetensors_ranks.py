@@ -1,7 +1,7 @@
-"""Safetensors of a sharded state: files that all ranks write together, or shards that are consolidated afterwards.
+"""Safetensors of a sharded state: files that all ranks write together, compared with shards consolidated afterwards.
 
-Every process is a rank of a gloo group on this machine. Times are from when the first rank begins until the last is
-done. DCP's writer for Hugging Face syncs nothing; aiockpt's time is to the durable checkpoint.
+Every process is a rank of a gloo group on this machine. Times are from the start of the first rank to the end of the
+last. DCP's writer for Hugging Face syncs nothing; aiockpt's time is that of the durable checkpoint.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class HuggingFaceRanks(RankSaver):
     """``dcp.save`` with its writer for Hugging Face, which consolidates the shards of all ranks.
 
     Args:
-        rank: this one.
-        threads: with how many it writes, and consolidates.
+        rank: this rank.
+        threads: the number of threads that write, and that consolidate.
     """
 
     loads = False
@@ -57,13 +57,13 @@ class HuggingFaceRanks(RankSaver):
         )
         started = time.perf_counter()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is new
+            warnings.simplefilter("ignore")  # the writer's warnings about itself
             dcp.save(state, storage_writer=writer)
         return {"blocked_s": time.perf_counter() - started}
 
 
 def prepare(rank: Rank, nbytes: int, tensors: int) -> list[tuple[str, str, bool]]:
-    """Make the state and everybody who saves it; return their names and notes."""
+    """Create the state and the contenders; return what `introduce` returns."""
     rank.kept["state"] = state = sharded_state(nbytes, tensors, rank.size)
     savers = [
         RawRanks(rank, 1, size_of(local(state))),
@@ -75,7 +75,7 @@ def prepare(rank: Rank, nbytes: int, tensors: int) -> list[tuple[str, str, bool]
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     tables, bars = [], []
     rounds, nbytes = options.rounds or ROUNDS, int(options.gib * 2**30)
     for size in [int(part) for part in str(options.ranks).split(",")]:

@@ -1,4 +1,4 @@
-"""A large state, saved by everybody, and loaded back each time; limits are raw writes and plain copies."""
+"""Saves of a large state, each loaded back; the limits are raw writes and plain copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SMALL_POOL = "aiockpt, 256 MiB pool"
 
 
 def savers(state: State) -> list[Saver]:
-    """Give everybody who can save a state of large tensors."""
+    """Return all contenders for a state of large tensors."""
     arena = raw.Arena(size_of(state))
     return [
         *(RawWrite(threads, arena) for threads in (1, 2, 4)),
@@ -60,8 +60,8 @@ def savers(state: State) -> list[Saver]:
 
 
 async def measure(taking_part: Sequence[Saver], state: State, directory: Path, rounds: int) -> list[Runs]:
-    """Let everybody save the state in rounds, under a ticking loop and with the memory watched; load it back."""
-    kept: dict[str, float] = defaultdict(float)  # what each has taken in earlier rounds and not given back
+    """Save in rounds, and measure the lag of the loop and the memory; load each checkpoint back."""
+    kept: dict[str, float] = defaultdict(float)  # memory that each contender keeps from earlier rounds
 
     async def save_once(saver: Saver, number: int) -> Sample:
         path = directory / f"{taking_part.index(saver)}-{number}"
@@ -89,7 +89,7 @@ async def measure(taking_part: Sequence[Saver], state: State, directory: Path, r
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     nbytes = size_of(state)
     taking_part = chosen(savers(state), options.only)
@@ -122,7 +122,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def timeline(saver: Aiockpt) -> list[dict[str, object]]:
-    """Return what each thread did in the last save, and what happened to each file, in seconds since the call."""
+    """Return the events of each thread and each file in the last save, in seconds since the call."""
     result = saver.last
     if result is None:
         return []
@@ -142,7 +142,7 @@ def _is_async(run: Runs) -> bool:
 
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     ours, small, what = one(runs, "aiockpt"), one(runs, _SMALL_POOL), "durable_s"
     prewarmed = one(runs, PrewarmedAiockpt.name)
     limits, default = those(runs, "raw"), those(runs, "dcp.save, thread_count=1")

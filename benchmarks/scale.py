@@ -1,10 +1,10 @@
-"""Coordination of very many ranks: measured with processes, simulated on rank 0, and extrapolated from both.
+"""Coordination of very many ranks: measured with processes, simulated on rank 0, and extrapolated by a model.
 
-Measured are rounds of messages between real processes over loopback, and what a link costs rank 0. Simulated is rank 0
-of ranks that are only imagined: with the code of a save, it unpickles what each would send, plans, checks, encodes the
-index and the manifest and pickles each answer. A formula is fitted to both, held against saves of the real processes,
-and evaluated where nothing can be measured. An item is one part of a tensor that one rank writes; every tensor has a
-part on every rank.
+Measured: rounds of messages between real processes over loopback, and the cost of a link on rank 0. Simulated: rank 0's
+work. With the code of a save, it unpickles the messages of simulated ranks, plans, checks, encodes the index and the
+manifest, and pickles the replies. A formula is fitted to both, compared with saves of the real processes, and evaluated
+for worlds that cannot be measured. An item is a part of a tensor that one rank writes; every tensor has a part on every
+rank.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _BAR_AT, _BAR_S = (512, 1000), 1.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds or bytes of a save: a constant, so much for each rank, and so much for each item of all ranks.
+    """A linear cost of a save, in seconds or bytes: a constant, a cost per rank, and a cost per item of all ranks.
 
     Attributes:
-        worst: the greatest deviation from a point that it was fitted to, relative to that.
+        worst: the greatest relative deviation from a fitted point.
     """
 
     constant: float
@@ -74,7 +74,7 @@ class Costs:
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> Costs:
-    """Fit costs to points of ranks, items of each rank, and cost; relative errors count, and no part is negative."""
+    """Fit costs to points (ranks, items of each rank, cost) by least relative squares; no coefficient is negative."""
     known = np.array([[1.0, ranks, ranks * items] for ranks, items, _ in points])
     costs = np.array([cost for *_, cost in points])
     used = [0, 1, 2]
@@ -91,16 +91,16 @@ def fit(points: Sequence[tuple[float, float, float]]) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a save costs in coordination: rank 0's own work, and rounds of messages.
+    """The cost of coordinating a save: rank 0's own work, and rounds of messages.
 
     Attributes:
-        first: rank 0's work of a first save, in seconds.
-        later: that of a later one.
-        index_bytes: of `.metadata`.
-        first_bytes: all messages to rank 0 in a first save.
-        later_bytes: those in a later one.
-        round_s: of one round of small messages.
-        message_s: for each byte of larger ones.
+        first: rank 0's work in a first save, in seconds.
+        later: rank 0's work in a later save, in seconds.
+        index_bytes: the size of `.metadata`.
+        first_bytes: the size of all messages to rank 0 in a first save.
+        later_bytes: the size of all messages to rank 0 in a later save.
+        round_s: the time of one round of small messages.
+        message_s: the seconds per byte of larger messages.
     """
 
     first: Costs
@@ -112,7 +112,7 @@ class Model:
     message_s: float
 
     def save_s(self, ranks: int, items: int, *, later: bool) -> float:
-        """Return the seconds from the call until committed that are not for the ranks' own data."""
+        """Return the seconds that coordination adds between the call and the commit."""
         work, sent = (self.later, self.later_bytes) if later else (self.first, self.first_bytes)
         messages = _ROUNDS_OF_A_SAVE * self.round_s.at(ranks, 0) + self.message_s * sent.at(ranks, items)
         return work.at(ranks, items) + messages
@@ -122,7 +122,7 @@ class Model:
 
 
 def measure_rounds(rank: Rank, count: int, payload: int) -> Sample:
-    """Be one of the ranks that run rounds together; return the median seconds of one, and what links cost."""
+    """Run rounds together with the other ranks; return the median time of a round, and the cost of the links."""
 
     async def decide(values: Sequence[bytes]) -> Sequence[None]:
         return [None] * len(values)
@@ -139,13 +139,13 @@ def measure_rounds(rank: Rank, count: int, payload: int) -> Sample:
                 began = time.perf_counter()
                 await coordinator.round("plan", f"round {number_} of {what}", value, decide)
                 each.append(time.perf_counter() - began)
-                if not used:  # now: who is done with the last round closes its links
+                if not used:  # measured now: a rank that is done with the last round closes its links
                     used = {
                         "descriptors": _descriptors() - files,
                         "threads": _threads() - threads,
                         "memory_bytes": resident_bytes() - memory,
                     }
-            took[what] = statistics.median(each[1:])  # the first one makes the links
+            took[what] = statistics.median(each[1:])  # the first round opens the links
         await asyncio.to_thread(coordinator.close)
         return {**took, **used}
 
@@ -163,7 +163,7 @@ def _threads() -> int:
 def measure_worlds(
     sizes: Sequence[int], items: int, rounds: int, directory: Path
 ) -> Iterator[tuple[int, Runs, Sample]]:
-    """Yield what real ranks measure: saves of tensors that each have a part on every rank, and rounds."""
+    """Yield measurements with real ranks: saves of tensors that have a part on every rank, and rounds of messages."""
     for size in sizes:
         run = Runs(f"{size} processes")
         run.error = limits.current.get().without.get(run.name)
@@ -199,7 +199,7 @@ def _save(world: World, name: str, path: Path) -> Sample:
 
 
 def simulate(options: Namespace, directory: Path) -> Iterator[tuple[str, Imagined, Runs]]:
-    """Yield every point; those are left out that would take longer than a smaller one that took too long."""
+    """Yield every point; do not run a point that is larger than one that exceeded its time or memory."""
     for kind in _KINDS:
         failed: list[Imagined] = []
         for items in _numbers(options.items):
@@ -224,7 +224,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _simulate_point(run: Runs, kind: str, world: Imagined, directory: Path, rounds: int, limit_s: float) -> None:
-    """Simulate one point in a process of its own, which ends when it takes too long or too much memory."""
+    """Simulate one point in a process of its own, which ends if it exceeds its time or memory."""
     processes = context()
     ours, theirs = processes.Pipe(duplex=False)
     process = processes.Process(target=_work, args=(kind, world, str(directory), rounds, theirs), daemon=True)
@@ -250,7 +250,7 @@ def _simulate_point(run: Runs, kind: str, world: Imagined, directory: Path, roun
 
 
 def _work(kind: str, world: Imagined, directory: str, rounds: int, pipe: Connection) -> None:
-    """Be the process of one point."""
+    """Run one point, in its process."""
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     try:
         with tempfile.TemporaryDirectory(dir=directory) as folder:
@@ -274,7 +274,7 @@ def _sample(spent: Sample, rank0: Any) -> Sample:
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, simulate, extrapolate, and judge."""
+    """Run the benchmark, and return its report."""
     items_of_real = min(_numbers(options.items))
     real = list(measure_worlds(_numbers(options.world), items_of_real, options.rounds or ROUNDS, directory))
     points = list(simulate(options, directory))
@@ -300,7 +300,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def model_of(ours: Sequence[tuple[Imagined, Runs]], messages: dict[int, Sample]) -> Model:
-    """Fit the model to what was simulated and measured."""
+    """Fit the model to the simulated and measured points."""
 
     def of(what: str, *, later: bool = True) -> Costs:
         return fit([(w.ranks, w.items, run.median(what) if later else run.first[what]) for w, run in ours])
@@ -353,7 +353,7 @@ def _simulated(points: Sequence[tuple[str, Imagined, Runs]]) -> Table:
 
 
 def extrapolated(model: Model, ranks: Sequence[int], items: Sequence[int]) -> list[dict[str, float]]:
-    """Return what the model says of every point, measured or not."""
+    """Return the model's values for every point, measured or not."""
     return [
         {
             "ranks": size,
@@ -376,7 +376,7 @@ def panels(
     ranks: Sequence[int],
     items_of_real: int,
 ) -> list[dict[str, Any]]:
-    """Return what the picture shows: seconds and bytes over the number of ranks."""
+    """Return the panels of the picture: seconds and bytes by the number of ranks."""
     sizes = sorted({*ranks, *(size for size, *_ in real)})
     seconds: dict[str, list[tuple[int, float]]] = {}
     nbytes: dict[str, list[tuple[int, float]]] = {}
@@ -405,7 +405,7 @@ def panels(
 
 
 def remarks(model: Model, messages: dict[int, Sample]) -> list[str]:
-    """Say what the model consists of, and how well it fits."""
+    """Return remarks on the parts of the model, and on its fit."""
     files, memory = (
         fit([(size - 1, 0, max(1.0, sample[what])) for size, sample in messages.items()])
         for what in ("descriptors", "memory_bytes")

@@ -1,4 +1,4 @@
-"""Choosing who takes part."""
+"""The selection of contenders by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Contender = TypeVar("Contender", bound=Named)
 
 
 def chosen(contenders: Sequence[Contender], only: str | None) -> list[Contender]:
-    """Give those whose names contain one of the comma-separated parts; all of them when nothing is asked.
+    """Return the contenders whose names contain one of the comma-separated parts; all of them without ``only``.
 
     Raises:
-        SystemExit: nobody is left.
+        SystemExit: if no contender is left.
     """
     if not only:
         return list(contenders)

@@ -1,7 +1,7 @@
-"""Parts of large tensors, read from the disk: how long it takes, and how many bytes it moves.
+"""Reads of parts of large tensors from the disk: their time, and the bytes that they move.
 
-Files are opened before, which ``open`` measures. Asked for are the bytes of read calls; from the disk come whole
-pages, what the kernel reads ahead, and what is mapped.
+Opening the files does not count here; ``open`` measures it. Bytes asked for are those of read calls. Bytes from the
+disk are whole pages, with readahead and mapped pages.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _OURS, _STOCK = "aiockpt, own files", "aiockpt, dcp.save's files"
 
 
 def wide_state(nbytes: int, tensors: int) -> State:
-    """Make fp32 matrices of 4096 columns, of about ``nbytes`` in all."""
+    """Return fp32 matrices of 4096 columns, of about ``nbytes`` in all."""
     rows = max(_PARTS, nbytes // tensors // (4 * _COLUMNS))
     return {f"layers.{number}.weight": random_tensor(rows, _COLUMNS) for number in range(tensors)}
 
 
 def parts(rows: int, columns: int) -> dict[str, Index]:
-    """Give the parts to read, by name."""
+    """Return the parts to read, by name."""
     everything, few = slice(0, columns), max(1, rows // _PARTS)
     middle, quarter, half = rows // 2 + 3, columns // 4 + 5, columns // 2 + 5
     return {
@@ -49,7 +49,7 @@ def parts(rows: int, columns: int) -> dict[str, Index]:
 
 
 def slicers(directory: Path, state: State, arena: raw.Arena) -> list[Slicer]:
-    """Give everybody who can read parts."""
+    """Return all contenders."""
     return [
         RawRead(directory / "raw", state, arena, span=False),
         RawRead(directory / "raw", state, arena, span=True),
@@ -62,10 +62,10 @@ def slicers(directory: Path, state: State, arena: raw.Arena) -> list[Slicer]:
 
 
 async def measure(taking_part: Sequence[Slicer], state: State, index: Index, rounds: int) -> tuple[list[Runs], str]:
-    """Let everybody read a part in rounds, each time from the disk; it is compared with what was saved.
+    """Read a part in rounds, each time from the disk; compare it with the saved state.
 
     Returns:
-        All runs, and how files were taken out of the page cache.
+        All runs, and the means by which files were dropped from the page cache.
     """
     expected = {name: tensor[index] for name, tensor in state.items()}
     means = ""
@@ -86,7 +86,7 @@ async def measure(taking_part: Sequence[Slicer], state: State, index: Index, rou
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     state = wide_state(int(options.gib * 2**30), options.tensors)
     taking_part = chosen(slicers(directory, state, raw.Arena(size_of(state))), options.only)
     rounds = options.rounds or ROUNDS
@@ -109,7 +109,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def columns_of(own_bytes: int) -> dict[str, Cell]:
-    """Give what the tables show."""
+    """Return the columns of the tables."""
     return {
         "read (min..max)": spread("read_s"),
         "first": lambda run: duration(run.first["read_s"]),
@@ -127,7 +127,7 @@ def _times(run: Runs, what: str, own_bytes: int) -> str:
 
 
 def bars(part: str, runs: Sequence[Runs], own_bytes: int) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     ours, what = one(runs, _OURS), "read_s"
     asked = [
         Bar(f"{part}, {run.name}: bytes asked for : its own", run.median("asked_bytes") / own_bytes, 1.1, at_most=True)

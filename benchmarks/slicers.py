@@ -1,4 +1,4 @@
-"""Who reads a part of every tensor: aiockpt, its peers, and the limits."""
+"""Contenders that read a part of every tensor: aiockpt, its peers, and the machine's limits."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from benchmarks.machine import files_under
 from benchmarks.states import State
 
 Index = tuple[slice, slice]
-"""Rows and columns: their first, and the one after their last."""
+"""A range of rows and a range of columns."""
 
 
 class Slicer(ABC):
-    """Reads one part of every tensor that was saved to a path.
+    """A contender that reads one part of every tensor of a checkpoint.
 
     Attributes:
         path: the file or directory it reads.
-        asks: whether it gets all bytes by read calls, so that they can be counted; mapped pages can't.
+        asks: whether it gets all bytes by read calls, which can be counted; mapped pages cannot.
     """
 
     name: str
@@ -40,18 +40,18 @@ class Slicer(ABC):
         self.path = path
 
     def files(self) -> list[Path]:
-        """Give the files that are read."""
+        """Return the files that are read."""
         return files_under(self.path)
 
     async def open(self, stack: AsyncExitStack) -> None:
-        """Open what is there, to be closed by the stack. Belongs to no measurement."""
+        """Open the checkpoint, to be closed by the stack; this is not measured."""
 
     @abstractmethod
     async def read(self, index: Index) -> State | None:
-        """Read this part of every tensor into memory of its own; None when what comes is only bytes."""
+        """Read this part of every tensor into memory of its own; return None if only bytes are read."""
 
     async def close(self) -> None:
-        """End what lives from round to round."""
+        """Release what is kept between rounds."""
 
 
 class Aiockpt(Slicer):
@@ -75,7 +75,7 @@ class Aiockpt(Slicer):
 
 
 class PartPlanner(DefaultLoadPlanner):
-    """Asks DCP for a part of every tensor, as its own planner does for the shards of a DTensor."""
+    """A load planner that asks for a part of every tensor, as DCP's own planner does for the shards of a DTensor."""
 
     def __init__(self, index: Index) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def _less(left: Sequence[int], right: Sequence[int]) -> torch.Size:
 
 
 class DcpLoad(Slicer):
-    """``dcp.load`` with a planner that asks for no more than the part."""
+    """``dcp.load`` with a planner that asks for the part alone."""
 
     name = "dcp.load, a plan of the part"
     note = "reads .metadata meanwhile"
@@ -156,12 +156,12 @@ class Safetensors(Slicer):
 
     async def read(self, index: Index) -> State:
         names = self._file.keys()
-        # What it gives is a view of the mapped file.
+        # get_slice returns a view of the mapped file.
         return {name: self._file.get_slice(name)[index].clone() for name in names}
 
 
 class RawRead(Slicer):
-    """The limit: nothing but the bytes of the part, read into touched memory in two threads."""
+    """The limit: the bytes of the part, or with ``span`` all from its first to its last, read into touched memory."""
 
     def __init__(self, path: Path, state: State, arena: raw.Arena, *, span: bool) -> None:
         super().__init__(path)
@@ -178,7 +178,7 @@ class RawRead(Slicer):
 
 
 def _placed(state: Mapping[str, torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Give every tensor with its offset, as if they lay one after the other."""
+    """Return every tensor with its offset, as if the tensors lay one after the other."""
     placed, begin = [], 0
     for tensor in state.values():
         placed.append((begin, tensor))
@@ -187,7 +187,7 @@ def _placed(state: Mapping[str, torch.Tensor]) -> list[tuple[int, torch.Tensor]]
 
 
 def runs_of(tensor: torch.Tensor, index: Index, begin: int) -> list[tuple[int, int]]:
-    """Give offset and length of each run of bytes that a part of a tensor consists of."""
+    """Return offset and length of each contiguous run of bytes of a part of a tensor."""
     rows, columns = index
     length, row_bytes = (columns.stop - columns.start) * tensor.itemsize, tensor.shape[1] * tensor.itemsize
     if length == row_bytes:
@@ -197,6 +197,6 @@ def runs_of(tensor: torch.Tensor, index: Index, begin: int) -> list[tuple[int, i
 
 
 def _span(runs: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Give the blocks from the first byte of the first run to the last of the last one."""
+    """Return offset and length of the blocks from the first byte of the first run to the last byte of the last run."""
     begin = runs[0][0] // raw.BLOCK_BYTES * raw.BLOCK_BYTES
     return begin, raw.whole_blocks(sum(runs[-1]) - begin)

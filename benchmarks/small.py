@@ -1,4 +1,4 @@
-"""Very many very small tensors: where the cost for each tensor shows, also beside a thread that needs the GIL."""
+"""Very many very small tensors: the cost per tensor, also beside a thread that needs the GIL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BESIDE = ", beside a busy thread"
 
 @contextmanager
 def busy_thread() -> Iterator[None]:
-    """Count in a thread: it wants the GIL all the time, and gives it away only when asked to."""
+    """Count in a thread that never blocks, and releases the GIL only when another thread requests it."""
     over = False
 
     def count() -> None:
@@ -47,7 +47,7 @@ def busy_thread() -> Iterator[None]:
 
 
 class Beside(AiockptLoader):
-    """Loads beside a busy thread."""
+    """A load beside a busy thread."""
 
     async def measured(self) -> tuple[State | None, Sample]:
         with busy_thread():
@@ -55,7 +55,7 @@ class Beside(AiockptLoader):
 
 
 def loaders(directory: Path, target: State) -> list[Loader]:
-    """Return the loaders that take part; dcp.load would take minutes."""
+    """Return the contenders that load; dcp.load is left out, because it would take minutes."""
     return [
         AiockptLoader(directory / "aiockpt", name=NEW),
         AiockptLoader(directory / "aiockpt", target, name=TARGET),
@@ -67,7 +67,7 @@ def loaders(directory: Path, target: State) -> list[Loader]:
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     state = small_state(options.count, options.nbytes)
     savers = [Aiockpt(), dcp_save(1), torch_save(), safetensors_save()]
     rounds = options.rounds or ROUNDS
@@ -99,7 +99,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare saves with the project's targets."""
     ours, what = one(runs, "aiockpt"), "durable_s"
     peers = those(runs, "torch", "safetensors")
     return [
@@ -111,7 +111,7 @@ def bars(runs: Sequence[Runs]) -> list[Bar]:
 
 
 def load_bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold the loads against the project's own figures."""
+    """Compare loads with the project's targets."""
     found, what = [], "loaded_s"
     for name in (NEW, TARGET):
         alone, beside = one(runs, name), one(runs, name + BESIDE)
@@ -123,7 +123,7 @@ def load_bars(runs: Sequence[Runs]) -> list[Bar]:
 
 
 def remarks(runs: Sequence[Runs]) -> list[str]:
-    """Tell the first save of a structure, which plans, apart from later ones."""
+    """Return a remark on the first save, which plans, unlike later ones."""
     first = one(runs, "aiockpt").first
     moments = {"captured": "captured_s", "planned": "planned_s", "staged": "staged_s", "written": "written_s"}
     if not first:

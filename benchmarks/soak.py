@@ -1,8 +1,7 @@
-"""A soak: a program that saves, loads and deletes for a long time, with faults and cancellations; nothing may be lost.
+"""A soak test: saves, loads and deletions for a long time, with faults and cancellations; nothing may be lost.
 
-The quick form is some 200 saves. ``--full`` makes 1,000, and goes on until ``--seconds`` are over. The exit code is 1
-if anything is lost, leaks, or ends in another way than it should. It runs from the repository, for the course is that
-of the tests.
+By default it makes some 200 saves; with ``--full`` at least 1,000, until ``--seconds`` are over. The exit code is 1 if
+something is lost, leaks, or ends in an unexpected way. Run it from the repository: it uses the soak test's course.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from benchmarks.report import Report, Table, number, shorten
 
 OPTIONS = ("full", "seconds")
 DEFAULTS = {"seconds": 300.0}
-JUDGED = True  # a bar that is missed is an error
+JUDGED = True  # a missed bar makes the exit code 1
 
 _GROWTH_MIB = 16
 
-# In this order; others come behind them.
+# These counts come first in the table, in this order.
 _COUNTS = (
     "rounds",
     "saves",
@@ -41,11 +40,11 @@ _COUNTS = (
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Run it, and judge."""
-    from tests.soak.course import ROUNDS, Soak  # not when the command line is made: it takes a second
+    """Run the soak, and return its report."""
+    from tests.soak.course import ROUNDS, Soak  # late: it takes a second
     from tests.soak.gauges import growth_bytes
 
-    logging.getLogger("aiockpt").setLevel(logging.CRITICAL)  # failures are what it is about
+    logging.getLogger("aiockpt").setLevel(logging.CRITICAL)  # failures are part of the test
     soak = Soak(directory, seed=1)
     await soak.run(
         1000 if options.full else 200,
@@ -61,11 +60,11 @@ async def run(options: Namespace, directory: Path) -> Report:
     runs = [Runs(what, samples=[{"count": float(count)}]) for what, count in counts.items()]
     table = Table("soak", {"count": lambda run: number(run.median("count"), digits=0)}, runs)
     bars = [
-        Bar("lost: announced, and not there as it was", len(tally.lost), 0, at_most=True, unit=""),
-        Bar("ended in another way than it should", len(tally.wrong), 0, at_most=True, unit=""),
+        Bar("lost: announced, but missing or different", len(tally.lost), 0, at_most=True, unit=""),
+        Bar("ended in an unexpected way", len(tally.wrong), 0, at_most=True, unit=""),
         Bar("leaks: files, threads, processes, tasks, leases, states", len(tally.leaks), 0, at_most=True, unit=""),
         Bar("growth of resident memory after a warm-up", growth_mib, _GROWTH_MIB, at_most=True, unit="MiB"),
     ]
     remarks = [shorten(each, 1000) for each in (*tally.lost, *tally.wrong, *tally.leaks)]
-    remarks.append(f"each round makes a checkpointer, in one of {len(ROUNDS)} ways; growth is from round to round")
+    remarks.append(f"each round creates a checkpointer in one of {len(ROUNDS)} ways; growth is between rounds")
     return Report("soak", vars(options), machine.facts(directory), [table], bars, remarks)

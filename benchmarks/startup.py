@@ -1,7 +1,7 @@
-"""A tiny state in a new process: the import of a package and its first save or load, after ``import torch``.
+"""Startup: the import of a package and its first save or load of a tiny state, in a new process after ``import torch``.
 
-``python -m benchmarks.startup CONTENDER DIRECTORY startup`` imports torch alone, says that it is ready, waits
-for a line, imports and saves or loads, and prints the figures.
+``python -m benchmarks.startup CONTENDER DIRECTORY startup`` imports torch alone, prints "ready", waits for a line on
+stdin, imports the package, saves or loads, and prints the figures.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ALL = {f"{name}, first {what}": (name, what) for what in ("save", "load") for n
 
 
 def tiny_state() -> dict[str, torch.Tensor]:
-    """Make what is saved."""
+    """Return the tiny state."""
     return {"weight": torch.arange(256.0).view(16, 16), "bias": torch.arange(16)}
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     from benchmarks import machine
     from benchmarks.bars import Bar, one
     from benchmarks.checkpoints import make
@@ -78,7 +78,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def save(package: Any, path: Path) -> None:
-    """Save the tiny state as a package does."""
+    """Save the tiny state with a package."""
     if package.__name__ == "aiockpt":
         with package.SyncCheckpointer() as checkpointer:
             checkpointer.save(tiny_state(), path)
@@ -91,7 +91,7 @@ def save(package: Any, path: Path) -> None:
 
 
 def load(package: Any, path: Path) -> dict[str, torch.Tensor]:
-    """Load as a package does."""
+    """Load the tiny state with a package."""
     if package.__name__ == "aiockpt":
         with package.SyncCheckpointer() as checkpointer:
             return checkpointer.load(path)
@@ -105,10 +105,10 @@ def load(package: Any, path: Path) -> dict[str, torch.Tensor]:
 
 
 def measured(name: str, directory: Path) -> dict[str, float]:
-    """Import, save or load when told to; return what it took.
+    """Wait for a line on stdin, then import, and save or load; return the times.
 
     Raises:
-        ValueError: what was loaded differs, or what was saved comes back differently.
+        ValueError: if the loaded state differs from the saved one.
     """
     module, what = _ALL[name]
     package, file = _MODULES[module]

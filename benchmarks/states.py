@@ -1,4 +1,4 @@
-"""The state dicts that are saved: incompressible, filled fast, every tensor with memory of its own."""
+"""The state dicts that are saved: random bits, and memory of its own for every tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PAGE_BYTES = 4096
 
 
 def transformer_state(nbytes: int, tensors: int) -> State:
-    """Make fp32 tensors of about ``nbytes`` in all, sized like the matrices of a transformer's layers."""
+    """Return fp32 tensors of about ``nbytes`` in all, sized like the matrices of a transformer's layers."""
     names = [f"layers.{number // len(_LAYER)}.{list(_LAYER)[number % len(_LAYER)]}" for number in range(tensors)]
     weights = [_LAYER[name.rpartition(".")[2]] for name in names]
     rows = nbytes / sum(weights) / (4 * _COLUMNS)
@@ -27,28 +27,28 @@ def transformer_state(nbytes: int, tensors: int) -> State:
 
 
 def small_state(count: int, nbytes: int) -> State:
-    """Make ``count`` fp32 tensors of ``nbytes`` each."""
+    """Return ``count`` fp32 tensors of ``nbytes`` each."""
     block = random_tensor(count, max(1, nbytes // 4))
     return {f"table.{number // 1000}.{number % 1000}": row.clone() for number, row in enumerate(block)}
 
 
 def random_tensor(*shape: int) -> torch.Tensor:
-    """Make an fp32 tensor of random bits: no compression finds anything in it."""
+    """Return an fp32 tensor of random bits, which cannot be compressed."""
     return torch.empty(shape, dtype=torch.int32).random_().view(torch.float32)
 
 
 def empty_like(state: Mapping[str, torch.Tensor]) -> State:
-    """Make a target to load into, its memory touched."""
+    """Return a target to load into, its memory touched."""
     return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
 
 def size_of(state: Mapping[str, torch.Tensor]) -> int:
-    """Count the bytes of a state."""
+    """Return the bytes of a state."""
     return sum(tensor.nbytes for tensor in state.values())
 
 
 def split(state: Mapping[str, torch.Tensor], parts: int) -> list[State]:
-    """Deal the tensors out so that every part has about as many bytes."""
+    """Split a state into parts of about the same number of bytes."""
     dealt: list[State] = [{} for _ in range(parts)]
     sizes = [0] * parts
     for name, tensor in sorted(state.items(), key=lambda item: -item[1].nbytes):
@@ -59,7 +59,7 @@ def split(state: Mapping[str, torch.Tensor], parts: int) -> list[State]:
 
 
 def same_bits(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether two states hold the same, to the bit: NaNs too."""
+    """Return whether two states are equal bit for bit, NaNs included."""
     return left.keys() == right.keys() and all(
         tensor.shape == right[name].shape
         and tensor.dtype == right[name].dtype
@@ -73,18 +73,18 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(state: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Give the CRC-32 of every tensor: to compare what another process has."""
+    """Return the CRC-32 of every tensor, to compare states of two processes."""
     return {name: crc32(_bytes_of(tensor).numpy()) for name, tensor in state.items()}
 
 
 def read_pages(state: Mapping[str, torch.Tensor]) -> None:
-    """Read a byte of every page: of a state that is mapped, nothing is there before."""
+    """Read a byte of every page, so that the pages of a mapped state are read from the file."""
     for tensor in state.values():
         _byte_of_each_page(tensor).max()
 
 
 def write_pages(state: Mapping[str, torch.Tensor]) -> None:
-    """Write a byte of every page back: a state that is mapped then has memory of its own, as after training."""
+    """Write a byte of every page, so that a mapped state gets memory of its own, as in training."""
     for tensor in state.values():
         _byte_of_each_page(tensor).bitwise_or_(0)
 

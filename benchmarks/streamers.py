@@ -1,6 +1,6 @@
-"""Who else loads: packages made for it. They are optional; who is not installed has a row that says so.
+"""Contenders that load: packages made for loading. They are optional; the row of a missing package says so.
 
-Run:ai Model Streamer and fastsafetensors are made for GPUs, but work without one; both read files of safetensors.
+Run:ai Model Streamer and fastsafetensors are made for GPUs, but work without one; both read safetensors files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.states import State
 
 
 def runai_load(path: Path) -> Loader:
-    """Make the contender Run:ai Model Streamer, which gives every tensor memory that is the caller's."""
+    """Return the contender Run:ai Model Streamer, whose tensors own their memory."""
 
     def load(file: Path) -> State:
         from runai_model_streamer import SafetensorsStreamer
@@ -27,12 +27,12 @@ def runai_load(path: Path) -> Loader:
 
 
 def fastsafetensors_load(path: Path, *, direct: bool) -> Loader:
-    """Make the contender fastsafetensors, without GPUDirect Storage."""
+    """Return the contender fastsafetensors, without GPUDirect Storage."""
 
     def load(file: Path) -> State:
         from fastsafetensors import fastsafe_open
 
-        os.environ["FASTSAFETENSORS_ODIRECT"] = str(int(direct))  # its default would pass the page cache by
+        os.environ["FASTSAFETENSORS_ODIRECT"] = str(int(direct))  # by default it bypasses the page cache
         with fastsafe_open([str(file)], device="cpu", nogds=True) as opened:
             names = opened.keys()
             return {name: opened.get_tensor(name) for name in names}
@@ -41,7 +41,7 @@ def fastsafetensors_load(path: Path, *, direct: bool) -> Loader:
 
 
 class TorchCheckpointing(Loader):
-    """``torch_checkpointing``, a file after the other."""
+    """``torch_checkpointing``, which reads one file after the other."""
 
     def __init__(self, path: Path, target: State | None = None, *, direct: bool) -> None:
         super().__init__(path)

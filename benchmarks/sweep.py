@@ -1,4 +1,4 @@
-"""Saves by size and by the number of tensors: what grows with bytes, and what with keys."""
+"""Saves by size and by number of tensors: the costs that grow with bytes, and those that grow with keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Curves = dict[str, list[tuple[float, float]]]
 
 
 def savers(state: State) -> list[Saver]:
-    """Return who saves every state."""
+    """Return the contenders that save every state."""
     return [
         RawWrite(2, raw.Arena(size_of(state))),
         Aiockpt(),
@@ -39,7 +39,7 @@ def savers(state: State) -> list[Saver]:
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     report = Report("sweep", vars(options), machine.facts(directory), [], [])
     whole = int(options.gib * 2**30)
     by_size: Curves = {}

@@ -1,4 +1,4 @@
-"""A training loop with checkpoints, by everybody, against the same loop without any."""
+"""A training loop with checkpoints by each contender, compared with the same loop without checkpoints."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OURS = ("aiockpt, thread", "aiockpt, process", "aiockpt, guard")
 
 
 class NoSave(Beside):
-    """Nothing is saved."""
+    """The training loop without saves."""
 
     name, note = _NO_SAVE, "how fast the loop is by itself"
 
@@ -43,7 +43,7 @@ class NoSave(Beside):
 
 
 class GuardedAiockpt(AiockptBeside):
-    """This package, with a guard that holds the optimizer's steps back instead of the loop."""
+    """This package with `guard`, so that the optimizer's step waits instead of the loop."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__("thread")
@@ -61,7 +61,7 @@ class GuardedAiockpt(AiockptBeside):
 
 
 class BlockingBeside(Beside):
-    """A peer that saves while the loop waits."""
+    """A peer whose save blocks the loop."""
 
     def __init__(self, saver: Saver) -> None:
         self.name, self.note = saver.name, "blocks"
@@ -69,7 +69,7 @@ class BlockingBeside(Beside):
 
     def begin(self, state: State, path: Path) -> Saving:
         began = time.perf_counter()
-        sample = asyncio.run(self._saver.save(state, path))  # in the thread that trains, which has no loop
+        sample = asyncio.run(self._saver.save(state, path))  # the training thread has no event loop
         written: Future[None] = Future()
         saving = PeerSaving(began, sample["blocked_s"], lambda: None, written)
         written.set_result(None)
@@ -77,16 +77,16 @@ class BlockingBeside(Beside):
 
 
 def trainer_of(nbytes: int) -> Trainer:
-    """Make a model whose weights and optimizer have about so many bytes."""
+    """Return a trainer whose weights and optimizer state have about ``nbytes``."""
     block_bytes = 12 * _WIDTH * _WIDTH * 4 * 3  # weights, and two moments of each
     config = ModelConfig(layers=max(1, nbytes // block_bytes), width=_WIDTH, context=64, batch=4)
     trainer = Trainer(config, steps=1_000_000, seed=0, device="cpu")
-    trainer.update(trainer.forward_backward())  # the optimizer makes its state
+    trainer.update(trainer.forward_backward())  # the first step creates the optimizer's state
     return trainer
 
 
 def state_of(trainer: Trainer) -> State:
-    """Return all tensors of a training state by name, the same objects each time."""
+    """Return all tensors of the training state by name; their memory stays the same from step to step."""
     state = {f"model.{name}": parameter.detach() for name, parameter in trainer.model.named_parameters()}
     for name, parameter in trainer.model.named_parameters():
         state |= {f"optim.{key}.{name}": value for key, value in trainer.optim.state[parameter].items()}
@@ -94,7 +94,7 @@ def state_of(trainer: Trainer) -> State:
 
 
 def train(trainer: Trainer, state: State, saver: Beside, directory: Path, steps: int, every: int) -> Sample:
-    """Train for some steps, with a save after every few; give how long the steps took. Blocks."""
+    """Train for ``steps`` steps, with a save after every ``every``; return the times of the steps. Blocks."""
     took: list[float] = []
     saving: Saving | None = None
     guarded = isinstance(saver, GuardedAiockpt)
@@ -106,7 +106,7 @@ def train(trainer: Trainer, state: State, saver: Beside, directory: Path, steps:
         trainer.update(loss)
         if number_ % every == 0 and not isinstance(saver, NoSave):
             if saving is not None:
-                saving.finish()  # one at a time, as peers want it
+                saving.finish()  # one save at a time, as peers require
             saving = saver.begin(state, directory / f"step-{number_}")
         took.append(time.perf_counter() - began)
     if saving is not None:
@@ -120,7 +120,7 @@ def train(trainer: Trainer, state: State, saver: Beside, directory: Path, steps:
 
 
 def check(path: Path, state: State) -> None:
-    """Load what was saved last, and compare it; RuntimeError if it differs."""
+    """Load the last checkpoint; raise RuntimeError if it differs from the state."""
     with aiockpt.SyncCheckpointer(process_group=None) as ckpt:
         loaded = ckpt.load(path)
     different = sorted(set(loaded) ^ set(state))
@@ -130,7 +130,7 @@ def check(path: Path, state: State) -> None:
 
 
 async def measure(savers: Sequence[Beside], options: Namespace, trainer: Trainer, directory: Path) -> list[Runs]:
-    """Measure everybody in the same training loop, which runs in a thread beside an asyncio loop."""
+    """Measure all contenders in the same training loop, in a thread beside an asyncio loop."""
     state = state_of(trainer)
     steps = options.steps - options.steps % options.every or options.every
 
@@ -158,7 +158,7 @@ async def measure(savers: Sequence[Beside], options: Namespace, trainer: Trainer
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     trainer = trainer_of(int(options.gib * 2**30))
     savers: list[Beside] = [
         NoSave(),
@@ -192,7 +192,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
-    """Hold the figures against the project's own."""
+    """Compare the figures with the project's targets."""
     alone, blocking = those(runs, _NO_SAVE), those(runs, "torch.save")
     beside, guard = those(runs, "dcp.async_save", "torch_checkpointing"), one(runs, "aiockpt, guard")
     return [

@@ -1,4 +1,4 @@
-"""Processes that form a gloo group, and do as they are told."""
+"""Processes that form a gloo group, and run the functions that the parent sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _END_S = 30.0
 
 
 def context() -> multiprocessing.context.ForkServerContext:
-    """Give what starts processes quickly: they are forked from one that has imported what they need."""
+    """Return a forkserver context whose server has imported torch and the benchmarks, so that processes start fast."""
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(_PRELOADED)
     return made
@@ -27,13 +27,13 @@ def context() -> multiprocessing.context.ForkServerContext:
 
 @dataclass
 class Rank:
-    """One of the processes, as it sees itself.
+    """One of the processes, as the functions that it runs see it.
 
     Attributes:
-        rank: its number.
-        size: how many there are.
-        runner: the loop that lives as long as it does.
-        kept: what the functions it runs leave for each other.
+        rank: its rank.
+        size: the number of ranks.
+        runner: a runner whose loop lives as long as the process.
+        kept: values that these functions leave for each other.
     """
 
     rank: int
@@ -43,10 +43,10 @@ class Rank:
 
 
 class World:
-    """A number of new processes; all of them run the same functions, one after the other.
+    """New processes that all run the same functions, one after the other.
 
     Args:
-        size: how many.
+        size: the number of processes.
     """
 
     def __init__(self, size: int) -> None:
@@ -76,10 +76,10 @@ class World:
         self._folder.cleanup()
 
     def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(rank, *args)`` in every process, and give what each returns.
+        """Call ``function(rank, *args)`` in every process; return their results.
 
         Raises:
-            RuntimeError: it failed in one of them, or a process has ended.
+            RuntimeError: if it failed in a process, or a process has ended.
         """
         for _, pipe in self._ranks:
             pipe.send((function, args))
@@ -97,7 +97,7 @@ class World:
 
 
 def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's, which ends its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its children
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _quieten()
     import torch
@@ -122,7 +122,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
 
 
 def _quieten() -> None:
-    """Leave out the standing remarks of torch."""
+    """Silence the warnings that torch logs on every save."""
     import logging
     import warnings
 

@@ -1,4 +1,4 @@
-"""A writer in a thread against one in a process, beside work that wants the interpreter or the cores."""
+"""A writer thread compared with a writer process, beside work that needs the GIL or the cores."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _ARENA_BYTES = 256 << 20
 
 
 class NoSave(Beside):
-    """Nothing is saved: how far the pace differs by itself.
+    """The work without a save, which shows how far the pace differs by itself.
 
     Args:
-        seconds: how long.
+        seconds: the duration.
     """
 
     name, note = "no save", "how far the pace differs by itself"
@@ -63,13 +63,13 @@ Contender = Beside | RawWrite
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A kind of work, with what is saved beside it.
+    """A kind of work, with the state that is saved beside it.
 
     Attributes:
-        name: for `--work`.
-        work: what goes on.
-        state: makes what is saved.
-        many: whether it is of very many tensors.
+        name: its name for `--work`.
+        work: the work.
+        state: creates the state.
+        many: whether the state has very many tensors.
     """
 
     name: str
@@ -78,17 +78,17 @@ class Case:
     many: bool = False
 
     def contenders(self, nbytes: int, alone_s: float) -> list[Contender]:
-        """Give everybody who saves it, and the limit."""
+        """Return the contenders that save the state, and the limit."""
         arena = raw.Arena(min(nbytes, _ARENA_BYTES))
         kept_back = aiockpt.ProcessWriter(nice=19)
         ours = [AiockptBeside("thread"), AiockptBeside("process"), AiockptBeside(kept_back)]
-        # In a process, the others have a file descriptor for each tensor: more than a program may have open.
+        # With a process, the peers need a file descriptor for each tensor: more than the limit of open files.
         others = [DcpBeside("thread")] if self.many else peers()
         return [*(RawWrite(threads, arena) for threads in (1, 2, 4)), NoSave(alone_s), *ours, *others]
 
 
 def cases(options: Namespace) -> list[Case]:
-    """Give all of them, of the sizes that are asked for."""
+    """Return all cases, with states of the sizes that the options ask for."""
 
     def large() -> State:
         return transformer_state(int(options.gib * 2**30), options.tensors)
@@ -106,7 +106,7 @@ def cases(options: Namespace) -> list[Case]:
 async def measure(
     case: Case, taking_part: Sequence[Contender], state: State, directory: Path, rounds: int, alone_s: float
 ) -> list[Runs]:
-    """Save in rounds, each time with the work beside it; the limit is measured with nothing beside."""
+    """Save in rounds beside the work; measure the limit without the work."""
 
     async def save_once(saver: Contender, count: int) -> Sample:
         path = directory / f"{case.name}-{taking_part.index(saver)}-{count}"
@@ -127,7 +127,7 @@ async def measure(
 
 
 async def run(options: Namespace, directory: Path) -> Report:
-    """Measure, and judge."""
+    """Run the benchmark, and return its report."""
     rounds = options.rounds or ROUNDS
     tables, found = [], []
     for case in chosen(cases(options), options.work):
@@ -142,7 +142,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def columns(runs: Sequence[Runs], unit: str) -> dict[str, Callable[[Runs], str]]:
-    """Give what is shown of one kind of work."""
+    """Return the columns of a table."""
     limit_s = shortest(runs, "raw", "durable_s")
     return {
         f"{unit}/s alone": lambda run: number(run.median("alone_per_s"), 0),
@@ -158,13 +158,13 @@ def columns(runs: Sequence[Runs], unit: str) -> dict[str, Callable[[Runs], str]]
 
 
 def kept(run: Runs) -> str:
-    """Show which part of the pace is left, and the least and the most of all rounds."""
+    """Return a cell with the share of the pace that is kept, and its smallest and greatest value."""
     values = run.values("kept")
     return f"{run.median('kept'):.2f} ({min(values):.2f}..{max(values):.2f})" if values else "-"
 
 
 def remarks() -> list[str]:
-    """Say what the columns mean."""
+    """Return the meaning of the columns."""
     return [
         "kept: the pace from the call until durable, as a part of the pace just before; the call counts in it",
         "lost per save: how much later the work is because of it",
@@ -173,7 +173,7 @@ def remarks() -> list[str]:
 
 
 def bars(case: Case, runs: Sequence[Runs]) -> list[Bar]:
-    """Ask that neither writer is slower than the peer's of its kind, and show the one against the other."""
+    """Compare each writer with the peer's of its kind, and the writers with each other."""
     found = []
     what = f"{case.name}, aiockpt"
     for kind in ("thread", "process"):

@@ -1,4 +1,4 @@
-"""Who saves beside other work: aiockpt and its peers, each with a writer in a thread or in a process."""
+"""Contenders that save beside other work: aiockpt and its peers, with a writer thread or a writer process."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ LIMIT_S = 300.0
 
 
 class Saving(ABC):
-    """A save that goes on beside its caller.
+    """A save in progress.
 
     Attributes:
-        blocked_s: how long the call that began it took.
+        blocked_s: the seconds for which the call blocked.
     """
 
     blocked_s: float
 
     @abstractmethod
     def let_change(self) -> None:
-        """Block, or make the device wait, until the tensors may change."""
+        """Block until the tensors may change, or make the device wait."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Tell whether it is over."""
+        """Return whether the save is over."""
 
     @abstractmethod
     def finish(self) -> Sample:
-        """Block until it is over; give its moments, in seconds since it began."""
+        """Block until the save is over; return its moments, in seconds since it began."""
 
 
 class Beside(ABC):
-    """Saves in the background; plain programs can use it, and no loop has to run."""
+    """A contender that saves in the background, without an event loop of the caller."""
 
     name: str
     note: str = ""
 
     async def open(self, state: State) -> None:
-        """Make what lives from save to save."""
+        """Create what is kept between saves."""
 
     @abstractmethod
     def begin(self, state: State, path: Path) -> Saving:
-        """Start to save."""
+        """Start a save."""
 
     async def close(self) -> None:
-        """End what `open` made."""
+        """Release what `open` created."""
 
 
 # --- aiockpt ---------------------------------------------------------------------------------------------
@@ -81,10 +81,10 @@ class OurSaving(Saving):
 
 
 class AiockptBeside(Beside):
-    """This package, its staging memory made before the first save.
+    """This package, with staging memory allocated before the first save.
 
     Args:
-        writer: as `aiockpt.AsyncCheckpointer` takes it.
+        writer: the option of `aiockpt.AsyncCheckpointer`.
     """
 
     note = "CRC"
@@ -111,13 +111,13 @@ class AiockptBeside(Beside):
 
 
 class PeerSaving(Saving):
-    """A save that gives futures.
+    """A save with futures.
 
     Args:
-        began: when it did.
-        blocked_s: how long the call took.
-        staged: blocks until the tensors may change.
-        written: when it is durable.
+        began: the time of the call, as a value of `time.perf_counter`.
+        blocked_s: the seconds for which the call blocked.
+        staged: a function that blocks until the tensors may change.
+        written: the future of the durable checkpoint.
     """
 
     def __init__(self, began: float, blocked_s: float, staged: Callable[[], object], written: Future[Any]) -> None:
@@ -158,7 +158,7 @@ class DcpBeside(Beside):
 
 
 class _Manager(contenders.TorchCheckpointing):
-    """Tells the moments of a save apart."""
+    """torch_checkpointing's manager, with the moments of a save."""
 
     def begin(self, path: Path) -> PeerSaving:
         began = time.perf_counter()
@@ -170,7 +170,7 @@ class _Manager(contenders.TorchCheckpointing):
 
 
 class TorchCheckpointingBeside(Beside):
-    """``torch_checkpointing``: staging to shared memory, pinned where there is a device; written by a process."""
+    """``torch_checkpointing``: staging to shared memory, pinned for a state on a GPU; a process writes."""
 
     def __init__(self) -> None:
         self._manager: _Manager | None = None
@@ -192,5 +192,5 @@ class TorchCheckpointingBeside(Beside):
 
 
 def peers(device: str = "cpu") -> list[Beside]:
-    """Give the peers that can save beside other work."""
+    """Return the peers that can save beside other work."""
     return [DcpBeside("thread", device), DcpBeside("process", device), TorchCheckpointingBeside()]

@@ -1,4 +1,4 @@
-"""How fast work goes on beside a save, against the moment before it."""
+"""The pace of work beside a save, compared with the pace just before."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.writers_work import Work
 
 @dataclass(slots=True)
 class Pace:
-    """The steps of some time.
+    """The steps of a period of time.
 
     Attributes:
-        steps_s: how long each took.
-        took_s: all of them, with what is between them.
+        steps_s: the seconds of each step.
+        took_s: the seconds of the whole period.
     """
 
     steps_s: list[float] = field(default_factory=list)
@@ -27,17 +27,17 @@ class Pace:
 
     @property
     def per_s(self) -> float:
-        """Give the steps per second."""
+        """The steps per second."""
         return len(self.steps_s) / self.took_s
 
 
 def walk(step: Callable[[], object], over: Callable[[int, float], bool], started: float | None = None) -> Pace:
-    """Step, and look after each step whether it is over.
+    """Run steps until ``over`` returns true.
 
     Args:
-        step: one step.
-        over: is given the number of steps and the seconds so far.
-        started: since when the time counts.
+        step: runs one step.
+        over: called after each step with the number of steps and the seconds so far.
+        started: the start of the period, as a value of `time.perf_counter`; None for now.
     """
     pace = Pace()
     started = before = time.perf_counter() if started is None else started
@@ -51,12 +51,12 @@ def walk(step: Callable[[], object], over: Callable[[int, float], bool], started
 
 
 def beside(work: Work, saver: Beside, state: State, path: Path, alone_s: float) -> Sample:
-    """Measure the pace of work alone, then from the call of a save until it is durable.
+    """Measure the pace of work alone, then the pace from the call of a save until it is durable.
 
-    The call counts as a part of the first step: who calls has no time for it then.
+    The call counts as a part of the first step, since it delays that step.
     """
     with work.running():
-        for _ in range(3):  # what was prepared ahead
+        for _ in range(3):  # these steps use samples that were prepared ahead
             work.step()
         alone = walk(work.step, lambda _, took_s: took_s >= alone_s)
         started = time.perf_counter()
@@ -66,10 +66,10 @@ def beside(work: Work, saver: Beside, state: State, path: Path, alone_s: float) 
 
 
 def too_long(took_s: float, limit_s: float = 300.0) -> bool:
-    """Give up on a save that takes longer than any should.
+    """Raise if a save takes too long; else return False.
 
     Raises:
-        TimeoutError: it does.
+        TimeoutError: if ``took_s`` exceeds the limit.
     """
     if took_s > limit_s:
         raise TimeoutError(f"a save has not ended within {limit_s:.0f} s")
@@ -77,12 +77,12 @@ def too_long(took_s: float, limit_s: float = 300.0) -> bool:
 
 
 def moments(saving: Saving) -> Sample:
-    """Wait for the end of a save, and give its moments."""
+    """Wait for the end of a save; return its moments."""
     return saving.finish()
 
 
 def compared(alone: Pace, saved: Pace, per_step: int = 1) -> Sample:
-    """Tell two paces by their rates, and what of the first is left in the second."""
+    """Return the rates of two paces, the share that is kept, and the longest steps."""
     kept = saved.per_s / alone.per_s
     return {
         "alone_per_s": alone.per_s * per_step,

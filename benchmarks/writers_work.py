@@ -1,4 +1,4 @@
-"""The work that goes on beside a save: a loop of plain Python, and threads that prepare samples for a loop."""
+"""Work beside a save: a loop of plain Python, and threads that prepare samples for a loop."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SIDE = 128
 
 
 class Work(ABC):
-    """What a program does step by step.
+    """Work that consists of steps.
 
     Attributes:
-        unit: what a step makes.
-        per_step: how many of them.
+        unit: the unit of the work of a step.
+        per_step: the number of units in a step.
     """
 
     name: str
@@ -29,19 +29,19 @@ class Work(ABC):
     per_step = 1
 
     def running(self) -> AbstractContextManager[object]:
-        """Have what works beside the steps."""
+        """Run the threads that the steps need while the context is open."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def step(self) -> None:
-        """Do one step."""
+        """Run one step."""
 
 
 class PythonLoop(Work):
-    """A training loop of plain Python, which holds the interpreter all the time.
+    """A training loop of plain Python, which needs the GIL all the time.
 
     Args:
-        operations: how many a step does; the default takes some milliseconds.
+        operations: the number of operations in a step; the default takes some milliseconds.
     """
 
     name = "a loop of plain Python"
@@ -60,8 +60,8 @@ class Loader(Work):
     """Threads that decode, augment and describe samples, and a loop that gathers them into batches.
 
     Args:
-        threads: how many prepare samples.
-        batch: how many samples a step takes.
+        threads: the number of threads that prepare samples.
+        batch: the number of samples in a step.
     """
 
     name = "threads that load data"
