@@ -58,19 +58,19 @@ def compare(
     return Bar(text, ratio(lambda run: run.median(what)), bound, at_most, of_best=ratio(lambda run: run.least(what)))
 
 
-def those(runs: Sequence[Runs], *prefixes: str) -> list[Runs]:
+def by_prefix(runs: Sequence[Runs], *prefixes: str) -> list[Runs]:
     """Return the runs whose names begin with one of the prefixes."""
     return [run for run in runs if run.name.startswith(prefixes)]
 
 
-def one(runs: Sequence[Runs], name: str) -> Runs:
+def by_name(runs: Sequence[Runs], name: str) -> Runs:
     """Return the runs of the contender of this name; empty ones if it was left out."""
     return next((run for run in runs if run.name == name), Runs(name))
 
 
 def shortest(runs: Sequence[Runs], prefix: str, what: str) -> float:
     """Return the shortest median of the runs whose names begin with the prefix; NaN if there is none."""
-    medians = [run.median(what) for run in those(runs, prefix)]
+    medians = [run.median(what) for run in by_prefix(runs, prefix)]
     return min((median for median in medians if not math.isnan(median)), default=math.nan)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import checkpoints, machine
-from benchmarks.bars import Bar, compare, one
+from benchmarks.bars import Bar, by_name, compare
 from benchmarks.contenders import Aiockpt, DcpAsyncSave, Saver
 from benchmarks.measure import Runs, Sample, close, interleave
 from benchmarks.report import Report, Table, median_time, spread
@@ -115,7 +115,7 @@ def cases(savers: Sequence[Saver], holds: Sequence[str]) -> list[Case]:
     return crossed
 
 
-async def measure(taking_part: Sequence[Case], state: State, directory: Path, rounds: int) -> list[Runs]:
+async def measure(selected: Sequence[Case], state: State, directory: Path, rounds: int) -> list[Runs]:
     """Save in rounds, with training beside each save."""
     opened: list[Saver] = []
 
@@ -123,7 +123,7 @@ async def measure(taking_part: Sequence[Case], state: State, directory: Path, ro
         if case.saver not in opened:
             await case.saver.open(state)
             opened.append(case.saver)
-        path = directory / f"{taking_part.index(case)}-{number}"
+        path = directory / f"{selected.index(case)}-{number}"
         machine.settle()
         try:
             async with case.training():
@@ -134,9 +134,9 @@ async def measure(taking_part: Sequence[Case], state: State, directory: Path, ro
         finally:
             machine.remove(path)
 
-    runs = await interleave(taking_part, rounds, save_once)
+    runs = await interleave(selected, rounds, save_once)
     for saver in opened:
-        await close(saver, next(run for case, run in zip(taking_part, runs, strict=True) if case.saver is saver))
+        await close(saver, next(run for case, run in zip(selected, runs, strict=True) if case.saver is saver))
     return runs
 
 
@@ -146,8 +146,8 @@ async def run(options: Namespace, directory: Path) -> Report:
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     holds = [options.hold] if options.hold else ["sleep", "torch"]
     rounds = options.rounds or ROUNDS
-    taking_part = chosen(cases([Aiockpt(), DcpAsyncSave("async")], holds), options.only)
-    runs = await measure(taking_part, state, directory, rounds)
+    selected = chosen(cases([Aiockpt(), DcpAsyncSave("async")], holds), options.only)
+    runs = await measure(selected, state, directory, rounds)
     columns = {
         "durable (min..max)": spread("written_s"),
         "seen by the caller": median_time("durable_s"),
@@ -168,10 +168,10 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 def bars(runs: Sequence[Runs], holds: Sequence[str]) -> list[Bar]:
     """Compare the figures with the project's targets."""
-    free = one(runs, "aiockpt: free loop")
+    free = by_name(runs, "aiockpt: free loop")
     found = []
     for kind in holds:
-        held, beside = one(runs, f"aiockpt: held by {kind}"), one(runs, f"aiockpt: {kind} in a thread")
+        held, beside = by_name(runs, f"aiockpt: held by {kind}"), by_name(runs, f"aiockpt: {kind} in a thread")
         what = f"aiockpt: loop held by {kind} :"
         found.append(compare(f"{what} free loop, time to durable", [held], free, "written_s", 1.2, at_most=True))
         if beside.samples:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 import aiockpt
 from benchmarks import machine
-from benchmarks.bars import Bar, compare, one
+from benchmarks.bars import Bar, by_name, compare
 from benchmarks.measure import Runs, Sample, interleave
 from benchmarks.report import Report, Table, median_time, number, speed
 from benchmarks.selection import chosen
@@ -114,13 +114,13 @@ def contenders(ckpt: aiockpt.SyncCheckpointer) -> list[Contender]:
     ]
 
 
-async def measure(taking_part: Sequence[Contender], state: State, directory: Path, rounds: int) -> list[Runs]:
+async def measure(selected: Sequence[Contender], state: State, directory: Path, rounds: int) -> list[Runs]:
     """Let everybody save the state and load it again, in rounds."""
     target = empty_like(state)
     nbytes = size_of(state)
 
     async def once(contender: Contender, number: int) -> Sample:
-        path = directory / f"{taking_part.index(contender)}-{number}"
+        path = directory / f"{selected.index(contender)}-{number}"
         machine.settle()
         try:
             begin = time.perf_counter()
@@ -139,7 +139,7 @@ async def measure(taking_part: Sequence[Contender], state: State, directory: Pat
         finally:
             machine.remove(path)
 
-    return await interleave(taking_part, rounds, once)
+    return await interleave(selected, rounds, once)
 
 
 async def run(options: Namespace, directory: Path) -> Report:
@@ -174,7 +174,7 @@ def _table(kind: str, state: State, runs: list[Runs]) -> Table:
 
 
 def _bars(kind: str, runs: list[Runs]) -> list[Bar]:
-    ours, peer = one(runs, _ZSTD), one(runs, _DCP_ZSTD)
+    ours, peer = by_name(runs, _ZSTD), by_name(runs, _DCP_ZSTD)
     return [
         Bar(f"{kind}: stored, aiockpt : dcp.save", ours.median("ratio") / peer.median("ratio"), 1.01, at_most=True),
         compare(f"{kind}: saving, aiockpt : dcp.save, both compressed", [peer], ours, "save_s", 0.8),

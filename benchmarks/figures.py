@@ -130,7 +130,7 @@ def held(results: Mapping[str, Any], claims: Sequence[Claim] = CLAIMS) -> list[H
             limit = claim.limit or table["limit"]
             limits = [each for each in known if limit and each.name.startswith(limit)]
             if ours is not None:
-                best, limit = (min(those, key=lambda each: each.value, default=None) for those in (peers, limits))
+                best, limit = (min(group, key=lambda each: each.value, default=None) for group in (peers, limits))
                 found.append(Held(claim, ours, best, limit))
     return found
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import aiockpt
 from benchmarks import machine
-from benchmarks.bars import Bar, one
-from benchmarks.gpu_rounds import Bench, some
+from benchmarks.bars import Bar, by_name
+from benchmarks.gpu_rounds import Bench, matching
 from benchmarks.gpu_stage import WRITERS
 from benchmarks.gpu_training import Training
 from benchmarks.measure import Runs, Sample, close
@@ -133,7 +133,7 @@ def holds(training: Training, savers: Sequence[AiockptBeside]) -> list[Hold]:
 async def measure(bench: Bench, training: Training, rounds: int, only: str | None) -> list[Runs]:
     """Save and step in rounds."""
     savers = [AiockptBeside(writer) for writer in WRITERS]
-    ways = some(holds(training, savers), only)
+    ways = matching(holds(training, savers), only)
     opened: list[AiockptBeside] = []
 
     async def hold_once(way: Hold, count: int) -> Sample:
@@ -150,7 +150,7 @@ async def measure(bench: Bench, training: Training, rounds: int, only: str | Non
 
 def held_s(runs: Sequence[Runs], run: Runs) -> float:
     """Return the difference of the median times until the step returned, with and without a save."""
-    nothing = one(runs, _NOTHING + _AHEAD * run.name.endswith(_AHEAD))
+    nothing = by_name(runs, _NOTHING + _AHEAD * run.name.endswith(_AHEAD))
     longer_s = run.median("until_step_s") - nothing.median("until_step_s")
     return longer_s if math.isnan(longer_s) else max(0.0, longer_s)
 
@@ -176,7 +176,7 @@ def bars(runs: Sequence[Runs]) -> list[Bar]:
     found = []
     for name in ("fence", "fence, process", "guard", "await"):
         for ahead in (False, True):
-            way = one(runs, name + _AHEAD * ahead)
+            way = by_name(runs, name + _AHEAD * ahead)
             bound = None if name == "await" else 2
             found.append(Bar(f"step held, {way.name}", held_s(runs, way) * 1e3, bound, at_most=True, unit="ms"))
     return found

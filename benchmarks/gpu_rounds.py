@@ -147,7 +147,7 @@ def memory_columns() -> dict[str, Cell]:
     }
 
 
-def some(contenders: Sequence[Contender], only: str | None) -> list[Contender]:
+def matching(contenders: Sequence[Contender], only: str | None) -> list[Contender]:
     """Return the contenders whose names contain one of the comma-separated parts; unlike `chosen`, maybe none."""
     parts = [part.strip().lower() for part in (only or "").split(",") if part.strip()]
     return [each for each in contenders if not parts or any(part in each.name.lower() for part in parts)]

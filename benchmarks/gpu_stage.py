@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import aiockpt
 from benchmarks import machine
-from benchmarks.bars import Bar, compare, one, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare
 from benchmarks.gpu_device import Device, PinnedArena
-from benchmarks.gpu_rounds import Bench, close_all, memory_columns, some
+from benchmarks.gpu_rounds import Bench, close_all, matching, memory_columns
 from benchmarks.measure import Runs, Sample
 from benchmarks.report import Table, duration, number, spread
 from benchmarks.states import State, size_of
@@ -131,7 +131,7 @@ class DcpStage(Stage):
 
 async def measure(bench: Bench, state: State, rounds: int, only: str | None) -> list[Runs]:
     """Stage in rounds."""
-    stages = some([PlainCopy(bench.device), *map(AiockptStage, WRITERS), DcpStage(bench.device)], only)
+    stages = matching([PlainCopy(bench.device), *map(AiockptStage, WRITERS), DcpStage(bench.device)], only)
 
     async def stage_once(stage: Stage, count: int) -> Sample:
         async def work() -> Sample:
@@ -149,7 +149,7 @@ async def measure(bench: Bench, state: State, rounds: int, only: str | None) -> 
 
 def table(runs: Sequence[Runs], nbytes: int, size: str) -> Table:
     """Return the table."""
-    plain_s = one(runs, _PLAIN).median("staged_s")
+    plain_s = by_name(runs, _PLAIN).median("staged_s")
     columns = {
         "staged (min..max)": spread("staged_s"),
         "GB/s": lambda run: number(nbytes / run.median("staged_s") / 1e9, 1),
@@ -162,8 +162,8 @@ def table(runs: Sequence[Runs], nbytes: int, size: str) -> Table:
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare the figures with the project's targets."""
-    plain = those(runs, _PLAIN)
+    plain = by_prefix(runs, _PLAIN)
     return [
-        compare(f"staging, {name} : {_PLAIN}, speed", plain, one(runs, name), "staged_s", 0.9)
+        compare(f"staging, {name} : {_PLAIN}, speed", plain, by_name(runs, name), "staged_s", 0.9)
         for name in (f"aiockpt, {writer}" for writer in WRITERS)
     ]

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks import machine
-from benchmarks.bars import Bar, one, those
-from benchmarks.gpu_rounds import Bench, close_all, memory_columns, some
+from benchmarks.bars import Bar, by_name, by_prefix
+from benchmarks.gpu_rounds import Bench, close_all, matching, memory_columns
 from benchmarks.gpu_stage import WRITERS
 from benchmarks.gpu_training import Training
 from benchmarks.measure import Runs, Sample
@@ -81,9 +81,9 @@ def train_beside(training: Training, saver: Beside, path: Path, alone_s: float) 
 
 async def measure(bench: Bench, training: Training, rounds: int, only: str | None, alone_s: float) -> list[Runs]:
     """Save in rounds beside training; split the contenders into groups whose staging memory fits."""
-    everybody: list[Beside] = [NoSave(alone_s), *map(AiockptBeside, WRITERS), *installed(bench.device.type)]
+    candidates: list[Beside] = [NoSave(alone_s), *map(AiockptBeside, WRITERS), *installed(bench.device.type)]
     runs: list[Runs] = []
-    groups = in_groups(some(everybody, only), size_of(training.state))
+    groups = in_groups(matching(candidates, only), size_of(training.state))
     for index, group in enumerate(groups):
         share = SHARE / (len(groups) - index)
         runs += await _measure_group(bench, training, group, rounds, alone_s, share)
@@ -141,8 +141,8 @@ def table(runs: Sequence[Runs], nbytes: int, training: Training, size: str) -> T
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare the figures with the project's targets."""
-    ours = [one(runs, f"aiockpt, {writer}") for writer in WRITERS]
-    others = those(runs, "dcp", "torch_checkpointing", "no save")
+    ours = [by_name(runs, f"aiockpt, {writer}") for writer in WRITERS]
+    others = by_prefix(runs, "dcp", "torch_checkpointing", "no save")
     text = "training while saving : undisturbed"
     return [
         *(Bar(f"{text}, {run.name}", run.median("kept"), 0.97) for run in ours),

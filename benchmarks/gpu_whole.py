@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from benchmarks import machine, raw
-from benchmarks.bars import Bar, compare, one, shortest, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare, shortest
 from benchmarks.contenders import dcp_writer
 from benchmarks.gpu_device import Device
-from benchmarks.gpu_rounds import Bench, close_all, memory_columns, some
+from benchmarks.gpu_rounds import Bench, close_all, matching, memory_columns
 from benchmarks.gpu_stage import WRITERS
 from benchmarks.gpu_training import Training
 from benchmarks.measure import Runs, Sample
@@ -129,12 +129,12 @@ class TorchWhole(Whole):
 async def measure(bench: Bench, training: Training, rounds: int, only: str | None) -> list[Runs]:
     """Save and load in rounds, from the disk; compare each loaded state with the saved one."""
     state = training.state
-    everybody: list[Whole] = [RawFiles(), *map(AiockptWhole, WRITERS), DcpWhole(_FILES), TorchWhole(), DcpWhole(1)]
-    taking_part = some(everybody, only)
+    candidates: list[Whole] = [RawFiles(), *map(AiockptWhole, WRITERS), DcpWhole(_FILES), TorchWhole(), DcpWhole(1)]
+    selected = matching(candidates, only)
     target = {name: torch.empty_like(tensor) for name, tensor in state.items()}
 
     async def run_once(whole: Whole, count: int) -> Sample:
-        path = bench.directory / f"whole-{taking_part.index(whole)}-{count}"
+        path = bench.directory / f"whole-{selected.index(whole)}-{count}"
 
         async def work() -> Sample:
             if count < 0:
@@ -147,8 +147,8 @@ async def measure(bench: Bench, training: Training, rounds: int, only: str | Non
         finally:
             machine.remove(path)
 
-    runs = await bench.rounds(taking_part, rounds, run_once, share=SHARE, what="saving and loading")
-    await close_all(taking_part, runs)
+    runs = await bench.rounds(selected, rounds, run_once, share=SHARE, what="saving and loading")
+    await close_all(selected, runs)
     return runs
 
 
@@ -194,9 +194,9 @@ def bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare the figures with the limit and the peers."""
     found = []
     for name in (f"aiockpt, {writer}" for writer in WRITERS):
-        ours = one(runs, name)
+        ours = by_name(runs, name)
         for what, text in (("saved_s", "save"), ("loaded_s", "load")):
-            found.append(compare(f"{text}, {name} : raw O_DIRECT, speed", those(runs, "raw"), ours, what))
-            found.append(compare(f"{text}, {name} : best dcp, speed", those(runs, "dcp"), ours, what))
-            found.append(compare(f"{text}, {name} : torch, speed", those(runs, "torch"), ours, what))
+            found.append(compare(f"{text}, {name} : raw O_DIRECT, speed", by_prefix(runs, "raw"), ours, what))
+            found.append(compare(f"{text}, {name} : best dcp, speed", by_prefix(runs, "dcp"), ours, what))
+            found.append(compare(f"{text}, {name} : torch, speed", by_prefix(runs, "torch"), ours, what))
     return found

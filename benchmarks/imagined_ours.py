@@ -95,7 +95,7 @@ class Coordinator:
     def _plan(self, clock: Clock) -> None:
         world, book = self._world, self.book
         token = book.token if book is not None else None
-        calls = self._heard(
+        calls = self._received(
             clock,
             (
                 PlanRequest(False, False, "dcp", token, None if token else inventory(world, rank))
@@ -110,13 +110,13 @@ class Coordinator:
         orders = [
             RankAssignment("a ticket", book.token, share, report_places=not book.knows_places) for share in shares
         ]
-        self._told(clock, orders)
+        self._reply(clock, orders)
 
     def _publish(self, clock: Clock, step: int) -> None:
         world, book = self._world, self.book
         assert book is not None
         places = not book.knows_places
-        results = self._heard(
+        results = self._received(
             clock,
             (
                 written(held, rank, book.plan.assignments[rank], places=places, step=step)
@@ -126,7 +126,7 @@ class Coordinator:
         self.results = results
         clock("check", book.check, results)
         files = clock("check", files_of, results)
-        clock("check", _look_for, results, {name: facts.nbytes for name, facts in files.items()})
+        clock("check", _check_sizes, results, {name: facts.nbytes for name, facts in files.items()})
         item_bytes = sum(facts.nbytes for facts in files.values())
         document = clock("metadata", book.documents, results)
         crc = clock("metadata", crc32, document)
@@ -135,9 +135,9 @@ class Coordinator:
         times_s = {"captured": 0.001, "data_written": 1.0}
         clock("manifest", world_manifest, {}, times_s, book, files, item_bytes, world.ranks)
         sizes = {name: facts.nbytes for name, facts in files.items()}
-        self._told(clock, book.summaries(sizes, item_bytes))
+        self._reply(clock, book.summaries(sizes, item_bytes))
 
-    def _heard(self, clock: Clock, values: Iterable[Any]) -> list[Any]:
+    def _received(self, clock: Clock, values: Iterable[Any]) -> list[Any]:
         """Return the values after a round trip through pickled messages, except rank 0's own, which needs none."""
         heard = []
         for rank, value in enumerate(values):
@@ -150,12 +150,12 @@ class Coordinator:
         return heard
 
     @staticmethod
-    def _told(clock: Clock, replies: Sequence[Any]) -> None:
+    def _reply(clock: Clock, replies: Sequence[Any]) -> None:
         for reply in {id(reply): reply for reply in replies[1:]}.values():
             clock("tell", pickle.dumps, (reply,))
 
 
-def _look_for(results: Sequence[Written], seen: dict[str, int]) -> None:
+def _check_sizes(results: Sequence[Written], seen: dict[str, int]) -> None:
     for written in results:
         for name, facts in written.files.items():
             if seen.get(name) != facts.nbytes:

@@ -84,13 +84,13 @@ class TorchCoordinator:
         writer.set_up_storage_writer(True)
         first = not self._plans
         unchanged = SavePlan([], usable=False)
-        local = self._heard(clock, (local_plan(world, rank) if first else unchanged for rank in range(world.ranks)))
+        local = self._received(clock, (local_plan(world, rank) if first else unchanged for rank in range(world.ranks)))
         replies, metadata = clock("plan", planner.create_global_plan, local)
         replies = clock("plan", writer.prepare_global_plan, replies)
         for reply in replies[1:]:
             clock("tell", pickle.dumps, reply)
         self._plans = self._plans or planner.global_plan
-        results = self._heard(clock, (results_of(plan, rank) for rank, plan in enumerate(self._plans)))
+        results = self._received(clock, (results_of(plan, rank) for rank, plan in enumerate(self._plans)))
         clock("metadata", self._finish, metadata, results)
         self.index_bytes = (self._directory / ".metadata").stat().st_size
         return clock.spent
@@ -99,7 +99,7 @@ class TorchCoordinator:
         self._writer.finish(metadata, results)
 
     @staticmethod
-    def _heard(clock: Clock, values: Iterable[Any]) -> list[Any]:
+    def _received(clock: Clock, values: Iterable[Any]) -> list[Any]:
         heard = []
         for rank, value in enumerate(values):
             message = pickle.dumps(value)

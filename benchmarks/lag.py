@@ -110,8 +110,8 @@ async def run(options: Namespace, directory: Path) -> Report:
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     arena = raw.Arena(min(size_of(state), 512 << 20))
     rounds = options.rounds or ROUNDS
-    everybody = [Idle(), PoolSave(arena, copies=False), PoolSave(arena, copies=True), Aiockpt()]
-    runs, lags = await measure(chosen(everybody, options.only), state, directory, rounds)
+    candidates = [Idle(), PoolSave(arena, copies=False), PoolSave(arena, copies=True), Aiockpt()]
+    runs, lags = await measure(chosen(candidates, options.only), state, directory, rounds)
     columns = {
         "durable": median_time("durable_s"),
         "lag p50": lambda run: duration(lags[run.name]["lag_p50_s"]),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine, raw
-from benchmarks.bars import Bar, compare, one, shortest, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare, shortest
 from benchmarks.checkpoints import make
 from benchmarks.loaders import (
     READ,
@@ -71,7 +71,7 @@ def loaders(directory: Path, arena: raw.Arena, target: State, *, cold: bool) -> 
 
 
 async def measure(
-    taking_part: Sequence[Loader], state: State, target: State, rounds: int, *, cold: bool
+    selected: Sequence[Loader], state: State, target: State, rounds: int, *, cold: bool
 ) -> tuple[list[Runs], str]:
     """Load in rounds; compare each loaded state with the saved one.
 
@@ -96,8 +96,8 @@ async def measure(
             raise ValueError("what was loaded differs from what was saved")
         return sample
 
-    runs = await interleave(taking_part, rounds, load_once)
-    for loader, run in zip(taking_part, runs, strict=True):
+    runs = await interleave(selected, rounds, load_once)
+    for loader, run in zip(selected, runs, strict=True):
         await close(loader, run)
     return runs, means
 
@@ -110,8 +110,8 @@ async def run(options: Namespace, directory: Path) -> Report:
     tables, found, remarks = [], [], []
     for cold in (True, False):
         kind = "cold" if cold else "cached"
-        taking_part = chosen(loaders(directory, arena, target, cold=cold), options.only)
-        runs, means = await measure(taking_part, state, target, rounds, cold=cold)
+        selected = chosen(loaders(directory, arena, target, cold=cold), options.only)
+        runs, means = await measure(selected, state, target, rounds, cold=cold)
         title = f"load, {kind}: {nbytes / 2**30:.2f} GiB in {len(state)} tensors, medians of {rounds} rounds"
         tables.append(Table(title, columns(nbytes, shortest(runs, "raw", "loaded_s")), runs, "loaded_s", "raw"))
         found += cold_bars(runs) if cold else cached_bars(runs)
@@ -138,55 +138,57 @@ def columns(nbytes: int, limit_s: float) -> dict:
 
 def cold_bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare loads from the disk with the project's targets."""
-    new, target, what = one(runs, "aiockpt, new tensors"), one(runs, "aiockpt, into a target"), "loaded_s"
-    limits, stock = those(runs, "raw"), those(runs, "dcp.load")
+    new, target, what = by_name(runs, "aiockpt, new tensors"), by_name(runs, "aiockpt, into a target"), "loaded_s"
+    limits, stock = by_prefix(runs, "raw"), by_prefix(runs, "dcp.load")
     return [
         compare("cold, aiockpt into new tensors : raw O_DIRECT read, speed", limits, new, what, 0.95),
         compare("cold, aiockpt into a target : raw O_DIRECT read, speed", limits, target, what, 0.95),
         compare("cold, aiockpt : dcp.load, both into a target, speed", stock, target, what, 2.5),
-        compare("cold, aiockpt : best safetensors with memory of its own, speed", those(runs, *_OWN), new, what, 1),
-        compare("cold, aiockpt into a target : raw read and CRC, speed", those(runs, "CRC"), target, what),
+        compare("cold, aiockpt : best safetensors with memory of its own, speed", by_prefix(runs, *_OWN), new, what, 1),
+        compare("cold, aiockpt into a target : raw read and CRC, speed", by_prefix(runs, "CRC"), target, what),
         *shown("cold", runs),
     ]
 
 
 def cached_bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare loads from the page cache with the project's targets."""
-    new, target, what = one(runs, "aiockpt, new tensors"), one(runs, "aiockpt, into a target"), "loaded_s"
-    touched, stock = those(runs, "raw"), those(runs, "dcp.load")
+    new, target, what = by_name(runs, "aiockpt, new tensors"), by_name(runs, "aiockpt, into a target"), "loaded_s"
+    touched, stock = by_prefix(runs, "raw"), by_prefix(runs, "dcp.load")
     return [
         compare("cached, aiockpt : dcp.load, both into a target, speed", stock, target, what, 5),
-        compare("cached, aiockpt : best safetensors with memory of its own, speed", those(runs, *_OWN), new, what, 2),
+        compare(
+            "cached, aiockpt : best safetensors with memory of its own, speed", by_prefix(runs, *_OWN), new, what, 2
+        ),
         compare("cached, aiockpt into a target : raw read into touched memory, speed", touched, target, what),
-        compare("cached, aiockpt into a target : raw read and CRC, speed", those(runs, "CRC"), target, what),
+        compare("cached, aiockpt into a target : raw read and CRC, speed", by_prefix(runs, "CRC"), target, what),
         *shown("cached", runs),
     ]
 
 
 def shown(kind: str, runs: Sequence[Runs]) -> list[Bar]:
     """Return comparisons without a target."""
-    new, what = one(runs, "aiockpt, new tensors"), "loaded_s"
-    fresh, own = those(runs, "fresh"), those(runs, *_OWN)
+    new, what = by_name(runs, "aiockpt, new tensors"), "loaded_s"
+    fresh, own = by_prefix(runs, "fresh"), by_prefix(runs, *_OWN)
     streamers = ("Run:ai streamer", "fastsafetensors", "torch_checkpointing, new tensors")
     return [
         compare(f"{kind}, aiockpt into new tensors : raw read into fresh memory, speed", fresh, new, what),
         compare(
             f"{kind}, aiockpt mapped : safetensors mapped, both read, speed",
-            those(runs, _MAPPED),
-            one(runs, "aiockpt mmap, read"),
+            by_prefix(runs, _MAPPED),
+            by_name(runs, "aiockpt mmap, read"),
             what,
         ),
         compare(
             f"{kind}, aiockpt with a file of safetensors : best safetensors, memory of its own, speed",
             own,
-            one(runs, "aiockpt, a file of safetensors"),
+            by_name(runs, "aiockpt, a file of safetensors"),
             what,
         ),
         compare(
             f"{kind}, aiockpt with a file of torch.save : torch.load, speed",
-            [one(runs, "torch.load")],
-            one(runs, "aiockpt, a file of torch.save"),
+            [by_name(runs, "torch.load")],
+            by_name(runs, "aiockpt, a file of torch.save"),
             what,
         ),
-        *(compare(f"{kind}, aiockpt : {name}, speed", [one(runs, name)], new, what) for name in streamers),
+        *(compare(f"{kind}, aiockpt : {name}, speed", [by_name(runs, name)], new, what) for name in streamers),
     ]

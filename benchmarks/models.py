@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import load, machine, raw, save
-from benchmarks.bars import Bar, compare, one, shortest, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare, shortest
 from benchmarks.loaders import Aiockpt, Loader, dcp_load, limits, safetensors_load, torch_load
 from benchmarks.report import Report, Table, median_time, most_mib, of_limit, speed, spread
 from benchmarks.selection import chosen
@@ -121,8 +121,8 @@ async def run(options: Namespace, directory: Path) -> Report:
         report.bars += bars(f"{model}, save", runs, "aiockpt", "durable_s")
         folder, target = directory / model, empty_like(state)
         folder.mkdir()
-        everybody = chosen(loaders(folder, raw.Arena(nbytes), target), options.only)
-        runs, _ = await load.measure(everybody, state, target, rounds, cold=False)
+        candidates = chosen(loaders(folder, raw.Arena(nbytes), target), options.only)
+        runs, _ = await load.measure(candidates, state, target, rounds, cold=False)
         shown = {
             "loaded (min..max)": spread("loaded_s"),
             "GiB/s": speed("loaded_s", nbytes),
@@ -139,6 +139,6 @@ def bars(text: str, runs: list, name: str, what: str) -> list[Bar]:
     """Compare aiockpt with every peer."""
     peers = [run for run in runs if not run.name.startswith(("aiockpt", "raw", "copy", "CRC", "fresh"))]
     return [
-        compare(f"{text}: aiockpt : {peer.name}, speed", [peer], one(runs, name), what)
-        for peer in [*peers, *those(runs, "raw O_DIRECT, 1")]
+        compare(f"{text}: aiockpt : {peer.name}, speed", [peer], by_name(runs, name), what)
+        for peer in [*peers, *by_prefix(runs, "raw O_DIRECT, 1")]
     ]

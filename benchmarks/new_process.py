@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import loaders, machine, raw
-from benchmarks.bars import Bar, compare, one, shortest, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare, shortest
 from benchmarks.checkpoints import make
 from benchmarks.loaders import Loader
 from benchmarks.measure import Runs, Sample, interleave, timed
@@ -114,10 +114,10 @@ class NewProcess:
         )
         assert process.stdin is not None
         try:
-            await self._said(process)
+            await self._answer(process)
             before()
             process.stdin.write(b"go\n")
-            said = await self._said(process)
+            said = await self._answer(process)
         finally:
             process.stdin.close()  # the process ends when its stdin is closed
             await process.wait()
@@ -126,7 +126,7 @@ class NewProcess:
         return said["sample"]
 
     @staticmethod
-    async def _said(process: asyncio.subprocess.Process) -> Any:
+    async def _answer(process: asyncio.subprocess.Process) -> Any:
         assert process.stdout is not None
         line = await process.stdout.readline()
         if not line:
@@ -154,9 +154,9 @@ async def run(options: Namespace, directory: Path) -> Report:
             if kind == "cached":
                 machine.bring_into_cache(paths)
 
-        everybody = contenders(directory, cold=kind == "cold")
-        files = {name: machine.files_under(make_one({}).path) for name, make_one in everybody.items()}
-        taking_part = chosen([NewProcess(name, directory, kind, expected) for name in everybody], options.only)
+        candidates = contenders(directory, cold=kind == "cold")
+        files = {name: machine.files_under(make_one({}).path) for name, make_one in candidates.items()}
+        selected = chosen([NewProcess(name, directory, kind, expected) for name in candidates], options.only)
 
         async def once(
             each: NewProcess, _number: int, prepare: Any = prepare, files: Mapping[str, list[Path]] = files
@@ -164,7 +164,7 @@ async def run(options: Namespace, directory: Path) -> Report:
             machine.settle()
             return await each.measure(lambda: prepare(files[each.name]))
 
-        runs = await interleave(taking_part, rounds, once, warm_up=False)
+        runs = await interleave(selected, rounds, once, warm_up=False)
         columns = {
             "loaded (min..max)": spread("loaded_s"),
             "GiB/s": speed("loaded_s", nbytes),
@@ -190,11 +190,13 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 
 def _bars(kind: str, runs: Sequence[Runs]) -> list[Bar]:
-    own, target, what = those(runs, *_ORDINARY), those(runs, "dcp.load", *_ORDINARY), "loaded_s"
+    own, target, what = by_prefix(runs, *_ORDINARY), by_prefix(runs, "dcp.load", *_ORDINARY), "loaded_s"
     return [
-        compare(f"{kind}, new tensors : best of torch.load and safetensors, speed", own, one(runs, NEW), what, 1.5),
-        compare(f"{kind}, into a target : best of them and dcp.load, speed", target, one(runs, TARGET), what, 1.5),
-        compare(f"{kind}, new tensors : raw read into fresh memory, speed", those(runs, "raw"), one(runs, NEW), what),
+        compare(f"{kind}, new tensors : best of torch.load and safetensors, speed", own, by_name(runs, NEW), what, 1.5),
+        compare(f"{kind}, into a target : best of them and dcp.load, speed", target, by_name(runs, TARGET), what, 1.5),
+        compare(
+            f"{kind}, new tensors : raw read into fresh memory, speed", by_prefix(runs, "raw"), by_name(runs, NEW), what
+        ),
     ]
 
 

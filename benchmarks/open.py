@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks import load, machine
-from benchmarks.bars import Bar, compare, one
+from benchmarks.bars import Bar, by_name, compare
 from benchmarks.checkpoints import make
 from benchmarks.loaders import Aiockpt as AiockptLoader
 from benchmarks.loaders import Loader, dcp_load, safetensors_load, torch_load
@@ -52,7 +52,7 @@ def openers(directory: Path) -> list[Opener]:
     ]
 
 
-async def measure(taking_part: Sequence[Opener], state: State, rounds: int, *, cold: bool) -> tuple[list[Runs], str]:
+async def measure(selected: Sequence[Opener], state: State, rounds: int, *, cold: bool) -> tuple[list[Runs], str]:
     """Open in rounds.
 
     Returns:
@@ -74,23 +74,23 @@ async def measure(taking_part: Sequence[Opener], state: State, rounds: int, *, c
             raise ValueError(f"found {found[0]} keys and the shape {found[1]}; saved were {expected}")
         return sample
 
-    return await interleave(taking_part, rounds, open_once), means
+    return await interleave(selected, rounds, open_once), means
 
 
 async def run(options: Namespace, directory: Path) -> Report:
     """Run the benchmark, and return its report."""
     state = small_state(options.count, options.nbytes)
     make_all(state, directory)
-    taking_part, rounds = chosen(openers(directory), options.only), options.rounds or ROUNDS
+    selected, rounds = chosen(openers(directory), options.only), options.rounds or ROUNDS
     report = Report("open", vars(options), machine.facts(directory), [], [])
     for cold in (True, False):
         kind = "cold" if cold else "cached"
-        runs, means = await measure(taking_part, state, rounds, cold=cold)
+        runs, means = await measure(selected, state, rounds, cold=cold)
         title = f"open, {kind}: {len(state)} tensors of {options.nbytes} bytes, medians of {rounds} rounds"
         report.tables.append(Table(title, columns(), runs, "opened_s"))
         report.bars += bars(kind, runs)
     report.remarks = [f"cold: files taken out of the page cache by {means}", sizes(directory)]
-    for opener, last in zip(taking_part, runs, strict=True):
+    for opener, last in zip(selected, runs, strict=True):
         await close(opener, last)
     if options.load:
         await load_all(report, state, directory, options)
@@ -120,14 +120,14 @@ def sizes(directory: Path) -> str:
 
 def bars(kind: str, runs: Sequence[Runs]) -> list[Bar]:
     """Compare the figures with the project's targets."""
-    ours, stock, what = one(runs, _OURS), one(runs, _STOCK), "opened_s"
+    ours, stock, what = by_name(runs, _OURS), by_name(runs, _STOCK), "opened_s"
     rest = [run for run in runs if run.name.startswith(("safetensors", "torch"))]
     return [
         compare(f"{kind}, aiockpt : unpickling DCP's .metadata, speed", [stock], ours, what, 3),
         compare(
             f"{kind}, aiockpt with the stock checkpoint : unpickling the same .metadata, speed",
             [stock],
-            one(runs, "aiockpt, stock checkpoint"),
+            by_name(runs, "aiockpt, stock checkpoint"),
             what,
         ),
         *(compare(f"{kind}, aiockpt : {run.name}, speed", [run], ours, what) for run in rest),
@@ -152,8 +152,8 @@ async def load_all(report: Report, state: State, directory: Path, options: Names
     """Load the whole state with every contender, and add the table and bars to the report."""
     target = empty_like(state)
     rounds = options.rounds or LOAD_ROUNDS
-    taking_part = chosen(loaders(directory, target), options.only)
-    runs, _ = await load.measure(taking_part, state, target, rounds, cold=False)
+    selected = chosen(loaders(directory, target), options.only)
+    runs, _ = await load.measure(selected, state, target, rounds, cold=False)
     title = f"open, loading the whole, cached: {size_of(state) / 2**20:.0f} MiB, medians of {rounds} rounds"
     shown = {
         "loaded (min..max)": spread("loaded_s"),
@@ -162,14 +162,14 @@ async def load_all(report: Report, state: State, directory: Path, options: Names
         "longest stall": median_time("stall_s"),
     }
     report.tables.append(Table(title, shown, runs, "loaded_s"))
-    new, target_runs, what = one(runs, "aiockpt, new tensors"), one(runs, "aiockpt, into a target"), "loaded_s"
+    new, target_runs, what = by_name(runs, "aiockpt, new tensors"), by_name(runs, "aiockpt, into a target"), "loaded_s"
     report.bars += [
         compare(
             "loading, aiockpt : dcp.load, both into a target, speed",
-            [one(runs, "dcp.load, into a target")],
+            [by_name(runs, "dcp.load, into a target")],
             target_runs,
             what,
         ),
-        compare("loading, aiockpt : torch.load, speed", [one(runs, "torch.load")], new, what),
-        compare("loading, aiockpt : safetensors, speed", [one(runs, "safetensors pread")], new, what),
+        compare("loading, aiockpt : torch.load, speed", [by_name(runs, "torch.load")], new, what),
+        compare("loading, aiockpt : safetensors, speed", [by_name(runs, "safetensors pread")], new, what),
     ]

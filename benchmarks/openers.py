@@ -23,7 +23,7 @@ METADATA = ".metadata"
 
 
 def make_plain(checkpoint: Path, path: Path) -> None:
-    """Create a checkpoint of aiockpt without its manifest, from hard links, as a tool that knows DCP alone may copy it."""
+    """Create a checkpoint of aiockpt without its manifest, from hard links, as a tool that knows only DCP copies it."""
     path.mkdir()
     for file in files_under(checkpoint):
         if file.name != MANIFEST:
@@ -60,7 +60,7 @@ class Opener(ABC):
 
     @abstractmethod
     async def open(self, key: str, stack: AsyncExitStack) -> tuple[int, tuple[int, ...]]:
-        """Open the checkpoint, to be closed by the stack; return the number of keys, and the shape of a key's tensor."""
+        """Open the checkpoint, to be closed by the stack; return the number of keys, and the shape of this key."""
 
     async def close(self) -> None:
         """Release what is kept between rounds."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine, rank_savers
-from benchmarks.bars import Bar, compare, one, shortest, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare, shortest
 from benchmarks.measure import Runs, Sample, interleave
 from benchmarks.rank_savers import Member
 from benchmarks.report import Report, Table, duration, median_time, of_limit, speed, spread
@@ -146,16 +146,16 @@ def _durations(what: str, runs: list[Runs], nbytes: int) -> dict:
 
 
 def _bars(verb: str, size: int, runs: list[Runs]) -> list[Bar]:
-    ours, what = one(runs, "aiockpt"), "all_s"
+    ours, what = by_name(runs, "aiockpt"), "all_s"
     text = f"{size} rank{'s' * (size > 1)}, {verb}, aiockpt : "
     peers = [run for run in runs if run.name.startswith("dcp")]
-    limit = compare(f"{text}raw O_DIRECT, speed", those(runs, "raw"), ours, what, 0.95)
+    limit = compare(f"{text}raw O_DIRECT, speed", by_prefix(runs, "raw"), ours, what, 0.95)
     return [limit, *(compare(f"{text}{peer.name}, speed", [peer], ours, what) for peer in peers)]
 
 
 def _later_bars(size: int, runs: list[Runs]) -> list[Bar]:
-    ours = one(runs, "aiockpt")
-    more = [_more(f"{size} ranks, later save: ", run, one(runs, alone)) for run, alone in _pairs(runs)]
+    ours = by_name(runs, "aiockpt")
+    more = [_more(f"{size} ranks, later save: ", run, by_name(runs, alone)) for run, alone in _pairs(runs)]
     direct = Bar(f"{size} ranks, aiockpt, later save: in rounds", ours.median("rounds_s") * 1e3, _LATER_MS, True, "ms")
     return [direct, *more]
 

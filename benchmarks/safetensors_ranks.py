@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from benchmarks import machine, rank_savers
-from benchmarks.bars import compare, one, shortest, those
+from benchmarks.bars import by_name, by_prefix, compare, shortest
 from benchmarks.measure import Sample, interleave
 from benchmarks.rank_savers import AiockptRanks, RankSaver, RawRanks, local, sharded_state, size_of
 from benchmarks.ranks import slowest_of
@@ -105,8 +105,8 @@ async def run(options: Namespace, directory: Path) -> Report:
         }
         title = f"{size} ranks, {options.gib:.3g} GiB in all, medians of {rounds} rounds"
         tables.append(Table(f"save as safetensors: {title}", shown, runs, "all_s", "raw"))
-        ours, text = one(runs, "aiockpt"), f"{size} ranks, aiockpt : "
-        bars.append(compare(f"{text}raw O_DIRECT, speed", those(runs, "raw"), ours, "all_s"))
+        ours, text = by_name(runs, "aiockpt"), f"{size} ranks, aiockpt : "
+        bars.append(compare(f"{text}raw O_DIRECT, speed", by_prefix(runs, "raw"), ours, "all_s"))
         bars += [
             compare(f"{text}{run.name}, speed", [run], ours, "all_s", _BAR)
             for run in runs

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import checkpoints, machine, raw
-from benchmarks.bars import Bar, compare, first_of, one, shortest, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare, first_of, shortest
 from benchmarks.contenders import (
     Aiockpt,
     DcpAsyncSave,
@@ -59,12 +59,12 @@ def savers(state: State) -> list[Saver]:
     ]
 
 
-async def measure(taking_part: Sequence[Saver], state: State, directory: Path, rounds: int) -> list[Runs]:
+async def measure(selected: Sequence[Saver], state: State, directory: Path, rounds: int) -> list[Runs]:
     """Save in rounds, and measure the lag of the loop and the memory; load each checkpoint back."""
     kept: dict[str, float] = defaultdict(float)  # memory that each contender keeps from earlier rounds
 
     async def save_once(saver: Saver, number: int) -> Sample:
-        path = directory / f"{taking_part.index(saver)}-{number}"
+        path = directory / f"{selected.index(saver)}-{number}"
         machine.settle()
         before = resident_bytes()
         try:
@@ -82,8 +82,8 @@ async def measure(taking_part: Sequence[Saver], state: State, directory: Path, r
             machine.remove(path)
         return {**sample, **lag.sample(), "extra_bytes": max(0, extra)}
 
-    runs = await interleave(taking_part, rounds, save_once)
-    for saver, run in zip(taking_part, runs, strict=True):
+    runs = await interleave(selected, rounds, save_once)
+    for saver, run in zip(selected, runs, strict=True):
         await close(saver, run)
     return runs
 
@@ -92,8 +92,8 @@ async def run(options: Namespace, directory: Path) -> Report:
     """Run the benchmark, and return its report."""
     state = transformer_state(int(options.gib * 2**30), options.tensors)
     nbytes = size_of(state)
-    taking_part = chosen(savers(state), options.only)
-    runs = await measure(taking_part, state, directory, options.rounds or ROUNDS)
+    selected = chosen(savers(state), options.only)
+    runs = await measure(selected, state, directory, options.rounds or ROUNDS)
     limit_s = shortest(runs, "raw", "durable_s")
     columns = {
         "caller blocked": median_time("blocked_s"),
@@ -117,7 +117,7 @@ async def run(options: Namespace, directory: Path) -> Report:
             "longest stall: of the caller's loop; blocking calls hold it as long as they take",
             "every save was loaded back and compared bit for bit: aiockpt's by stock dcp.load, DCP's by aiockpt",
         ],
-        details={"timeline": next((timeline(saver) for saver in taking_part if isinstance(saver, Aiockpt)), [])},
+        details={"timeline": next((timeline(saver) for saver in selected if isinstance(saver, Aiockpt)), [])},
     )
 
 
@@ -143,16 +143,16 @@ def _is_async(run: Runs) -> bool:
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare the figures with the project's targets."""
-    ours, small, what = one(runs, "aiockpt"), one(runs, _SMALL_POOL), "durable_s"
-    prewarmed = one(runs, PrewarmedAiockpt.name)
-    limits, default = those(runs, "raw"), those(runs, "dcp.save, thread_count=1")
-    plain, either = those(runs, "memmove, 1 thread"), those(runs, "memmove")
-    peers = those(runs, "dcp.save, thread_count=2", "torch", "safetensors")
+    ours, small, what = by_name(runs, "aiockpt"), by_name(runs, _SMALL_POOL), "durable_s"
+    prewarmed = by_name(runs, PrewarmedAiockpt.name)
+    limits, default = by_prefix(runs, "raw"), by_prefix(runs, "dcp.save, thread_count=1")
+    plain, either = by_prefix(runs, "memmove, 1 thread"), by_prefix(runs, "memmove")
+    peers = by_prefix(runs, "dcp.save, thread_count=2", "torch", "safetensors")
     return [
         compare("aiockpt : raw O_DIRECT, speed", limits, ours, what, 0.95),
-        compare("aiockpt : raw O_DIRECT with a copy and its CRC, speed", those(runs, "copy"), ours, what),
+        compare("aiockpt : raw O_DIRECT with a copy and its CRC, speed", by_prefix(runs, "copy"), ours, what),
         compare("aiockpt : dcp.save with its defaults, speed", default, ours, what, 4),
-        compare("aiockpt : best dcp.async_save, speed", those(runs, "dcp.async_save"), ours, what, 2),
+        compare("aiockpt : best dcp.async_save, speed", by_prefix(runs, "dcp.async_save"), ours, what, 2),
         compare("aiockpt with 256 MiB of pool : with all it wants, speed", [ours], small, what, 0.95),
         Bar("aiockpt with 256 MiB of pool: extra memory", small.most("extra_bytes") / 2**20, 256 + 64, True, "MiB"),
         compare("aiockpt, staged : memmove in one thread, speed", plain, prewarmed, "staged_s", 0.9),

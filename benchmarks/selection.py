@@ -19,7 +19,7 @@ def chosen(contenders: Sequence[Contender], only: str | None) -> list[Contender]
     if not only:
         return list(contenders)
     parts = [part.strip().lower() for part in only.split(",") if part.strip()]
-    taking_part = [each for each in contenders if any(part in each.name.lower() for part in parts)]
-    if not taking_part:
-        raise SystemExit(f"--only {only} leaves nobody of: {', '.join(each.name for each in contenders)}")
-    return taking_part
+    selected = [each for each in contenders if any(part in each.name.lower() for part in parts)]
+    if not selected:
+        raise SystemExit(f"--only {only} leaves none of: {', '.join(each.name for each in contenders)}")
+    return selected

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from benchmarks import machine, raw
-from benchmarks.bars import Bar, compare, one, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare
 from benchmarks.checkpoints import make
 from benchmarks.measure import Runs, Sample, close, interleave, timed
 from benchmarks.report import Cell, Report, Table, duration, most_mib, number, spread
@@ -61,7 +61,7 @@ def slicers(directory: Path, state: State, arena: raw.Arena) -> list[Slicer]:
     ]
 
 
-async def measure(taking_part: Sequence[Slicer], state: State, index: Index, rounds: int) -> tuple[list[Runs], str]:
+async def measure(selected: Sequence[Slicer], state: State, index: Index, rounds: int) -> tuple[list[Runs], str]:
     """Read a part in rounds, each time from the disk; compare it with the saved state.
 
     Returns:
@@ -82,18 +82,18 @@ async def measure(taking_part: Sequence[Slicer], state: State, index: Index, rou
             raise ValueError("what was read differs from what was saved")
         return sample if slicer.asks else {**sample, "asked_bytes": math.nan}
 
-    return await interleave(taking_part, rounds, read_once), means
+    return await interleave(selected, rounds, read_once), means
 
 
 async def run(options: Namespace, directory: Path) -> Report:
     """Run the benchmark, and return its report."""
     state = wide_state(int(options.gib * 2**30), options.tensors)
-    taking_part = chosen(slicers(directory, state, raw.Arena(size_of(state))), options.only)
+    selected = chosen(slicers(directory, state, raw.Arena(size_of(state))), options.only)
     rounds = options.rounds or ROUNDS
     rows, columns = next(iter(state.values())).shape
     report = Report("slice", vars(options), machine.facts(directory), [], [])
     for name, index in parts(rows, columns).items():
-        runs, means = await measure(taking_part, state, index, rounds)
+        runs, means = await measure(selected, state, index, rounds)
         own_bytes = size_of({key: tensor[index] for key, tensor in state.items()})
         shape = ", ".join(f"{part.start}:{part.stop}" for part in index)
         title = (
@@ -103,7 +103,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         report.tables.append(Table(title, columns_of(own_bytes), runs, "read_s", "raw"))
         report.bars += bars(name, runs, own_bytes)
         report.remarks = [f"cold: files taken out of the page cache by {means}"]
-    for slicer, last in zip(taking_part, runs, strict=True):
+    for slicer, last in zip(selected, runs, strict=True):
         await close(slicer, last)
     return report
 
@@ -128,15 +128,15 @@ def _times(run: Runs, what: str, own_bytes: int) -> str:
 
 def bars(part: str, runs: Sequence[Runs], own_bytes: int) -> list[Bar]:
     """Compare the figures with the project's targets."""
-    ours, what = one(runs, _OURS), "read_s"
+    ours, what = by_name(runs, _OURS), "read_s"
     asked = [
         Bar(f"{part}, {run.name}: bytes asked for : its own", run.median("asked_bytes") / own_bytes, 1.1, at_most=True)
-        for run in (ours, one(runs, _STOCK))
+        for run in (ours, by_name(runs, _STOCK))
     ]
     others = {
-        "the better raw read": those(runs, "raw"),
-        "dcp.load": those(runs, "dcp.load"),
-        "safetensors": those(runs, "safetensors"),
-        "torch.load mapped": those(runs, "torch.load"),
+        "the better raw read": by_prefix(runs, "raw"),
+        "dcp.load": by_prefix(runs, "dcp.load"),
+        "safetensors": by_prefix(runs, "safetensors"),
+        "torch.load mapped": by_prefix(runs, "torch.load"),
     }
     return asked + [compare(f"{part}, aiockpt : {name}, speed", run, ours, what) for name, run in others.items()]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.bars import Bar, compare, one, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare
 from benchmarks.contenders import Aiockpt, dcp_save, safetensors_save, torch_save
 from benchmarks.load import measure as measure_loads
 from benchmarks.loaders import Aiockpt as AiockptLoader
@@ -100,10 +100,10 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare saves with the project's targets."""
-    ours, what = one(runs, "aiockpt"), "durable_s"
-    peers = those(runs, "torch", "safetensors")
+    ours, what = by_name(runs, "aiockpt"), "durable_s"
+    peers = by_prefix(runs, "torch", "safetensors")
     return [
-        compare("aiockpt : dcp.save with its defaults, speed", those(runs, "dcp.save"), ours, what, 10),
+        compare("aiockpt : dcp.save with its defaults, speed", by_prefix(runs, "dcp.save"), ours, what, 10),
         Bar("aiockpt, later saves: planned in", ours.median("planned_s") * 1e3, 50, True, "ms"),
         Bar("aiockpt: the caller is blocked for", ours.median("blocked_s") * 1e3, 100, True, "ms"),
         *(compare(f"aiockpt : {peer.name}, speed", [peer], ours, what) for peer in peers),
@@ -114,7 +114,7 @@ def load_bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare loads with the project's targets."""
     found, what = [], "loaded_s"
     for name in (NEW, TARGET):
-        alone, beside = one(runs, name), one(runs, name + BESIDE)
+        alone, beside = by_name(runs, name), by_name(runs, name + BESIDE)
         found += [
             Bar(f"{name}: loaded in", alone.median(what), 2, True, "s"),
             compare(f"{name}{BESIDE} : alone, time", [beside], alone, what, 3, at_most=True),
@@ -124,7 +124,7 @@ def load_bars(runs: Sequence[Runs]) -> list[Bar]:
 
 def remarks(runs: Sequence[Runs]) -> list[str]:
     """Return a remark on the first save, which plans, unlike later ones."""
-    first = one(runs, "aiockpt").first
+    first = by_name(runs, "aiockpt").first
     moments = {"captured": "captured_s", "planned": "planned_s", "staged": "staged_s", "written": "written_s"}
     if not first:
         return []

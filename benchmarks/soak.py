@@ -41,7 +41,7 @@ _COUNTS = (
 
 async def run(options: Namespace, directory: Path) -> Report:
     """Run the soak, and return its report."""
-    from tests.soak.course import ROUNDS, Soak  # late: it takes a second
+    from tests.soak.course import ROUNDS, Soak  # imported late: it takes a second
     from tests.soak.gauges import growth_bytes
 
     logging.getLogger("aiockpt").setLevel(logging.CRITICAL)  # failures are part of the test

@@ -43,7 +43,7 @@ def tiny_state() -> dict[str, torch.Tensor]:
 async def run(options: Namespace, directory: Path) -> Report:
     """Run the benchmark, and return its report."""
     from benchmarks import machine
-    from benchmarks.bars import Bar, one
+    from benchmarks.bars import Bar, by_name
     from benchmarks.checkpoints import make
     from benchmarks.measure import interleave
     from benchmarks.new_process import NewProcess
@@ -52,7 +52,7 @@ async def run(options: Namespace, directory: Path) -> Report:
 
     for _, name in _MODULES.values():
         make(tiny_state(), directory / name)
-    everybody = [
+    candidates = [
         NewProcess(name, directory, "startup", {}, module=__name__, note="after import torch") for name in _ALL
     ]
     rounds = options.rounds or ROUNDS
@@ -60,7 +60,7 @@ async def run(options: Namespace, directory: Path) -> Report:
     async def once(each: NewProcess, _number: int) -> Sample:
         return await each.measure(lambda: None)
 
-    runs = await interleave(chosen(everybody, options.only), rounds, once, warm_up=False)
+    runs = await interleave(chosen(candidates, options.only), rounds, once, warm_up=False)
     table = Table(
         f"startup: import, and first save or load of a tiny state, medians of {rounds} rounds",
         {"whole (min..max)": spread("whole_s"), "of it the import": median_time("import_s")},
@@ -68,7 +68,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         "whole_s",
     )
     bars = [
-        Bar(f"{name}, with the import", one(runs, name).median("whole_s"), _BAR_S, True, "s")
+        Bar(f"{name}, with the import", by_name(runs, name).median("whole_s"), _BAR_S, True, "s")
         for name in ("aiockpt, first save", "aiockpt, first load")
     ]
     return Report("startup", vars(options), machine.facts(directory), [table], bars)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import machine, raw, save
-from benchmarks.bars import Bar, compare, one, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare
 from benchmarks.contenders import Aiockpt, DcpAsyncSave, RawWrite, Saver, dcp_save, safetensors_save, torch_save
 from benchmarks.measure import Runs
 from benchmarks.report import Report, Table, median_time, spread
@@ -76,8 +76,8 @@ def _add(curves: Curves, at: float, runs: Sequence[Runs]) -> None:
 
 def _bars(number: int, runs: Sequence[Runs]) -> list[Bar]:
     peers = [run for run in runs if not run.name.startswith(("aiockpt", "raw"))]
-    ours, what = one(runs, "aiockpt"), "durable_s"
+    ours, what = by_name(runs, "aiockpt"), "durable_s"
     return [
         compare(f"{number} tensors, aiockpt : best peer, speed", peers, ours, what),
-        compare(f"{number} tensors, aiockpt : raw O_DIRECT, speed", those(runs, "raw"), ours, what),
+        compare(f"{number} tensors, aiockpt : raw O_DIRECT, speed", by_prefix(runs, "raw"), ours, what),
     ]

@@ -16,7 +16,7 @@ import aiockpt
 from aiockpt.cli.demo.config import ModelConfig
 from aiockpt.cli.demo.model import Trainer
 from benchmarks import checkpoints, machine
-from benchmarks.bars import Bar, compare, one, those
+from benchmarks.bars import Bar, by_name, by_prefix, compare
 from benchmarks.contenders import Saver, torch_save
 from benchmarks.measure import Lag, Runs, Sample, close, interleave, quantile
 from benchmarks.report import Report, Table, duration, median_time, number
@@ -169,7 +169,7 @@ async def run(options: Namespace, directory: Path) -> Report:
         BlockingBeside(torch_save()),
     ]
     runs = await measure(chosen(savers, options.only), options, trainer, directory)
-    alone_s = one(runs, _NO_SAVE).median("train_s")
+    alone_s = by_name(runs, _NO_SAVE).median("train_s")
     columns = {
         "kept": lambda run: number(alone_s / run.median("train_s")),
         "step, median": median_time("step_p50_s"),
@@ -193,14 +193,17 @@ async def run(options: Namespace, directory: Path) -> Report:
 
 def bars(runs: Sequence[Runs]) -> list[Bar]:
     """Compare the figures with the project's targets."""
-    alone, blocking = those(runs, _NO_SAVE), those(runs, "torch.save")
-    beside, guard = those(runs, "dcp.async_save", "torch_checkpointing"), one(runs, "aiockpt, guard")
+    alone, blocking = by_prefix(runs, _NO_SAVE), by_prefix(runs, "torch.save")
+    beside, guard = by_prefix(runs, "dcp.async_save", "torch_checkpointing"), by_name(runs, "aiockpt, guard")
     return [
         *(
-            compare(f"{name} : best asynchronous peer, steps per second", beside, one(runs, name), "train_s", 1)
+            compare(f"{name} : best asynchronous peer, steps per second", beside, by_name(runs, name), "train_s", 1)
             for name in _OURS
         ),
         compare("aiockpt, guard : best asynchronous peer, longest step", beside, guard, "step_max_s", 1),
         compare("aiockpt, guard : torch.save, steps per second", blocking, guard, "train_s", 1),
-        *(compare(f"{name} : no checkpoints, steps per second", alone, one(runs, name), "train_s") for name in _OURS),
+        *(
+            compare(f"{name} : no checkpoints, steps per second", alone, by_name(runs, name), "train_s")
+            for name in _OURS
+        ),
     ]

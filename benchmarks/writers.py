@@ -10,7 +10,7 @@ from pathlib import Path
 
 import aiockpt
 from benchmarks import machine, raw
-from benchmarks.bars import Bar, compare, one, shortest
+from benchmarks.bars import Bar, by_name, compare, shortest
 from benchmarks.contenders import RawWrite
 from benchmarks.measure import Runs, Sample, close, interleave
 from benchmarks.report import Report, Table, median_time, number, spread
@@ -104,12 +104,12 @@ def cases(options: Namespace) -> list[Case]:
 
 
 async def measure(
-    case: Case, taking_part: Sequence[Contender], state: State, directory: Path, rounds: int, alone_s: float
+    case: Case, selected: Sequence[Contender], state: State, directory: Path, rounds: int, alone_s: float
 ) -> list[Runs]:
     """Save in rounds beside the work; measure the limit without the work."""
 
     async def save_once(saver: Contender, count: int) -> Sample:
-        path = directory / f"{case.name}-{taking_part.index(saver)}-{count}"
+        path = directory / f"{case.name}-{selected.index(saver)}-{count}"
         if count < 0:
             await saver.open(state)
         machine.settle()
@@ -120,8 +120,8 @@ async def measure(
         finally:
             machine.remove(path)
 
-    runs = await interleave(taking_part, rounds, save_once)
-    for saver, run in zip(taking_part, runs, strict=True):
+    runs = await interleave(selected, rounds, save_once)
+    for saver, run in zip(selected, runs, strict=True):
         await close(saver, run)
     return runs
 
@@ -132,8 +132,8 @@ async def run(options: Namespace, directory: Path) -> Report:
     tables, found = [], []
     for case in chosen(cases(options), options.work):
         state = case.state()
-        taking_part = chosen(case.contenders(size_of(state), options.alone), options.only)
-        runs = await measure(case, taking_part, state, directory, rounds, options.alone)
+        selected = chosen(case.contenders(size_of(state), options.alone), options.only)
+        runs = await measure(case, selected, state, directory, rounds, options.alone)
         size = f"{size_of(state) / 2**30:.2f} GiB in {len(state)} tensors"
         title = f"writers, {case.name}: {size} beside {case.work.name}, medians of {rounds} rounds"
         tables.append(Table(title, columns(runs, case.work.unit), runs))
@@ -177,12 +177,12 @@ def bars(case: Case, runs: Sequence[Runs]) -> list[Bar]:
     found = []
     what = f"{case.name}, aiockpt"
     for kind in ("thread", "process"):
-        ours, peer = one(runs, f"aiockpt, {kind}"), one(runs, f"dcp.async_save, {kind}")
+        ours, peer = by_name(runs, f"aiockpt, {kind}"), by_name(runs, f"dcp.async_save, {kind}")
         if case.many and kind == "process":
             continue
         found.append(compare(f"{what}, {kind} : {peer.name}, speed to durable", [peer], ours, "durable_s", 1))
         found.append(Bar(f"{what}, {kind} : {peer.name}, pace kept", ours.median("kept") / peer.median("kept")))
-    thread, process = one(runs, "aiockpt, thread"), one(runs, "aiockpt, process")
+    thread, process = by_name(runs, "aiockpt, thread"), by_name(runs, "aiockpt, process")
     found.append(compare(f"{what}, process : in a thread, speed to durable", [thread], process, "durable_s"))
     found.append(Bar(f"{what}, process : in a thread, pace kept", process.median("kept") / thread.median("kept")))
     return found
