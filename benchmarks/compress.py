@@ -60,7 +60,7 @@ def tokens(elements: int) -> torch.Tensor:
 
 
 def random_bytes(elements: int) -> torch.Tensor:
-    """Draw bits in which nothing can be found."""
+    """Return random bits, which cannot be compressed."""
     return random_tensor(elements)
 
 
@@ -75,11 +75,11 @@ KINDS: dict[str, Callable[[int], torch.Tensor]] = {
 
 @dataclass(slots=True)
 class Contender:
-    """Saves and loads a state.
+    """A way to save and load a state.
 
     Attributes:
-        save: is given a state and a path.
-        load: is given a path and a target.
+        save: called with a state and a path.
+        load: called with a path and a target.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Contender:
 
 
 def contenders(ckpt: aiockpt.SyncCheckpointer) -> list[Contender]:
-    """Give everybody who takes part."""
+    """Return all contenders."""
 
     def ours(name: str, compress: Any, note: str = "") -> Contender:
         return Contender(
@@ -115,7 +115,7 @@ def contenders(ckpt: aiockpt.SyncCheckpointer) -> list[Contender]:
 
 
 async def measure(selected: Sequence[Contender], state: State, directory: Path, rounds: int) -> list[Runs]:
-    """Let everybody save the state and load it again, in rounds."""
+    """Save the state and load it again with each contender, in rounds."""
     target = empty_like(state)
     nbytes = size_of(state)
 

@@ -89,7 +89,7 @@ def _sample(summary: Summary) -> dict[str, float]:
 
 
 def faults(options: Namespace, directory: Path) -> Part:
-    """Make system calls fail."""
+    """Inject faults into system calls."""
     from benchmarks.crash_faults import run_faults  # needs the tests' dependencies
 
     return _counted("faults: system calls that fail", run_faults(full=options.full, folder=directory))

@@ -85,7 +85,7 @@ class Coordinator:
         self.sent_bytes = self.index_bytes = 0
 
     def save(self, step: int) -> Sample:
-        """Do rank 0's work of a save; return the seconds of each kind of work."""
+        """Run rank 0's work of a save; return the seconds of each kind of work."""
         clock = Clock()
         self.sent_bytes = 0
         self._plan(clock)

@@ -77,7 +77,7 @@ class TorchCoordinator:
         self.index_bytes = 0
 
     def save(self, _step: int) -> Sample:
-        """Do rank 0's work of a save; return the seconds of each kind of work."""
+        """Run rank 0's work of a save; return the seconds of each kind of work."""
         clock, world, writer = Clock(), self._world, self._writer
         planner: Any = self._kind(enable_plan_caching=True)
         planner.set_up_planner({}, is_coordinator=True)
