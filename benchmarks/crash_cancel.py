@@ -91,7 +91,7 @@ def run_cancels(*, full: bool, folder: Path | None = None, seconds: float = 120.
 
 
 async def _with_one(options: dict[str, Any], folder: Path, rng: random.Random, counts: Counts) -> None:
-    """Run ten rounds with one checkpointer, which has to save again before each."""
+    """Run ten rounds with one checkpointer; before each, a save has to succeed."""
     async with aiockpt.AsyncCheckpointer(**options) as ckpt:
         await ckpt.save(state_of(0), folder / "first")  # the first save takes longer than later ones
         for _ in range(10):

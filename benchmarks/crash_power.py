@@ -44,11 +44,11 @@ class Losses:
 
     Attributes:
         counts: numbers by name. ``calls``: system calls of the program. ``cuts``: calls after which power was lost,
-        also in next runs. ``states``: states of the disk that were checked, for both readings of what a sync
-        promises. ``distinct``: states that differ in what a reader finds. ``in part``: cuts of which only some
-        states were tried. ``syncs``: syncs of the program. ``needed``: syncs without which something was lost.
-        ``next runs``: runs that started from the disk that a cut had left. ``leftovers``: hidden names that next
-        runs left. ``lost``: broken promises.
+            also in next runs. ``states``: states of the disk that were checked, for both readings of what a sync
+            promises. ``distinct``: states that differ in what a reader finds. ``in part``: cuts of which only some
+            states were tried. ``syncs``: syncs of the program. ``needed``: syncs without which something was lost.
+            ``next runs``: runs that started from the disk that a cut had left. ``leftovers``: hidden names that next
+            runs left. ``lost``: broken promises.
         findings: the broken promises, in words.
         idle: the syncs that were not needed, in words.
     """
@@ -69,8 +69,8 @@ def lose_power(options: Namespace, directory: Path) -> tuple[list[Table], list[B
 
     Args:
         options: ``full``: replay all programs of the crash matrix and all incidents, leave each sync out in turn, and
-        start next runs; else replay the few programs of the test suite. ``only``: parts of programs' names.
-        ``seconds``: the time after which no further program or next run begins.
+            start next runs; else replay the few programs of the test suite. ``only``: parts of programs' names.
+            ``seconds``: the time after which no further program or next run begins.
         directory: the directory in which the programs save.
 
     Returns:

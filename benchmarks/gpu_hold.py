@@ -31,7 +31,7 @@ class Hold:
         training: the training program.
         saver: the contender that saves.
         ahead: whether the program calls the optimizer's step while the device still computes the gradients; else it
-        reads the loss first, which waits for the gradients.
+            reads the loss first, which waits for the gradients.
     """
 
     name: str

@@ -69,7 +69,7 @@ class Bench:
         Args:
             contenders: the contenders to run.
             rounds: the greatest number of rounds; there is always one, but a contender fails if its turn comes
-            after the deadline.
+                after the deadline.
             run_once: see `interleave`.
             share: the share of the time that is left.
             what: the name of this part.

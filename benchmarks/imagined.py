@@ -27,7 +27,7 @@ class Imagined:
         ranks: the number of ranks.
         items: the number of parts, on each rank or in all.
         each: if true, ``items`` counts the parts of each rank, and every tensor has a part on every rank; else it
-        counts the parts of all ranks, and tensors are cut in eight.
+            counts the parts of all ranks, and tensors are cut in eight.
     """
 
     ranks: int
