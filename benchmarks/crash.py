@@ -33,7 +33,7 @@ _POINTS = 200
 _WRONG = {
     "lost": "announced, but not there",
     "broken": "listed, but can't be loaded",
-    "mixed": "loaded, but no state that was saved",
+    "mixed": "loaded, but differs from every saved state",
     "stray": "listed, but never saved",
     "next run": "the next run could not save",
     "leftover": "left over, and not removed by the next run",

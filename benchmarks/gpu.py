@@ -95,10 +95,10 @@ async def run(options: Namespace, directory: Path) -> Report:
 def remarks(device: Device) -> list[str]:
     """Return the meaning of the columns, and the peers that are missing."""
     said = [
-        "step held: how much longer optimizer.step(), with what waits before it, held the program than without a save",
+        "step held: the time that optimizer.step() and the wait before it held the program, less that without a save",
         "host ahead: the program did not wait for the gradients, so the device still computes them",
-        "kept: the pace from the call until durable, as a part of the pace just before; the call counts in it",
-        "device: memory of tensors beyond what is there without a save; pinned, resident: of this process, as the most",
+        "kept: the pace from the call until durable, as a share of the pace just before; the call counts",
+        "device: peak of the tensors' memory above that without a save; pinned, resident: peaks of this process",
     ]
     if importlib.util.find_spec("torch_checkpointing") is None:
         said.append("torch_checkpointing is not installed, and was left out")

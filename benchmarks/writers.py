@@ -166,9 +166,9 @@ def kept(run: Runs) -> str:
 def remarks() -> list[str]:
     """Return the meaning of the columns."""
     return [
-        "kept: the pace from the call until durable, as a part of the pace just before; the call counts in it",
-        "lost per save: how much later the work is because of it",
-        "of limit's time: time to durable, in times that of the best raw O_DIRECT write with nothing beside",
+        "kept: the pace from the call until durable, as a share of the pace just before; the call counts",
+        "lost per save: the delay of the work by a save",
+        "of limit's time: time to durable, divided by that of the best raw O_DIRECT write without other work",
     ]
 
 
