@@ -172,7 +172,7 @@ class DcpRanks(RankSaver):
         return {"blocked_s": took, "staged_s": took}
 
     def planner(self) -> DefaultSavePlanner:
-        """Return a planner; its class has a new name, under which DCP caches plans."""
+        """Return a planner whose class is named for this contender: DCP caches plans by class name."""
         kind = type(f"{type(self).__name__}{id(self)}", (DefaultSavePlanner,), {})
         return kind(enable_plan_caching=self._cache)
 
