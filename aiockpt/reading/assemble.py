@@ -66,7 +66,7 @@ def _build_tensors(new: NewTensor, values: dict[str, Any], move: Any) -> None:
     if read.memory is None or read.item is None:
         raise RuntimeError(f"{read.name} was not read")
     memory = relocated(read.memory, move) if move else read.memory
-    shared = len(new.keys) > 1
+    shared = len(new.keys) > 1  # then conjugating the memory for one key would change the values of the others
     for name, entry in new.keys.items():
         values[name] = view_of(memory, entry.chunks[0].item or read.item, lazily=shared).to(entry.dtype)
 

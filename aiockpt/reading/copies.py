@@ -24,7 +24,7 @@ Verdict = Literal["same", "different", "unknown"]
 def differing_copies(source: Source, parts: Mapping[int, Index]) -> Iterator[tuple[str, str, str, bool]]:
     """Yield key and file of each copy unlike the lowest rank's, a message, and whether it is an error. Blocks.
 
-    Tensors and plain values must be equal. Other objects may belong to their ranks, such as the states of generators.
+    Tensors and plain values must be equal. Other objects may differ from rank to rank, as states of generators do.
     """
     seen: dict[tuple[str, str], tuple[int, ItemRange]] = {}
     for rank, part in sorted(parts.items()):

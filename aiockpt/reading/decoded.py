@@ -155,6 +155,7 @@ class DecodedSource(Source):
         item = self.items.get(name)
         if item is None:
             self._inner.read(name, offset, view, seen)
+        # A read of less than half is likely to be followed by others, and each would decode from the beginning: cache.
         elif item.is_exact and 2 * len(view) >= item.most and not self._cache.has(name):
             self._stream(item, offset, view, seen)
         else:
@@ -240,7 +241,7 @@ class DecodedSource(Source):
                 yield piece
         except TransformFailedError as exc:
             for _ in stored:
-                pass  # the CRC of all stored bytes tells damaged bytes from a wrong key or option of the transform
+                pass  # read to the end: the CRC of all stored bytes tells damage from a wrong key of the transform
             self._check_crc(item, crc)
             raise self._failed(item, exc) from exc.__cause__
         self._check_crc(item, crc)
@@ -314,7 +315,7 @@ class _Window:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._buffer = memoryview(mmap.mmap(-1, _STEP_BYTES + _PAGE_BYTES))
+        self._buffer = memoryview(mmap.mmap(-1, _STEP_BYTES + _PAGE_BYTES))  # page-aligned, as O_DIRECT requires
         self._file = ""
         self._begin = self._end = 0
 
@@ -350,6 +351,7 @@ class ExpansionBudget:
             self.left += drawn
             if nbytes > self.left:
                 return False
+            # An item may be decoded twice, and then begins with few bytes again: it keeps what it had.
             self._drawn[name] = max(nbytes, drawn)
             self.left -= self._drawn[name]
             return True
@@ -390,6 +392,7 @@ class DecodedCache:
             making.set_exception(exc)
         else:
             making.set_result(data)
+        # Under one lock: between the two steps another thread would find the item in neither dict, and decode it again.
         with self._lock:
             del self._making[name]
             if making.exception() is None and not self._closed:

@@ -53,7 +53,7 @@ _RUN_GAP_BYTES = 4096
 _PAGE_BYTES = 4096
 _LENGTHS_AT_ONCE = 16
 _FRAMINGS_AT_ONCE = 32
-_TURN_S = 0.02  # of a thread with the jobs of one load
+_TURN_S = 0.02  # of a thread with the jobs of one load; a turn for each job would cost a hop to the loop and back
 _CPU = torch.device("cpu")
 
 
@@ -128,8 +128,8 @@ class ReadExecutor:
 
     async def fill(self, reads: Sequence[TensorRead], filled: Sequence[torch.Tensor]) -> None:
         """Read tensors into place, of which ``filled`` are the caller's; see `execute`."""
-        # The writes bypass autograd: bump the version counters, so that it notices them, and so does a save that is
-        # copying these tensors. Before and after, however the load ends.
+        # The writes bypass autograd: count them in the version counters, so that autograd notices them, and so does a
+        # save that is copying these tensors now. Before and after: such a save may begin or end during the load.
         count_change(filled)
         try:
             await self.read(reads)
@@ -176,7 +176,7 @@ class ReadExecutor:
         device_jobs: list[tuple[torch.device, ReadJob]] = []
         for device, group in by_device.items():
             most = BUFFER_BYTES
-            if device != _CPU:
+            if device != _CPU:  # a job has to fit into one chunk of the pool, with room to align both ends
                 most = min(most, max(_PAGE_BYTES, self._tools.pool.chunk_bytes - 2 * _PAGE_BYTES))
             small: list[TensorRead] = []
             large: list[TensorRead] = []
@@ -227,6 +227,7 @@ class ReadExecutor:
         elif plan.device.type == "meta":
             made = [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in forms]
         else:
+            # The caching allocator frees memory in order with the stream it was allocated in: make that the caller's.
             made = await self._tools.placer_for(plan.device).new(forms, self._tools.streams.get(plan.device))
         for each, tensor in zip(wanted, made, strict=True):
             each.read_into(tensor)
@@ -266,7 +267,7 @@ class ReadExecutor:
         async def watch() -> None:
             try:
                 await ended.wait()
-            finally:  # the load is cancelled, or a job has failed: a turn ends with the job that runs
+            finally:  # a thread can't be cancelled; without further jobs its turn ends with the one that runs
                 pending.clear()
 
         tasks = [watch, *[work] * min(workers.count, len(jobs))]
@@ -282,6 +283,7 @@ class ReadExecutor:
                 return False
             begin = time.perf_counter()
             self._read_and_place(job)
+            # The parts of one tensor count down the same counter, and the last one checks the CRC.
             with lock:
                 job.finish()
                 self._tools.report.did_read(begin, job.nbytes, job.file)
@@ -433,7 +435,7 @@ class MapReader:
             return torch.empty_strided(item.shape, item.stride, dtype=item.dtype, device="cpu")
         at = place.offset + item.payload_offset
         memory = torch.frombuffer(self._map(place.file), dtype=torch.uint8, count=item.nbytes, offset=at)
-        if memory.data_ptr() % item.dtype.itemsize:
+        if memory.data_ptr() % item.dtype.itemsize:  # vector instructions fault on values at odd addresses
             memory = memory.clone()
         return view_of(memory, item, lazily=True)
 

@@ -162,7 +162,7 @@ def _check_target(read: TensorRead) -> None:
 
 def view_of(memory: torch.Tensor, item: TensorItem, *, lazily: bool) -> torch.Tensor:
     """View a payload, dtype uint8, as its tensor; if ``lazily``, conjugation and negation leave the memory as it is."""
-    if not lazily:  # on the memory, because elements of the tensor may share theirs
+    if not lazily:  # each stored value once: in the tensor, elements that share memory would be conjugated twice
         values = _values(memory, item)
         if item.conj:
             values.conj_physical_()
@@ -180,6 +180,7 @@ def _strided_view(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
 
 
 def _values(memory: torch.Tensor, item: TensorItem) -> torch.Tensor:
+    # A payload may be longer than its tensor, and `view` refuses a length that is no multiple of the element size.
     rest = len(memory) % item.dtype.itemsize
     return (memory[:-rest] if rest else memory).view(item.dtype)
 
@@ -293,7 +294,7 @@ def _make_tensors(found: Sequence[tuple[TensorRead, TensorItem]]) -> None:
             made = [torch.empty_strided(shape, stride, dtype=dtype, device="cpu")]
             if stride != row_strides(shape):
                 made += [torch.empty_strided(shape, stride, dtype=dtype, device="cpu") for _ in reads[1:]]
-            elif reads[1:]:  # as copies, with values yet to come
+            elif reads[1:]:  # one operator makes all of them, as copies whose values are overwritten
                 made += torch.unbind_copy(made[0].expand(len(reads) - 1, *shape))  # type: ignore[arg-type, func-returns-value]
             for read, tensor in zip(reads, made, strict=True):
                 read.made = tensor
@@ -392,7 +393,7 @@ class ChunkRead:
         self._is_fresh = is_fresh
         self.part_bytes = min(part_bytes, max(_PAGE_BYTES, self._stream.run * self._size * _MAX_RUNS))
         self.part_bytes -= self.part_bytes % _PAGE_BYTES
-        # The CRC covers the whole payload in stored order: it can be checked only if all of it comes as one run.
+        # The CRC covers the whole payload in stored order: a part of the payload, or one in runs, can't be checked.
         self._is_verified = framing.verify and item.crc is not None and self._is_one_run and self.nbytes == item.nbytes
         self._crcs = [0] * -(-self.nbytes // self.part_bytes)
 
@@ -428,7 +429,7 @@ class ChunkRead:
         view = buffer.view[skip : skip + stop - start]
         self._fill(number, start, stop, view)
         if len(self._crcs) == 1:
-            self.check_crc()  # before the target is changed
+            self.check_crc()  # before the target is changed; with several parts `finish` can do so only afterwards
         self._begin()
         return self._placements(start // self._size, torch.frombuffer(view, dtype=torch.uint8))
 
@@ -462,6 +463,7 @@ class ChunkRead:
         else:
             crc = 0
 
+            # Called after each step of the read, while its bytes are still in the CPU's cache.
             def seen(part: memoryview) -> None:
                 nonlocal crc
                 crc = crc32(part, crc)
@@ -525,7 +527,7 @@ class ChunkPart:
         return self.chunk.read_part(self.number, buffer)
 
     def finish(self) -> None:
-        """Count the part as done; the last one checks the CRC of the chunk."""
+        """Count the part as done; the last one checks the CRC of the chunk. Callers take turns."""
         read = self.chunk.read
         if read.pending == 1:
             self.chunk.check_crc()

@@ -98,7 +98,7 @@ class _Loader:
     async def load_into(self, target: ResolvedState, state_dict: Any, gathering: Gathering | None) -> Filled:
         """Load into the tensors of a state dict, and read what live objects are given."""
         run, options = self._tools.workers.run, self._options
-        # All checks come before the first byte reaches a target: a load that is refused changes nothing.
+        # All checks come before the first byte reaches the target: a load that is refused changes nothing.
         with span("plan"):
             plan = await run(plan_target, self._path, self._opened.index, options, target, state_dict)
         await self._compare(await run(find_twins, plan.regions))
@@ -106,8 +106,10 @@ class _Loader:
         new_values = await run(build_target_values, self._path, plan, target, fresh)
         await self._executor.prepare(plan.reads)
         if gathering is not None and await gathering.agree(reads=await run(plan.read_hash)):
+            # Another rank of this host reads the same bytes: O_DIRECT would read the disk once for each of them.
             self._opened.source.share()
         await self._executor.fill(plan.reads, plan.filled)
+        # Last, and checked to succeed: a failed read leaves only tensors changed, and its error names them.
         new_values.put(target.tree, state_dict)
         if gathering is not None:
             gathering.filled = plan.names
@@ -149,6 +151,7 @@ class _Loader:
         """Raise ShapeMismatchError if tied tensors, which DCP stores one by one, have different values."""
         for one, other in twins:
             values = await self._on_host().read({one.name: one.entry, other.name: other.entry})
+            # As bytes: NaN is equal to itself, and 0.0 is not -0.0.
             a, b = (values[each.name].contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
             if not torch.equal(a, b):
                 raise ShapeMismatchError(

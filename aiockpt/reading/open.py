@@ -149,6 +149,7 @@ def _read_other(source: Source, path: str, safe_globals: Sequence[Any], trust: b
         begin = _bytes(source, name, 0, min(64, files[name]))
         if begin[:4] == ZIP_MAGIC or LEGACY_MAGIC in begin:
             return _read_torch(source, name, safe_globals, trust)
+        # A safetensors file begins with 8 bytes of length, then JSON.
         if begin[8:9] == b"{":
             return with_shared_names(_read_safetensors(source, name))
     raise _not_a_checkpoint(path, files, tensors, shard_indexes)
@@ -184,6 +185,7 @@ def _read_dcp(source: Source, path: str, *, trust: bool, as_stored: bool) -> Ind
     if manifest is not None:
         _check_files(source, path, manifest)
         if manifest.index is not None and isinstance(manifest.index.entries, IndexedEntries):
+            # The manifest has all of the index in columns: `.metadata`, which takes longer to decode, is not read.
             manifest.index.entries.check(source.files, path)
             return manifest.index
     metadata = read_document(source, METADATA_NAME, path)
@@ -214,7 +216,7 @@ def find_ranks(source: Source, path: str) -> dict[int, str]:
     ranks = rank_metadata(source.files) or rank_directories(source.files)
     if os.sep not in next(iter(ranks.values()), ""):
         return ranks
-    # Directories such as step-100 are numbered too: those of ranks have parts of tensors. One that can be read tells.
+    # Directories such as step-100 are numbered too, but only ranks store parts of tensors. The first readable one tells.
     damage: LoadError | None = None
     for name in ranks.values():
         try:
@@ -349,7 +351,7 @@ def _located(path: str) -> Iterator[None]:
 
 
 def read_document(source: Source, name: str, path: str = "") -> bytes:
-    """Read a document whole, such as `.metadata`; stop at a hole, which would cost memory but no disk space."""
+    """Read a document whole, such as `.metadata`; refuse one with a hole."""
     return _bytes(source, name, 0, source.files[name], os.path.join(path, name))
 
 
@@ -361,6 +363,7 @@ def _bytes(source: Source, name: str, offset: int, size: int, shown: str | None 
             "100 MiB, so it is damaged. Use another checkpoint"
         )
     data = bytearray()
+    # In parts: a sparse file takes no disk space, but would take up to 2 GiB of memory before its first hole is seen.
     while len(data) < size:
         part = bytearray(min(_PART_BYTES, size - len(data)))
         source.read(name, offset + len(data), memoryview(part))

@@ -277,9 +277,11 @@ class CheckpointReader(_Reader):
         self._openers += 1
         opened: OpenCheckpoint | None = None
         try:
+            # If this task is cancelled while the engine opens the files, they are closed as soon as they are open.
             opened = await self._begin_open().wait(lambda late: late.source.close())
         finally:
             self._openers -= 1
+            # Other tasks may still open the reader with this checkpointer: the last one that fails closes it.
             if opened is None and self._open is None and not self._openers:
                 await self._end_owner()
         self._keep(opened)
@@ -344,10 +346,10 @@ class CheckpointReader(_Reader):
                 call, wanted, _ = ahead.begun[0]
                 values = await call.wait()
                 for each in wanted:
-                    yield each.name, values.pop(each.name)
+                    yield each.name, values.pop(each.name)  # a value that the caller has dropped takes no memory
                 ahead.begun.popleft()
         finally:
-            async with contextlib.AsyncExitStack() as stack:  # waits for all, even if this task is cancelled meanwhile
+            async with contextlib.AsyncExitStack() as stack:  # waits for all calls, even if one wait is cancelled
                 for call in ahead.cancel():
                     stack.push_async_callback(call.stop)
 
@@ -403,7 +405,7 @@ class SyncCheckpointReader(_Reader):
                 ahead.begun.popleft()
         finally:
             for call in ahead.cancel():
-                call.completion.exception()
+                call.completion.exception()  # blocks until the call is over; its outcome no longer matters
 
     def close(self) -> None:
         """Close the files. Idempotent. Values that were read stay valid, and reads in progress complete."""

@@ -64,6 +64,7 @@ class TargetPlan:
             f"{read.name} {read.chunk.offsets} {[(s.start, s.count, s.step) for s in read.selections or ()]}"
             for read in self.reads
         )
+        # Never 0, which stands for few bytes. A key may hold lone surrogates, which strict UTF-8 refuses.
         return 1 + zlib.crc32("\n".join(ranges).encode("utf-8", "surrogatepass"))
 
 
@@ -129,6 +130,7 @@ class _Planner:
     def _plan_leaf(self, name: str, path: ObjPath, leaf: Any, owner: LiveObject | None) -> None:
         plan, entry = self.plan, self._entries.get(name)
         if entry is None:
+            # An object that chooses its keys may have others now than when it was saved: its load_state_dict judges.
             if owner is None or not owner.chooses_keys:
                 plan.missing.append(name)
             elif not self._stored.holds(owner.name):
@@ -200,6 +202,7 @@ class _Planner:
         chosen: set[int] = set()
         for each in self._target.objects:
             if not self._stored.holds(each.name):
+                # The leaves of a state that is not empty were reported one by one.
                 if not each.state:
                     self._report_unstored(each.name)
                 continue
@@ -210,6 +213,7 @@ class _Planner:
                     f"{each.described} is to be given a state dict, but {each.name} is a single "
                     f"{'tensor' if isinstance(self._entries[each.name], TensorEntry) else 'object'} in {self._path}"
                 )
+            # An object that is in the target twice is given its state once.
             if id(each.value) not in chosen:
                 chosen.add(id(each.value))
                 self.plan.given.append(each)
@@ -226,6 +230,7 @@ class _Planner:
     def _add_fresh(self, name: str, sharded: LiveObject | None) -> None:
         """Plan a value for which the target has no leaf."""
         entry = self._entries[name]
+        # The state of a new optimizer is empty. Each rank must not read all of a sharded parameter's state tensors.
         like = None if sharded is None else self._sharded_like(name, entry, sharded)
         target = None if like is None else target_of(self._path, name, entry, like, self._options.dtype)
         if target is None:
@@ -288,7 +293,7 @@ class _Planner:
 class _Owners:
     """Finds the innermost live object that contains a path."""
 
-    # Not a function within a function that calls itself: such a cycle would keep the objects alive.
+    # Not a nested function that calls itself: its closure is a reference cycle, which would keep the objects alive.
     def __init__(self, objects: Iterable[LiveObject]) -> None:
         self._found: dict[ObjPath, LiveObject | None] = {each.path: each for each in objects}
         self._any = bool(self._found)
@@ -309,6 +314,7 @@ def _open_containers(
     containers: Sequence[Mapping[str, Any]] = flat.containers
     paths: list[ObjPath] = [tuple(record["path"]) for record in containers]
     for path, following, record in zip(paths, [*paths, None][1:], containers, strict=True):
+        # A container is empty if neither the next leaf nor the next container is inside it.
         leaf = flat.paths[record["at"]] if record["at"] < len(flat.paths) else None
         if all(inside is None or inside[: len(path)] != path for inside in (leaf, following)):
             found[".".join(map(str, path))] = path

@@ -82,7 +82,7 @@ class _Exposer:
 
     def _place_object(self, key: str, stored: ItemRange) -> ItemRange:
         free = OBJECT_RATIO * stored.length
-        # DecodedSource refuses an object that exceeds its budget while decoding it.
+        # Above the budget, by which DecodedSource refuses an object while it decodes it, with the better message.
         most = max(free + 2 * OBJECT_BYTES, MOST_RATIO * stored.length if self._trust else 0)
         return self._place(key, stored, 0, most, is_firm=False, free=None if self._trust else free)
 

@@ -58,7 +58,7 @@ class ItemVerifier:
         self._checker = ItemChecker()
         self._progress = report
         self._buffers: list[memoryview] = []
-        self._counts: list[int] = []
+        self._counts: list[int] = []  # bytes of each read; unlike +=, append is atomic, so threads need no lock
         self.without_crc: list[str] = []
 
     @property
@@ -151,8 +151,8 @@ class ItemVerifier:
         return group_segments(segments, RANGE_BYTES)
 
     def _read_range(self, file: StoredFile, segments: Sequence[_Segment], *, overlaps: bool = False) -> None:
-        """Read some segments of a file; all that don't overlap make up its CRC."""
-        try:
+        """Read some segments of a file; its CRC is that of all segments that don't overlap."""
+        try:  # popped, so that no other thread has it
             buffer = self._buffers.pop()
         except IndexError:
             buffer = memoryview(mmap.mmap(-1, STEP_BYTES + _PAGE_BYTES))

@@ -142,7 +142,7 @@ class _Reading:
             self._check_index(index)
         if index is not None or manifest is not None:
             inventory.find_unreferenced()
-        elif self._read_error is not None:
+        elif self._read_error is not None:  # nothing could be read: the disk failed, and the checkpoint may be sound
             raise self._read_error
 
     def _add_ranks(self, inventory: Inventory, ranks: Mapping[int, str]) -> None:
@@ -174,7 +174,7 @@ class _Reading:
     def _compare_copies(self, parts: Mapping[int, Index]) -> None:
         """Add a problem for each value of which ranks that saved alone have different copies."""
         if any(problem.severity == "error" for problem in self.findings.problems):
-            return  # the copies may not be where they should
+            return  # if places are wrong, other bytes would be compared
         try:
             for key, file, message, is_error in differing_copies(self.source, parts):
                 severity: Severity = "error" if is_error else "warning"
