@@ -71,7 +71,7 @@ def _swept(chunks: Sequence[Box], numbers: Sequence[int], *, bounded: bool) -> l
 
 
 def cover_error(shape: tuple[int, ...], boxes: Sequence[Box], room: int) -> tuple[str, int]:
-    """Return the error, if not every element of a shape is in exactly one of the boxes, and the corners compared."""
+    """Return how the boxes fail to cover each element of a shape once, '' if they do; and the corners compared."""
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             return "have another number of dimensions than", 0
@@ -81,6 +81,7 @@ def cover_error(shape: tuple[int, ...], boxes: Sequence[Box], room: int) -> tupl
     stored, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if stored != whole:
         return "overlap in" if stored > whole else INCOMPLETE, 0
+    # From here on, boxes that do not overlap cover everything, for they have as many elements.
     split = [dim for dim, total in enumerate(shape) if any(sizes[dim] != total for _, sizes in boxes)]
     if len(split) < 2:
         cuts = [(offsets[split[0]], sizes[split[0]]) for offsets, sizes in boxes] if split else []
@@ -119,6 +120,7 @@ def _corners(shape: tuple[int, ...], boxes: Sequence[Box], split: list[int]) -> 
 def _cancel(corners: tuple[list[np.ndarray], np.ndarray]) -> bool:
     """Return whether the signs at every point add up to zero."""
     columns, signs = corners
+    # Points are numbered anew after each dimension: numbers stay below the square of their count, and so within 63 bits.
     point = np.zeros(len(signs), np.int64)
     for column in columns:
         _, rank = np.unique(column, return_inverse=True)

@@ -1,7 +1,7 @@
 """Checks of an index that may be damaged or hostile: every item in its file, every tensor whole, no byte claimed twice.
 
-What passes takes no more memory to load than a small multiple of its files' bytes, whatever format the index was read
-from: an item of another dtype than the metadata says grows when it is cast, a byte to 16 at most.
+Whatever its format, a checkpoint that passes takes at most a small multiple of its files' bytes in memory when it is
+loaded: an item of another dtype than the metadata says grows when it is cast, from one byte to 16 at most.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def misplaced(path: str, name: str, place: ItemRange, size: int | None) -> LoadE
 def _check_tensor(path: str, name: str, entry: TensorEntry, room: int, *, is_part: bool) -> int:
     """Check that the shape is possible and covered by the chunks; return the corners compared, at most ``room``."""
     shape, chunks = entry.shape, entry.chunks
+    # torch computes the strides of an empty tensor as if its zeros were ones, and fails if that overflows 63 bits.
     if len(shape) > MAX_DIMS or math.prod([n or 1 for n in shape]) * entry.dtype.itemsize >= _LIMIT:
         raise CorruptCheckpointError(f"{path}: {name} can't have the shape {shape}; its metadata is damaged")
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
@@ -96,7 +97,7 @@ def _check_tensor(path: str, name: str, entry: TensorEntry, room: int, *, is_par
 
 def _check_chunk(path: str, name: str, entry: TensorEntry, chunk: ChunkEntry) -> None:
     if chunk.place.transforms:
-        return  # how long it really is shows only later
+        return  # its decoded length is known only after decoding
     if chunk.item is None:
         if math.prod(chunk.sizes) > chunk.place.length:  # its dtype may be smaller than the metadata's
             raise CorruptCheckpointError(
@@ -157,7 +158,7 @@ def check_paths(paths: Mapping[str, ObjPath], containers: Sequence[Mapping[str, 
         for step in steps:
             if type(step) is int:
                 lengths[node] = max(lengths.get(node, 0), step)
-            # By text, whose hash can't be foreseen.
+            # A text as the key: its hash is salted, so that a file can't choose keys that collide.
             node = str(nodes.setdefault(f"{node} {step!r}", len(nodes) + 1))
     if sum(lengths.values()) > _LEAST_GAPS + _GAPS_PER_NAME * (len(paths) + len(containers)):
         raise ValueError("it has lists that are far longer than what is in them")

@@ -216,7 +216,7 @@ def _common_change(
         if hits >= most:
             best = [*(best if hits == most else ()), change]
             most = hits
-    # Of one key alone there may be many at other places.
+    # A single key may become a stored name by several changes: then none of them is suggested.
     is_clear = len({change.applied(key) for change in best for key in missing[:1]}) == 1
     return best[0] if is_clear and (len(missing) > 1 or len(found) == 1) else None
 

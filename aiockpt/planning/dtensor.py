@@ -149,6 +149,7 @@ _Parts = tuple[tuple[int, ...], list[tuple[torch.Tensor, tuple[int, ...]]]]
 def _described_parts(name: str, value: Any) -> _Parts:
     """Return the parts that a CheckpointableTensor's attributes describe, as views."""
     try:
+        # Such a subclass may wrap another tensor: then its own memory has no values.
         if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise TypeError("its class does not store its values directly")
         shape = _sizes(value.global_shape)

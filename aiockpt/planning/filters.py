@@ -20,8 +20,8 @@ def filter_leaves(
 ) -> None:
     """Drop the leaves that a save is not to have: those that ``include`` does not choose, and those of ``exclude``.
 
-    Raise ValueError if a pattern matches neither a leaf nor an empty container; or if no leaf is left, unless that may
-    be.
+    Raise ValueError if a pattern matches neither a leaf nor an empty container; or if no leaf is left, unless
+    ``may_be_empty``.
     """
     if include is None and exclude is None:
         return
@@ -55,7 +55,7 @@ def _chosen(option: str, rule: Filter, flat: FlatState, empty: Mapping[str, ObjP
     if callable(rule):
         return {name for name, leaf in zip(flat.names, flat.leaves, strict=True) if _asked(option, rule, name, leaf)}
     found, unmatched = matching({*flat.names, *empty}, check_patterns(rule, option) or ())
-    chosen = found.intersection(empty)  # with the empty ones in them
+    chosen = found.intersection(empty)  # each of them brings the empty containers inside it
     found.update(n for n, path in empty.items() if any(joined(path[:depth]) in chosen for depth in range(len(path))))
     if unmatched:
         raise ValueError(

@@ -59,9 +59,11 @@ def split_in_order(sizes: Mapping[T, int], most_bytes: int | None) -> list[list[
 # --- file images ------------------------------------------------------------------------------------
 
 
-ALIGNED_PAYLOAD_BYTES = 1 << 20  # payloads of this size and more start at a multiple of `BLOCK_BYTES` in their file
+# Payloads of this size and more start at a multiple of `BLOCK_BYTES` in their file, so that O_DIRECT can read them
+# straight into page-aligned memory.
+ALIGNED_PAYLOAD_BYTES = 1 << 20
 ITEM_ALIGNMENT = 64  # items start at multiples of this, so that their payloads are aligned for every dtype
-_SEPARATE_CRC_BYTES = 64 << 10
+_SEPARATE_CRC_BYTES = 64 << 10  # below this, two passes over cached bytes cost less than combining two CRCs
 _ZEROS = bytes(ITEM_ALIGNMENT)
 _CRC = struct.Struct("<I")
 
@@ -168,6 +170,7 @@ class Sealer:
             self._payload_crc = 0
         self._zero(chunk, filled, stop - start)
         self._cover(chunk, stop - start)
+        # Direct I/O writes whole blocks; the file is cut to its size afterwards.
         self._zero(chunk, stop - start, align_up(stop - start, BLOCK_BYTES))
 
     def _fill_head(self, chunk: memoryview, start: int, stop: int) -> int:

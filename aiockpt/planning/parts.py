@@ -124,7 +124,7 @@ class PartSealer:
         if end >= self._end:
             self._crc = crc32_combine(self._crc, crc, end - self._end)
             self._end = end
-        else:  # the parts of another tensor, or of another dimension, come back to an earlier place
+        else:  # the run lies before one that was counted: parts of one tensor may interleave
             self._crc ^= crc32_combine(crc, 0, self._end - end)
 
     @property

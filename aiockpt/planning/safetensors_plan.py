@@ -252,6 +252,7 @@ class SafetensorsFormat(FileFormat):
             return SafetensorsPlan(layout, [b""] * len(layout.images))
         rooms = [image.head_bytes for image in layout.images]
         heads = self._heads(layout.heads, rooms)
+        # A shorter header is padded; a longer one would move the tensors.
         fits = all(len(head) == room for head, room in zip(heads, rooms, strict=True))
         return SafetensorsPlan(layout, heads) if fits else None
 

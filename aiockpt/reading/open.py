@@ -216,7 +216,8 @@ def find_ranks(source: Source, path: str) -> dict[int, str]:
     ranks = rank_metadata(source.files) or rank_directories(source.files)
     if os.sep not in next(iter(ranks.values()), ""):
         return ranks
-    # Directories such as step-100 are numbered too, but only ranks store parts of tensors. The first readable one tells.
+    # Directories such as step-100 are numbered too, but only ranks store parts of tensors. The first readable metadata
+    # file decides.
     damage: LoadError | None = None
     for name in ranks.values():
         try:

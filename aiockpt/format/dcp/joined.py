@@ -72,7 +72,7 @@ class _Tensor:
     """A tensor of several ranks."""
 
     entry: TensorEntry
-    chunks: dict[str, ChunkEntry] = field(default_factory=dict)  # by text, whose hash can't be foreseen
+    chunks: dict[str, ChunkEntry] = field(default_factory=dict)  # by text, whose hash is salted
     elements: int = 0  # in all chunks
     most: int = 0  # that one rank has
 
@@ -127,7 +127,9 @@ def _check_complete(parts: Mapping[int, Index], files: Collection[str], tensors:
     """Raise if ranks are missing: by the numbers of the others, by their data files, or by what tensors lack."""
     written = [int(match[1]) for match in map(_DATA.fullmatch, files) if match]
     known = 1 + max([*parts, *written])
-    reason, later = "", 0  # the ranks after the last one have no larger shares
+    # If the last ranks are missing, no number says so. What tensors lack tells how many they are at least, because
+    # sharding gives later ranks no larger shares.
+    reason, later = "", 0
     for name, tensor in tensors.items():
         lacking, whole = tensor.lacking, math.prod(tensor.entry.shape)
         if lacking < 0:

@@ -106,7 +106,7 @@ class _Decoder:
         self._chunks_left = len(data)
         self._transforms_left = len(data)
         self._is_transformed = False
-        # By name and offsets as text: hashes of texts can't be foreseen, so a file can't make them collide.
+        # By name and offsets as text: hashes of texts are salted, so a file can't make them collide.
         self._ranges: dict[tuple[str, str | None], ItemRange] = {}
         # Checked values by id. They stay referenced, so no other value gets their id.
         self._sizes: dict[int, tuple[Sizes, str]] = {}
@@ -193,7 +193,8 @@ class _Decoder:
             known = self._tensors[id(described)] = (described, *self._tensor(name, described))
         _, dtype, shape, chunks = known
         if dtype in QUANTIZED_DTYPES and not self._as_stored and len(chunks) == 1 and chunks[0][1] == shape:
-            return ObjectEntry(self._range_of(name, chunks[0][2]))  # scales and zero points are beside the values
+            # Unpickled as a whole: its item has scales and zero points beside the values.
+            return ObjectEntry(self._range_of(name, chunks[0][2]))
         return TensorEntry(dtype, shape, tuple([ChunkEntry(o, n, self._range_of(name, t)) for o, n, t in chunks]))
 
     def _tensor(self, name: str, described: Any) -> tuple[torch.dtype, Sizes, list[_Chunk]]:
@@ -206,7 +207,8 @@ class _Decoder:
             raise ValueError(f"{name[:200]} has no list of chunks, or an impossible one")
         self._chunks_left -= len(listed)
         chunks: dict[str, _Chunk] = {}
-        # Several ranks that hold nothing of the tensor may describe the same empty chunk.
+        # Several ranks that hold nothing of the tensor may describe the same empty chunk. Empty ones come last, so that
+        # none takes the place of a chunk with values at the same offsets.
         for chunk in sorted([self._chunk(name, each, shape) for each in listed], key=_is_empty):
             if chunk[2] not in chunks:
                 chunks[chunk[2]] = chunk

@@ -27,6 +27,7 @@ class Opcodes:
 
     def put(self, key: Any) -> bytes:
         """Add the value on top of the stack to the memo under ``key``; return the opcodes that push it again."""
+        # Always the form with 4 bytes: references of one length make rows of one length, see `metadata_writer`.
         number = self.remembered.to_bytes(4, "little")
         self.remembered += 1
         self.out.append(b"r" + number)
@@ -88,7 +89,7 @@ def int_opcodes(value: int) -> bytes:
         return b"M" + value.to_bytes(2, "little")
     if value < 2**31:
         return b"J" + value.to_bytes(4, "little")
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little")
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little")  # with room for the sign bit, which must be 0
     return b"\x8a%c" % len(data) + data
 
 

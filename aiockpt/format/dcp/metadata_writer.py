@@ -70,7 +70,7 @@ def encode_metadata(
     """
     ops = Opcodes()
     out = ops.out
-    out.append(b"\x80\x04")
+    out.append(b"\x80\x04")  # without a frame, which pickle writes next: `is_pickled` tells the two apart by it
     ops.name(DCP_MODULE, "Metadata")
     out.append(b")\x81}(")
     ops.text("state_dict_metadata")
@@ -200,6 +200,7 @@ def _shard_rows(
     head, index, info, before_offset, before_length = row_opcodes(ops)
     numbers = (index + b"J" + number.to_bytes(4, "little") + before_offset for number in range(len(begins)))
     tails = [number + ops.prepared(ops.size, begin) for number, begin in zip(numbers, begins, strict=True)]
+    # One width for all numbers, so that all rows have one length. "J" is signed, so it ends at 2 GiB.
     far = max(int(column.max(initial=0)) for column in (table.offsets, table.lengths)) >= 1 << 31
     number, value = (b"\x8a\x08", "<i8") if far else (b"J", "<i4")
     blank = bytes(_REFERENCE.itemsize)
@@ -218,7 +219,7 @@ def _shard_rows(
         }
     )
     one = np.frombuffer(b"".join(opcodes), row)
-    step = max(1, _MOST_ROWS // len(one))
+    step = max(1, _MOST_ROWS // len(one))  # so that no C function runs for long with the GIL
     for at in range(0, len(items), step):
         names, tensors = zip(*items[at : at + step], strict=True)
         where = table.begin_of[[tensor.ranks for tensor in tensors]] + np.array([tensor.leaves for tensor in tensors])

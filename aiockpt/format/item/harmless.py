@@ -205,7 +205,7 @@ def _call(m: _Builder, at: int) -> int:
 def _new(m: _Builder, at: int) -> int:
     args, kind = m.stack.pop(), m.stack[-1]
     if id(kind) in m.allowed and isinstance(kind, type):
-        m.stack[-1] = kind.__new__(kind, *_args(args))
+        m.stack[-1] = kind.__new__(kind, *_args(args))  # without __init__, as pickle does
     else:
         m.stack[-1] = _result(m, kind, _args(args))
     return at
@@ -234,6 +234,7 @@ def _build(m: _Builder, at: int) -> int:
     if type(target) is _Unbuilt:
         built = _array_of(*state) if target.text is None else _dtype_of(target.text, state)
         m.unbuilt -= 1
+        # NumPy's arrays and dtypes are put into the memo before they get their state: later references must find them.
         if target.at < len(m.memo) and m.memo[target.at] is target:
             m.memo[target.at] = built
         m.stack[-1] = built
@@ -333,6 +334,7 @@ def _array_of(_version: Any, shape: Any, dtype: Any, is_fortran: Any, data: Any)
         raise PickleError("an array whose bytes are not those of its shape and dtype")
     if not data:
         return np.empty(shape, dtype=dtype, order=order)
+    # A copy, because an array of bytes is read-only.
     return np.frombuffer(data, dtype=dtype).reshape(shape, order=order).copy(order="K")
 
 

@@ -1,6 +1,6 @@
 """Verification of items: every record against its CRC, and local headers against the zip directory.
 
-Reading a tensor needs little of its item. Here everything is compared that carries a CRC or is stored twice.
+Loading a tensor reads little of its item; verification compares everything that has a CRC or is stored twice.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_framing(length: int, fetch: Callable[[int, int], bytes], *, is_tensor: 
         raise
     except (StopIteration, IndexError, ValueError, OverflowError, struct.error) as exc:
         raise FramingError(f"the zip framing is damaged ({type(exc).__name__}: {exc})") from exc
-    if all(span.crc == 0 for span in spans):
+    if all(span.crc == 0 for span in spans):  # torch can be set to leave CRCs out, and then stores zeros
         spans = ()
     return Framed(tensor, spans)
 

@@ -54,6 +54,7 @@ def unbacked_tensor(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[in
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype, device="cpu").as_strided(shape, stride)
+    # NORESERVE: the kernel must not refuse a mapping as large as the tensor, none of which is ever touched.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     storage = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
     return storage.view(dtype).as_strided(shape, stride)

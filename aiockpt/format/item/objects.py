@@ -111,6 +111,8 @@ def _saved(value: Any, named: dict[Any, bool] | None = None) -> bytes:
 
 def _pickled(value: Any, named: dict[Any, bool], *, by_name: bool) -> bytes:
     sink = io.BytesIO()
+    # torch.save makes the pickler itself, so a class of its own is the only way to give it arguments. It also asks for
+    # the module's name, to recognise dill.
     pickler = type("Pickler", (_CheckingPickler,), {"named": named, "by_name": by_name})
     torch.save(value, sink, pickle_module=SimpleNamespace(Pickler=pickler, __name__="pickle"))
     return sink.getvalue()
@@ -304,7 +306,7 @@ def permission_for(data: bytes, storages: Mapping[str, int], given: Sequence[Any
 
 
 def foreign_names(named: Mapping[Any, bool]) -> dict[str, bool]:
-    """Return the full names of those that `encode_object` collected, without those of plain data."""
+    """Return the full names of the classes and functions that `encode_object` collected, except plain data's."""
     names = {
         f"{getattr(each, '__module__', '')}.{getattr(each, '__qualname__', '')}": is_named
         for each, is_named in named.items()

@@ -65,7 +65,7 @@ def read_directory(length: int, fetch: Callable[[int, int], bytes]) -> list[Reco
         tail_at = max(0, length - END_RECORD.size - _LOCATOR64.size)
         tail = fetch(tail_at, length - tail_at)
         end = END_RECORD.unpack(tail[-END_RECORD.size :])
-        if end[0] != b"PK\5\6" or end[7]:
+        if end[0] != b"PK\5\6" or end[7]:  # a comment would follow the record, so it would not be the last
             raise FramingError("no end-of-directory record where the item ends")
         count, size, offset = end[4], end[5], end[6]
         if tail[: -END_RECORD.size][-_LOCATOR64.size :][:4] == b"PK\6\7":
@@ -111,6 +111,7 @@ def _zip64_sizes(extra: bytes, size: int, compressed: int, header: int) -> tuple
     while at + 4 <= len(extra):
         kind, width = struct.unpack_from("<2H", extra, at)
         if kind == 1:
+            # Present only for the fields that are all ones, in this order: size, compressed size, offset of the header.
             values = iter(struct.unpack_from(f"<{width // 8}Q", extra, at + 4))
             size = next(values) if size == 0xFFFFFFFF else size
             if compressed == 0xFFFFFFFF:
@@ -126,6 +127,7 @@ def data_offset(record: Record, fetch: Callable[[int, int], bytes]) -> int:
     if len(header) < LOCAL_HEADER.size or header[:4] != ZIP_MAGIC:
         raise FramingError(f"the header of record {record.name} is damaged")
     fields = LOCAL_HEADER.unpack(header)
+    # torch pads the extra field of the local header to align the bytes; the directory's entry has no padding.
     return record.header_offset + LOCAL_HEADER.size + int(fields[9]) + int(fields[10])
 
 

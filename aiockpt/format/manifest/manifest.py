@@ -79,6 +79,7 @@ def encode_manifest(manifest: Manifest, index: str | None = None, transformed: s
     body = json.dumps(document, indent=2, ensure_ascii=False).removesuffix("\n}")
     if any("\ud800" <= character <= "\udfff" for character in body):  # half a character, from a file name maybe
         body = json.dumps(document, indent=2).removesuffix("\n}")
+    # The long sections come last: `decode_head` drops everything behind the first of them.
     if index is not None:
         body += f',\n  "index": {index}'
     if transformed is not None:
@@ -181,7 +182,7 @@ def _json_copy(value: Any, where: str) -> JsonValue:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether a value is of torch or NumPy. Neither is imported here: a process that only writes has none."""
+    """Return whether a value is of torch or NumPy. Neither is imported here: the writer process needs none of them."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     return (torch is not None and isinstance(value, torch.Tensor)) or (
         numpy is not None and isinstance(value, numpy.generic | numpy.ndarray)

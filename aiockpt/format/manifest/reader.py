@@ -190,6 +190,7 @@ def _numbers(raw: Any, column: str, count: int, low: int, high: int) -> NDArray[
     values = raw[column]
     if type(values) is not list or len(values) != count:
         raise ValueError(f"the column {column} of the index does not have {count} rows")
+    # NumPy chooses int64 only if every value is a whole number of that size: one check for the whole column.
     array = np.asarray(values) if values else np.zeros(0, dtype=np.int64)
     if array.dtype != np.int64 or array.ndim != 1:
         raise TypeError(f"the column {column} of the index holds other things than whole numbers")

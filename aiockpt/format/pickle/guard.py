@@ -102,7 +102,7 @@ class _AbstractValue:
         value = cls("tuple", items=items, depth=1)
         for item in items:
             value.add(item)
-        # Like a tuple's hash, it depends on the hashes of the items alone, and is as easy to make collide.
+        # As a tuple's hash, it depends on the hashes of the items alone: a file can make one collide as the other.
         value.hashed = hash(tuple([item.hashed if isinstance(item, _AbstractValue) else hash(item) for item in items]))
         return value
 
@@ -116,7 +116,7 @@ class _AbstractValue:
     def _add_hash(self, key: Any) -> int:
         """Count one more value, and return how many have its hash already."""
         if not isinstance(key, _AbstractValue) or key.kind == "time":
-            return 0  # hashes of texts and times can't be foreseen, and few numbers have one hash
+            return 0  # hashes of texts and times are salted, and few numbers have the same hash
         if self.hash_counts is None:
             self.hash_counts = {}
         before = self.hash_counts.get(key.hashed, 0)
@@ -322,9 +322,8 @@ def _texts(g: _Guard, name: str, args: list[Any]) -> _AbstractValue:
     if any(type(arg) is not str for arg in args):
         raise PickleError(f"it calls {name} with something other than texts")
     g.charge(sum(map(_weight, args)))
-    return _AbstractValue(
-        "time" if name.startswith("pathlib.") else "plain"
-    )  # hashes of paths can't be foreseen either
+    # Hashes of paths are salted, like those of times.
+    return _AbstractValue("time" if name.startswith("pathlib.") else "plain")
 
 
 _PATHS = ("PurePosixPath", "PureWindowsPath", "PosixPath", "WindowsPath")

@@ -35,7 +35,7 @@ _DTYPES: dict[str, torch.dtype] = {
 
 
 class HeaderError(ValueError):
-    """The damage of a header, as the predicate of a sentence about it."""
+    """A header is damaged; the message goes on after "the header of FILE"."""
 
 
 def header_end(name: str, head: bytes, file_bytes: int) -> int:

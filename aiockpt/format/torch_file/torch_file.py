@@ -70,7 +70,7 @@ class TorchArchive:
 
     def payload_offset(self, record: Record) -> int:
         """Return the offset of a record's bytes, if possible without reading the header before them."""
-        at = self._usual_offset(record)
+        at = self._usual_offset(record)  # a file may have 100,000 records, with a header to read for each
         if at is None:
             try:
                 at = data_offset(record, self.fetch)
@@ -358,6 +358,7 @@ def _error_of(name: str, exc: Exception, permission: str, *, trust: bool, checke
 
 
 def _check_functions(data: bytes) -> None:
+    # Protocol 2, which torch.save uses, writes a global as "c" and two lines.
     for function, kind in _UNSUPPORTED.items():
         if f"ctorch._utils\n{function}\n".encode() in data:
             raise _UnsupportedError(kind)

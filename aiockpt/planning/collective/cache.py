@@ -127,6 +127,7 @@ def cache_of_written(token: int, results: Sequence[Written]) -> GlobalPlanCache:
     silent = next((rank for rank, written in enumerate(results) if written.inventory is None), None)
     if silent is not None:
         raise SaveError(f"rank {silent} sent no inventory of what it wrote; nothing was published")
+    # A rank that decides alone writes all its leaves, tied ones too.
     ranks = [replace(written.inventory, tied={}) for written in results if written.inventory is not None]
     assignments = [list(range(len(inventory.names))) for inventory in ranks]
     return GlobalPlanCache(token, ranks, replace(plan_globally(ranks), assignments=assignments))

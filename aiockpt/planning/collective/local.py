@@ -40,6 +40,7 @@ class LocalPlanner:
         kept = self._kept.get(form.name)
         if kept is None or kept.containers != snapshot.containers:
             return None
+        # Every tensor, because a save of several ranks can't be planned again once staging finds another form.
         serves = can_reuse(kept.layout, snapshot, form, every=True)
         plan = form.fill(kept.layout, snapshot) if serves else None
         return None if plan is None else ReusedPlan(kept.token, plan)

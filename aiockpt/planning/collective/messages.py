@@ -53,6 +53,7 @@ class RankInventory:
     def __reduce__(self) -> tuple[Any, ...]:
         kinds: dict[tuple[int, tuple[int, ...]], int] = {}
         kind_of = [kinds.setdefault(kind, len(kinds)) for kind in zip(self.form_of, self.offsets, strict=True)]
+        # A pickle of their own: rank 0 unpickles the names of thousands of ranks once if they are the same bytes.
         named = pickle.dumps((self.names, self.paths), _PROTOCOL)
         return _unpacked, (named, self.forms, list(kinds), kind_of, self.tied, self.containers)
 

@@ -311,7 +311,7 @@ def _first_of(inventory: RankInventory, leaf: int, offsets: tuple[int, ...]) -> 
 
 
 def _writers_of(cut: Cut, known: Cut, writers: _Writers) -> _Writers:
-    """Return the writers of parts, which another tensor has too."""
+    """Return the writers of an alias's parts: those of the same parts of the tensor that it is tied to."""
     by_offsets = {part[0]: holder for part, *holder in zip(known, *writers, strict=True)}
     holders = [by_offsets[offsets] for offsets, _ in cut]
     return tuple(rank for rank, _ in holders), tuple(leaf for _, leaf in holders)
@@ -359,7 +359,8 @@ def _balance(
 ) -> None:
     """Choose among several holders of a part the one with the least to write so far."""
     shared.sort(key=lambda item: -item[0])
-    # Parts that the same ranks have are chosen from one heap; its loads may be out of date, for they only grow.
+    # Parts that the same ranks have share one heap. Its loads may be out of date; as loads only grow, it is enough to
+    # correct the top until it is right.
     heaps: dict[tuple[RankLeaf, ...], list[tuple[int, RankLeaf]]] = {}
     for nbytes, name, number in shared:
         holders = patterns[name].sharding.holders[number]
