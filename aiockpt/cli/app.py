@@ -33,7 +33,7 @@ class CommandError(Exception):
 
 
 class _ClosedPipeError(Exception):
-    """Nobody reads standard output any more."""
+    """The reader of standard output has closed the pipe."""
 
 
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export it
@@ -138,7 +138,7 @@ def _interruptible() -> Iterator[list[int]]:
         came.append(number)
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
             raise KeyboardInterrupt
-        signal.raise_signal(signal.SIGINT)  # whoever handles interrupts at the moment handles this
+        signal.raise_signal(signal.SIGINT)  # handled by the current handler of interrupts, which may be asyncio's
 
     taken = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
     for number in taken:
@@ -151,7 +151,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _flushed() -> bool:
-    """Flush standard output; return False, and drop what is left, if nobody reads it any more."""
+    """Flush standard output; return False, and drop what is left, if its reader has closed the pipe."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -158,7 +158,7 @@ async def _compared(
                 shown_bar.advance(sum(value.nbytes for value in values))
         else:
             keys = [one.key for one, _ in group]
-            whole = dict.fromkeys(keys)  # a mapping, for in a list a key that looks like a pattern is one
+            whole = dict.fromkeys(keys)  # a mapping, whose keys are never taken for patterns
             old, new = await _both(a.read_many(whole), b.read_many(whole))
             for key, difference in zip(keys, found, strict=True):
                 difference.add(old.pop(key), new.pop(key))

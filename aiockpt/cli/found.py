@@ -1,4 +1,4 @@
-"""The checkpoints in a directory, whoever wrote them, by what can be known without torch and without their tensors."""
+"""The checkpoints in a directory, of any program, as far as they are known without torch and without their tensors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def find(directory: str) -> list[Found]:
 
 
 def checkpoints_below(directory: str) -> dict[str, int]:
-    """Return the directories in a directory that are no checkpoints, but have some, with their number."""
+    """Return the subdirectories that hold checkpoints but are none themselves, each with their number."""
     if not os.path.isdir(directory) or any(map(_is_mark, os.listdir(directory))):
         return {}
     below: dict[str, int] = {}
@@ -86,7 +86,7 @@ def checkpoints_below(directory: str) -> dict[str, int]:
             if name.startswith(".") or not os.path.isdir(path) or _look_at_directory(name, path) is not None:
                 continue
             count = len([found for found in _find_in(path) if found.format])
-        except OSError:  # it was removed meanwhile, or belongs to somebody else
+        except OSError:  # it was removed meanwhile, or belongs to another user
             continue
         if count:
             below[name] = count
@@ -113,7 +113,7 @@ def _find_in(directory: str) -> Iterator[Found]:
                 found = _look_at_file(name, path)
         except FileNotFoundError:  # it was removed or renamed meanwhile
             continue
-        except OSError as exc:  # it belongs to somebody else, or is a link to itself
+        except OSError as exc:  # it belongs to another user, or is a link to itself
             found = None if step_of(name) is None else _unreadable_step(name, path, exc)
         if found is not None:
             yield found
@@ -245,7 +245,7 @@ def _look_at_file(name: str, path: str) -> Found | None:
 
 
 def _safetensors_problem(path: str) -> str:
-    """Return why a file can't be a whole one of safetensors, empty if it can."""
+    """Return why a file is no intact safetensors file, empty if it may be one."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -261,7 +261,7 @@ def _safetensors_problem(path: str) -> str:
 
 
 def _archive_problem(path: str, size: int, begin: bytes) -> str | None:
-    """Return why a zip archive can't be a whole file of torch.save, empty if it can; None if it is of another kind."""
+    """Return why a zip archive is no intact torch.save file, empty if it may be one; None if it is of another kind."""
     with open(path, "rb") as file:
 
         def fetch(offset: int, length: int) -> bytes:

@@ -64,6 +64,6 @@ def bar(title: str, total: int | None = None) -> Iterator[Bar]:
         yield Bar(progress, title, total)
     finally:
         timer.cancel()
-        timer.join()
+        timer.join()  # it may be starting the display just now
         if progress.live.is_started:
             progress.stop()

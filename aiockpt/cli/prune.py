@@ -30,6 +30,7 @@ def prune(directory: str, policies: Sequence[KeepPolicy], *, dry_run: bool = Fal
         raise CommandError("the path is empty; name a run's directory")
     directory = os.path.abspath(os.path.expanduser(directory))
     os.stat(directory)
+    # Locked before the steps are listed, so that no manager starts between the list and the deletions.
     lock = None if dry_run else take(directory)
     try:
         infos = scan(directory)

@@ -16,7 +16,7 @@ from aiockpt.format.names import HIDDEN
 
 
 def rm(paths: Sequence[str], *, yes: bool = False) -> Code:
-    """Delete checkpoints, each at once as a whole; ask before, if there is somebody to ask."""
+    """Delete checkpoints, each at once as a whole; unless ``yes``, ask on the terminal before."""
     out = console()
     if not yes:
         _ask(paths)

@@ -78,7 +78,7 @@ def _compare(root: Node) -> None:
 
 
 def _walk(root: Node) -> Iterator[Node]:
-    """Yield a node and all below it, each before those below it."""
+    """Yield a node and its descendants, each parent before its children."""
     waiting = [root]
     while waiting:
         node = waiting.pop()

@@ -134,7 +134,7 @@ class Coordinator:
         for state in self._lanes.values():
             if not state.thread.end(_END_S):
                 logger.warning("a thread that waits for other ranks is left behind; they have not come")
-                continue
+                continue  # it still uses its link
             for side in (state.leader, state.follower):
                 if side is not None:
                     side.close()
@@ -198,6 +198,7 @@ class Coordinator:
         reply = pickle.loads(await self._run(state, self._ask, state, operation, message))
         if not isinstance(reply, RemoteError):
             return reply[0]
+        # A CoordinationError about this rank is what rank 0 found, not the error that this rank has sent.
         is_own = isinstance(value, BaseException) and reply.rank == self.rank and reply.kind != "CoordinationError"
         raise _with_note(to_exception(reply, operation, value if is_own else None), value)
 
@@ -212,7 +213,7 @@ class Coordinator:
             abandoned.cancel()
         if call.done():
             return call.result()
-        call.cancel()
+        call.cancel()  # ends the future; the thread goes on waiting, and `close` may leave it behind
         raise CoordinationError("this rank's checkpointer was closed while it waited for the other ranks")
 
     def _collect(self, state: _LaneState, operation: str) -> Sequence[Arrival]:
@@ -245,8 +246,9 @@ def _with_note(error: BaseException, value: Any) -> BaseException:
 
 
 def _pickled_replies(replies: Sequence[Any]) -> list[bytes]:
-    """Pickle replies; one object that is the reply for many ranks only once."""
+    """Pickle replies; an object that is the reply for many ranks is pickled once."""
     made = {id(reply): reply for reply in replies}
+    # In tuples, so that a reply is never taken for a RemoteError.
     pickled = {key: pickle.dumps((reply,)) for key, reply in made.items()}
     return [pickled[id(reply)] for reply in replies]
 

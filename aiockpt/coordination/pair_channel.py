@@ -72,6 +72,7 @@ class Link:
 
     def start_send(self, message: bytes) -> Sending:
         """Begin to send; `Sending.wait` completes it."""
+        # Of bytearrays: torch warns about memory that is read-only.
         length = torch.frombuffer(bytearray(_LENGTH.pack(len(message))), dtype=torch.uint8)
         body = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         try:

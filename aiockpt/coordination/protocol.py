@@ -84,6 +84,7 @@ class Leader:
 
     def reply(self, operation: str, replies: Sequence[bytes]) -> None:
         """Send its reply to every rank that lives, from rank 1 on; store the reply for those that are late."""
+        # All sends begin before one is waited for, so that a slow rank delays no other.
         sent: list[tuple[_Peer, bytes, Sending]] = []
         for peer, reply in zip(self._peers, replies, strict=True):
             if peer.missed:
@@ -104,7 +105,7 @@ class Leader:
     def close(self) -> None:
         """Close all links."""
         for peer in self._peers:
-            peer.link = None
+            peer.link = None  # gloo closes the connection with the last reference
 
     def _connect(self, peers: Iterable[_Peer], operation: str, deadline: float) -> dict[int, Arrival]:
         """Be ready to receive from ranks with a link; accept the others as they come, until the deadline."""

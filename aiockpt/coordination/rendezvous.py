@@ -75,7 +75,7 @@ class Rendezvous:
     def wait_for(self, key: StoreKey, rank: int, generation: int, timeout_s: float) -> bool:
         """Wait until a key is set; return whether it was in time.
 
-        It polls, since a blocking wait in the store blocks everyone who shares the connection.
+        It polls, because a blocking wait in the store blocks all other requests on the same connection.
         """
         deadline = time.monotonic() + timeout_s
         for interval_s in poll_intervals():

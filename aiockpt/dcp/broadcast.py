@@ -206,6 +206,7 @@ class BroadcastingTorchSaveReader(StorageReader):
                     block = tensor[box.index]
                     part.view(block.shape).copy_(block)
             if is_distributed():
+                # As bytes: no backend broadcasts every dtype.
                 dist.broadcast(piece.view(torch.uint8), src=self.coordinator_rank)
             for box, part in zip(parts, values, strict=True):
                 block_at = select(shape, box.index).selections

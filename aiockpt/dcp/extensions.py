@@ -77,7 +77,7 @@ class _Encoder:
 
 
 class _Decoder:
-    """Decodes an item at its end: an extension reads its input when it likes."""
+    """Decodes an item when all of it has come: an extension reads its input whenever it wants."""
 
     def __init__(self, extension: StreamTransformExtension) -> None:
         self._extension = extension

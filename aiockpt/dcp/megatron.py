@@ -142,7 +142,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         open_file: Callable[[str, str], Any] = _OPEN,
         **kwargs: Any,
     ) -> None:
-        super().__init__(os.curdir if use_msc else path, *args, **kwargs)
+        super().__init__(os.curdir if use_msc else path, *args, **kwargs)  # the base class refuses URLs
         if self._as_safetensors:
             raise ValueError("SAFETENSORS is not for saves in another process")
         if not self.single_file_per_rank:
@@ -383,7 +383,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             try:
                 with open(f"{results_path}.new", "w") as file:
                     json.dump(results, file)
-                os.replace(f"{results_path}.new", results_path)
+                os.replace(f"{results_path}.new", results_path)  # a reader never sees half of it
             except OSError:  # raising would end a persistent process, and its callers would wait forever
                 outcome = results.get("error", "nothing went wrong before")
                 _logger.exception("rank %d did not write its results to %s (%s)", rank, results_path, outcome)
@@ -494,7 +494,7 @@ def _wait_for(devices: Iterable[torch.device]) -> None:
 
 @contextlib.contextmanager
 def _as_a_writing_process() -> Iterator[None]:
-    """Leave alone what a fork has of its parent: intra-op threads, and garbage with tensors of accelerators."""
+    """Use no intra-op threads, which a fork lacks, and free no tensors of accelerators, which belong to its parent."""
     torch.set_num_threads(1)
     was_enabled = gc.isenabled()
     gc.disable()
@@ -549,6 +549,7 @@ def _in_processes(
             for each in numbered:
                 receiver, sender = context.Pipe(duplex=False)
                 pipes.callback(receiver.close)
+                # Closed before the next fork: the death of this process shows as EOF only if no other one has its end.
                 with contextlib.closing(sender):
                     process = context.Process(target=_send_result, args=(write, each, sender))
                     process.start()
@@ -558,7 +559,7 @@ def _in_processes(
                     outcomes.append(receiver.recv())
                 except EOFError:
                     outcomes.append(WriteError(f"process {process.pid}, which wrote a file, died"))
-        except BaseException:  # nobody reads what they send, and they would wait for ever
+        except BaseException:  # their results are no longer read, so sending them would block forever
             for process, _ in started:
                 process.terminate()
             raise

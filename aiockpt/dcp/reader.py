@@ -428,7 +428,7 @@ class PlanExecution:
             with torch.no_grad():
                 target.copy_(request.staged)
             request.staged = None
-            if request.read is not None:
+            if request.read is not None:  # kept for messages, so it must not keep the staged values alive
                 request.read.target = None
         self._planner.commit_tensor(item, target)
 

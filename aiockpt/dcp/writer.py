@@ -312,7 +312,7 @@ def resolved_batches(items: Sequence[WriteItem], planner: SavePlanner, most_byte
             nbytes += len(value)
         elif makes_tensors:
             nbytes += value.nbytes
-        del value
+        del value  # or it would stay alive while the batch is written, and until the next one is resolved
         if most_bytes is not None and nbytes >= most_bytes:
             yield values
             values.clear()

@@ -120,7 +120,7 @@ def _corners(shape: tuple[int, ...], boxes: Sequence[Box], split: list[int]) -> 
 def _cancel(corners: tuple[list[np.ndarray], np.ndarray]) -> bool:
     """Return whether the signs at every point add up to zero."""
     columns, signs = corners
-    # Points are numbered anew after each dimension: numbers stay below the square of their count, and so within 63 bits.
+    # Points are numbered anew after each dimension: so numbers stay below the square of their count, within 63 bits.
     point = np.zeros(len(signs), np.int64)
     for column in columns:
         _, rank = np.unique(column, return_inverse=True)

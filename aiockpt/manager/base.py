@@ -62,7 +62,7 @@ class ManagerBase(ManagedRun):
         _, self.directory = self._access.locate(options.directory)
         self.writes = options.mode == "write"
         self._scanner = StepScanner(self.directory)
-        self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)
+        self._drain_s = min(in_force.drain_timeout, threading.TIMEOUT_MAX)  # locks refuse infinity
         self._retention = Retention(self.directory, self._keep, fsync=in_force.fsync)
         self._requests = LastSaveRequests()
         self._lock: RunLock | None = None
@@ -99,7 +99,7 @@ class ManagerBase(ManagedRun):
         except AiockptError as exc:  # orphans cost space, no more
             logger.warning("can't look for what killed processes have left in %s: %s", self.directory, exc)
         deadline = time.monotonic() + _WRITER_S
-        while await self._run(is_finishing, self.directory):  # else its step would appear later, out of the blue
+        while await self._run(is_finishing, self.directory):  # else its step would appear after the restore
             if time.monotonic() > deadline:
                 logger.warning("a writer process of a killed trainer still writes to %s", self.directory)
                 break
@@ -210,6 +210,7 @@ class ManagerBase(ManagedRun):
         if not self.writes:
             raise SaveError(f"this manager only reads {self.directory}; make one with mode='write'")
         await self._opened()
+        # The last save is neither skipped nor superseded: whatever on_busy says, it waits for its turn.
         if self._is_stopping or self._checkpointer._options.on_busy == "wait":
             await self._call("ready")
         while self._is_stopping and (failure := self._access.take_failure()) is not None:  # else `start` raises it

@@ -97,10 +97,12 @@ class RunLock:
         if fd is None or os.getpid() != self._pid:
             return
         try:
+            # Removed while it is locked: a process that has opened the file already finds it gone once it has the lock.
             if self._is_own(fd):
                 with contextlib.suppress(OSError):  # it stays, and names a process that is dead soon
                     os.unlink(self._path)
         finally:
+            # Closing alone would leave the lock held as long as a child, forked just now, has the descriptor too.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
@@ -198,7 +200,7 @@ def _try(fd: int, path: str, directory: str, facts: LockFacts, *, is_last: bool)
             time.sleep(_PAUSE_S)  # a child that was just forked from it has yet to close the file
             return None
         raise _refusal(directory, path, before)
-    if not _is_at(fd, path):
+    if not _is_at(fd, path):  # the owner before has removed the file since it was opened here
         return None
     if before is not None:
         state = liveness(before.owner, this_process())
@@ -208,6 +210,7 @@ def _try(fd: int, path: str, directory: str, facts: LockFacts, *, is_last: bool)
     if locked == "unsupported" and os.fstat(fd).st_size and before is None:
         raise _refusal(directory, path, None, unsure=True)
     _write(fd, facts)
+    # Without flocks two may have written at once: the last one owns the run.
     if locked == "unsupported" and not (_is_at(fd, path) and read_facts(fd) == facts):
         raise _refusal(directory, path, read_facts(fd))
     return RunLock(fd, path, facts, is_locked=locked == "held")

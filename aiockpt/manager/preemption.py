@@ -27,10 +27,10 @@ _MOST_CALLS = 16  # between two exchanges, so that a request is not noticed much
 
 
 class LastSaveRequests:
-    """Requests for a last save, by signals and calls. Signal handlers only note the time."""
+    """Requests for a last save, by signals and calls. Signal handlers only record the deadline."""
 
     def __init__(self) -> None:
-        self._deadline: float | None = None  # by the monotonic clock; None: nobody has asked
+        self._deadline: float | None = None  # by the monotonic clock; None: no save was requested
         self._previous: dict[int, Handler] = {}
         self._grace_s: dict[int, float] = {}
         self._seen: set[int] = set()
@@ -41,11 +41,12 @@ class LastSaveRequests:
         """Request a last save, which is to be written within so many seconds from now; None: no limit."""
         if grace_s is not None and (not is_number(grace_s) or math.isnan(grace_s)):
             raise TypeError(f"grace_s must be a number of seconds, or None, not {grace_s!r}")
+        # Without a lock: a signal handler may run in the middle of this very method, and would wait for it forever.
         deadline = math.inf if grace_s is None else time.monotonic() + grace_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
 
     def remaining_s(self) -> float | None:
-        """Return the seconds until the deadline; infinity without one; None if nobody has asked."""
+        """Return the seconds until the deadline; infinity without one; None if no save was requested."""
         deadline = self._deadline
         return None if deadline is None else deadline - time.monotonic()
 
@@ -80,7 +81,7 @@ class LastSaveRequests:
         previous = self._previous.get(number)
         again = number in self._seen
         self._seen.add(number)
-        if self._closed or os.getpid() != self._pid:  # a forked child is to end as if nobody listened
+        if self._closed or os.getpid() != self._pid:  # a forked child ends as it would without `listen`
             _pass_on(previous, number, frame)
             return
         grace_s = self._grace_s.get(number, math.inf)
@@ -97,7 +98,7 @@ def _pass_on(handler: Handler, number: int, frame: FrameType | None) -> None:
         handler(number, frame)
     elif handler != signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # so that the exit status names the signal
 
 
 # --- decisions, for all ranks --------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Asked:
     """The contribution of one rank to an exchange."""
 
     step: int
-    remaining_s: float | None  # of a last save; None if nobody has asked this rank
+    remaining_s: float | None  # of a last save; None if this rank has no request for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class Pace:
         self._calls = 1
 
     def begin(self, now: float) -> int:
-        """Return the calls until the next exchange but one, as this one begins."""
+        """Return how many calls there are from this exchange, which begins now, to the next."""
         if self._last is not None and self._cost_s < math.inf:
             step_s = max((now - self._last) / self._calls, 1e-9)
             self._calls = min(max(1, math.ceil(self._cost_s / _MOST_COST / step_s)), _MOST_CALLS)

@@ -65,7 +65,8 @@ class Restore:
     async def run(self) -> Restored | None:
         """Restore; return the step, or None if the run has none."""
         run = self.manager
-        touched_by = last = ""  # paths of steps: whose load has failed after it had filled tensors; that has gone
+        # Paths: of the step whose failed load had filled tensors; of the last step that was gone.
+        touched_by = last = ""
         for _ in range(_MOST_LISTS):
             listed = await run._led(f"the steps of {run.directory}", partial(run._run, self._listed))
             with contextlib.ExitStack() as reading:

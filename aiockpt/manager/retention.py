@@ -124,7 +124,7 @@ class Retention:
 
     def _follow(self, handle: SaveHandle, step: int, prunes: bool) -> None:
         try:
-            handle.written.ended(None)  # not its result: the failure is reported to whoever awaits the save
+            handle.written.ended(None)  # not its result: the failure is for the caller that awaits the save
             result = None if handle.written._exception is not None else handle.written._result
             is_here = result is not None and result.fallback_error is None
             with self._lock:
@@ -144,7 +144,7 @@ class Retention:
         if not any(info.step == written and info.state == "complete" for info in infos):
             return  # it was moved away, or the file system does not show it yet
         for info in to_delete(self._keep, infos, time.time(), self._protected()):
-            if info.step in self._protected():  # since
+            if info.step in self._protected():  # pinned, opened or saved again meanwhile
                 continue
             try:
                 self._deleter.delete(info.path)

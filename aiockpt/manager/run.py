@@ -1,6 +1,6 @@
-"""A run as all parts of its manager see it: its directory, what rank 0 does for all ranks, and what waits.
+"""A run as all parts of its manager see it: its directory, what rank 0 does for all ranks, and methods that wait.
 
-What waits is written once, as coroutines: the async manager awaits in them, the blocking one blocks and never suspends.
+Methods that wait are written once, as coroutines: in the async manager they suspend, in the blocking one they block.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class SyncCheckpointManager(ManagerBase):
                 self._end()
 
     def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine, whose end the first step reaches: what it awaits here blocks instead of suspending it."""
+        """Run a coroutine to its end in one step: whatever it awaits here blocks, and so never suspends it."""
         try:
             work.send(None)
         except StopIteration as stop:

@@ -32,7 +32,7 @@ class StepFacts:
 
 
 class SavePolicy(ABC):
-    """Says whether a save is due. Combine policies with ``|``.
+    """Decides whether a save is due. Combine policies with ``|``.
 
     Attributes:
         by_step: whether the answer follows from the steps alone. It then is the same on every rank without a message.

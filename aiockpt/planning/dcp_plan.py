@@ -74,7 +74,8 @@ class DcpLayout(Layout):
         """Head of the manifest's index, the same for every save."""
         summary = self.summary
         forms: list[ItemForm] = []
-        numbers: dict[int, int] = {}  # by identity: equal forms share one framing
+        # By identity: equal forms share one framing, as long as it is cached. Else a form is listed twice: harmless.
+        numbers: dict[int, int] = {}
         places = ItemRanges(*([filler] * len(summary.specs) for filler in (-1, 0, 0)))
         form_of, file_of, offset_of = places
         for file, image in enumerate(self.images):

@@ -116,6 +116,7 @@ def local_parts(name: str, value: Any) -> list[LocalPart]:
 def _kind(kind: type) -> str | None:
     """Return which distributed tensor a class is, or derives from; None for any other class."""
     if kind not in _KINDS:
+        # By name, because importing the classes takes long, and a program without distributed tensors has not done so.
         names = [each.__name__ for each in kind.__mro__ if each.__module__.startswith("torch.distributed")]
         found = next((name for name in names if name in ("DTensor", "ShardedTensor")), None)
         if found is None and hasattr(kind, _PROTOCOL):

@@ -63,7 +63,7 @@ def split_in_order(sizes: Mapping[T, int], most_bytes: int | None) -> list[list[
 # straight into page-aligned memory.
 ALIGNED_PAYLOAD_BYTES = 1 << 20
 ITEM_ALIGNMENT = 64  # items start at multiples of this, so that their payloads are aligned for every dtype
-_SEPARATE_CRC_BYTES = 64 << 10  # below this, two passes over cached bytes cost less than combining two CRCs
+_SEPARATE_CRC_BYTES = 64 << 10  # below this, a second pass over cached bytes costs less than the calls that avoid it
 _ZEROS = bytes(ITEM_ALIGNMENT)
 _CRC = struct.Struct("<I")
 

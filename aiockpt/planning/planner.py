@@ -210,6 +210,7 @@ def can_reuse(layout: Layout, snapshot: Snapshot, form: FileFormat, *, every: bo
             continue
         if not spec.describes(tensor) if spec is not None else form.describe(tensor) is not None:
             return False
+    # Tied tensors are stored once, so the same ones must be tied as before, and no others.
     addresses = _addresses(snapshot)
     return len(set(addresses)) == layout.summary.addresses and all(
         addresses[leaf] == addresses[first] for leaf, first in layout.summary.tied.items()

@@ -1,4 +1,4 @@
-"""Displays: what follows a save from a thread, or is called with the events of a load or a verification."""
+"""Displays of progress: they follow a save from a thread, or are called with the events of a load or verification."""
 
 from __future__ import annotations
 

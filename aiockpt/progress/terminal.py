@@ -54,7 +54,7 @@ class Screen:
             return self._progress, self._progress.add_task(title, total=None, note="")
 
     def end(self) -> None:
-        """Take note that a bar has ended; with the last one, leave what they show and give the terminal back."""
+        """Count a bar as ended; after the last one, stop the live display, whose last state stays on the screen."""
         with self._lock:
             self._bars -= 1
             if not self._bars and self._progress is not None:

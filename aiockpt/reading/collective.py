@@ -63,6 +63,7 @@ class Gathering:
             return await asyncio.shield(self._round)
         except LoadError as exc:
             exc.placed = self.filled
+            # All ranks raise the same new error; on this rank it has the attributes of the original, such as keys.
             if error is not None:
                 exc.__dict__.update({name: value for name, value in vars(error).items() if name != "__notes__"})
             raise
@@ -97,6 +98,7 @@ async def load_together(
     ``turn`` is held during a load, so that the loads of all ranks run one by one, in the order of the calls. If any
     rank has live objects, `conclude` releases it. ``load`` calls `Gathering.agree` before it changes anything.
     """
+    # A task of its own: a cancelled load takes its turn all the same, because the other ranks wait for it in this order.
     mine = asyncio.ensure_future(turn.acquire())
     with _ending_turn(gathering, turn, mine):
         await asyncio.shield(mine)

@@ -84,7 +84,7 @@ OnReadProgress = Callable[[ReadProgress], object]
 
 
 class ReadReport:
-    """Counts and records what a load or a verification does, and tells how it ends; a context manager around it."""
+    """Counts and records the work of a load or a verification, and reports its end; a context manager around it."""
 
     def __init__(self, what: Literal["load", "verify"] = "load", path: str = "") -> None:
         self.what = what

@@ -1,4 +1,4 @@
-"""The interface of observers, and what they are told."""
+"""The interface of observers, and the events that they are called with."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CallEvent:
 
 
 class Observer:
-    """Is told of every save, load and deletion of a checkpointer. Derive from it, and override what you need.
+    """Base of observers, which are called for every save, load and deletion. Override the methods that you need.
 
     A checkpointer calls its observers in a thread of their own, one call after the other, in the order of what has
     happened. So they may block: neither saves nor loads wait for them. Exceptions in them are logged. They may load,

@@ -360,7 +360,7 @@ class StorageConformance:
     # --- deleting ---------------------------------------------------------------------------------
 
     def test_a_checkpoint_is_deleted(self, storage: Storage, tmp_path: Path, workers: Workers) -> None:
-        """It alone, and who has opened it goes on reading."""
+        """Only this one, and a source that was opened before goes on reading."""
         if not self.deletes:
             pytest.skip("this storage can't delete")
         path, other = (self.path_for(tmp_path, name) for name in ("a", "b"))

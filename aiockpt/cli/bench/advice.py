@@ -11,7 +11,7 @@ DEFAULT_THREADS = 4
 DEFAULT_CHUNK_BYTES = 16 << 20
 
 _ENOUGH = 0.9  # of the best speed; what measurements of a busy machine differ by
-_BUFFERED_GAIN = 1.25  # that the page cache has to bring, for it takes memory from everybody
+_BUFFERED_GAIN = 1.25  # the least that the page cache has to gain, because it takes memory from other programs
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ _THREADS = (1, 2, 4, 8)
 _CHUNKS = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 _LEAST_BYTES = 16 * MIB
 _TENSOR_BYTES = 32 * MIB
-_SPARE = 4  # parts of the free space, and of the free memory, of which one is used
+_SPARE = 4  # one part in so many of the free space, and of the free memory, is used
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ async def map_torch_file(storage: Storage, path: str, options: LoadOptions, tool
         return MappedState(await tools.workers.run(_loaded_by_torch, path, options, exc))
     else:
         return mapped
-    finally:
+    finally:  # the maps stay valid without it
         await tools.workers.run(source.close)
 
 
@@ -120,6 +120,7 @@ async def write_checkpoint(
 
     submit = checkpointer.submit if isinstance(checkpointer, SyncCheckpointer) else checkpointer.save
 
+    # Off duty: the engine refuses waits in its own threads and tasks as deadlocks, but no save waits for this task.
     def begin() -> SaveHandle:
         with off_duty():
             return submit(mapped.value, inner, overwrite=overwrite, format="dcp")

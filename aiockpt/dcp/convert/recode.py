@@ -111,7 +111,7 @@ class Recoding:
             writer.start(tasks)
             writer.begin(transaction)
             for number, image in enumerate(images):
-                for start in range(0, max(image.nbytes, 1), _CHUNK_BYTES):
+                for start in range(0, max(image.nbytes, 1), _CHUNK_BYTES):  # an empty file has one empty chunk
                     await room.acquire()
                     chunk = free.pop()
 

@@ -206,7 +206,7 @@ class _Conversion:
         if len(chunks) == 1:
             await self._run(file.seal, each.space, crcs[0])
             return
-        crc, at = 0, 0
+        crc, at = 0, 0  # read back, because the chunks were not written in the order of the file
         while at < each.space.nbytes:
             crc, at = await self._run(file.crc_of, each.space, crc, at)
         await self._run(file.seal, each.space, crc)
@@ -337,10 +337,11 @@ class TorchFileWriter:
         order = _StorageOrder()
         order.dump(value)
         with write_errors(f"write {self._path}"):
+            # A copy of the descriptor, which the file object closes.
             with os.fdopen(os.dup(self._fd), "r+b") as file, torch.serialization.skip_data():
                 torch.save(value, file, pickle_module=_PickleModule)
             length = os.fstat(self._fd).st_size
-            allocate(self._fd, length)
+            allocate(self._fd, length)  # the skipped bytes are holes: so a full disk fails now, before tensors are read
         return self._spaces(list(order.found.values()), length)
 
     def _spaces(self, storages: list[torch.UntypedStorage], length: int) -> list[ReservedSpace]:

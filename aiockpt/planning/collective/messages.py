@@ -73,7 +73,7 @@ def _unpacked(
 
 @functools.lru_cache(maxsize=8)
 def _named(data: bytes) -> tuple[list[str], list[ObjPath]]:
-    """Unpickle names and paths; ranks that have the same share one list, which nobody changes."""
+    """Unpickle names and paths; ranks that have the same ones share one list, which must not be changed."""
     names, paths = pickle.loads(data)
     return names, paths
 
