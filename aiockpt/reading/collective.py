@@ -98,7 +98,8 @@ async def load_together(
     ``turn`` is held during a load, so that the loads of all ranks run one by one, in the order of the calls. If any
     rank has live objects, `conclude` releases it. ``load`` calls `Gathering.agree` before it changes anything.
     """
-    # A task of its own: a cancelled load takes its turn all the same, because the other ranks wait for it in this order.
+    # A task of its own: a cancelled load takes its turn all the same, because the other ranks wait for it in this
+    # order.
     mine = asyncio.ensure_future(turn.acquire())
     with _ending_turn(gathering, turn, mine):
         await asyncio.shield(mine)
