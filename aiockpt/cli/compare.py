@@ -34,7 +34,7 @@ class Tolerance:
 
 
 class TensorDifference:
-    """The difference of two tensors of one shape, which grows part by part.
+    """The difference of two tensors of one shape, summed up part by part.
 
     Attributes:
         elements: the number of elements that were compared.

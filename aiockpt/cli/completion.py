@@ -16,7 +16,7 @@ Words = list[tuple[str, str]]  # each with its explanation, which some shells sh
 
 
 def checkpoints(incomplete: str) -> Words:
-    """Return the checkpoints whose paths begin so; none if one may be a directory to look into: shells complete it."""
+    """Return the checkpoints whose paths begin so; none if other directories do too: the shell completes all then."""
     from aiockpt.cli.found import find
     from aiockpt.cli.output import size_text
 

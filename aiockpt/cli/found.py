@@ -60,7 +60,7 @@ class Found:
 
 
 def find(directory: str) -> list[Found]:
-    """Return the checkpoints in a directory, in the order of the numbers in their names; itself, if it is one.
+    """Return the checkpoints in a directory, in the order of the numbers in their names; if it is one itself, only it.
 
     Raises:
         OSError: the directory can't be read.

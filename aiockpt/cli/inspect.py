@@ -227,7 +227,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _print_tree(lines: Sequence[tree.Line], contents: Contents) -> None:
-    """Print the lines, as many at a time as are worth a call of rich, which takes long for each."""
+    """Print the lines in batches, because each call of rich takes long."""
     titles = ("", "", "", "", *(_TITLES if contents.statistics else ()))
     rows = [_row(line, contents) for line in lines]
     widths = [max(map(cell_len, column)) for column in zip(titles, *rows, strict=True)]

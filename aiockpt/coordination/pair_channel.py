@@ -81,7 +81,7 @@ class Link:
             raise LinkBrokenError(str(exc)) from exc
 
     def start_receive(self) -> None:
-        """Begin to receive, so that the other side's send sees this side; `receive` completes it."""
+        """Begin to receive; until then the other side's send waits, and takes this side for absent at its limit."""
         if self._receiving is None:
             self._receiving = self._receive_into(self._header)
 

@@ -1,4 +1,4 @@
-"""How ranks find each other: the store of the caller's process group, under keys that are the same on every rank."""
+"""The meeting place of ranks: the store of the caller's process group, under keys that are the same on every rank."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class RankAddress:
         self._global_ranks = dist.get_process_group_ranks(group)
         self._store = _store_of(group)
         # Every rank makes its coordinators over a group in the same order, so the count is the same everywhere.
+        # It keeps coordinators of one group apart: keys of an earlier one stay in the store.
         self._number = next(_coordinator_numbers.setdefault(group, itertools.count()))
 
     def rank_name(self, rank: int) -> str:

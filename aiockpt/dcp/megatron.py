@@ -73,7 +73,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class RankWriteOptions:
-    """How the files of one rank are written. Sent to the process that writes them."""
+    """Options for writing the files of one rank. Sent to the process that writes them."""
 
     pid: int  # of the process that prepared the save
     processes: bool  # write each file in a process of its own, instead of a thread
@@ -185,7 +185,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @classmethod
     def register_shm_drain_callback(cls, fn: Callable[[], object] | None) -> None:
-        """Register a function that waits for earlier saves, called before shared memory is needed again; None: none."""
+        """Register a function that waits for earlier saves, called before shared memory is reused; None removes it."""
         FileSystemWriterAsync._shm_drain_callback = fn
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -678,7 +678,7 @@ _replaced: dict[str, Any] = {}  # name of a module: the class that it had
 
 
 def install() -> tuple[str, ...]:
-    """Let Megatron-Core and NVRx, whichever are installed, write with `FileSystemWriterAsync`. Idempotent.
+    """Make Megatron-Core and NVRx, whichever are installed, write with `FileSystemWriterAsync`. Idempotent.
 
     Replaces the class that this version creates its writers of, in every module of the two packages that has it. Then
     asks them again: when this returns, the replacement is in use. Modules of other packages that imported the class by

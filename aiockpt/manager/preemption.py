@@ -51,7 +51,7 @@ class LastSaveRequests:
         return None if deadline is None else deadline - time.monotonic()
 
     def listen(self, signals: Sequence[int], grace_s: float | None) -> None:
-        """Note signals from now on; see `CheckpointManager.on_signal`."""
+        """Install handlers for signals; see `CheckpointManager.on_signal`."""
         if not signals:
             raise TypeError("on_signal() needs at least one signal, such as signal.SIGTERM")
         if grace_s is not None and not (is_number(grace_s) and grace_s > 0):
@@ -70,6 +70,7 @@ class LastSaveRequests:
         """
         self._closed = True
         for number, previous in list(self._previous.items()):
+            # Not `is`: each access to `self._handle` makes another bound method.
             if signal.getsignal(number) == self._handle:
                 try:
                     signal.signal(number, signal.SIG_DFL if previous is None else previous)
@@ -158,5 +159,5 @@ class Pace:
         return self._calls
 
     def end(self, seconds: float) -> None:
-        """Note how long an exchange has taken. The shortest counts: in others, rank 0 waited for slow ranks."""
+        """Record the duration of an exchange. The shortest counts: in longer ones, rank 0 waited for slow ranks."""
         self._cost_s = min(self._cost_s, seconds)

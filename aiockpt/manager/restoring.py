@@ -122,7 +122,7 @@ class Restore:
     # --- on rank 0 --------------------------------------------------------------------------------------
 
     def _listed(self) -> list[tuple[StepInfo, Identity | None]]:
-        """Return the steps to try, each with what distinguishes it from another one that takes its place."""
+        """Return the steps to try, each with the identity of its directory, which changes if the step is replaced."""
         return [(info, _identity(info.path)) for info in self._candidates()]
 
     def _candidates(self) -> Sequence[StepInfo]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aiockpt")
 
 _END_S = 5.0
-_REMEMBERED = 8  # saves whose durations foretell that of the next one
+_REMEMBERED = 8  # last saves, whose longest is the estimate for the next one
 
 
 class Retention:
@@ -57,7 +57,7 @@ class Retention:
     # --- from the caller's thread -----------------------------------------------------------------------
 
     def follow(self, handle: SaveHandle, step: int, *, prunes: bool) -> None:
-        """Delete what is no longer kept when a save is written, if this rank is to do that."""
+        """Measure a save when it is written; with ``prunes``, then delete the steps that are no longer kept."""
         with self._lock:
             self._in_flight[id(handle)] = (step, time.monotonic())
         try:
@@ -92,9 +92,9 @@ class Retention:
         return frozenset(self._pinned)
 
     def expected_s(self) -> float:
-        """Return how long a save would take that begins now, in seconds, by those before; 0 if none was written.
+        """Return the expected seconds until a save that begins now would be written; 0 if none was written before.
 
-        The longest of the last ones, and before it the rest of those in flight.
+        This is the longest of the last saves, plus what is left of those in flight, which are written first.
         """
         with self._lock:
             longest = max(self._written_s, default=0.0)

@@ -64,6 +64,7 @@ class RngState:
             random.setstate(own["python"])
         if "numpy" in own:
             _set_numpy(own["numpy"])
+        # With map_location, states may be loaded to an accelerator; torch takes them only in host memory.
         if "cpu" in own:
             torch.set_rng_state(own["cpu"].cpu())
         if torch.accelerator.is_available():
@@ -81,12 +82,13 @@ def _rank_key() -> str:
 def _accelerator() -> tuple[str, Any, int]:
     """Return the kind of this machine's accelerator, its module of torch, and how many devices there are."""
     device = torch.accelerator.current_accelerator()
-    assert device is not None  # for one is available
+    assert device is not None  # the caller has asked whether there is one
     return device.type, torch.get_device_module(device), torch.accelerator.device_count()
 
 
 def _numpy_text() -> str:
     """Return the state of NumPy's global generator, whichever it is, as JSON."""
+    # JSON, because weights_only unpickling refuses NumPy arrays. Not the legacy tuple, which only MT19937 has.
     state = np.random.get_state(legacy=False)
     return json.dumps(state, default=lambda array: {"dtype": array.dtype.str, "values": array.tolist()})
 

@@ -34,7 +34,7 @@ class ManagedRun(ABC):
 
     @abstractmethod
     async def _inspect(self, path: str) -> Mapping[str, Any]:
-        """Open a checkpoint, which checks its structure and the sizes of its files; return what describes its keys."""
+        """Open a checkpoint, which checks its structure and the sizes of its files; return the info of each key."""
 
     @abstractmethod
     async def _agree(self, what: str, value: object, decide: Callable[[Sequence[Any]], T]) -> T:
@@ -64,6 +64,7 @@ class ManagedRun(ABC):
         try:
             result: T = await self._agree(what, value, of_rank_0)
         except AiockptError:
+            # The error itself: what the other ranks get is made of its class name and text, and lacks its attributes.
             if error is not None:
                 raise error from None
             raise

@@ -37,8 +37,8 @@ StepState = Literal["complete", "unfinished", "damaged"]
 RUN_KEY = "run"
 """The key of the manager's own facts in the metadata of a checkpoint."""
 
-_FACTS = frozenset({"step", "metrics", "time", "keep"})  # of which a manager notes all
-_MOST_S = 250e9  # later than that no calendar of Python goes
+_FACTS = frozenset({"step", "metrics", "time", "keep"})  # a manager writes all of them
+_MOST_S = 250e9  # in the year 9892; `datetime` ends with 9999
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _DOCUMENT_BYTES = 1 << 28
 _MOST_LISTS = 20  # of a directory whose steps are deleted while they are looked at
@@ -81,6 +81,7 @@ def step_of(name: str) -> int | None:
     if found is None:
         return None
     step = int(found[1])
+    # A name with more zeros would be a second directory of the same step.
     return step if name == f"step-{step:08d}" else None
 
 
@@ -189,7 +190,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """The contents of a manifest that matters here."""
+    """The contents of a manifest that matter here."""
 
     files: Mapping[str, FileFacts]
     time: float
@@ -239,7 +240,7 @@ def _decode(data: bytes) -> _Facts | None:
 
 
 def _time_of(time_s: object, created: str) -> float:
-    """Return when a step was saved; ``time_s``: as its manager says, if that is a time at all."""
+    """Return when a step was saved: ``time_s``, which its manager wrote, if it is a valid time, else ``created``."""
     if is_number(time_s) and 0 <= time_s < _MOST_S:
         return float(time_s)
     return datetime.fromisoformat(created).timestamp()

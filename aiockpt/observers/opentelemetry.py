@@ -145,6 +145,7 @@ class OpenTelemetryObserver(Observer):
         for name in _PHASES:
             group = [event for event in events if event.name == name]
             if group:
+                # The events are sorted by their beginnings.
                 begin, end = group[0].start_s, max(event.end_s for event in group)
                 span = self._tracer.start_span(f"aiockpt.{name}", context, start_time=_ns(started + begin))
                 span.set_attribute("aiockpt.bytes", sum(event.nbytes for event in group))

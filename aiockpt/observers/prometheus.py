@@ -68,6 +68,7 @@ class PrometheusObserver(Observer):
         for outcome in ("done", "failed"):
             self._loads.labels(outcome)
             self._deletions.labels(outcome)
+        # By number, which is unique in the process: the observer may belong to several checkpointers.
         self._running: set[int] = set()
 
     def save_started(self, event: SaveEvent) -> None:

@@ -189,7 +189,7 @@ class DcpFormat(FileFormat):
         return _with_objects(DcpLayout(summary, images, {leaf: n for n, leaf in enumerate(blobs)}), blobs)
 
     def _separated(self, summary: StateSummary, leaves: Sequence[int]) -> dict[str, list[tuple[int, Framing]]]:
-        """Group the tensors, with their framing, by the hint that their names begin with; without one come first."""
+        """Group the tensors, with their framing, by the hint that their names begin with; first those without one."""
         groups: dict[str, list[tuple[int, Framing]]] = {"": []}
         for leaf in leaves:
             name, spec = summary.structure.names[leaf], summary.specs[leaf]

@@ -217,7 +217,7 @@ def _write_items(name: str, value: Any) -> list[Any]:
 
 
 class _Cut(NamedTuple):
-    """How one dimension of a mesh cuts a tensor."""
+    """A cut of a tensor, made by one dimension of the device mesh."""
 
     dim: int  # of the tensor
     split: int  # how many pieces of it each rank has a part of; 1 for a plain ``Shard``

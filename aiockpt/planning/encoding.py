@@ -28,7 +28,7 @@ class ItemCoding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageCoding:
-    """How the items of an image are encoded."""
+    """The encoding of each item of an image."""
 
     items: Sequence[ItemCoding] = field(repr=False)  # by offset; the bytes between them are not stored
     transforms: Sequence[Transform] = ()  # applied to each item, in order, after its compression

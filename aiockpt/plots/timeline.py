@@ -51,12 +51,14 @@ def timeline(result: Timed, ax: Axes | None = None) -> Axes:
                 facecolors=color,
                 edgecolors=color,  # so that the shortest ones can be seen
                 linewidth=0.4,
+                # once: the legend lists every label
                 label=name if number == 0 else None,
             )
     main = result.recording.pid
     names = [thread.removeprefix("aiockpt-") for _, thread in lanes]
     labels = [name if pid == main else f"writer: {name}" for (pid, _), name in zip(lanes, names, strict=True)]
     ax.set_yticks(range(len(lanes)), labels)
+    # Downwards: the first thread at the top, as in the card.
     ax.set_ylim(len(lanes) - 0.5, -0.5)
     ax.set_xlim(0, max(event.end_s for event in events))
     ax.set_xlabel("seconds since the call")

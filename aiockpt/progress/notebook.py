@@ -14,6 +14,7 @@ class NotebookBar:
 
     def __init__(self, title: str) -> None:
         try:
+            # tqdm.notebook can be imported without ipywidgets, and then fails when a bar is made.
             if importlib.util.find_spec("ipywidgets") is None:
                 from tqdm.std import tqdm
             else:
@@ -41,6 +42,7 @@ class NotebookBar:
         if total == self._bar.total:
             return False
         begun = self._bar.start_t
+        # A widget learns of another total from `reset` only, which also restarts the clock.
         self._bar.reset(total=total)
         self._bar.start_t = begun
         return True

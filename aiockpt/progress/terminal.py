@@ -98,6 +98,8 @@ class TerminalBar:
         """Show the end."""
         if begun := self._begin():
             progress, task = begun
+            # rich shows a total of 0 as complete, and none as still running: neither is true of a failure before the
+            # plan.
             progress.update(task, completed=done, total=done if ok else max(total, 1), note=note)
             progress.stop_task(task)
             self._screen.end()

@@ -146,7 +146,7 @@ class DecodedSource(Source):
         return place
 
     def is_virtual(self, name: str) -> bool:
-        """Return whether a file is decoded from its beginning on, so that it is best read at once."""
+        """Return whether a file is decoded as it is read, so that one whole read is cheaper than several parts."""
         return name in self.items
 
     def read(

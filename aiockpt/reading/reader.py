@@ -38,7 +38,7 @@ _GROUP_BYTES = 32 << 20  # read at once by a stream
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """How values are read.
+    """Options of a read.
 
     Attributes:
         device: the device of new tensors; None: host memory.

@@ -229,7 +229,7 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
 
 
 def _may_overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether two tensors may have bytes in common; it never is False if they have."""
+    """Return False if no two tensors have bytes in common; True is only a suspicion."""
     spans: dict[torch.device, list[tuple[int, int]]] = defaultdict(list)
     for tensor in tensors:
         if type(tensor) in TENSOR_TYPES and tensor.numel():

@@ -118,6 +118,7 @@ def _bars(
         key = (lane, event.name)
         if key in open_ and x - open_[key][1] > 1.0:
             close(*key)
+        # Up to 100,000 events are recorded: with a bar for each, the picture would have over ten megabytes.
         begin, end, count, nbytes = open_.get(key, (x, stop, 0, 0))
         open_[key] = (begin, max(end, stop), count + 1, nbytes + event.nbytes)
     for lane, name in list(open_):

@@ -58,7 +58,7 @@ class LoadResult(Timed):
 
 @dataclass(frozen=True, slots=True)
 class ReadProgress:
-    """How far a load or a verification is.
+    """The progress of a load or a verification.
 
     Attributes:
         what: "load" or "verify".
@@ -117,7 +117,7 @@ class ReadReport:
         self.changed()
 
     def did_read(self, begin: float, nbytes: int, file: str) -> None:
-        """Count and record bytes that this thread has read since ``begin``. For one thread at a time."""
+        """Count and record bytes that this thread has read since ``begin``. No lock: for one thread at a time."""
         if len(self.spans) < MOST:
             end, thread = time.perf_counter(), threading.current_thread().name
             self.spans.append(Span("read", thread, begin, end, nbytes, file))

@@ -13,7 +13,7 @@ Phase = Literal["planned", "staging", "staged", "writing", "written", "committed
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """How far a save is.
+    """The progress of a save.
 
     Attributes:
         phase: what has just happened, or what is going on.

@@ -83,6 +83,7 @@ def lanes_of(events: Sequence[TimelineEvent]) -> list[tuple[int, str]]:
     return [
         (pid, thread)
         for (pid, _), threads in pools.items()
+        # By length first, so that thread 10 of a pool comes after thread 9.
         for thread in sorted(threads, key=lambda name: (len(name), name))
     ]
 

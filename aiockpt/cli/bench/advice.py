@@ -34,12 +34,12 @@ def best_direct_io(writes: Collection[Measured]) -> bool:
 
 
 def best_threads(writes: Collection[Measured]) -> int:
-    """Return how many threads to write with: the default if it is good enough, else as few as are."""
+    """Return how many threads to write with: the default if it is good enough, else the fewest that are."""
     return _best(writes, lambda setting: setting.threads, DEFAULT_THREADS)
 
 
 def best_chunk(writes: Collection[Measured]) -> int:
-    """Return how many bytes to write at a time: the default if it is good enough, else as few as are."""
+    """Return how many bytes to write at a time: the default if it is good enough, else the fewest that are."""
     return _best(writes, lambda setting: setting.chunk_bytes, DEFAULT_CHUNK_BYTES)
 
 

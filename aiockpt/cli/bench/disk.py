@@ -25,7 +25,7 @@ _MOST_SYNC_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How bytes are moved.
+    """One way to write or read, which is measured.
 
     Attributes:
         kind: "write" (with the sync at the end) or "read".

@@ -128,7 +128,7 @@ def _number(known: dict[Any, int], value: Any) -> int:
 
 
 def _size_of(path: str, name: str, least: int) -> int:
-    """Return the length of a file; that of its last item, if the file can't be looked at here."""
+    """Return the length of a file; ``least``, the end of its last item, if the file can't be read here."""
     for file in (os.path.join(path, name), path):
         try:
             if os.path.isfile(file):

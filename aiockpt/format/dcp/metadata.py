@@ -260,7 +260,7 @@ def _dict_of(fields: dict[str, Any], name: str) -> dict[Any, Any]:
 
 
 def _storage_meta(record: Any) -> dict[str, Any]:
-    """Return the fields of a StorageMeta that are what they should be; nothing depends on them."""
+    """Return the fields of a StorageMeta that have the expected types; nothing depends on them."""
     fields = record.fields() if type(record) is _StorageMeta else {}
     found = {name: fields[name] for name in ("checkpoint_id", "save_id", "load_id") if type(fields.get(name)) is str}
     modules = fields.get("modules")

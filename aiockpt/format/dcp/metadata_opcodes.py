@@ -182,7 +182,7 @@ def storage_data(ops: Opcodes, items: Sequence[Row]) -> None:
 
 
 def row_opcodes(ops: Opcodes) -> tuple[bytes, bytes, bytes, bytes, bytes]:
-    """Return what stands in an entry before the tensor's name, the chunk's number, the file, the offset and length."""
+    """Return the opcodes that precede, in an entry, the tensor's name, chunk number, file, offset and length."""
     index_head = ops.prepared(ops.name, DCP_MODULE, "MetadataIndex") + b")\x81}(" + ops.prepared(ops.text, "fqn")
     info = ops.prepared(ops.name, "torch.distributed.checkpoint.filesystem", "_StorageInfo")
     info_head = b"ub" + info + b")\x81}(" + ops.prepared(ops.text, "relative_path")

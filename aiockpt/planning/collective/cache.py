@@ -62,7 +62,7 @@ class GlobalPlanCache:
         return self._places is not None
 
     def pickled(self) -> bytes:
-        """Pickle it, without what can be encoded again. Takes long after a change, for many items."""
+        """Return it pickled, without what can be encoded again. Slow for many items, if it has changed since."""
         knows = self.knows_places
         if self._pickled is None or self._pickled[0] != knows:
             data = io.BytesIO()
@@ -102,7 +102,7 @@ class GlobalPlanCache:
         return files_of(results)
 
     def files_beside(self, results: Sequence[Written]) -> Mapping[str, bytes | bytearray]:
-        """Encode the files beside them, except the manifest; see `documents`."""
+        """Return the encoded files beside the data files, except the manifest; see `documents`."""
         return {METADATA_NAME: self.documents(results)}
 
     def summaries(self, files: dict[str, int], item_bytes: int) -> list[Summary]:
