@@ -69,6 +69,7 @@ def numbers(part: torch.Tensor) -> torch.Tensor:
         part = part.to_dense()
     if part.is_complex():
         return part.to(torch.complex64 if part.dtype == torch.complex32 else part.dtype).abs()
+    # aminmax has no kernels for float8, nor for uint64 below.
     if part.is_floating_point():
         return part if part.dtype in (torch.float32, torch.float64) else part.to(torch.float32)
     return part.to(torch.float64 if part.dtype == torch.uint64 else torch.int64)

@@ -34,6 +34,7 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Build the metadata that the file must match: each tensor whole, as a single chunk."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        # After super(), which flattens the state dict: the file is searched by these flat names.
         described: dict[str, Any] = {}
         for name, value in self.state_dict.items():
             described[name] = _described(value) if isinstance(value, torch.Tensor) else BytesStorageMetadata()

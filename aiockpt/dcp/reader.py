@@ -323,6 +323,7 @@ class PlanExecution:
         accelerator = torch.accelerator.current_accelerator()
         if target.device.type != "cpu" and (accelerator is None or target.device.type != accelerator.type):
             return False
+        # Expanded: its elements share memory. `copy_` raises for it, where a read would write one over the other.
         if any(step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)):
             return False
         return not self._ahead or self._aliases.claim(request.item.dest_index.fqn, target)
@@ -356,6 +357,7 @@ class PlanExecution:
         if not window:
             return
         filled = [r.target for r in window if r.target is not None and r.staged is None and not r.target.is_meta]
+        # The copies to accelerators run in other streams: they must come after the caller's own work on the targets.
         ready = ready_events({str(number): target for number, target in enumerate(filled)})
 
         async def read(tools: LoadTools) -> None:
@@ -367,6 +369,7 @@ class PlanExecution:
             reader = ReadExecutor(self._source, self._path, self._options, tools, self._known)
             await reader.read([request.read for request in window if request.read is not None])
 
+        # Before and after, for autograd and for saves that are copying these tensors: see `ReadExecutor.fill`.
         count_change(filled)
         try:
             self._engine.call(read, f"load {self._path}").result()
@@ -387,6 +390,7 @@ class PlanExecution:
         if request.stored.inline is not None:
             return encode_object(request.item.storage_index.fqn, request.stored.inline.value)
         blob = self._read_blob(request)
+        # The planner will unpickle it with weights_only=False, so a restricted decoder has to accept it before.
         if not self._options.trust:
             self._decode(request, blob)
         return blob

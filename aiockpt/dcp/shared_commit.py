@@ -111,6 +111,7 @@ def publish(
             if name not in names and name != metadata_name(rank):
                 remove(os.path.join(hidden, name))  # left by an earlier save that did not finish
         if fsync:
+            # Before the rename: after a crash, the final name must not show a directory that lacks entries.
             sync_directory(hidden)
         if not os.path.isdir(path):
             with contextlib.suppress(FileExistsError):  # the directory was created meanwhile
@@ -137,6 +138,7 @@ def _move_in(
     move_in(hidden, path, names, metadata_name(rank), fsync=fsync, replace=True, obsolete=obsolete)
     if fsync:
         sync_directory(path)
+    # Not before the new metadata is durable: until then, these files are the checkpoint.
     for each in old:
         remove(each)
     remove(hidden)

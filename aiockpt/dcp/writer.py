@@ -301,6 +301,7 @@ def resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor | bytes:
 
 def resolved_batches(items: Sequence[WriteItem], planner: SavePlanner, most_bytes: int | None) -> Iterator[ItemValues]:
     """Resolve items in batches; each ends, and is emptied, once its values take ``most_bytes`` of new memory."""
+    # As torch has them, they return tensors of the state dict; overridden, they may make new ones, which take memory.
     methods = ("resolve_data", "lookup_object", "transform_object")
     makes_tensors = any(getattr(type(planner), name, None) is not getattr(DefaultSavePlanner, name) for name in methods)
     values: ItemValues = []
@@ -440,6 +441,7 @@ def _tensors(group: Sequence[_Numbered], resolve: Resolve) -> Iterator[tuple[int
                 f"{getattr(value, 'dtype', type(value))} of {tuple(getattr(value, 'shape', ()))}; use the format of "
                 "torch.save, or cast before the save"
             )
+        # Views that are conjugated or negated lazily hold other bits than their values; numpy() refuses them.
         flat = value.resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1)
         yield number, flat.view(torch.uint8).numpy().data
 

@@ -211,6 +211,7 @@ def _walk_sequence(flat: FlatState, path: ObjPath, name: str, values: list[Any] 
         _walk(flat, (*path, i), f"{name}.{i}", value)
     if type(values) is tuple or len(flat.leaves) == before:
         record: dict[str, JsonValue] = {"path": list(path), "type": type(values).__name__, "at": before}
+        # Whether a record is needed is known only now; it belongs before those of its parts.
         flat.containers.insert(place, record)
 
 
@@ -247,6 +248,7 @@ def unflatten(paths: Iterable[ObjPath], leaves: Iterable[Any], containers: Itera
     root: dict[str, Any] = {}
     done = 0
     for count, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        # Empty containers have no leaf: put in at their place among the leaves, they keep the order of the keys.
         while done < len(pending) and pending[done]["at"] <= count:
             _place_container(root, pending[done])
             done += 1
@@ -286,6 +288,7 @@ def _set(container: Any, part: str | int, value: Any) -> None:
     if isinstance(container, dict):
         container[part] = value
     elif isinstance(container, list) and isinstance(part, int):
+        # A list is filled up with None to the position: a damaged path must not allocate all memory.
         if part > len(container) + 1_000_000:
             raise StructureError(f"list position {part} is absurd")
         container.extend([None] * (part + 1 - len(container)))

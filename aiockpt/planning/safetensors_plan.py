@@ -108,6 +108,7 @@ class SafetensorsFormat(FileFormat):
         self.is_single_file = single_file
         self._shard_bytes = None if single_file else shard_bytes or SHARD_BYTES
         self._file_of = None if file_of is None else dict(file_of)
+        # No hash(): ranks compare these names, and the hash of a text differs between processes.
         division = self._shard_bytes if file_of is None else zlib.crc32(repr(sorted(file_of.items())).encode())
         self.name = repr(("safetensors", "shard_bytes" if file_of is None else "fqn_to_index_mapping", division))
         self._facts = {
@@ -134,6 +135,7 @@ class SafetensorsFormat(FileFormat):
                 f"{name} is not a plain tensor, and a safetensors file holds nothing else: leave it out and give it "
                 "as metadata=, or save with format='dcp'"
             )
+        # Many tensors have few forms; names are looked at only to say which tensor does not fit.
         forms = {(t.dtype, t.layout, t.dim() > 0) for t in snapshot.tensors if t is not None}
         unfit = any(layout is not torch.strided or not has_name(dtype, dim) for dtype, layout, dim in forms)
         if unfit or METADATA_KEY in names:

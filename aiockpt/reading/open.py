@@ -277,6 +277,7 @@ def presented(
     if not isinstance(source, DecodedSource):
         raise LoadError(f"{path} holds compressed or otherwise transformed items, which can't be read in this way")
     index = source.expose(index, {} if manifest is None else manifest.transformed, trust=trust)
+    # Once more: the places are in virtual files now, whose lengths come from the manifest.
     check_index(path, index, source.files, is_part=is_part)
     return index
 

@@ -138,6 +138,7 @@ class _Reading:
             index = self._presented(index, inventory, manifest)
             inventory.add(index, given)
             inventory.find_overlaps()
+            # The container records of the manifest count leaves in the order of its own keys.
             self._check_structure(index if given is None else given, manifest)
             self._check_index(index)
         if index is not None or manifest is not None:
