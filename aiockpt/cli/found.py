@@ -66,7 +66,7 @@ def find(directory: str) -> list[Found]:
         OSError: the directory can't be read.
     """
     if not os.path.isdir(directory):
-        os.stat(directory)
+        os.stat(directory)  # raises if nothing is there
         found = _look_at_file(os.path.basename(directory), directory)
         return [] if found is None else [found]
     if any(map(_is_mark, os.listdir(directory))):

@@ -230,6 +230,7 @@ class FaultyStorage(WrapperStorage):
     def _due(self, step: str, name: str) -> tuple[float, Exception | None, int | None]:
         """Count an occurrence; return its delay, its error, and after how many bytes a read ends."""
         delay_s, error, short_bytes = 0.0, None, None
+        # Reads come from several threads at once.
         with self._counting:
             self.seen[step] += 1
             for number, fault in enumerate(self._faults):

@@ -153,6 +153,7 @@ def _save_and_load(path: str, nbytes: int, advice: Advice) -> Saved:
                 handle.written.result()
                 written_s = time.perf_counter() - begin
                 shown_bar.advance(nbytes // 2)
+        # The load is to read the disk, not what the saves have left in the page cache.
         for entry in os.scandir(path):
             fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
             drop(fd)

@@ -144,6 +144,7 @@ class Demo:
 
         def on_event(event: Event) -> bool:
             nonlocal victim
+            # Only once a save is complete, so that the next part has a checkpoint to resume from.
             armed = victim is None and bool(history.saved)
             if armed and isinstance(event, Saving) and event.phase in HALF_DONE and event.step >= kill_from:
                 victim = event.step if _has_begun(config.directory) else None
