@@ -229,7 +229,7 @@ def find_twins(regions: Sequence[Region]) -> list[tuple[Region, Region]]:
 
 
 def _may_overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return False if no two tensors have bytes in common; True is only a suspicion."""
+    """Return whether two tensors may have bytes in common: False is certain, True is not."""
     spans: dict[torch.device, list[tuple[int, int]]] = defaultdict(list)
     for tensor in tensors:
         if type(tensor) in TENSOR_TYPES and tensor.numel():

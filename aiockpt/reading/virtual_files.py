@@ -89,7 +89,10 @@ class _Exposer:
     def _place(
         self, key: str, stored: ItemRange, least: int, most: int, *, is_firm: bool, free: int | None = None
     ) -> ItemRange:
-        """Return the virtual range of an item of ``least`` to ``most`` bytes. Not firm: of more by the manifest."""
+        """Return the virtual range of an item of ``least`` to ``most`` bytes.
+
+        If ``most`` is not firm, the manifest may say that the item has more.
+        """
         item = self.items.get(stored)
         if item is None:
             facts = self._facts.get(stored[:2])
