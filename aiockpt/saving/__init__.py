@@ -1,9 +1,9 @@
 """One save, from the snapshot to the result.
 
-How a byte gets laid out, copied, written and committed, in order:
+The path of a byte, from its place in a file to the commit:
 
 1. `saving/pipeline.py`: the course of a save, from top to bottom.
-2. `saving/strategy.py`: how it is planned, begun and committed (`saving/collective.py` with several ranks).
+2. `saving/strategy.py`: planning, beginning and committing it (`saving/collective.py` with several ranks).
 3. `planning/dcp_plan.py`: which item goes into which file.
 4. `planning/layout.py`: where every byte of a file goes, and the sealing of chunks with framing and CRCs.
 5. `saving/staging_session.py`: chunks of staging memory, and the stager of each device.

@@ -64,8 +64,8 @@ class CollectiveSave(SaveStrategy):
         self._transaction: SharedTransaction | None = None
         self._global = GlobalSave(job, form, world, compute, io)
         self._inventory: RankInventory | None = None
-        self._over = False
-        # Where files are shared, every byte has its place before any rank writes.
+        self._over = False  # this rank has entered the second round: it must not enter it again to report a failure
+        # Where files are shared, rank 0 has to give every byte its place before any rank writes.
         self._decentralized = world.decentralized and isinstance(form, DcpFormat)
 
     async def plan(self) -> SavePlan:
@@ -176,7 +176,7 @@ class CollectiveSave(SaveStrategy):
         if transaction is None:
             raise RuntimeError("a save can't be committed before it has begun")
         try:
-            if not leads:
+            if not leads:  # a joined transaction only makes this rank's files durable
                 await transaction.commit()
             summary = await self._last_round(self._written(plan, writer.files), writer)
         finally:
@@ -197,6 +197,7 @@ class CollectiveSave(SaveStrategy):
         self._over = True
         coordinator = self._world.coordinator
         may_agree = writer is not None and writer.outlives_trainer
+        # A failed round would remove the files of all ranks, which the writer processes may still publish.
         undo = None if may_agree else self._global.undo
         try:
             summary: Summary = await coordinator.round("finish", self._what, mine, self._global.publish, undo)
@@ -206,7 +207,7 @@ class CollectiveSave(SaveStrategy):
                 return None
             if may_agree:
                 await self._global.undo()
-            if lost and not coordinator.leads:
+            if lost and not coordinator.leads:  # if rank 0 is dead, the other ranks remove its directory
                 await self._leave(exc, sweep=not coordinator.leader_lives)
             raise
         return summary
@@ -244,7 +245,7 @@ class CollectiveSave(SaveStrategy):
         if not isinstance(error, Exception):
             text = f"the save of {self._job.path} was cancelled; nothing of it is left"
             error = self._job.consistency.abort_error or SaveCancelledError(text)
-        if not self._world.coordinator.leads:
+        if not self._world.coordinator.leads:  # before the report, after which rank 0 removes the files
             await self._leave(error)
         try:
             await self._last_round(error)
@@ -288,7 +289,7 @@ class CollectiveResources:
 
 
 class GlobalSave:
-    """One save as rank 0 leads it."""
+    """Rank 0's part in one save of several ranks."""
 
     def __init__(
         self, job: SaveJob, form: FileFormat, world: CollectiveResources, compute: Workers, io: Workers
@@ -300,7 +301,7 @@ class GlobalSave:
         self._tokens = world.tokens
         self._compute = compute
         self._io = io
-        # The plan of this save: the next save may be planned anew before this one is published.
+        # Kept apart from `_plans`: the next save may be planned anew before this one is published.
         self.plan: GlobalPlanCache | None = None
         self._token = 0
 

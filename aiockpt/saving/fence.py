@@ -41,7 +41,7 @@ class StepGuard:
             )
         self._jobs = jobs
         self._timeout = check_timeout(timeout)
-        # A compiler that traced it would let it run once, or never.
+        # If torch.compile traced the function, it would run while tracing only, not at each step.
         self._before = torch.compiler.disable(self._wait)  # type: ignore[no-untyped-call]
         self._optimizer = _with_hooks(optimizer)
         wait_before_steps(self._optimizer, self._before)
@@ -97,7 +97,8 @@ def _changed_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def hold_back(job: SaveJob, timeout_s: float, optimizer: torch.optim.Optimizer) -> None:
     """Order a step behind the copies of a save, or give up its snapshot. Raises no error of the save.
 
-    Does nothing while a stream captures a CUDA graph, which can't wait for work outside of it; nothing runs yet then.
+    Does nothing while a stream captures a CUDA graph: a captured stream can't wait for an event recorded outside of
+    the capture, and a captured step changes no tensor before the replay.
     """
     try:
         if any(is_capturing(device) for device in list(job.snapshot.events)):

@@ -35,11 +35,11 @@ class SaveHandle(Awaitable[SaveResult]):
 
     Attributes:
         path: where the checkpoint will be.
-        staged: comes when every tensor is copied: they may change from then on.
-        written: comes when the checkpoint is durable and complete under its final name.
+        staged: completes when every tensor is copied: they may change from then on.
+        written: completes when the checkpoint is durable and complete under its final name.
 
-    Both can be awaited, and are `concurrent.futures.Future`s too; see `Completion`. A failure is raised by both, if
-    they had not come before; if nobody awaits them, by the next `save()` or by closing the checkpointer.
+    Both can be awaited, and are `concurrent.futures.Future`s too; see `Completion`. A failure is raised by each that
+    has not completed before. If neither is awaited, the next `save()` or closing the checkpointer raises it.
     ``await handle`` is ``await handle.written``; ``stage, write = handle`` gives the two.
     """
 
@@ -196,5 +196,5 @@ class SaveProgress(AsyncIterator[ProgressEvent], Iterator[ProgressEvent]):
         is_over = self._handle.written.done()  # asked first: the last event comes before it
         fresh, news = self._handle._after(self._seen)
         self._seen += len(fresh)
-        self._fresh = fresh[::-1]
+        self._fresh = fresh[::-1]  # popped from the end
         return None if fresh or is_over else news

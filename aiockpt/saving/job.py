@@ -85,11 +85,11 @@ class SaveJob:
         self.committed = False
         self.ended = False  # the queue has counted its outcome
         self.post: Callable[[Callable[[], object]], object] = lambda _: None  # calls it on the engine's loop
-        # Before the callers know; with the result, or the error.
+        # Called before the futures settle, with the result or the error.
         self.on_end: Callable[[SaveJob, SaveResult | None, BaseException | None], object] = lambda *_: None
         self.on_staged: Callable[[SaveJob], object] = lambda _: None
-        self.quarantine: Callable[[], None] = lambda: None  # sets the memory apart that its threads hold
-        # A caller that awaits `written` may go on with other things meanwhile; one that blocks can't.
+        self.quarantine: Callable[[], None] = lambda: None  # sets the chunks apart that its threads hold
+        # Not `written._on_await`: a task that awaits `written` leaves its loop free to train, and to open windows.
         handle.staged._on_await = handle.staged._on_block = handle.written._on_block = self.unthrottle
 
     @classmethod
@@ -173,14 +173,14 @@ class SaveJob:
     def abort(self, error: SaveError, *, though_copied: bool = False) -> None:
         """End without a checkpoint, unless all is copied; the tensors may change. From any thread.
 
-        ``though_copied``: in whatever phase, unless it is just being published; on the engine's loop only.
+        ``though_copied``: abort in any phase before it is being published; on the engine's loop only.
         """
         if self.consistency.abort(error, though_copied=though_copied):
             self._settle_staged(error)
             self.post(lambda: self.scope.cancel())
 
     def fail(self, cause: BaseException) -> None:
-        """End with an error because the engine has failed in it; what still runs of it publishes nothing."""
+        """End with an error because the engine has failed. Work of the save that still runs publishes nothing."""
         error = SaveError(f"the save of {self.path} failed with the engine: {cause!r}")
         error.__cause__ = cause
         self.consistency.abort_error = self.consistency.abort_error or error
@@ -189,18 +189,18 @@ class SaveJob:
     def settle(self, result: SaveResult | None, error: BaseException | None) -> None:
         """Settle the futures, unless they are settled."""
         try:
-            self.on_end(self, result, error)  # which logs, by handlers of the caller's
+            self.on_end(self, result, error)  # logs, and a handler of the caller's may raise: hence `finally`
             if error is not None:
                 self._settle_staged(error)
             self.snapshot.release()
         finally:
-            self.consistency.issued.set()
+            self.consistency.issued.set()  # after `staged`: a fence() that this wakes looks there whether it has failed
             self.handle.written._settle(result, error)
             self.handle._wake()
             self.cancelled._settle(isinstance(error, SaveCancelledError))
 
     def _settle_staged(self, error: BaseException) -> None:
-        """Settle `staged`: nothing of this save reads the tensors any more, or what it reads does not count."""
+        """Settle `staged`: the tensors may change, since the save has ended or its copies are discarded."""
         is_silent = self.spec.warn_only or isinstance(error, SaveSkippedError)
         self.handle.staged._settle(None, None if is_silent else error)
 

@@ -63,7 +63,7 @@ class SaveTools:
 
 
 async def run_save(job: SaveJob, tools: SaveTools) -> None:
-    """Run one save to its end, whatever that is; never raises."""
+    """Run one save until it has ended in any way. Never raises: the futures of the save get the outcome."""
     error: BaseException | None = None
     result: SaveResult | None = None
     record_to(job.spans)
@@ -72,10 +72,10 @@ async def run_save(job: SaveJob, tools: SaveTools) -> None:
             if job.cancel_asked:
                 job.scope.cancel()
             result = await _Save(job, tools).run()
-        if result is None:
+        if result is None:  # the scope has absorbed its own cancellation
             cancelled = SaveCancelledError(f"the save of {job.path} was cancelled; nothing of it is left")
             error = job.consistency.abort_error or cancelled
-    except BaseException as exc:  # delivered to whoever waits, never dropped
+    except BaseException as exc:  # delivered to the waiters, never dropped
         error = as_save_error(exc)
     finally:
         job.settle(result, error)
@@ -97,7 +97,7 @@ def _strategy_for(job: SaveJob, tools: SaveTools) -> SaveStrategy:
 
 
 class _Progress:
-    """How far a save is, reported to its handle."""
+    """The counters of a save's progress, which its handle reports."""
 
     def __init__(self, handle: SaveHandle) -> None:
         self._handle = handle
@@ -177,7 +177,7 @@ class _Save:
             ) from None
 
     async def _save_as_planned(self) -> SaveResult:
-        await self._leases.give_back()
+        await self._leases.give_back()  # of an earlier attempt: with a small pool, they may be all there is
         self._kept.clear()
         begin = time.perf_counter()
         with span("plan"):
@@ -188,7 +188,7 @@ class _Save:
         return await self._write_and_commit(plan, self._stage)
 
     async def _write_and_commit(self, plan: SavePlan, fill: Fill) -> SaveResult:
-        """Write everything and publish it, or leave nothing of it: the course of every save.
+        """Write all files and publish them, or remove them. Every save takes this course.
 
         ``fill`` puts every chunk to the writer: from the tensors, or from staging memory that was kept.
         """
@@ -196,14 +196,15 @@ class _Save:
         try:
             self._writer = writer = self._writer_for(plan)
             await fill(plan, writer)  # ends when every file is written
-            # A cancellation that came while the copies were checked has ended the writing, and nothing else yet.
+            # A cancellation that came while the copies were checked has ended the writing, but `fill` has returned: a
+            # call in a worker thread is awaited to its end, and raises no cancellation.
             await anyio.lowlevel.checkpoint_if_cancelled()
             self._progress.report("written")
             await job.turn.wait_for("over")  # the save before may be on its way to the fallback
             if job.spec.pre_commit is not None:
                 await self._run_hook(job.spec.pre_commit, "pre_commit")
-                await anyio.lowlevel.checkpoint_if_cancelled()
-            with anyio.CancelScope(shield=True):  # from here on it is done or undone, not half
+                await anyio.lowlevel.checkpoint_if_cancelled()  # the hook's thread was awaited to its end
+            with anyio.CancelScope(shield=True):  # a commit is done or undone as a whole
                 with span("commit"):
                     result = await strategy.commit(plan, writer, self._times_s())
                 await writer.close()
@@ -250,7 +251,7 @@ class _Save:
         )
 
     async def _begin(self, writer: Writer) -> None:
-        """Begin the transaction, beside the staging: a file server may take its time."""
+        """Begin the transaction, while tensors are staged already: a file server may take long to answer."""
         if isinstance(writer, FileWriter):
             writer.begin(await self._strategy.begin())
         else:
@@ -280,7 +281,7 @@ class _Save:
     def _announce_staged(self) -> None:
         job = self._job
         if not job.handle.staged.done():
-            job.snapshot.release()
+            job.snapshot.release()  # first: once `staged` has come, the save holds no tensor any more
             job.turn.pass_phase("staged")
             self._progress.report("staged")
             job.on_staged(job)
@@ -298,7 +299,8 @@ class _Save:
         self._images_left = len(layout.images)
         if not layout.images:
             job.consistency.issued.set()
-        # So many files at a time, in order, as they are written.
+        # As many files at a time as the writer has open, in the same order: else the chunks of later files, which the
+        # writer does not take yet, could be all of the pool while the first file waits for one.
         turn = anyio.Semaphore(self._tools.io_workers.count)
         pool = self._tools.pool
         chunks = sum(max(1, -(-image.nbytes // pool.chunk_bytes)) for image in layout.images)
@@ -306,9 +308,11 @@ class _Save:
         async with anyio.create_task_group() as tasks:
             writer.start(tasks)
             tasks.start_soon(self._begin, writer)
+            # A group of its own: it ends with the last copy, while the outer one goes on writing.
             async with anyio.create_task_group() as staging:
                 for number, image in enumerate(layout.images):
                     staging.start_soon(self._stage_file, number, image, router, writer, turn)
+            # In a thread: to read 100,000 version counters takes 28 ms, during which the loop would do nothing else.
             await self._tools.copy_workers.run(job.consistency.check_for_changes)
             self._staged_s = job.handle._elapsed()
             await self._hand_over(plan, writer)
@@ -328,6 +332,7 @@ class _Save:
         self, image: FileImage, router: StagerRouter, put: Callable[[StagingChunk], Awaitable[None]]
     ) -> None:
         step, throttle, leases = self._tools.pool.chunk_bytes, self._job.throttle, self._leases
+        # A chunk's copies are awaited only after those of the next one are issued, so that the device has work meanwhile.
         before: StagingChunk | None = None
         for start in range(0, max(image.nbytes, 1), step):
             stop = min(start + step, image.nbytes)
@@ -341,7 +346,7 @@ class _Save:
             with span("stage", stop - start, image.name):
                 pending = await router.issue(image.pieces(start, stop), lease.chunk)
             filled = StagingChunk(lease, start, stop, pending)
-            leases.pending[lease] = filled.pending
+            leases.pending[lease] = filled.pending  # `give_back` waits for it if this task fails or is cancelled
             if stop == image.nbytes:
                 self._images_left -= 1
                 if self._images_left == 0:
@@ -366,7 +371,7 @@ class _Save:
     # --- failures, and what comes after -------------------------------------------------------------
 
     def _quarantine(self) -> None:
-        """Set apart what a thread that hangs holds, and keep it from publishing when it comes back."""
+        """Set the chunks of a hanging thread apart, and keep it from publishing when it returns."""
         self._leases.quarantine()
         if self._writer is not None:
             self._writer.revoke()
@@ -387,7 +392,7 @@ class _Save:
             error.add_note(f"it was too late to save it to {fallback}: more staging_bytes would keep what is staged")
             raise error
         job.path, job.fallback_error = fallback, error
-        job.overwrite = False  # nobody has allowed to replace what is at the fallback
+        job.overwrite = False  # the caller has allowed to replace what is at the path, not what is at the fallback
         logger.warning("%s; it is saved to %s instead", error, fallback)
         try:
             if is_staged and self._plan is not None:
@@ -396,7 +401,7 @@ class _Save:
             else:
                 result = await self._save()
         except BaseException as worse:
-            if not isinstance(unwrapped(worse), Exception):
+            if not isinstance(unwrapped(worse), Exception):  # a cancellation
                 raise
             error.add_note(f"nor could it be saved to {fallback}: {unwrapped(worse)}")
             raise error from error.__cause__
@@ -440,9 +445,9 @@ def _run_hook(hook: Hook, path: str, what: str, origin: Origin) -> None:
             value = hook(path)
             if inspect.isawaitable(value):
                 asyncio.run(_awaited(value))
-    except BaseException as exc:  # this is a worker thread: nothing of it is meant for the loop
+    except BaseException as exc:  # SystemExit of a hook fails the save; it must not end the engine's loop
         raise SaveError(f"the {what} hook of {path} failed: {type(exc).__name__}: {exc}") from exc
 
 
 async def _awaited(value: Awaitable[Any]) -> None:
-    await value
+    await value  # asyncio.run takes coroutines only, and a hook may return any awaitable

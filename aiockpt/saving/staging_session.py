@@ -100,7 +100,8 @@ class StagerRouter:
         issued = _JoinedCopies([])
         try:
             for device in devices:
-                # Each gets all pieces: what lies between two of its own is not its to write.
+                # Each stager gets all pieces: a packed copy covers the gaps between pieces, and has to know which gaps
+                # hold pieces of another device.
                 stager = self._by_device[device]
                 issued.pending.append(await stager.issue(pieces, chunk, self._capture, self._layout))
         except BaseException:

@@ -1,4 +1,4 @@
-"""How a save is planned, begun and committed, alone or into a directory that is there; its documents and its result."""
+"""Strategies: plan, begin and commit a save of one process, or one that adds files to an existing directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SaveStrategy(ABC):
-    """Plans, begins and commits one save. Between that, its bytes are staged and written in one way for all."""
+    """Plans, begins and commits one save. Staging and writing are the same for all strategies."""
 
     can_replan = False  # `plan` may be called a second time, after `invalidate_plan`
 
@@ -53,7 +53,7 @@ class SaveStrategy(ABC):
 
     @abstractmethod
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
-        """Publish what was written. Not to be cancelled: from here on it is done or undone, not half."""
+        """Publish what was written. Not to be cancelled: a commit is done or undone as a whole."""
 
     @abstractmethod
     async def fail(self, error: BaseException) -> BaseException:
@@ -70,7 +70,7 @@ class _SaveAlone(SaveStrategy):
         self._transaction: Transaction | None = None
 
     async def fail(self, error: BaseException) -> BaseException:
-        transaction, self._transaction = self._transaction, None
+        transaction, self._transaction = self._transaction, None  # the fallback begins another
         if transaction is not None:
             try:
                 await transaction.abort()
@@ -104,13 +104,13 @@ class LocalSave(_SaveAlone):
 
     async def commit(self, plan: SavePlan, writer: ChunkWriter, times_s: Mapping[str, float]) -> SaveResult:
         await writer.write_documents()
-        self._job.consistency.raise_if_aborted()  # by its save_timeout, say
+        self._job.consistency.raise_if_aborted()  # a timeout cancels the save's scope, from which this is shielded
         sizes = await writer.commit()
         return result_of(self._job, plan, summary_of(self._job, plan, sizes), times_s)
 
 
 class AppendSave(_SaveAlone):
-    """A save that adds files to a directory, which its caller makes a checkpoint of."""
+    """A save that adds files to an existing directory; its caller makes a checkpoint of them."""
 
     def __init__(self, job: SaveJob, form: DcpFormat, planner: LocalPlanner, compute: Workers, io: Workers) -> None:
         super().__init__(job, compute, io)

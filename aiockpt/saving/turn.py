@@ -44,7 +44,7 @@ class Turn:
         """Allow the next save to enter every phase, at once."""
         for event in self._past.values():
             event.set()
-        self._before = None  # else all saves of a run would hang together
+        self._before = None  # else the chain of turns would keep every save of the run alive
 
     async def finish_in_order(self) -> None:
         """Allow the next save to enter each phase, once the saves before are past it. Not to be cancelled."""

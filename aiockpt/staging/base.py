@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LayoutMismatchError(Exception):
-    """A tensor differs from a reused layout: the save must be planned again. Never leaves the engine."""
+    """A tensor differs from a reused layout: the save must be planned again. Never raised to a caller."""
 
 
 class Pending(Protocol):
@@ -86,7 +86,7 @@ def restore(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By size in bytes, dtypes whose copies keep every bit."""
+"""By size in bytes, dtypes whose copies keep every bit; torch has no integers of 16 bytes."""
 
 
 def copy_strided(piece: Piece, tensor: torch.Tensor, spec: TensorSpec, target: torch.Tensor) -> None:

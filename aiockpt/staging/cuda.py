@@ -63,10 +63,10 @@ class AcceleratorStager(Stager):
         self.device = device
         self._runtime = runtime if runtime is not None else runtime_of(device)
         self.is_async = self._runtime.non_blocking
-        self._issuer = Workers(1, f"aiockpt-stage-{device}")
+        self._issuer = Workers(1, f"aiockpt-stage-{device}")  # one: the current device and stream belong to a thread
         self._waiter = Workers(2, f"aiockpt-wait-{device}")
         self._pinned: list[Chunk] = []
-        self._pins = True
+        self._pins = True  # until it fails once: the limit of locked memory will not have changed
 
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
         event, sources = await self._issuer.run(self._enqueue, pieces, chunk, snapshot, layout)
@@ -85,7 +85,7 @@ class AcceleratorStager(Stager):
             return
         chunk.pinned = self._pins = self._runtime.pin(chunk.address, len(chunk.view))
         if chunk.pinned:
-            self._pinned.append(chunk)  # keeps it mapped: memory must not be unmapped while it is registered
+            self._pinned.append(chunk)  # keeps it mapped: memory must not be unmapped while CUDA has it registered
         elif self.device.type == "cuda":
             logger.warning(
                 "staging memory could not be locked for %s, so copies are slower; look at the limit of locked memory, "
@@ -94,6 +94,7 @@ class AcceleratorStager(Stager):
             )
 
     def close(self) -> None:
+        # In this order: the stream may be given to another stager only when no copy is in flight.
         self._waiter.close()
         self._issuer.submit(self._unpin).result()
         self._issuer.close()
@@ -128,7 +129,7 @@ class AcceleratorStager(Stager):
 
 
 class ChunkFiller:
-    """Enqueues the copies of one chunk in the current stream, piece by piece; ends with `flush`."""
+    """Enqueues the copies of one chunk in the current stream, piece by piece. Call `flush` at the end."""
 
     def __init__(
         self, chunk: Chunk, device: torch.device, snapshot: Snapshot, layout: Layout, *, non_blocking: bool

@@ -37,7 +37,7 @@ class _Block:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0
+        slack = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # mmap aligns to 4 KiB only
         self.whole = private_mapping(nbytes + slack)
         self.skip = -ctypes.addressof(ctypes.c_char.from_buffer(self.whole)) % HUGE_PAGE_BYTES if slack else 0
 

@@ -57,10 +57,10 @@ class Chunk:
     def touch(self) -> None:
         """Fault all pages in, by writing to them. Blocks; releases the GIL."""
         self.fault_in()
-        ctypes.memset(self.address, 0, len(self.view))
+        ctypes.memset(self.address, 0, len(self.view))  # shared memory, and what this kernel can't populate
 
     def fault_in(self) -> None:
-        """Fault the pages in that are not, as far as the kernel can; what is there stays. Blocks; releases the GIL."""
+        """Fault in the missing pages, where the kernel can; contents stay. Blocks; releases the GIL."""
         if self.is_fresh:
             self.is_fresh = False
             pages.fault_in(self.address, len(self.view), advised=True)
@@ -89,7 +89,7 @@ class Lease:
             pool._take_back(self, quarantined=self._quarantined)
 
     def quarantine(self) -> None:
-        """Set the chunk apart, because its thread hangs and may never release it. If it does, the chunk is returned."""
+        """Set the chunk apart, because its thread hangs and may never release it. A late release returns the chunk."""
         if self._pool is not None and not self._quarantined:
             self._quarantined = True
             self.replaced = self._pool._set_apart()
@@ -240,12 +240,14 @@ class SharedMemory:
             ) from exc
         self.nbytes = nbytes
         whole = (ctypes.c_char * nbytes).from_address(self.address)
+        # Not at exit: a daemon thread that hangs in a write may still use the memory.
         weakref.finalize(whole, _unmap, self.address, nbytes, os.getpid()).atexit = False
         self.view = memoryview(whole).cast("B")
         self.tensor = torch.frombuffer(whole, dtype=torch.uint8)  # keeps the mapping alive
 
     def close(self) -> None:
         """Close the file. The last chunk and the last process that maps it free the memory. Idempotent."""
+        # On the CPU whatever default device the program has set.
         self.view, self.tensor = memoryview(b""), torch.empty(0, dtype=torch.uint8, device="cpu")
         if self.fd >= 0:
             os.close(self.fd)
@@ -281,7 +283,8 @@ def _map_shared(fd: int, nbytes: int) -> int:
     address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    # Huge pages if the system allows them for shared memory; and no mapping in forked children.
+    # Huge pages if the system allows them for shared memory. No mapping in forked children, which would keep the memory
+    # after this process and the writer process have ended.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         libc.madvise(address, nbytes, getattr(mmap, advice))
     return int(address)

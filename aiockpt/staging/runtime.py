@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # --- calls of the CUDA driver that torch does not expose ------------------------------------------
 
 
-_NON_BLOCKING = 1
-_THREAD_LOCAL = 1
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: copies must not wait for work in the legacy default stream, nor hold it up
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 _spare: defaultdict[int, list[Any]] = defaultdict(list)
 _spare_lock = threading.Lock()
@@ -28,8 +28,8 @@ _spare_lock = threading.Lock()
 def take_stream(device: torch.device) -> Any:
     """Return a stream that nothing else in the process uses; return it with `give_stream_back`.
 
-    Torch hands out its few streams in turn: the program may use the same one, and capture a graph in it. Without a
-    driver, the result is such a stream all the same.
+    Torch hands out its few streams in turn: the program may use the same one, and capture a graph in it. If the driver
+    can't be loaded, the result is one of torch's streams all the same.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _spare_lock:
@@ -84,7 +84,7 @@ def _new_stream(index: int) -> int | None:
 
 @contextlib.contextmanager
 def _captures_allowed() -> Iterator[None]:
-    """Do the same as `allow_captures` for a moment, in a thread of the caller's."""
+    """Do the same as `allow_captures` within this context only, because the thread is the caller's."""
     mode = ctypes.c_int(_THREAD_LOCAL)
     exchanged = _exchange(mode)
     try:
@@ -229,7 +229,7 @@ class _StreamRuntime(Runtime):
         torch.accelerator.set_device_index(self._device.index or 0)
 
     def stream(self) -> AbstractContextManager[object]:
-        # For good: the thread belongs to staging.
+        # Not restored: the thread belongs to staging.
         torch.accelerator.set_stream(self._stream)
         return contextlib.nullcontext()
 
@@ -246,7 +246,7 @@ class _StreamRuntime(Runtime):
         _current_stream(self._device).wait_event(event)
 
     def sleep_until(self, event: torch.Event) -> None:
-        self.enter()
+        self.enter()  # else a wait in a new thread would create a context on device 0
         event.synchronize()
 
 
@@ -286,7 +286,7 @@ class CudaRuntime(_StreamRuntime):
         give_stream_back(self._stream)
 
 
-_PAST = cast("torch.Event", object())  # stands for an event that was reached
+_PAST = cast("torch.Event", object())  # stands for an event that was reached, where copies block
 _thread = threading.local()
 
 

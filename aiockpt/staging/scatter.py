@@ -29,7 +29,7 @@ class Placement(NamedTuple):
 def place(placement: Placement, *, non_blocking: bool = False) -> torch.Tensor:
     """Copy the values, bit for bit if the dtypes are equal, else with a cast.
 
-    Return the tensor that is read: the caller keeps it until a copy that does not block is done.
+    Return the source of the copy. The caller keeps it until a copy that does not block is done.
     """
     region, data, conj, neg = placement
     with torch.no_grad():
@@ -91,7 +91,7 @@ class AcceleratorPlacer:
                 made = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
             except torch.OutOfMemoryError as exc:
                 raise LoadError(f"{self.device} has no memory for what is to be loaded: {exc}") from exc
-            # The allocator may return memory that queued work of its stream still uses.
+            # The allocator may return memory that queued work of its stream still uses: order the copies behind that.
             self._runtime.wait_for(self._runtime.record_current())
         return made
 

@@ -89,7 +89,7 @@ class Throttle:
         """Wait until a save may copy so many bytes. Safe to cancel."""
         begun = anyio.current_time()
         while wait_s := self.wait_s(number):
-            if math.isinf(wait_s):  # a rate always applies, but the program may have stopped calling window()
+            if math.isinf(wait_s):  # the program may have stopped calling window(), as at the end of its training
                 wait_s = max(begun, self._opened_at) + self._patience_s - anyio.current_time()
                 if wait_s <= 0:
                     logger.warning("no window() for %s s: staging goes on without", self._patience_s)
