@@ -332,7 +332,7 @@ class _Save:
         self, image: FileImage, router: StagerRouter, put: Callable[[StagingChunk], Awaitable[None]]
     ) -> None:
         step, throttle, leases = self._tools.pool.chunk_bytes, self._job.throttle, self._leases
-        # A chunk's copies are awaited only after those of the next one are issued, so that the device has work meanwhile.
+        # A chunk's copies are awaited after those of the next one are issued, so that the device has work meanwhile.
         before: StagingChunk | None = None
         for start in range(0, max(image.nbytes, 1), step):
             stop = min(start + step, image.nbytes)

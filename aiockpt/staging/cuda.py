@@ -63,10 +63,10 @@ class AcceleratorStager(Stager):
         self.device = device
         self._runtime = runtime if runtime is not None else runtime_of(device)
         self.is_async = self._runtime.non_blocking
-        self._issuer = Workers(1, f"aiockpt-stage-{device}")  # one: the current device and stream belong to a thread
+        self._issuer = Workers(1, f"aiockpt-stage-{device}")
         self._waiter = Workers(2, f"aiockpt-wait-{device}")
         self._pinned: list[Chunk] = []
-        self._pins = True  # until it fails once: the limit of locked memory will not have changed
+        self._pins = True  # until it fails: it is tried, and warned of, once
 
     async def issue(self, pieces: Sequence[Piece], chunk: Chunk, snapshot: Snapshot, layout: Layout) -> Pending:
         event, sources = await self._issuer.run(self._enqueue, pieces, chunk, snapshot, layout)

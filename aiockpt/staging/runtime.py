@@ -246,7 +246,7 @@ class _StreamRuntime(Runtime):
         _current_stream(self._device).wait_event(event)
 
     def sleep_until(self, event: torch.Event) -> None:
-        self.enter()  # else a wait in a new thread would create a context on device 0
+        self.enter()  # for a thread that only waits: without it, device 0 would get a context, and a capture would fail
         event.synchronize()
 
 

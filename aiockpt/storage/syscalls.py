@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-_CACHESTAT = 451
+_CACHESTAT = 451  # the number of the system call, which the C library does not name; since Linux 6.5
 _AT_FDCWD = -100
 _NOREPLACE = 1
 _EXCHANGE = 2
@@ -39,7 +39,7 @@ def open_directory(path: str, *, dir_fd: int | None = None, follow: bool = False
 
 @cache
 def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
+    return ctypes.CDLL(None, use_errno=True)  # with a copy of errno: the interpreter changes the real one
 
 
 def _call(name: str, *args: Any) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 100
 
-# File systems whose directories can't be synced, or not by this user, who then has made nothing there either.
+# Of a file system that can't sync directories, or not for this user, who then has created nothing there either.
 _NOT_OURS_TO_SYNC = frozenset({errno.EINVAL, errno.EROFS, errno.EACCES, errno.EPERM})
 
 # NFS sends a request again when its answer was lost; the server then finds the name given, or the old one gone.
@@ -161,7 +161,7 @@ class Publication:
         if self._tried and self.complete():
             return
         if not self._tried:
-            self._goal = identity(self._finished)
+            self._goal = identity(self._finished)  # a rename keeps the inode: this finds it under either name
         self._tried = True
         self.rest = self._publish()
 
@@ -187,7 +187,7 @@ class Publication:
                     f"{self.path} can't be published: {self.hidden} is no longer the directory that it was written to; "
                     "somebody has removed or replaced it"
                 )
-            if self.fsync and not self.name:
+            if self.fsync and not self.name:  # a checkpoint of one file leaves this directory: only its parent counts
                 sync_directory(self.hidden)
             # Opened before the rename: after it nothing but the fsync may fail.
             above = open_directory(os.path.dirname(self.path), follow=True)
@@ -205,6 +205,7 @@ class Publication:
             ) from exc.__cause__
         except OSError as exc:
             raise CommitError(f"can't publish {self.path}: {explained(exc, self.path)}") from exc
+        # Not before the fsync of the parent: until then a loss of power may bring the old name back.
         rest = self._remove_replaced(replaced) if undo == "steps" else None
         if self.name or undo == "exchange":  # else the hidden directory has become the checkpoint
             return self._remove_rest(self.hidden, self.own if self.name else replaced) or rest
@@ -230,7 +231,7 @@ class Publication:
                 rename_exchange(finished, path)
             except UnsupportedError:
                 if os.path.isfile(finished) and os.path.isfile(path):
-                    os.replace(finished, path)
+                    os.replace(finished, path)  # atomic for files; the old one is gone, so it can't be undone
                     return "nothing", None
                 replace_in_steps(finished, self.hidden, path, sync, partial(_objection_now, checked=checked))
                 return "steps", checked
@@ -238,8 +239,9 @@ class Publication:
                 if attempt == _ATTEMPTS - 1 or identity(path) == new:
                     raise
             else:
-                # Another checkpoint may be replaced as well; as it is not what was checked, it will not be removed. A
-                # link that was checked may lead nowhere from here.
+                # The path may have changed since the check. If another checkpoint had come there, the exchange stands,
+                # but that one is not removed, by its identity. A relative link leads elsewhere from here: if it is the
+                # one that was checked, it is not looked at again.
                 found = _objection_now(finished, checked)
                 if found is None:
                     return "exchange", checked
@@ -312,7 +314,7 @@ class Publication:
 
 
 def _objection_now(replaced: str, checked: Identity | None) -> str | None:
-    """Do as `why_not_a_checkpoint` for what has just been replaced; it may be gone already."""
+    """Return `why_not_a_checkpoint` of what has just been replaced, which may be gone already."""
     if identity(replaced) == checked and os.path.islink(replaced):
         return None
     try:
@@ -322,7 +324,7 @@ def _objection_now(replaced: str, checked: Identity | None) -> str | None:
 
 
 def remove_own(path: str, own: Identity | None, also: Collection[str] = ()) -> None:
-    """Remove a hidden directory, unless it is no longer the one with this identity; None: whatever it is."""
+    """Remove a hidden directory if it still has this identity; None: any."""
     found = identity(path)
     if own is not None and found not in (None, own):
         raise FileExistsError(errno.EEXIST, "somebody has put another directory in its place", path)

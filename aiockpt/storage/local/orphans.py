@@ -219,13 +219,13 @@ class _Cleaning:
         with open_directory(name, dir_fd=self._fd) as fd:
             if not self._is_own(name, os.fstat(fd)):
                 return
-            # An unknown one is not even locked: it may have just been made.
+            # An unknown one is not locked, not even for a moment: its maker may be about to take its own lock.
             if self._status(name, owner, _changed_s(fd)) == "unknown":
                 return
             locked = lock(fd, fcntl.LOCK_EX)
             if locked == "refused":
                 raise _InUseError("another process works at it, or removes it")
-            changed_s = _changed_s(fd)
+            changed_s = _changed_s(fd)  # again, as a process that held it until now may have written
             status = self._status(name, owner, changed_s)
             # Without locks it is not known whether the writer process of a dead trainer lives.
             unsure = status == "dead" and locked == "unsupported" and not self._by.is_old(changed_s)

@@ -87,7 +87,7 @@ def _exchanges(first: str, second: str) -> bool:
 
 def _check_layer(path: str, occupied: str) -> None:
     try:
-        os.rename(path, occupied)  # can't succeed, for that is not empty; overlayfs looks at the layer first
+        os.rename(path, occupied)  # can't succeed, since that is not empty; overlayfs looks at the layer first
     except OSError as exc:
         if exc.errno == errno.EXDEV:
             raise CheckpointExistsError(f"{path} can't be replaced: {explained(exc, path)}") from exc
@@ -138,7 +138,7 @@ def replace_in_steps(
         _put_back(aside, path, hidden, sync, None)
         raise CheckpointExistsError(f"{path} was changed during the save, and {found}; it was left as it is")
     try:
-        sync()
+        sync()  # each step is durable before the next: else a loss of power could leave a state that has no row above
         _take_name(finished, path, new)
     except FileExistsError as exc:
         if not is_shown(path):

@@ -58,6 +58,7 @@ class LocalSink(FileSink):
         is_large = self._nbytes is None or self._nbytes >= _DIRECT_MIN_BYTES
         self._direct = direct and is_large and _O_DIRECT != 0
         try:
+            # With O_EXCL, a retry would take the file of an attempt that was answered with an error for another's.
             self._file = await self._again(f"create {self._final}", self._open, undone=self._is_not_there)
             if self._nbytes is not None and is_large:
                 reserve = partial(self._workers.run, allocate, self._file.fileno(), self._nbytes)
@@ -67,10 +68,12 @@ class LocalSink(FileSink):
             raise WriteError(f"can't create {self._final}{size}: {described(exc)}") from exc
 
     async def _open(self) -> Any:
+        # Unbuffered: each write is one system call, from the aligned chunk itself.
         opened = aiofiles.open(self.path, "wb", buffering=0, opener=self._opener, executor=self._workers).__aenter__()
         return await drained(opened)
 
     def _opener(self, path: str, flags: int) -> int:
+        # A file or a link that is there already was made by another process: it must not be written to.
         flags |= os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         try:
             return os.open(path, flags | (_O_DIRECT if self._direct else 0), _FILE_MODE)
@@ -119,6 +122,7 @@ class LocalSink(FileSink):
         return count
 
     async def _write_once(self, view: memoryview) -> int:
+        # Drained: if cancelled, aiofiles returns at once, while its thread goes on reading the buffer.
         count: int | None = await drained(self._file.write(self._next(view)))
         if count is None:  # how Python reports EAGAIN
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -138,7 +142,7 @@ class LocalSink(FileSink):
 
     async def finish(self) -> None:
         try:
-            if self._nbytes is not None and self._written != self._nbytes:
+            if self._nbytes is not None and self._written != self._nbytes:  # the last block was padded for direct I/O
                 await self._again(f"truncate {self._final}", lambda: drained(self._file.truncate(self._nbytes)))
             if self._fsync:
                 await self._workers.run(sync_fd, self._file.fileno())
@@ -161,8 +165,8 @@ class LocalSink(FileSink):
 class LocalPartSink(PartSink):
     """Writes runs of bytes at their offsets: past the page cache where a run has whole blocks at aligned addresses.
 
-    Blocks that a run fills only partly go through the page cache, where neighbours of other processes meet: the kernel
-    merges them by bytes, on a network file system too, since the file has its final size before anybody opens it.
+    Blocks that a run fills only partly go through the page cache, where they meet the bytes of other processes: the
+    kernel merges them by bytes, on a network file system too, since the file has its final size before it is opened.
     """
 
     def __init__(self, file: NewFile) -> None:
@@ -178,7 +182,7 @@ class LocalPartSink(PartSink):
             raise WriteError(f"can't create {self._final} ({nbytes} bytes): {described(exc)}") from exc
 
     def _reserve(self, nbytes: int) -> None:
-        # Not O_EXCL: an attempt that failed may have made it, in a directory that nobody else knows yet.
+        # Not O_EXCL: a failed attempt may have made it, and no other process knows the directory yet.
         fd = os.open(self.path, _PART_FLAGS | os.O_CREAT, _FILE_MODE)
         try:
             os.ftruncate(fd, nbytes)
@@ -242,7 +246,7 @@ class LocalPartSink(PartSink):
 
     async def finish(self) -> None:
         try:
-            if self._fsync:
+            if self._fsync:  # of the file, so for the writes of both descriptors
                 await self._workers.run(sync_fd, self._fd)
             await self._workers.run(self._close)
         except OSError as exc:

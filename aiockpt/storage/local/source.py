@@ -65,6 +65,7 @@ _buffers = _Buffers()
 def _open_regular(name: str, path: str, directory: int) -> int:
     """Open a regular file, never blocking on a pipe or touching a device; else CorruptCheckpointError."""
     fd = -1
+    # Looked at before it is opened: to open a device may have an effect already. And after, since it may be replaced.
     if stat.S_ISREG(os.stat(name, dir_fd=directory).st_mode):
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, dir_fd=directory)
         if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -105,7 +106,8 @@ class LocalFile:
         if direct_io and _O_DIRECT:
             self._direct_fd = _open_again(self._fd, name, directory)
         self._tries_nowait = self._direct_fd >= 0 and bool(_NOWAIT)
-        if self._direct_fd >= 0 and hasattr(os, "posix_fadvise"):  # only small parts come through the cache
+        # Without readahead: only small parts are read through the cache, and the kernel would read around them.
+        if self._direct_fd >= 0 and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     @property
@@ -171,7 +173,7 @@ class LocalFile:
         self._shared = True
         self._tries_nowait = False
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # with readahead again
 
     def close(self) -> None:
         os.close(self._fd)
@@ -238,7 +240,7 @@ class LocalFile:
         try:
             count = os.preadv(self._direct_fd, [buffer[:wanted]], offset - skip)
             count = max(0, min(count - skip, len(view)))
-            if count:
+            if count:  # not by assigning to a slice, which holds the GIL
                 target = ctypes.addressof(ctypes.c_char.from_buffer(view))
                 ctypes.memmove(target, ctypes.addressof(ctypes.c_char.from_buffer(buffer, skip)), count)
         except OSError as exc:

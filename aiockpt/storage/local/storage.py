@@ -89,7 +89,8 @@ class LocalStorage(SharedStorage):
         """Remove orphans beside the path, then make the temporary directory."""
         path = self.resolve(path)
         again = self._policy.repeater.run
-        await workers.run(self._policy.orphans.look, os.path.dirname(path))  # their space, or their name, may be needed
+        # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
+        await workers.run(self._policy.orphans.look, os.path.dirname(path))
         await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
         make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
         hidden, held = await again(f"make the directory for {path}", make)
@@ -99,6 +100,7 @@ class LocalStorage(SharedStorage):
         try:
             make_parents(path, self._policy.fsync, self._settled)
             for attempt in range(_ATTEMPTS):
+                # Beside the path, and so on the same file system: else the commit could not be a rename.
                 hidden = _beside(path, ticket or self.new_ticket(path))
                 try:
                     held = make_hidden(hidden)

@@ -118,7 +118,7 @@ def this_process() -> Owner | None:
     return _process(os.getpid())
 
 
-@cache
+@cache  # by pid: a forked child is another process
 def _process(pid: int) -> Owner | None:
     if sys.platform != "linux":
         return None
@@ -137,7 +137,7 @@ def is_running(owner: Owner) -> bool:
     """Return whether a process of this namespace still exists; True where that can't be found out."""
     try:
         os.kill(owner.pid, 0)
-        return _start_ticks(owner.pid) == owner.start
+        return _start_ticks(owner.pid) == owner.start  # else the pid has been given to a later process
     except ProcessLookupError:
         return False
     except OSError:  # of another user, or not shown
@@ -199,7 +199,7 @@ class Hold:
         self.fd = fd
         self.identity = (found.st_dev, found.st_ino)  # distinguishes the directory, whatever its name
         self.release = weakref.finalize(self, _unlock, fd, os.getpid())
-        self.release.atexit = False
+        self.release.atexit = False  # a daemon thread may still write; the kernel unlocks when the process has ended
 
 
 def hold(path: str) -> Hold:
@@ -207,6 +207,7 @@ def hold(path: str) -> Hold:
     fd = os.open(path, _DIRECTORY_FLAGS)
     try:
         refused = lock(fd, fcntl.LOCK_SH) == "refused"
+        # Looked at again with the lock held: it may have been removed, or renamed, after it was opened.
         if refused or not os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
             raise FileNotFoundError(errno.ENOENT, "it is being removed", path)
         return Hold(fd)
@@ -348,6 +349,7 @@ def sizes_in(path: str) -> dict[str, int]:
 
 def write_sidecar(path: str, data: bytes) -> None:
     """Write a sidecar file; it is a message between running processes, so it need not be durable."""
+    # O_EXCL and O_NOFOLLOW: in a shared directory, another user may have made a link of this name.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE_MODE)
     with open(fd, "wb") as file:
         file.write(data)
@@ -355,7 +357,7 @@ def write_sidecar(path: str, data: bytes) -> None:
 
 def read_sidecar(path: str) -> bytes | None:
     """Return the contents of a sidecar file; None if it is not there, OSError if it can't be one."""
-    try:
+    try:  # O_NONBLOCK: to open a pipe that another user has put there would block
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None

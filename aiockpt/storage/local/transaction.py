@@ -67,7 +67,7 @@ class LocalTransaction(SharedTransaction):
         self._sinks: list[LocalSink | LocalPartSink] = []
         self._over = False
         self._revoked = False
-        self._held = held  # keeps others from removing the directory; None if it is not there or not theirs to remove
+        self._held = held  # a lock against orphan collection; None if the directory is gone, or is no temporary one
         self._identity = own  # of the temporary directory; None if it is not known
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
@@ -77,7 +77,7 @@ class LocalTransaction(SharedTransaction):
         return sink
 
     async def look_for_single_file(self) -> None:
-        """Find out whether the checkpoint is one file, which the process knew that has begun it."""
+        """Find out whether the checkpoint is one file: only the process that began it was told."""
         self._file = await self._look("look for", identity, os.path.join(self._hidden, SINGLE_NAME))
         if self._file is not None:
             self._single = SINGLE_NAME
@@ -128,7 +128,7 @@ class LocalTransaction(SharedTransaction):
         if self._over:
             return
         self._over = True
-        for sink in self._sinks:
+        for sink in self._sinks:  # before the removal: NFS renames an open file to .nfs* instead of removing it
             await sink.close()
         orphans = self._policy.orphans
         orphans.look_again(os.path.dirname(self._hidden))
@@ -136,6 +136,7 @@ class LocalTransaction(SharedTransaction):
             await self.release()
             raise WriteError(f"{self._path} is just being replaced, so what was written stays in {self._hidden}")
         try:
+            # These belong to the save whatever their names, which `look_into` may not know.
             own_files = [os.path.basename(sink.path) for sink in self._sinks]
             await self._again("remove", remove_own, self._hidden, self._identity, own_files)
         except OtherThingsError as exc:
@@ -218,7 +219,7 @@ class LocalTransaction(SharedTransaction):
         self._over = True
         try:
             if await self._workers.run(self._status) == "published":
-                if self._policy.fsync:
+                if self._policy.fsync:  # before what was replaced goes: a loss of power must leave one of the two
                     await self._workers.run(sync_directory, os.path.dirname(self._path))
                 await self._workers.run(remove, self._hidden)  # what it replaced, where names were exchanged
                 await self._workers.run(remove_record, self._hidden)
@@ -233,7 +234,7 @@ class JoinedTransaction(LocalTransaction):
     """Files of this process in a checkpoint that another process commits or aborts."""
 
     async def commit(self) -> None:
-        """Sync the directory; its owner publishes it."""
+        """Sync the directory, from this host, for the entries of this rank's files; its owner publishes it."""
         if self._policy.fsync:
             try:
                 await self._workers.run(sync_directory, self._hidden)
