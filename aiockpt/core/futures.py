@@ -51,7 +51,7 @@ class Completion(Future[T]):
         super().__init__()
         self.set_running_or_notify_cancel()  # so that it can't be cancelled
         self._what = what  # for messages
-        self._origin = origin  # the engine that completes it; None: everybody may wait
+        self._origin = origin  # the engine that completes it; None: any thread may wait
         self._saves = saves  # it completes when saves end
         self._wakers: list[Any] = []  # of waiting loops; unlike done callbacks, they can be removed
         self._waiting = 0
@@ -164,6 +164,8 @@ class Completion(Future[T]):
                 self._waiting -= 1
 
     def _wait_done(self, timeout: float | None) -> bool:
+        # In short waits: a signal that another thread has taken, or that came right before, does not end a wait for a
+        # lock, and Python runs its handler in the main thread only.
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self._condition.wait_for(self.done, min(_WAIT_S, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
@@ -210,7 +212,7 @@ class Completion(Future[T]):
                 loop.call_soon_threadsafe(arrive)
 
         with self._condition:
-            if self.done():
+            if self.done():  # it has completed since it was asked above, and has woken the wakers that it found
                 return
             self._wakers.append(wake)
             self._waiting += 1
@@ -245,7 +247,7 @@ class Completion(Future[T]):
         return True
 
     def _invoke_callbacks(self) -> None:
-        """Wake the loops that wait, and call the callbacks in a new thread: this one may hold locks of the engine's."""
+        """Wake the loops that wait. Call the callbacks in a new thread: this one may hold locks of the engine."""
         with self._condition:
             wakers, self._wakers = self._wakers, []
             callbacks, self._done_callbacks = self._done_callbacks, []

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from aiockpt.core.forks import ModuleLock
 
-_RARELY = 50_000_001
+_RARELY = 50_000_001  # a number that no program sets, so that `_end` can tell it from a setting of the program's
 
 _lock = ModuleLock(threading.RLock)  # a signal handler may come here in the midst of it
 _users = 0
@@ -24,7 +24,7 @@ def gc_pause() -> Iterator[None]:
     The collector is not disabled, which is up to the program: a setting that the program changes meanwhile is kept.
     """
     global _users, _before
-    process = os.getpid()
+    process = os.getpid()  # in a child that is forked within the context, `_end_in_child` has ended the pause
     with _lock.held():
         _users += 1
         if _users == 1:

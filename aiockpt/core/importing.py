@@ -11,7 +11,9 @@ from aiockpt.errors import AiockptError
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import in this context, in the caller's thread: a process forked from an engine's in the midst of it would hang.
+    """Import in this context, in the caller's thread.
+
+    A process that is forked while another thread imports would hang at its own next import.
 
     Raises:
         AiockptError: a file can't be opened, such as for lack of descriptors. A later call tries again.

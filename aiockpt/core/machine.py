@@ -12,7 +12,7 @@ BLOCK_BYTES = 4096
 
 def available_memory_bytes() -> int:
     """Return the memory that is available without swapping, in the machine and in the control group."""
-    available = 1 << 40
+    available = 1 << 40  # where there is no /proc
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):

@@ -121,7 +121,8 @@ def fault_in(address: int, nbytes: int, choice: PageChoice = _choice, *, advised
             _advise(at, end - at, _HUGE)
             asked_until = end
         elif not huge and (at < asked_until or _is_always_huge()):
-            # Only where it is needed: advice waits until no other thread faults memory in, and holds them all up.
+            # Only where it is needed: madvise takes the lock of the address space for writing, so it waits for the page
+            # faults of all threads, and holds up those that come after.
             _advise(at, end - at, _SMALL)
             asked_until = at
         began = time.thread_time_ns()
@@ -149,7 +150,7 @@ def _populate(address: int, nbytes: int) -> bool:
 
 @cache
 def _is_always_huge() -> bool:
-    """Return whether this machine gives huge pages to who does not ask for them."""
+    """Return whether the kernel uses huge pages without being asked for them."""
     with contextlib.suppress(OSError):
         return "[always]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     return False

@@ -64,10 +64,10 @@ class span:  # used as a function
             self._spans.append(Span(self._name, self._thread, self._start, self._end, self._nbytes, self._file))
 
     def begin_in_thread(self) -> None:
-        """Take note that a worker thread begins with it."""
+        """Record that a worker thread begins with it."""
         if not self._thread:
             self._thread, self._start = threading.current_thread().name, time.perf_counter()
 
     def end_in_thread(self) -> None:
-        """Take note that a worker thread is done with it, or with a part."""
+        """Record that a worker thread has done it, or a part of it."""
         self._end = time.perf_counter()

@@ -162,7 +162,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
             return loop
     if len(free) < _ASYNCIO_DESCRIPTORS:  # else asyncio warns again when its half-made loop is collected
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    return asyncio.SelectorEventLoop()  # not by the policy, which may be uvloop's
+    return asyncio.SelectorEventLoop()  # not by the program's policy, which may make loops of uvloop
 
 
 def _free_descriptors(count: int) -> list[int]:
@@ -186,6 +186,7 @@ async def drained(awaitable: Awaitable[T]) -> T:
 
     The cancellation is raised at the caller's next await.
     """
+    # Enough on the engine's loop, where only scopes cancel; for tasks of the caller's see `Call._over`.
     with anyio.CancelScope(shield=True):
         return await awaitable
     raise AssertionError("a shielded scope lets nothing but the result and errors through")
@@ -259,7 +260,7 @@ class DaemonThreads(Executor):
         _thread.duty = self._duty
         while (task := self._work.get()) is not None:
             task.run()
-            del task
+            del task  # else this thread would keep its buffers alive until the next task comes
             with self._lock:
                 self._unfinished -= 1
                 if len(self._threads) > self._most and not self._ended:

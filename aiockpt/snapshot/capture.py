@@ -242,6 +242,7 @@ def _hold(
     elif not arrays <= snapshot.eager.keys():  # NumPy counts no changes
         seen = [tensor if leaf in arrays else None for leaf, tensor in enumerate(snapshot.tensors)]
         samples = Samples(flat.names, seen, besides=snapshot.eager)
+    # After the packing and the sampling: the staging stream waits for these events, and reads what those kernels write.
     snapshot.events = _ready_events(devices)
     snapshot.behind = reading_behind
     follow_steps(snapshot, samples)
@@ -266,7 +267,7 @@ def _replace_arrays(flat: FlatState) -> set[int]:
 
 
 def _culprit(flat: FlatState) -> str:
-    """Return the name of the leaf whose capture fails."""
+    """Return the name of the leaf whose capture fails, by capturing each alone."""
     for name, path, leaf in zip(flat.names, flat.paths, flat.leaves, strict=True):
         try:
             _hold(FlatState([name], [path], [leaf]), {}, sampled=False)

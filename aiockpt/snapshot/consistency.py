@@ -31,7 +31,7 @@ class Consistency:
         self.issued = threading.Event()  # all copies are enqueued
         self.awaited = threading.Event()  # a caller waits for the copies
         self.stagers: list[Stager] = []
-        self.abort_error: SaveError | None = None  # raised at the save's next check; none of its steps has failed
+        self.abort_error: SaveError | None = None  # raised at the save's next check, though no step of it has failed
         self.copied = False  # all copies are made, and compared
         self._fenced = False  # a caller may have passed a fence, to change tensors behind the copies
         self._mutations_allowed = False  # later changes are ordered behind the copies
@@ -83,7 +83,8 @@ class Consistency:
                 self._mutations_allowed = True
                 return
             memory = {_memory(part) for tensor in tensors for part in _parts(tensor)} - {None}
-            host_is_copied = not all(stager.is_async for stager in self.stagers)  # host memory has one that doesn't
+            # The stager of host memory is not asynchronous: what it has issued is copied.
+            host_is_copied = not all(stager.is_async for stager in self.stagers)
 
             def is_safe(tensor: torch.Tensor) -> bool:
                 if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -115,7 +116,7 @@ class Consistency:
     def _wait_for_operators(self) -> None:
         """Wait a moment for an operator that another thread may be running: its counter changes when it ends.
 
-        Not if a caller waits for the copies: its thread runs no operator.
+        If a caller waits for the copies, return at once: its thread runs no operator.
         """
         has_host_tensors = any(not stager.is_async for stager in self.stagers)
         eager = self._snapshot.eager  # copied at the call itself

@@ -56,7 +56,7 @@ class LiveObject(NamedTuple):
         if not isinstance(self.value, torch.nn.Module):
             return True
         hooks = (hook for module in self.value.modules() for hook in module._load_state_dict_pre_hooks.values())
-        return not all(_home(hook).startswith("torch.distributed.") for hook in hooks)  # FSDP's rename nothing
+        return not all(_home(hook).startswith("torch.distributed.") for hook in hooks)  # FSDP's hooks rename nothing
 
     @property
     def parameters(self) -> list[torch.Tensor]:

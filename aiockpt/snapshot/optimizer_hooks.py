@@ -54,7 +54,8 @@ def _before_step(
     """Announce a step now, or when its closure returns if nothing is changed before. Raises nothing."""
     is_keyword = "closure" in kwargs
     closure = kwargs["closure"] if is_keyword else args[1] if len(args) > 1 else None
-    # Those of torch evaluate their closure first, with forward and backward in it. Others may not, such as SAM.
+    # Torch's optimizers first evaluate the closure, with a whole forward and backward, and change tensors after it.
+    # Others, such as SAM, may change tensors before.
     if closure is None or not type(optimizer).step.__module__.startswith("torch.optim."):
         _announce_step(optimizer)
         return None
@@ -71,13 +72,14 @@ def _before_step(
 
 def _announce_step(optimizer: torch.optim.Optimizer) -> None:
     """Call the guards of this optimizer, then count its change in advance. Raises nothing."""
+    # First: a guard makes the step wait until the saves have compared the counters, which this advances.
     for wait in getattr(optimizer, _GUARDS, ()):
         wait()
     if not _live:
         return
     try:
         count_change(tensors_of(optimizer))
-    except Exception:
+    except Exception:  # of an optimizer's own state; a save must not end training
         logger.warning(
             "the tensors that a step of %s changes are unknown, so the saves in flight are dropped",
             type(optimizer).__name__,

@@ -174,9 +174,10 @@ class SamplePoint(NamedTuple):
 
     def has_moved(self) -> bool:
         """Return whether the tensor's memory was replaced or freed."""
+        # Asked before the memory is read: to read freed memory may end the process.
         if self.view.untyped_storage().nbytes() < self.end_bytes:
             return True
-        return self.view.data_ptr() - self.part.data_ptr() != self.distance
+        return self.view.data_ptr() - self.part.data_ptr() != self.distance  # by `.data =` or set_()
 
     def rows(self) -> torch.Tensor:
         """Return the present values: a view of shape (number, length), or a copy."""

@@ -86,7 +86,7 @@ def restore(raw: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By size in bytes, dtypes whose copies keep every bit; torch has no integers of 16 bytes."""
+"""By size in bytes, dtypes whose copies keep every bit."""
 
 
 def copy_strided(piece: Piece, tensor: torch.Tensor, spec: TensorSpec, target: torch.Tensor) -> None:

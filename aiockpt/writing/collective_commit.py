@@ -66,7 +66,7 @@ async def publish_together(
 
 
 async def _check_visible(transaction: SharedTransaction, results: Sequence[Written], *, is_single_file: bool) -> None:
-    """Raise SaveError unless rank 0's host sees the files of all ranks."""
+    """Raise SaveError unless rank 0's host sees the files of all ranks: the path may be a local disk of each host."""
     sizes = await transaction.sizes()
     for rank, written in enumerate(results):
         for name, facts in written.files.items():

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def writer_name() -> str:
-    """Return who writes, for a manifest."""
+    """Return the versions of the software that writes, for a manifest."""
     import torch  # not above: the writer process needs it only to commit in place of a dead rank 0
 
     return f"aiockpt {__version__} (torch {torch.__version__})"

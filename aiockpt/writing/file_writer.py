@@ -88,11 +88,11 @@ class ChunkWriter(ABC):
 
     @abstractmethod
     def end(self, number: int) -> None:
-        """Take note that a file has no more chunks, or will not get them."""
+        """Mark the end of a file: it has no more chunks, or will not get them."""
 
     @abstractmethod
     async def hand_over(self, inputs: CommitInputs) -> None:
-        """Take what the commit needs: all chunks have come."""
+        """Receive the inputs of the commit, when all chunks have come."""
 
     @abstractmethod
     async def write_documents(self) -> None:
@@ -106,7 +106,7 @@ class ChunkWriter(ABC):
         """Keep a `commit` that hangs in a thread from publishing anything later. Does not block."""
 
     async def abandon(self) -> None:
-        """Stop after a failure, and return when nobody works at it any more. Not to be cancelled."""
+        """Stop after a failure; return when no thread or process uses the chunks. Not to be cancelled."""
 
     async def agree(self) -> None:
         """Commit with the writers of the other ranks, some of whose trainers are dead, or remove everything."""
@@ -156,6 +156,8 @@ class FileWriter(ChunkWriter):
         # the others hold.
         turn = anyio.Semaphore(self._threads.io_workers.count)
         for number, (image, sealer) in enumerate(zip(self._images, self._sealers, strict=True)):
+            # Unbounded, so that `put` never waits for the disk: the pool bounds the chunks. Sealed chunks are bounded,
+            # so that a file is sealed one chunk ahead of the writing.
             filled_in, filled_out = anyio.create_memory_object_stream[FilledChunk](math.inf)
             sealed_in, sealed_out = anyio.create_memory_object_stream[FilledChunk](1)
             self._inputs.append(filled_in)
@@ -175,7 +177,7 @@ class FileWriter(ChunkWriter):
 
     def put_nowait(self, number: int, chunk: FilledChunk) -> None:
         """Take the next chunk of a file, without waiting."""
-        # If its writer has failed, that ends the save.
+        # Both are raised if the file's writer has failed, which ends the save.
         with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             self._inputs[number].send_nowait(chunk)
 
@@ -204,7 +206,7 @@ class FileWriter(ChunkWriter):
         return self._sizes
 
     def revoke(self) -> None:
-        if self._begun.is_set():
+        if self._begun.is_set():  # else there is no transaction yet
             self._transaction.revoke()
 
     async def _seal(
@@ -244,6 +246,7 @@ class FileWriter(ChunkWriter):
             async for chunk in receive:
                 with span("seal", chunk.stop - chunk.start, image.name):
                     await run(sealer.seal, chunk.view, chunk.start, chunk.stop)
+                # The encoder reads the chunk until its input is used up: no release before that.
                 encoder.take(chunk.view, chunk.start, chunk.stop)
                 while await self._encoded(output, image.name):
                     await output.pass_on()
@@ -261,7 +264,7 @@ class FileWriter(ChunkWriter):
 
     async def _write(self, number: int, receive: MemoryObjectReceiveStream[FilledChunk], turn: anyio.Semaphore) -> None:
         image, name, is_encoded = self._images[number], self._names[number], self._encoders is not None
-        with receive, self._inputs[number]:
+        with receive, self._inputs[number]:  # if this fails, later chunks are dropped instead of queued
             async with turn:
                 if self._after is not None:
                     await self._after.wait()
@@ -273,7 +276,7 @@ class FileWriter(ChunkWriter):
                     sink = await self._transaction.create(name, None if is_encoded else image.nbytes)
                 async for chunk in receive:
                     length = chunk.stop - chunk.start
-                    if not is_encoded:
+                    if not is_encoded:  # direct I/O writes whole blocks; the sink cuts the file to its size
                         length = align_up(length, BLOCK_BYTES)
                     if length:
                         with span("write", chunk.stop - chunk.start, image.name):

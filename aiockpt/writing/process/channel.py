@@ -60,7 +60,7 @@ class Channel:
                 await self._posted.wait()
                 self._posted = anyio.Event()
                 while self._outbox:
-                    count = len(self._outbox)
+                    count = len(self._outbox)  # more may be posted while these are sent
                     await loop.sock_sendall(self._socket, b"".join(self._outbox))
                     del self._outbox[:count]
                 sent, self._sent = self._sent, anyio.Event()
@@ -69,7 +69,7 @@ class Channel:
             self._broken = exc
         finally:  # wake those that wait in flush()
             self._broken = self._broken or OSError(errno.EPIPE, "nothing is sent any more")
-            self._sent.set()
+            self._sent.set()  # after `_broken`, which a waiter in flush() looks at when it wakes
 
     async def receive(self) -> Message:
         """Wait for the next message; raise EOFError at the end, OSError if the connection is broken."""

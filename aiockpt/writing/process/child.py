@@ -102,6 +102,7 @@ class ChildSave:
         """Complete the save without the trainer if it was staged; otherwise cancel it."""
         self._orphan = True
         self._may_finish.set()
+        # A pre_commit hook is the trainer's: without its consent nothing is published.
         if self._inputs is None or (self._inputs.waits and not self._may_publish.is_set()):
             self._scope.cancel()
         self._may_publish.set()
@@ -188,7 +189,7 @@ class ChildSave:
         with anyio.CancelScope(shield=True):  # from here on it is completed or undone, never half
             await writer.write_documents()
             sizes = await writer.commit()
-            self._transaction = None
+            self._transaction = None  # nothing to clean up any more
             self._shared.post(messages.Published(self.number, sizes, self._recorded()))
 
     async def _finish_part(self, writer: FileWriter, inputs: CommitInputs) -> None:
@@ -256,7 +257,8 @@ logger = logging.getLogger("aiockpt")
 
 def main(trainer_pid: int, socket_fd: int, memory_fd: int) -> None:
     """Run until the trainer has closed its end, or has died, and every staged save has ended."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # only the trainer, or its death, ends this process
+    # Only the trainer, or its death, ends this process: staged saves have to survive a launcher's SIGTERM.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=socket_fd) as end:
         child = _Child(trainer_pid, Channel(end), memory_fd)
@@ -277,7 +279,7 @@ class _Child:
             async for hello in self._messages(dead):
                 await self._run_saves(hello, dead)
                 break
-            async with _until(dead.wait):  # nobody receives what is sent to a dead trainer
+            async with _until(dead.wait):  # nothing receives what is sent to a dead trainer
                 with contextlib.suppress(OSError):
                     await self._channel.flush()
             tasks.cancel_scope.cancel()
@@ -319,11 +321,11 @@ class _Child:
         poll.register(self._channel.fileno(), select.POLLIN)
         while poll.poll(0) and not self._channel.ended:  # noqa: ASYNC110 - the loop has no event for that
             await anyio.sleep(_DRAIN_S)
-        await anyio.sleep(_DRAIN_S)
+        await anyio.sleep(_DRAIN_S)  # the last bytes may have left the socket, and not yet reached `receive`
 
     def _handle(self, message: Message, shared: SharedState, tasks: TaskGroup) -> None:
         if isinstance(message, Begin):
-            if message.images is not None:
+            if message.images is not None:  # only the latest layout: a save that needs another brings its images
                 shared.layouts.clear()
                 shared.layouts[message.layout] = [image.unpack() for image in message.images]
             previous = None if message.again else self._last
@@ -332,7 +334,7 @@ class _Child:
             if not message.again:
                 self._last = save
             tasks.start_soon(self._run, save)
-        elif (known := self._saves.get(message.save)) is not None:  # else it has ended, and the trainer will hear it
+        elif (known := self._saves.get(message.save)) is not None:  # else it has ended, and its outcome was sent
             known.handle(message)
 
     async def _run(self, save: ChildSave) -> None:
@@ -370,7 +372,7 @@ async def watch_parent(pid: int) -> AsyncIterator[anyio.Event]:
         fd = os.pidfd_open(pid)
     except (OSError, AttributeError):  # dead already, or not permitted in this container
         fd = -1
-    if os.getppid() != pid:
+    if os.getppid() != pid:  # asked after pidfd_open: if the parent had died before, the pid may be another process's
         dead.set()
 
     def on_end() -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RemoteWriter(ChunkWriter):
-    """Has the files of one save written by a writer process: those of ``layout``, as ``order`` says."""
+    """Sends the chunks of one save to a writer process, which writes the files of ``layout`` as ``order`` says."""
 
     outlives_trainer = True
 
@@ -106,7 +106,7 @@ class RemoteWriter(ChunkWriter):
             await self._begin()
             await self._wait_until(lambda: self._written is not None)
         except BaseException:
-            with anyio.CancelScope(shield=True):
+            with anyio.CancelScope(shield=True):  # the process reads the chunks until it has ended the save
                 await self.abandon()
             raise
 
@@ -121,6 +121,8 @@ class RemoteWriter(ChunkWriter):
         self._ticket = shared_storage(self._storage).new_ticket(order.path) if joined is None else None
         connection = await self._host.connect()
         layout, images = await self._host.images_for(connection, self._layout)
+        # No await from here until the message is queued: the next save's message, which refers to these images, must
+        # not overtake it.
         connection.register(self._number, self)
         self._connection = connection
         ticket, joins = joined or self._ticket, joined is not None
@@ -149,7 +151,7 @@ class RemoteWriter(ChunkWriter):
 
     async def put(self, number: int, chunk: FilledChunk) -> None:
         connection = await self._connected()
-        self._release_chunk[chunk.number] = chunk.release
+        self._release_chunk[chunk.number] = chunk.release  # before the message: its answer looks it up
         connection.post(messages.ChunkFilled(self._number, number, chunk.start, chunk.stop, chunk.number))
 
     def end(self, number: int) -> None:

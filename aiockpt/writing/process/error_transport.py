@@ -41,7 +41,7 @@ def load_error(chain: Sequence[BaseException]) -> BaseException:
 def _picklable(error: BaseException) -> BaseException:
     """Return a copy without cause and traceback; if it can't be pickled, a plain error with the same text."""
     notes = list(getattr(error, "__notes__", ()))
-    try:
+    try:  # both ways: many classes can be pickled, but not unpickled, since their __init__ has other arguments
         copy: BaseException = pickle.loads(pickle.dumps(error))
     except Exception:  # whatever its class does
         kind = SaveError if isinstance(error, AiockptError) else RuntimeError

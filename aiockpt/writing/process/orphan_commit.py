@@ -120,7 +120,7 @@ class OrphanCommit:
             identity=self._transaction.identity,
         )
         for name in (MANIFEST_NAME, METADATA_NAME, INDEX_NAME):
-            await adopted.delete_file(name)  # the trainer may have written them before it died
+            await adopted.delete_file(name)  # the trainer may have written it before it died; create refuses a second
         results = [written[rank] for rank in range(ranks)]
         plan_cache = None if leadership.book is None else pickle.loads(leadership.book)
         await publish_together(adopted, plan_cache, leadership.facts, results, self._workers)

@@ -44,7 +44,9 @@ logger = logging.getLogger("aiockpt")
 # --- the process ---------------------------------------------------------------------------------------
 
 # Not `-m`, nor anything that runs the trainer's own main module; isolated, so that no file beside the trainer's
-# program passes for one of the modules that are imported.
+# program passes for one of the modules that are imported. Descriptors that a C library of the trainer has opened
+# without O_CLOEXEC are closed, and the working directory is left: this process may outlive the trainer, and would keep
+# them in use.
 _PROGRAM = f"""
 import json, os, sys
 try:
@@ -70,6 +72,7 @@ class WriterProcess:
         self._stderr_fd = -1
         try:
             with theirs, contextlib.ExitStack() as stack:
+                # A file in memory: a pipe would have to be read all the time, as the process blocks when it is full.
                 self._stderr_fd = os.memfd_create("aiockpt-writer-stderr", os.MFD_CLOEXEC)
                 fds = [
                     fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE_FD)
@@ -94,13 +97,14 @@ class WriterProcess:
     def has_ended(self) -> bool:
         """Return whether it has ended, even if the thread in `wait` has not noticed it yet."""
         try:
+            # WNOWAIT leaves the zombie to the thread in `wait`, which gets the exit code.
             return self._reaped or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # somebody has waited for it
+        except ChildProcessError:  # the thread in `wait`, or the program, has waited for it
             return True
 
     def kill(self) -> None:
         """Kill it. From any thread."""
-        if not self._reaped:
+        if not self._reaped:  # else the pid may be that of another process
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -211,7 +215,7 @@ class WriterConnection:
         """Wait until the process has finished its saves and ended. Idempotent."""
         self.dead = True
         with contextlib.suppress(OSError), anyio.move_on_after(_END_S):
-            await self._channel.flush()
+            await self._channel.flush()  # before the end-of-file, behind which nothing can be sent
         self._channel.finish()
         with anyio.move_on_after(_END_S):
             await self._closed.wait()
@@ -349,7 +353,7 @@ class WriterHost:
 
     async def aclose(self) -> None:
         """Wait until the process has finished its saves and ended. Idempotent."""
-        async with self._starting:  # one may just be starting
+        async with self._starting:  # a process may just be starting
             connection, self._connection, self._tasks = self._connection, None, None
         if connection is not None:
             await connection.aclose()
