@@ -102,7 +102,7 @@ class AsyncCheckpointer(CheckpointerBase):
         """
         return self._loaded(self._loader.load(request))
 
-    async def _loaded(self, start: Callable[[], Loading]) -> Any:  # as long as it waits, somebody has the checkpointer
+    async def _loaded(self, start: Callable[[], Loading]) -> Any:  # a method: it keeps the checkpointer alive
         check_asyncio("load()", _INSTEAD)
         return await start().wait()
 

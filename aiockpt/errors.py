@@ -170,7 +170,7 @@ class CheckpointerClosedError(AiockptError):
 
 
 class RunLockedError(AiockptError):
-    """Another manager writes to the run's directory, or it can't be known that it no longer does.
+    """Another manager writes to the run's directory, or may still do so.
 
     Attributes:
         host: the name of its host; empty if it is not known.

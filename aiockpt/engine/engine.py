@@ -76,7 +76,7 @@ class Engine:
         self._last: SaveJob | None = None
         self._died: BaseException | None = None
         self._is_stuck = False  # a thread hangs and is left behind
-        self._is_orphan = False  # nobody has the checkpointer any more
+        self._is_orphan = False  # the checkpointer was garbage-collected without being closed
         self._closed: Completion[None] | None = None
         self._is_over = False  # not even hooks and observers are served any more
         self._closer: threading.Thread | None = None
@@ -151,7 +151,7 @@ class Engine:
                 self.reports.end()
 
     def _fail(self, cause: BaseException) -> None:
-        """Fail everything that is pending after a defect of the engine, and end its loop. Idempotent."""
+        """Fail everything that is pending, after a defect of the engine, and end its loop. Idempotent."""
         with self._lock:
             is_first = self._died is None
             self._died = cause = self._died or cause
@@ -198,8 +198,8 @@ class Engine:
         return self._world is None or self._world.coordinator.leads
 
     def submit(self, job: SaveJob) -> None:
-        """Queue a save; raise the error of an earlier save that nobody awaited, or if the engine is closed."""
-        with self._lock:
+        """Queue a save. Raise the error of an earlier save that was not awaited, or that the engine is closed."""
+        with self._lock:  # saves get their places in the queue, the throttle and the loop in one order
             self.queue.raise_unreported()
             self._start()
             if self.leads:
@@ -211,7 +211,7 @@ class Engine:
             self._enqueue(job)
 
     def refuse(self, job: SaveJob) -> None:
-        """Queue a save that only tells the other ranks why this one does not take part."""
+        """Queue a save that only informs the other ranks why this one does not take part."""
         if not self.origin.is_here:
             return
         with self._lock:
@@ -296,7 +296,7 @@ class Engine:
     def close(self) -> Completion[None]:
         """Finish the saves in flight and end all threads, in the background; idempotent.
 
-        Returns a future with the error of a save that nobody awaited, if there is one. Raises SaveError in a thread
+        Returns a future, with the error of a save that was not awaited, if there is one. Raises SaveError in a thread
         that closing would wait for.
         """
         closed = Completion[None]("the end of closing", self.origin)
@@ -334,7 +334,7 @@ class Engine:
             self.reports.end()  # before the loop: they may still load
             with self._lock:
                 self._is_over = True
-            self._drain_calls(time.monotonic())  # of observers that are left behind
+            self._drain_calls(time.monotonic())  # loads of observers that are left behind
             if self.loop.thread is not None:
                 self.loop.post(lambda: self._stop.set())
                 if not self._is_stuck:  # if it has died, its saves are settled, but a thread of them may hang
@@ -350,10 +350,10 @@ class Engine:
             job.unthrottle()
         self.queue.wait_idle(timeout_s)
         late = self.queue.jobs
-        for job in reversed(late):
+        for job in reversed(late):  # the last first: else a save would begin because the one before it has ended
             job.cancel()
         if not self.queue.wait_idle(CANCEL_GRACE_S / 3, abandoned=True):
-            # A save waits for other ranks, or for the writer process.
+            # A save waits for other ranks, or for the writer process, where a cancellation does not reach it.
             self._abandon_ranks()
             if self._tools is not None and self._tools.writer is not None:
                 self._tools.writer.kill()
@@ -372,7 +372,7 @@ class Engine:
             except TimeoutError:
                 call.cancel()
                 late.append(call)
-        self._abandon_ranks()  # whatever still waits for other ranks has been cancelled
+        self._abandon_ranks()  # what still waits for other ranks has been cancelled, which takes effect after a round
         grace = time.monotonic() + CANCEL_GRACE_S / 3
         for call in late:
             try:
@@ -385,9 +385,9 @@ class Engine:
             self._world.coordinator.abandon()
 
     def close_when_idle(self, what: str) -> None:
-        """End when everything in flight is done, as nobody has the checkpointer (``what``) any more.
+        """End when everything in flight is done: the checkpointer (``what``) was garbage-collected.
 
-        The garbage collector calls it, in any thread, at any point: it takes no lock and never blocks.
+        The garbage collector calls this in any thread, at any point: it takes no lock and never blocks.
         """
         if not self.origin.is_here or self.loop.thread is None or self._closed is not None:
             return
@@ -400,7 +400,7 @@ class Engine:
         )
 
     def _end_if_orphan(self) -> None:
-        """End if nobody has the checkpointer any more and nothing is in flight. On the engine's loop."""
+        """End if the checkpointer was garbage-collected and nothing is in flight. On the engine's loop."""
         if not self._is_orphan:
             return
         with self._lock:
@@ -441,8 +441,9 @@ class _SaveRun:
         finally:
             self._resources.io_workers.spare(-self._extra_threads)
             self._queue.remove(job)
-            await job.turn.finish_in_order()
-            # The hooks may hold the checkpointer, while a caller holds the handle, and with it the job.
+            await job.turn.finish_in_order()  # a save that has failed early must not let the next one overtake others
+            # A caller may keep the handle, and with it the job; the hooks may refer to the checkpointer, which could
+            # not be garbage-collected then.
             job.spec = replace(job.spec, pre_commit=None, post_commit=None)
 
     async def _watch(self, timeout_s: float) -> None:
@@ -450,7 +451,7 @@ class _SaveRun:
         job = self._job
         await job.turn.wait_for("reported")  # the time begins when the save before has ended
         await anyio.sleep(timeout_s)
-        if job.committed:  # nothing can undo it any more: only its post_commit hook is left
+        if job.committed:  # it is published: only its post_commit hook is left
             return
         what = f"the save of {job.path} was not done after save_timeout = {timeout_s:g} s and was given up"
         job.abort(SaveTimeoutError(f"{what}; nothing of it is left"), though_copied=True)
@@ -491,7 +492,7 @@ def _late_error(jobs: list[SaveJob], timeout_s: float) -> SaveCancelledError | N
         for group, outcome in outcomes
         if group
     ]
-    for job in hanging:  # else its waiters would wait for ever
+    for job in hanging:  # else its waiters would never wake
         job.settle(None, SaveCancelledError(messages[0]))
     if not messages:
         return None

@@ -74,9 +74,9 @@ class CheckpointerBase:
         return f"<{type(self).__name__} {self._engine!r}>"
 
     # A process that only saves imports no code that loads, and the other way round. Both are imported in the caller's
-    # thread: a process that is forked in the middle of an import would hang in its next one.
+    # thread: a process that is forked while another thread imports would hang at its own next import.
 
-    # No lock is held meanwhile: a signal handler may save or load in the midst of it. Who is first wins.
+    # No lock is held meanwhile, as a signal handler may save or load in the middle of it: the first object is kept.
 
     @property
     def _submitter(self) -> Submitter:
@@ -250,7 +250,7 @@ class EngineAccess:
         return coordinator is None or coordinator.leads
 
     def take_failure(self) -> BaseException | None:
-        """Return the failure of an earlier save that nobody has been given; it counts as given then. None: no more."""
+        """Return the failure of an earlier save that was not delivered, which then counts as delivered; None: no more."""
         try:
             self._checkpointer._engine.queue.raise_unreported()
         except BaseException as exc:

@@ -95,7 +95,7 @@ class Loader:
 
     def _refuse(self, gathering: Gathering, error: BaseException) -> None:
         """Fail a load on the other ranks, which have called it too."""
-        # Only this call is interrupted by Ctrl-C, not the engine's loop.
+        # Ctrl-C interrupts this call only: as KeyboardInterrupt it would end the engine's loop.
         told = error if isinstance(error, Exception) else LoadError(f"{gathering.what} was interrupted: {error!r}")
 
         async def refused(_: Gathering) -> Filled:

@@ -27,7 +27,7 @@ class Owner(Protocol):
 
 
 class EngineLoop:
-    """The loop and its thread. If anything fails that has no owner, ``on_failure`` gets the exception, once or more."""
+    """The loop and its thread. If something without an owner fails, ``on_failure`` gets the exception, once or more."""
 
     def __init__(self, origin: Origin, on_failure: Callable[[BaseException], None]) -> None:
         self._origin = origin
@@ -99,7 +99,7 @@ class EngineLoop:
             self._wake(function)
 
     def _wake(self, function: Callable[..., object], *args: Any) -> None:
-        # If the loop is closed, everything pending has been settled.
+        # RuntimeError: the loop is closed, so everything that was pending has been settled.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args, context=self._context.copy())  # type: ignore[union-attr]
 
@@ -113,7 +113,7 @@ class EngineLoop:
             owner.fail(exc)
 
     def _on_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Fail the engine if a callback has failed: nobody knows what will not happen now. Log other reports."""
+        """Fail the engine if a callback has failed: what was to follow it never happens. Log other reports."""
         error = context.get("exception")
         if "handle" in context and error is not None:
             self._on_failure(error)

@@ -1,4 +1,4 @@
-"""The queue of saves: which are in flight, which are superseded, and which failures nobody has seen yet."""
+"""The queue of saves: those in flight, those to be superseded, and the failures that were not delivered yet."""
 
 from __future__ import annotations
 
@@ -81,18 +81,19 @@ class SaveQueue:
         self._origin = origin
         # Weak: an error leads to the frames that it passed, which may hold the checkpointer and keep it alive.
         self._failures = weakref.ref(failures)
-        self.lock = threading.RLock()  # guards everything
+        # Guards everything. Reentrant: a signal handler may save, and what completes under it may record an outcome.
+        self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
         self._on_busy = on_busy
         self._most = most  # saves in flight before the checkpointer is busy
         self._on_failure = on_failure
         self._jobs: list[SaveJob] = []
         self._abandoned: list[SaveJob] = []
-        self._unreported: list[SaveJob] = []  # saves whose failure nobody has been given yet
+        self._unreported: list[SaveJob] = []  # saves whose failure, if they fail, was not delivered yet
         self._ready_waiters: list[Completion[None]] = []
         self._counts: Counter[Outcome] = Counter()
         self._skipped: deque[str] = deque(maxlen=KEPT)
-        # Told how each save has ended.
+        # Called with the outcome of each save.
         self.on_over: Callable[[SaveJob, Outcome, SaveResult | None, BaseException | None], object] = lambda *_: None
 
     def __len__(self) -> int:
@@ -133,7 +134,7 @@ class SaveQueue:
 
     @property
     def _running(self) -> list[SaveJob]:
-        # Without those that only inform other ranks, or end without a checkpoint: they delay nobody.
+        # Without those that only inform other ranks, or end without a checkpoint: they delay no other save.
         return [
             job
             for job in self._jobs
@@ -190,14 +191,14 @@ class SaveQueue:
                 self.on_over(job, outcome_of(error), result, error)
 
     def abandon(self, job: SaveJob) -> None:
-        """Take out a save whose thread hangs; its paths stay taken."""
+        """Remove a save whose thread hangs; its paths stay taken, as the thread may still write or rename there."""
         with self.lock:
             if job in self._jobs:
                 self._abandoned.append(job)
                 self._take_out(job)
 
     def remove(self, job: SaveJob) -> None:
-        """Take out a save that is over."""
+        """Remove a save that is over."""
         with self.lock:
             self._abandoned = [other for other in self._abandoned if other is not job]
             self._take_out(job)
@@ -224,7 +225,7 @@ class SaveQueue:
                 logger.error("a checkpoint was not written, training goes on: %s", error, exc_info=error)
 
     def fail_all(self, error: BaseException) -> list[SaveJob]:
-        """Take out and return all saves, and fail the waiters of `ready`: the engine has failed."""
+        """Remove and return all saves, and fail the waiters of `ready`: the engine has failed."""
         with self.lock:
             jobs, self._jobs, self._abandoned = self._jobs + self._abandoned, [], []
             self._idle.notify_all()
@@ -241,13 +242,13 @@ class SaveQueue:
     # --- outcomes -------------------------------------------------------------------------------------
 
     def raise_unreported(self) -> None:
-        """Raise the error of an earlier save that nobody has been given."""
+        """Raise the error of an earlier save that was not delivered to any caller."""
         with self.lock:
             for job in list(self._unreported):
                 if not job.handle.written.done():
                     continue
                 error = job.handle.written._exception
-                # A caller who cancelled the save knows already; one who waits for it is about to be given the error.
+                # A caller that cancelled the save knows already; one that waits for it is about to receive the error.
                 is_reported = self._on_failure == "warn" or job.handle.observed
                 if is_reported or error is None or outcome_of(error) != "failed":
                     self._unreported.remove(job)
@@ -257,7 +258,7 @@ class SaveQueue:
                     raise error
 
     def log_unreported(self) -> None:
-        """Log the errors that nobody has been given, as nobody has the checkpointer any more."""
+        """Log the errors that were not delivered, when the checkpointer was garbage-collected."""
         while True:
             try:
                 self.raise_unreported()

@@ -65,7 +65,7 @@ class Reports:
     # --- loads and deletions --------------------------------------------------------------------------
 
     def of_read(self, report: ReadReport, progress: OnReadProgress | None) -> ReadReport:
-        """Have a load or a verification reported."""
+        """Report a load or a verification: to its progress callable, and to the observers when it ends."""
         follower = None if progress is None else _Follower(self._displays, report, progress)
 
         def ended(report: ReadReport, error: BaseException | None) -> None:
@@ -128,13 +128,13 @@ class _Follower:
         self._is_over = False
 
     def changed(self) -> None:
-        """Have it called soon."""
+        """Schedule a call, unless one is scheduled."""
         if not self._is_queued:
             self._is_queued = True
             _submit(self._threads, self._call)
 
     def end(self, error: BaseException | None) -> None:
-        """Have it called for the last time."""
+        """Schedule the last call."""
         self._report.changed = lambda: None
         self._is_over = True
         is_cancelled = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("aiockpt")
 
-_NICE = 10  # of threads that compute; threads that copy keep their priority, as training may wait for them
+# Threads that compute CRCs give way to the caller's, which halves the lag of its loop. Threads that copy keep their
+# priority, as training may wait for them.
+_NICE = 10
 
 
 class EngineResources:
@@ -118,7 +120,9 @@ class EngineResources:
 
     def close(self) -> None:
         """End all threads and free all memory. Blocks."""
-        with contextlib.ExitStack() as stack:  # all are closed, whatever one of them raises
+        # In reverse order: first what uses threads and chunks, then the threads, then the memory. If closing one of them
+        # raises, the others are closed all the same.
+        with contextlib.ExitStack() as stack:
             stack.callback(self._memory.close)
             stack.callback(self.pool.drop)
             if self._shared is not None:
@@ -170,6 +174,7 @@ class PoolSizer:
         if not self._bounded:
             chunk = self._pool.chunk_bytes
             most = (available_memory_bytes() + self._pool.made * chunk) // 2
+            # A pool without any chunk would never let a save begin.
             self._pool.raise_capacity(max(1, min(self._wanted(nbytes), most // chunk)))
 
     async def prewarm(self, nbytes: int, stagers: Sequence[Stager]) -> None:
@@ -195,7 +200,7 @@ class PoolSizer:
         """Fault in the memory of new chunks with all copy threads, and return the chunks to the pool."""
 
         async def touch(lease: Lease) -> None:
-            if only_if_idle and self._is_unwanted():
+            if only_if_idle and self._is_unwanted():  # a save needs the copy threads now
                 return
             await self._workers.run(lease.chunk.touch)
             for stager in stagers:

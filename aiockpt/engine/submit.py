@@ -65,7 +65,7 @@ class Submitter:
             job.spans.append(Span("capture", threading.current_thread().name, started, captured))
             self._engine.submit(job)
         except BaseException as exc:
-            if coordinator is not None:  # the other ranks have called too: they must fail, not wait
+            if coordinator is not None:  # the other ranks have called save() too: they must fail, not wait for this one
                 self._engine.refuse(SaveJob.of_refusal(path, self._storage, exc, started, self._engine.origin))
             is_calm = (self._options.warn_only and isinstance(exc, WriteError)) or isinstance(exc, SaveSkippedError)
             if not is_calm:
@@ -136,7 +136,7 @@ class Submitter:
         engine.queue.raise_unreported()
         storage, where = locate(request.path, request.storage, self._storage)
         format = format_for(request.format, where)
-        if engine.leads:
+        if engine.leads:  # one rank decides for all: the others may be behind or ahead of it
             engine.queue.admit(where)
         fallback = self._fallback_for(where, storage, together=together)
         self._check_path(storage, where, fallback, overwrite=request.overwrite)
