@@ -74,7 +74,7 @@ class AsyncCheckpointer(CheckpointerBase):
                 call is made by a hook of this checkpointer.
             CheckpointExistsError: the path is taken.
             CheckpointerClosedError: the checkpointer is closed, or was created before a fork.
-            AiockptError: the failure of an earlier save that nobody awaited.
+            AiockptError: the failure of an earlier save that was not awaited.
         """
         return self._submitter.submit(request)
 
@@ -164,8 +164,8 @@ class AsyncCheckpointer(CheckpointerBase):
     ) -> list[str]:
         """Remove orphans: hidden directories (``.aiockpt-*``) that killed processes have left.
 
-        The first save into a directory does the same. A directory is removed if it is certain that nobody needs it:
-        its process ran on this machine and is dead, and no other process, such as its writer process, holds its lock.
+        The first save into a directory does the same. A directory is removed if it is certain that no process needs
+        it: its owner ran on this machine and is dead, and no other process, such as its writer process, holds its lock.
 
         Args:
             directory: the directory that contains checkpoints.
@@ -213,7 +213,7 @@ class AsyncCheckpointer(CheckpointerBase):
         Cancelling the waiting task does not stop it.
 
         Raises:
-            AiockptError: the failure of an earlier save that nobody awaited.
+            AiockptError: the failure of an earlier save that was not awaited.
             SaveCancelledError: a save took longer than ``drain_timeout`` and was cancelled.
         """
         check_asyncio("aclose()", "use a SyncCheckpointer, and close() in a thread")

@@ -130,10 +130,10 @@ class CheckpointerOptions:
             save.
         coordination_timeout: seconds that a rank waits for the others before the save fails. The time that the others
             take to write counts too.
-        planning: which rank decides who writes what, at the first save and after a change of the state. "central":
-            rank 0 decides, so that everything is written once and the work is balanced. "decentralized": each rank
-            decides for itself and waits for no other. One copy of each DTensor is written; plain tensors and objects
-            are written by every rank that has them, and those of the lowest rank are used.
+        planning: how the ranks plan what each of them writes, at the first save and after a change of the state.
+            "central": rank 0 decides, so that everything is written once and the work is balanced. "decentralized":
+            each rank decides for itself and waits for no other. One copy of each DTensor is written; plain tensors and
+            objects are written by every rank that has them, and those of the lowest rank are used.
         staging_bytes: upper limit of the staging memory, in bytes. None: the size of the state, but at most half of
             the available memory. A larger state streams through the staging memory: it is written as fast, but
             `staged` comes later.
@@ -155,7 +155,7 @@ class CheckpointerOptions:
             `statistics`. With several ranks, rank 0 decides for all.
         max_in_flight: see ``on_busy``. With 1, a save is copied as fast as memory allows. With 2, copying may have to
             wait until the save before is written, if the staging memory is not large enough for both.
-        on_failure: "raise": a failed save raises from `staged` and `written`; if nobody awaits these, from the next
+        on_failure: "raise": a failed save raises from `staged` and `written`; if neither is awaited, from the next
             `save` or from closing. "warn": the failure is logged as an error, `staged` comes anyway, and only
             `written` raises; `statistics` has the errors. In both cases the call itself raises if its arguments are
             wrong.
@@ -169,7 +169,7 @@ class CheckpointerOptions:
             it is published, so a state larger than the staging memory can use the fallback only while it is not staged.
             For one process.
         staging_window: a throttle for copying: a rate, or an allowance after each `window()`. None: no limit.
-        writer: who computes CRCs, writes and commits. "thread": threads of this process. "process", or a
+        writer: what computes CRCs, writes and commits. "thread": threads of this process. "process", or a
             `ProcessWriter`: a separate process, which is started in the background at the first use, shares staging
             memory with this one and outlives it. A save that was staged becomes a checkpoint even if this process is
             killed, unless it has a ``pre_commit`` hook. Linux only; a ``storage`` must be picklable.

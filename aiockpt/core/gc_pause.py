@@ -12,7 +12,7 @@ from aiockpt.core.forks import ModuleLock
 
 _RARELY = 50_000_001  # a number that no program sets, so that `_end` can tell it from a setting of the program's
 
-_lock = ModuleLock(threading.RLock)  # a signal handler may come here in the midst of it
+_lock = ModuleLock(threading.RLock)  # reentrant: a signal handler that saves may run while this thread holds it
 _users = 0
 _before = gc.get_threshold()
 

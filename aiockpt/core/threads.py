@@ -112,7 +112,7 @@ def _duty() -> Duty | None:
     if own is not None:
         return own
     duty = _inherited.get()
-    # A callback of a loop inherits the context too, but nobody waits for it.
+    # A callback of a loop inherits the context too, but no thread on duty waits for it.
     return None if duty is None or duty.is_over or _has_loop() else duty
 
 
@@ -182,7 +182,7 @@ def _free_descriptors(count: int) -> list[int]:
 
 
 async def drained(awaitable: Awaitable[T]) -> T:
-    """Await something that can't be interrupted to its end, even if this task is cancelled.
+    """Await to its end a call that can't be interrupted, even if this task is cancelled.
 
     The cancellation is raised at the caller's next await.
     """
@@ -216,7 +216,7 @@ class DaemonThreads(Executor):
         self._work: queue.SimpleQueue[_Task[Any] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
-        self._lock = threading.RLock()  # a signal handler may come here in the midst of it
+        self._lock = threading.RLock()  # reentrant: a signal handler that saves may run while this thread holds it
         self._ended = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -237,7 +237,7 @@ class DaemonThreads(Executor):
 
     @property
     def unfinished(self) -> int:
-        """How many functions wait or run."""
+        """Number of functions that wait or run."""
         return self._unfinished
 
     def spare(self, count: int) -> None:

@@ -250,7 +250,7 @@ class EngineAccess:
         return coordinator is None or coordinator.leads
 
     def take_failure(self) -> BaseException | None:
-        """Return the failure of an earlier save that was not delivered, which then counts as delivered; None: no more."""
+        """Return an earlier save's failure that was not delivered, which counts as delivered then; None: no more."""
         try:
             self._checkpointer._engine.queue.raise_unreported()
         except BaseException as exc:

@@ -120,8 +120,8 @@ class EngineResources:
 
     def close(self) -> None:
         """End all threads and free all memory. Blocks."""
-        # In reverse order: first what uses threads and chunks, then the threads, then the memory. If closing one of them
-        # raises, the others are closed all the same.
+        # In reverse order: first what uses threads and chunks, then the threads, then the memory. If closing one of
+        # them raises, the others are closed all the same.
         with contextlib.ExitStack() as stack:
             stack.callback(self._memory.close)
             stack.callback(self.pool.drop)

@@ -69,7 +69,7 @@ class CollectiveSave(SaveStrategy):
         self._decentralized = world.decentralized and isinstance(form, DcpFormat)
 
     async def plan(self) -> SavePlan:
-        """Agree with the other ranks on who writes what. A cancellation takes effect after that."""
+        """Agree with the other ranks on what each of them writes. A cancellation takes effect after that."""
         with anyio.CancelScope(shield=True):  # a rank that leaves alone would leave the others waiting
             await self._job.turn.wait_for("planned")
             await self._connect()
@@ -127,7 +127,7 @@ class CollectiveSave(SaveStrategy):
             summary = proposal
         elif proposal is not None and assignment.leaves is None and proposal.token == assignment.token:
             return proposal.plan
-        else:  # the layout would serve, but another rank's has changed, and with it who writes what
+        else:  # this rank's state is unchanged, but another rank's has changed, and with it the assignment
             summary = await self._compute.run(summarize, job.snapshot, self._form)
         leaves = range(len(summary.specs)) if self._decentralized else assignment.leaves
         if leaves is None:

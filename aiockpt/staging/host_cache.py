@@ -57,7 +57,7 @@ class HostCache:
 
     @property
     def kept_bytes(self) -> int:
-        """How much memory is kept for reuse."""
+        """Bytes that are kept for reuse."""
         with self._lock:
             self._collect_returned()
             return self._free_bytes

@@ -66,7 +66,7 @@ def _refuse(path: str, found: str | None) -> None:
 def _delete_directory(path: str, hidden: str, fsync: bool, note: Callable[[str, Identity | None], object]) -> None:
     held = hold(path)
     try:
-        _refuse(path, why_not_of_contents(held.fd))  # of the directory that is held, whatever takes its path
+        _refuse(path, why_not_of_contents(held.fd))  # of the directory that is held, whatever its path shows by now
         _delete_held(path, hidden, fsync, note, held.identity, held.fd)
     finally:
         held.release()
@@ -80,7 +80,7 @@ def _delete_held(
     own: Identity | None,
     directory: int | None = None,
 ) -> None:
-    """Delete what was checked, known by its identity and by its open descriptor if it is a directory."""
+    """Delete what was checked: it has the identity ``own``, and is open as ``directory`` if it is one."""
     _move(path, hidden, own)
     found = None if directory is None else why_not_of_contents(directory)
     if found is not None:  # a file was added at the last moment

@@ -80,7 +80,7 @@ def sync_fd(fd: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """How often, and how fast, a storage retries what has failed with a transient error.
+    """The number and the pauses of a storage's retries after transient errors.
 
     Each system call counts for itself. The pauses grow, and are randomised, so that many ranks don't retry all at once;
     the buffer that was to be written is not touched meanwhile::

@@ -21,7 +21,7 @@ from aiockpt.storage.local.retries import Repeater, described, sync_fd
 from aiockpt.storage.syscalls import allocate
 
 _DIRECT_MIN_BYTES = 1 << 20
-_FILE_MODE = 0o664  # less the umask; never writable for everybody
+_FILE_MODE = 0o664  # less the umask; never writable for others
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _PART_FLAGS = os.O_WRONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 

@@ -2,7 +2,7 @@ r"""The temporary directory that a checkpoint is written to: its name, its lock,
 
 A name is `.aiockpt-MACHINE BOOT SPACE.PID.START.RANDOM`, the first three being hashes of ten letters each without a gap
 between them, and maybe a suffix: `-part-3` for a sidecar file, `-swept` for a directory that is being removed. The name
-encodes the owner process, so that orphans can be recognised. RANDOM has 64 bits, so that nobody can guess it.
+encodes the owner process, so that orphans can be recognised. RANDOM has 64 bits, so that it can't be guessed.
 
 The name of the checkpoint is no part of it: a program that looks for checkpoints with `step-(\d+)` would take a killed
 save for a complete one. For the same reason the hashes have no vowels and no digits, so that they spell no word by
@@ -50,7 +50,7 @@ SWEPT = "-swept"  # suffix of a directory that is being removed
 REPLACED = "-replaced"  # suffix of what the directory's contents are about to replace; see `replacing`
 RECORD = "-replaces"  # suffix of a file with the name of the checkpoint that they replace
 
-# What is made follows the umask, but is never writable for everybody.
+# New files and directories follow the umask, but are never writable for others.
 _DIRECTORY_MODE = 0o775
 _FILE_MODE = 0o664
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WritePolicy:
-    """How a storage writes."""
+    """The settings by which a storage writes."""
 
     direct_io: bool  # past the page cache, where the file system allows it
     fsync: bool
