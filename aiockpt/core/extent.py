@@ -27,7 +27,7 @@ def is_freed(tensor: torch.Tensor) -> bool:
         numel = tensor.numel()
         if tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + numel) * tensor.itemsize or not numel:
             return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():  # else each attribute below could call code of the tensor's class
         return any(map(_is_short, strided_parts(tensor)))
 
 

@@ -166,7 +166,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _free_descriptors(count: int) -> list[int]:
-    """Return the numbers of the next free descriptors, at most ``count`` and a pair."""
+    """Return the next free descriptors: ``count`` or one more, since they are made in pairs; fewer if none are left."""
     free: list[int] = []
     try:
         while len(free) < count:
@@ -241,7 +241,7 @@ class DaemonThreads(Executor):
         return self._unfinished
 
     def spare(self, count: int) -> None:
-        """Allow so many more threads, as some hang; or so many fewer, when they have returned."""
+        """Raise the limit of threads by ``count`` while some hang; lower it, if negative, when they have returned."""
         with self._lock:
             self._most += count
             if not self._ended:

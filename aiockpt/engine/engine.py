@@ -94,7 +94,7 @@ class Engine:
             self._start()
 
     def _start(self, *, while_closing: bool = False) -> None:
-        """Start the thread if it doesn't run; with the lock held. ``while_closing``: or if closing has begun.
+        """Start the thread if it doesn't run; with the lock held. ``while_closing``: also after closing has begun.
 
         Whatever may fail for lack of resources is done here, in the caller's thread: the call fails, and the next one
         tries again.
@@ -175,7 +175,7 @@ class Engine:
     # --- saves --------------------------------------------------------------------------------------
 
     def coordinator(self) -> Coordinator | None:
-        """Return the coordinator with the other ranks, chosen when there first are any; None if there are none."""
+        """Return the coordinator, chosen at the first call that finds other ranks; None if there are none."""
         with self._lock:
             if self._world is None:
                 group, timeout_s = self.options.process_group, self.options.coordination_timeout

@@ -70,7 +70,7 @@ class EngineLoop:
                 self._on_failure(exc)
 
     def accept(self) -> None:
-        """Start to take posted functions, those that were posted before first. For ``main``, in its task."""
+        """Start to call posted functions, beginning with those posted before. For ``main``, in its task."""
         with self._posting:
             self._context = contextvars.copy_context()
             self._main_task = asyncio.current_task()

@@ -67,7 +67,7 @@ def outcome_of(error: BaseException | None) -> Outcome:
 
 
 def superseded(staged: Sequence[bool], most: int) -> list[int]:
-    """Return the numbers of the saves in flight that a new one supersedes: those not staged, behind the first ``most``.
+    """Return the indices of the saves in flight that a new one supersedes: not staged, and behind the first ``most``.
 
     The first ones always go on, so that something is written however fast saves are submitted.
     """
@@ -111,7 +111,7 @@ class SaveQueue:
         return [job for job in self.jobs if not job.handle.staged.done() and not job.spec.refusal]
 
     def is_path_busy(self, path: str, *, overwrite: bool) -> bool:
-        """Return whether a save to this path, or one that hangs, is in the way of another."""
+        """Return whether a save in flight, or one that hangs, keeps another from this path."""
         with self.lock:
             if any(path in job.paths for job in self._abandoned):
                 return True

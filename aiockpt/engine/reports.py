@@ -42,7 +42,7 @@ class Reports:
     # --- saves --------------------------------------------------------------------------------------
 
     def started(self, job: SaveJob) -> None:
-        """Report a save that was queued. In the thread of the caller, whose context it is called in."""
+        """Report a save that was queued, in a copy of the caller's context: a trace finds its parent span there."""
         if self._observers and job.spec.refusal is None:
             job.number = next(_numbers)
             context = contextvars.copy_context()
@@ -143,7 +143,7 @@ class _Follower:
         _submit(self._threads, lambda: self._tell(event))
 
     def _call(self) -> None:
-        self._is_queued = False
+        self._is_queued = False  # before the figures are taken: a change after that needs another call
         event = self._event("reading")
         if not self._is_over:  # else the last event is older, and waits already
             self._tell(event)

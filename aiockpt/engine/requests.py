@@ -74,7 +74,7 @@ def text_of(path: Path) -> str:
 
 
 def locate(path: Path, storage: Storage | None, default: Storage) -> tuple[Storage, str]:
-    """Return the storage to use, and the one name of a path in it; raise TypeError if one is none."""
+    """Return the storage to use, and the canonical path in it; raise TypeError if one is of another type."""
     where = text_of(path)
     storage = default if storage is None else storage
     if not isinstance(storage, Storage):

@@ -246,7 +246,7 @@ def check_portable(*tools: Storage | Transform) -> None:
 
 
 def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
-    """Return the format that was asked for, or else the one that the path's ending means; they must not differ."""
+    """Return the requested format, or else the one of the path's ending; raise ValueError if they contradict."""
     if name == "dcp" and path.endswith(SUFFIX):
         raise ValueError(f"{path} ends in {SUFFIX}, which contradicts format='dcp'; rename it, or leave out format")
     return name or ("safetensors" if path.endswith(SUFFIX) else "dcp")
@@ -255,7 +255,7 @@ def format_for(name: SaveFormat | None, path: str) -> SaveFormat:
 def choose_form(
     request: SaveRequest, name: SaveFormat, path: str, metadata: Mapping[str, JsonValue], *, files: int
 ) -> SafetensorsFormat | DcpFormat | None:
-    """Return the options of a plan that is not in DCP's default form, None for that form; refuse what contradicts."""
+    """Return the file format, None for DCP's default form; raise ValueError for options that contradict it."""
     hint = request.separation_hint
     hints = (hint,) if isinstance(hint, str) else tuple(hint or ())
     for hint in hints:

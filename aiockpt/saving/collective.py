@@ -96,7 +96,7 @@ class CollectiveSave(SaveStrategy):
     async def _propose(
         self, *, again: bool = True
     ) -> tuple[PlanRequest | BaseException, ReusedPlan | StateSummary | None]:
-        """Return what rank 0 is sent, and the cached plan if it fits, or else what is to be planned."""
+        """Return the message to rank 0, with the cached plan if it fits, or else with the summary of what to plan."""
         job = self._job
         try:
             if job.spec.refusal is not None:
@@ -332,6 +332,7 @@ class GlobalSave:
                 await self.transaction.reserve("" if plan.is_single_file else name, nbytes)
             if is_new:
                 shared = [plan.share_of(rank) for rank in range(len(requests))]
+        # The secret signs the sidecar files of the writer processes: other users may be able to write to the directory.
         report, secret = plan is None or not plan.knows_places, secrets.token_bytes(32)
         return [
             RankAssignment(self.transaction.ticket, self._token, share, report, secret, files)

@@ -67,7 +67,7 @@ class StepGuard:
 def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer whose steps call hooks: this one, or the one that it wraps; TypeError if there is none."""
     found, seen = optimizer, {id(optimizer)}
-    while not getattr(type(found).step, "hooked", False):
+    while not getattr(type(found).step, "hooked", False):  # set by torch.optim.Optimizer.__init__, which wraps `step`
         held = (getattr(found, name, None) for name in ("optimizer", "_optimizer"))
         inner = next((each for each in held if isinstance(each, torch.optim.Optimizer)), None)
         if inner is None or id(inner) in seen:

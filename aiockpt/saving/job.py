@@ -103,7 +103,7 @@ class SaveJob:
     def of_failure(
         cls, path: str, storage: Storage, error: BaseException, started: float, origin: Origin, *, warn_only: bool
     ) -> Self:
-        """Make a job that is over before it has begun."""
+        """Make a job that has failed before it was queued."""
         job = cls.of_refusal(path, storage, error, started, origin)
         job.spec = replace(job.spec, warn_only=warn_only)
         job.settle(None, error)
@@ -116,7 +116,7 @@ class SaveJob:
 
     @property
     def paths(self) -> set[str]:
-        """The paths where it is, or may come to be."""
+        """The paths that this save may write to."""
         return {self.path, self.spec.path, self.spec.fallback or self.path}
 
     # --- for the caller -----------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class _Progress:
         self.report("writing")
 
     def write_again(self) -> None:
-        """Count what is written from the beginning."""
+        """Count written bytes from zero again: the chunks go to another writer."""
         self._written_bytes = 0
 
 
@@ -210,7 +210,7 @@ class _Save:
                 await writer.close()
         except BaseException as exc:
             with anyio.CancelScope(shield=True):
-                if self._writer is not None:
+                if self._writer is not None:  # first: it must not write to files that `fail` removes
                     await self._writer.abandon()
                 error = await strategy.fail(unwrapped(exc))
             if error is unwrapped(exc):

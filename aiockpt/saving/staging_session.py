@@ -50,7 +50,7 @@ class Leases:
         return lease
 
     def quarantine(self) -> None:
-        """Set the leases apart: the threads that hold them may never come back."""
+        """Quarantine the leases: the threads that use their chunks may never return."""
         for lease in self._out:
             lease.quarantine()
 

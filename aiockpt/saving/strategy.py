@@ -33,7 +33,7 @@ class SaveStrategy(ABC):
         """Decide what to write. If it raises, nothing has to be undone."""
 
     def invalidate_plan(self) -> None:
-        """Drop what is kept of earlier plans: it turned out not to fit."""
+        """Drop the cached plan, which has turned out not to fit the tensors."""
 
     @abstractmethod
     async def begin(self) -> Transaction:

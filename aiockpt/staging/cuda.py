@@ -197,6 +197,7 @@ class ChunkFiller:
         """Return the bytes of a piece of a tensor that is stored as it is in memory."""
         nbytes = tensor.nbytes
         check_memory(self._snapshot.structure.names[piece.leaf], tensor)
+        # Not reshape(-1), which would copy a dense tensor whose dimensions are in another order in memory.
         flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return flat if piece.stop - piece.start == nbytes else flat[piece.start : piece.stop]
 
@@ -233,7 +234,7 @@ class ChunkFiller:
         self._chunk.tensor[at : at + nbytes].copy_(source, non_blocking=self._non_blocking)
 
     def _gap(self, nbytes: int) -> torch.Tensor:
-        """Return so many zero bytes; cached by length, of which framing has few."""
+        """Return ``nbytes`` zero bytes. They are cached by length, of which framing has few."""
         if not self._gaps:
             self._gaps[GAP_BYTES] = torch.zeros(GAP_BYTES, dtype=torch.uint8, device=self._device)
         if nbytes not in self._gaps:

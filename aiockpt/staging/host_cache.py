@@ -77,6 +77,7 @@ class HostCache:
                 block = _Block(size)
             except OSError as exc:
                 raise LoadError(f"there is no memory for the {nbytes} bytes of a tensor: {exc}") from exc
+        # The tensor's storage keeps `owner` alive, so that it ends with the last tensor on this memory, views included.
         owner = (ctypes.c_char * nbytes).from_buffer(block.whole, block.skip)
         tensor = torch.frombuffer(owner, dtype=torch.uint8)
         weakref.finalize(owner, _give_back, weakref.ref(self), block).atexit = False

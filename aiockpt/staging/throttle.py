@@ -44,7 +44,7 @@ class Budget:
         return max(0.0, self._free_at - now)
 
     def take(self, nbytes: int, now: float) -> None:
-        """Spend so many bytes."""
+        """Spend bytes of the allowance."""
         if self._window.bytes_per_window is not None:
             self._credit = max(self._credit, 0) - nbytes
         if self._window.bytes_per_s is not None:
@@ -86,7 +86,7 @@ class Throttle:
         return self._budget.wait_s(anyio.current_time())
 
     async def acquire(self, number: int, nbytes: int) -> None:
-        """Wait until a save may copy so many bytes. Safe to cancel."""
+        """Wait until a save may copy ``nbytes``. Safe to cancel."""
         begun = anyio.current_time()
         while wait_s := self.wait_s(number):
             if math.isinf(wait_s):  # the program may have stopped calling window(), as at the end of its training
@@ -132,7 +132,7 @@ class SaveThrottle:
         return self._throttle is not None and self._throttle.wait_s(self._number) > 0
 
     async def acquire(self, nbytes: int) -> None:
-        """Wait until so many bytes may be copied. Safe to cancel."""
+        """Wait until ``nbytes`` may be copied. Safe to cancel."""
         if self._throttle is not None:
             await self._throttle.acquire(self._number, nbytes)
 

@@ -118,7 +118,7 @@ class EncodedOutput:
         """Return the buffer that is being filled; if all are full, wait until one is written."""
         if self._buffer is None:
             await self._may_use.acquire()
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # mapped, so that its address is aligned for direct I/O
             self._buffer = self._free.pop() if self._free else memoryview(mmap.mmap(-1, _OUTPUT_BYTES, flags=flags))
         return self._buffer
 

@@ -226,7 +226,7 @@ def stand_in(path: str) -> str | None:
         with contextlib.suppress(OSError):  # it was completed meanwhile
             if recorded_name(hidden) == name and is_between(hidden):
                 found.append((os.stat(hidden + RECORD).st_mtime_ns, hidden))
-    return max(found)[1] if found else None
+    return max(found)[1] if found else None  # of several, the latest
 
 
 def readable(hidden: str) -> str:

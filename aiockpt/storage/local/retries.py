@@ -71,7 +71,7 @@ class NotSyncedError(OSError):
 
 
 def sync_fd(fd: int) -> None:
-    """Fsync a file or directory; every error is a `NotSyncedError`, by which it is told from all others. Blocks."""
+    """Fsync a file or directory; raise every error as a `NotSyncedError`, which is never retried. Blocks."""
     try:
         os.fsync(fd)
     except OSError as exc:
@@ -121,7 +121,7 @@ NO_RETRIES = Retries(attempts=1)
 
 
 def check_retries(retries: Retries | int | None) -> Retries:
-    """Return retries given as such, as the number of attempts after the first, or as None for 0; else ValueError."""
+    """Return `Retries`, also for a number of attempts after the first, or None for no retry; raise ValueError."""
     if isinstance(retries, Retries):
         return retries
     if retries is None:

@@ -91,6 +91,7 @@ class LocalStorage(SharedStorage):
         again = self._policy.repeater.run
         # First: an orphan's space may be needed, and an interrupted replacement of this path is completed.
         await workers.run(self._policy.orphans.look, os.path.dirname(path))
+        # After that, since a replacement that was completed has put a checkpoint there.
         await again(f"look at {path}", partial(workers.run, self.check, path, overwrite=overwrite))
         make = partial(workers.run, self._make_hidden, path, ticket, overwrite)
         hidden, held = await again(f"make the directory for {path}", make)

@@ -189,7 +189,7 @@ def _hash(text: str, length: int = _HASH_LETTERS) -> str:
 
 
 class Hold:
-    """An open directory with a shared flock, where the file system has locks: it is no orphan.
+    """An open directory with a shared flock, where the file system has locks, which marks it as in use.
 
     `release` is idempotent; the lock ends with the process at the latest.
     """

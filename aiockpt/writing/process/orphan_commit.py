@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aiockpt.storage.base import SharedStorage, SharedTransaction
     from aiockpt.writing.process.messages import Begin
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # a network file system sends no events for another host's changes
 _DIGEST_BYTES = 32
 logger = logging.getLogger("aiockpt")
 

@@ -133,6 +133,7 @@ def _spawn(socket_fd: int, memory_fd: int, stderr_fd: int) -> int:
     Not with `subprocess`: that waits until a pipe is closed, which a process that the program forks at that moment
     would hold open for as long as it lives.
     """
+    # As multiprocessing does: a program that embeds Python names its interpreter with set_executable.
     python = os.fsdecode(multiprocessing.spawn.get_executable() or sys.executable)
     paths = json.dumps([_absolute(path) for path in sys.path if isinstance(path, str)])
     actions: list[Any] = [
@@ -262,7 +263,7 @@ class WriterConnection:
             "one"
         )
         self._process.close()
-        saves, self._saves = self._saves, {}
+        saves, self._saves = self._saves, {}  # each unregisters itself when it is notified
         for save in saves.values():
             save.on_process_death(self._error)
         self._closed.set()
