@@ -212,7 +212,7 @@ class Completion(Future[T]):
                 loop.call_soon_threadsafe(arrive)
 
         with self._condition:
-            if self.done():  # it has completed since it was asked above, and has woken the wakers that it found
+            if self.done():  # since the check above: a waker that is added now would never be called
                 return
             self._wakers.append(wake)
             self._waiting += 1

@@ -81,7 +81,7 @@ class SaveQueue:
         self._origin = origin
         # Weak: an error leads to the frames that it passed, which may hold the checkpointer and keep it alive.
         self._failures = weakref.ref(failures)
-        # Guards everything. Reentrant: a signal handler may save, and what completes under it may record an outcome.
+        # Guards everything. Reentrant: a signal handler may save, and outcomes are recorded, while it is held.
         self.lock = threading.RLock()
         self._idle = threading.Condition(self.lock)
         self._on_busy = on_busy

@@ -196,5 +196,5 @@ class SaveProgress(AsyncIterator[ProgressEvent], Iterator[ProgressEvent]):
         is_over = self._handle.written.done()  # asked first: the last event comes before it
         fresh, news = self._handle._after(self._seen)
         self._seen += len(fresh)
-        self._fresh = fresh[::-1]  # popped from the end
+        self._fresh = fresh[::-1]
         return None if fresh or is_over else news

@@ -72,7 +72,7 @@ def _before_step(
 
 def _announce_step(optimizer: torch.optim.Optimizer) -> None:
     """Call the guards of this optimizer, then count its change in advance. Raises nothing."""
-    # First: a guard makes the step wait until the saves have compared the counters, which this advances.
+    # The guards first: they compare the version counters of the saves, which are advanced below.
     for wait in getattr(optimizer, _GUARDS, ()):
         wait()
     if not _live:

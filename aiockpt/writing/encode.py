@@ -35,7 +35,7 @@ _WORTHWHILE = 0.95  # a compressed item must be at most so large, relative to it
 _SAMPLE_LEVEL = 1
 _STEP_BYTES = 1 << 20
 _OUTPUT_BYTES = 4 << 20
-_OUTPUT_BUFFERS = 2  # one is filled while the other is written
+_OUTPUT_BUFFERS = 2
 
 
 class ImageEncoder:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _ATTEMPTS = 100
 
-# Of a file system that can't sync directories, or not for this user, who then has created nothing there either.
+# Errors of a file system that can't sync directories, or not for this user, who then has created nothing there.
 _NOT_OURS_TO_SYNC = frozenset({errno.EINVAL, errno.EROFS, errno.EACCES, errno.EPERM})
 
 # NFS sends a request again when its answer was lost; the server then finds the name given, or the old one gone.
@@ -240,8 +240,8 @@ class Publication:
                     raise
             else:
                 # The path may have changed since the check. If another checkpoint had come there, the exchange stands,
-                # but that one is not removed, by its identity. A relative link leads elsewhere from here: if it is the
-                # one that was checked, it is not looked at again.
+                # but that checkpoint is not removed, as its identity is not the one that was checked. A relative link
+                # leads elsewhere from here: if it is the one that was checked, it is not looked at again.
                 found = _objection_now(finished, checked)
                 if found is None:
                     return "exchange", checked

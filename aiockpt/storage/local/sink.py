@@ -58,7 +58,7 @@ class LocalSink(FileSink):
         is_large = self._nbytes is None or self._nbytes >= _DIRECT_MIN_BYTES
         self._direct = direct and is_large and _O_DIRECT != 0
         try:
-            # With O_EXCL, a retry would take the file of an attempt that was answered with an error for another's.
+            # Not idempotent, with O_EXCL: after an ambiguous error it is retried only if the file is not there.
             self._file = await self._again(f"create {self._final}", self._open, undone=self._is_not_there)
             if self._nbytes is not None and is_large:
                 reserve = partial(self._workers.run, allocate, self._file.fileno(), self._nbytes)
