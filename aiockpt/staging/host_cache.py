@@ -85,7 +85,7 @@ class HostCache:
 
     def close(self) -> None:
         """Free everything that is kept, and keep nothing from now on. Idempotent."""
-        self._closed = True
+        self._closed = True  # first: a finalizer that runs meanwhile, without the lock, must add nothing
         with self._lock:
             self._free.clear()
             self._order.clear()

@@ -128,7 +128,7 @@ class SharedTransaction(Transaction):
 
     @property
     def identity(self) -> Identity | None:
-        """Distinguishes it from all others, whatever its name; None if that is not known."""
+        """A value that distinguishes it from all others, whatever its name; None if that is not known."""
         return None
 
     @abstractmethod
@@ -173,7 +173,7 @@ class SharedTransaction(Transaction):
 
     @abstractmethod
     async def status(self) -> Status:
-        """Return what has become of a transaction that was joined or taken over."""
+        """Return the status of a transaction that was joined or taken over."""
 
     @abstractmethod
     async def finalize(self) -> None:

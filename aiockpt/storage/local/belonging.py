@@ -80,6 +80,7 @@ def look_into(directory: int, *, unfinished: bool = False, also: Collection[str]
                 others += [f"{name}/{other}" for other in look_into(below).others]
         else:
             others.append(f"{name}/")
+    # What describes the other files goes last: if the removal is interrupted, it still tells that these belong.
     ordered = sorted(own, key=lambda name: (_describes(name), name == METADATA_NAME, name))
     return Contents(ordered, folders, sorted(others))
 
@@ -114,7 +115,7 @@ def _own_files(files: Collection[str], documents: Mapping[str, bytes | None], *,
 
 def _spellings(name: str) -> tuple[bytes, ...]:
     """Return how a name is written in pickles, and in JSON."""
-    data = os.fsencode(name)
+    data = os.fsencode(name)  # after the opcodes SHORT_BINUNICODE and BINUNICODE, and in quotes
     return b"\x8c%c" % (len(data) & 255) + data, b"X" + len(data).to_bytes(4, "little") + data, b'"' + data + b'"'
 
 
@@ -138,7 +139,7 @@ def _is_damaged(name: str, data: bytes | None) -> bool:
 
 def _contents(directory: int, name: str) -> bytes | None:
     """Read a file; None if it can't be read, or is larger than anything of this kind."""
-    try:
+    try:  # O_NONBLOCK: to open a pipe of this name would block
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
         with open(fd, "rb") as file:
             found = os.fstat(fd)

@@ -249,6 +249,7 @@ class ChildSave:
 _SEAL_NICE = 10
 _DRAIN_S = 0.01
 _POLL_PARENT_S = 0.5
+# Numbers of ioprio_set(2), for which neither Python nor the C library has a function.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 _IOPRIO_WHO_PROCESS = 1
 
@@ -423,5 +424,5 @@ def _lower_priority(hello: Hello) -> None:
         number = _IOPRIO_SET.get(os.uname().machine)
         scheduling_class, level = hello.ionice
         if number is not None:
-            value = (scheduling_class << 13) | level
+            value = (scheduling_class << 13) | level  # IOPRIO_PRIO_VALUE of the kernel's headers
             ctypes.CDLL(None).syscall(ctypes.c_long(number), ctypes.c_int(_IOPRIO_WHO_PROCESS), 0, ctypes.c_int(value))

@@ -138,7 +138,7 @@ class OrphanCommit:
             pass
 
     async def _still_open(self) -> bool:
-        """Return after a moment whether it is still being written; raise WriteError if it was without progress."""
+        """Pause, then return whether it is still being written; raise WriteError if nothing has progressed in time."""
         await anyio.sleep(_POLL_S)
         try:
             sizes = await self._transaction.sizes()

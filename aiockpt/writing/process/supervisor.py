@@ -160,7 +160,7 @@ def _absolute(path: str) -> str:
 
 
 class SaveListener(Protocol):
-    """A save that a writer process works at."""
+    """A save whose files a writer process writes."""
 
     def on_message(self, message: Message) -> None:
         """Handle a message from the process."""
@@ -338,7 +338,7 @@ class WriterHost:
     async def images_for(
         self, connection: WriterConnection, layout: Layout
     ) -> tuple[int, Sequence[PackedImage] | None]:
-        """Return a layout's number, and its images unless they were the last that the process was sent."""
+        """Return a layout's number and its images; None for the images if the process was sent these last."""
         if layout is not self._layout:
             self._images = await self._worker.run(lambda: [PackedImage.of(image) for image in layout.images])
             self._layout = layout
