@@ -1,4 +1,4 @@
-"""A storage in the memory of this process: an example of the least that a storage has to do."""
+"""A storage in the memory of this process: the smallest complete storage."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from aiockpt.storage.base import FileSink, Source, Storage, Transaction
 
 
 class MemoryStorage(Storage):
-    """Keeps checkpoints as dictionaries of bytes, by path; they are immutable once committed."""
+    """Checkpoints as dictionaries of bytes, by path. A committed checkpoint is immutable."""
 
     def __init__(self) -> None:
         self.checkpoints: dict[str, Mapping[str, bytes]] = {}
 
     def check(self, path: str, *, overwrite: bool) -> None:
-        """Refuse a path that is taken."""
+        """Raise if the path is taken."""
         if path in self.checkpoints and not overwrite:
             raise CheckpointExistsError(f"{path} exists already; pass overwrite=True to replace it")
 
     async def begin(self, path: str, *, overwrite: bool, workers: Workers) -> Transaction:
-        """Begin, if the path is free."""
+        """Begin a transaction if the path is free."""
         self.check(path, overwrite=overwrite)
         return _MemoryTransaction(self, path, overwrite)
 
     async def open(self, path: str, *, workers: Workers) -> Source:
-        """Return the checkpoint as it is now: another one that takes its path is another dictionary."""
+        """Return the checkpoint as it is now. One that replaces it is another dictionary."""
         try:
             return _MemorySource(path, self.checkpoints[path])
         except KeyError:
             raise CheckpointNotFoundError(f"there is no checkpoint at {path}") from None
 
     async def delete(self, path: str, *, workers: Workers) -> None:
-        """Forget a checkpoint; open sources keep its bytes."""
+        """Remove a checkpoint; open sources keep its bytes."""
         if self.checkpoints.pop(path, None) is None:
             raise CheckpointNotFoundError(f"there is no checkpoint at {path}")
 
@@ -44,15 +44,15 @@ class _MemoryTransaction(Transaction):
         self.files: dict[str, bytes] = {}
 
     async def create(self, name: str, nbytes: int | None) -> FileSink:
-        name = name or self._path.rpartition("/")[2]  # the empty name: the checkpoint is this one file
+        name = name or self._path.rpartition("/")[2]  # an empty name: the checkpoint is this one file
         return _MemorySink(self.files, name, nbytes)
 
     async def commit(self) -> None:
-        self._storage.check(self._path, overwrite=self._overwrite)  # it may have appeared since the begin
-        self._storage.checkpoints[self._path] = self.files  # one assignment: all of it is visible at once
+        self._storage.check(self._path, overwrite=self._overwrite)  # the path may have been taken since `begin`
+        self._storage.checkpoints[self._path] = self.files  # one assignment: all files become visible at once
 
     async def abort(self) -> None:
-        self.files = {}  # not clear(): after a commit the files belong to the checkpoint
+        self.files = {}  # not clear(): after a commit the dictionary belongs to the checkpoint
 
 
 class _MemorySink(FileSink):
@@ -63,7 +63,7 @@ class _MemorySink(FileSink):
         self._data = bytearray()
 
     async def write(self, view: memoryview) -> None:
-        self._data += view  # a copy: the caller uses the buffer again
+        self._data += view  # a copy: the caller reuses the buffer
 
     async def finish(self) -> None:
         self._files[self._name] = bytes(self._data[: self._nbytes])  # without the padding

@@ -1,4 +1,4 @@
-"""Replacing and deleting take the files of the checkpoint, and refuse where there is anything else."""
+"""Replacing and deleting remove only the files of a checkpoint, and refuse a directory that holds anything else."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def ckpt():
         yield checkpointer
 
 
-def by_stock(path: Path, state: dict | None = None, **options) -> None:
+def save_stock(path: Path, state: dict | None = None, **options) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer = dcp.FileSystemWriter(path, **options)
         dcp.save(dict(STATE if state is None else state), storage_writer=writer, **ALONE)
 
 
-def of_shards(path: Path) -> None:
+def save_shards(path: Path) -> None:
     path.mkdir()
     for number in (1, 2):
         safetensors.torch.save_file({f"t{number}": torch.ones(3)}, path / f"model-{number}.safetensors")
@@ -51,12 +51,12 @@ def of_shards(path: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
 
 
-def of_one_rank(path: Path) -> None:
-    by_stock(path)
+def save_one_rank(path: Path) -> None:
+    save_stock(path)
     (path / ".metadata").rename(path / "__0.metadata")
 
 
-def without(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+def without_file(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
     def damaged(path: Path) -> None:
         make(path)
         (path / name).unlink()
@@ -64,7 +64,7 @@ def without(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]
     return damaged
 
 
-def with_half(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
+def with_truncated(name: str, make: Callable[[Path], object]) -> Callable[[Path], None]:
     def damaged(path: Path) -> None:
         make(path)
         (path / name).write_bytes((path / name).read_bytes()[:-7])
@@ -72,44 +72,44 @@ def with_half(name: str, make: Callable[[Path], object]) -> Callable[[Path], Non
     return damaged
 
 
-def ours(path: Path, **options) -> None:
+def save_ours(path: Path, **options) -> None:
     with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
         checkpointer.save(STATE, path, **options)
 
 
-def ours_of_tensors(path: Path) -> None:
+def save_our_safetensors(path: Path) -> None:
     with aiockpt.SyncCheckpointer(process_group=None) as checkpointer:
         checkpointer.save({f"t{n}": torch.ones(1000) for n in range(3)}, path, format="safetensors", shard_bytes=4000)
 
 
 CHECKPOINTS: dict[str, Callable[[Path], object]] = {
-    "ours": ours,
-    "ours with a hint": lambda path: ours(path, separation_hint="sub"),
-    "ours in safetensors": ours_of_tensors,
-    "stock": by_stock,
-    "stock with a file for each": lambda path: by_stock(path, single_file_per_rank=False),
-    "stock of one rank alone": of_one_rank,
-    "a set of safetensors": of_shards,
+    "ours": save_ours,
+    "ours with a hint": lambda path: save_ours(path, separation_hint="sub"),
+    "ours in safetensors": save_our_safetensors,
+    "stock": save_stock,
+    "stock with a file for each": lambda path: save_stock(path, single_file_per_rank=False),
+    "stock of one rank alone": save_one_rank,
+    "a set of safetensors": save_shards,
     "a directory of one": lambda path: (path.mkdir(), safetensors.torch.save_file(NEW, path / "my.safetensors")),
-    "damaged manifest": with_half(".aiockpt.json", ours),
-    "damaged metadata": with_half(".metadata", by_stock),
-    "both damaged": with_half(".metadata", with_half(".aiockpt.json", ours)),
-    "no metadata": without(".metadata", ours),
-    "unfinished": without(".metadata", by_stock),
-    "damaged index of shards": with_half("model.safetensors.index.json", of_shards),
+    "damaged manifest": with_truncated(".aiockpt.json", save_ours),
+    "damaged metadata": with_truncated(".metadata", save_stock),
+    "both damaged": with_truncated(".metadata", with_truncated(".aiockpt.json", save_ours)),
+    "no metadata": without_file(".metadata", save_ours),
+    "unfinished": without_file(".metadata", save_stock),
+    "damaged index of shards": with_truncated("model.safetensors.index.json", save_shards),
 }
-THINGS = ("step-1/", "notes", "thesis.tex", "__7_0.distcp", "other.safetensors", "common.pt")
+FOREIGN_NAMES = ("step-1/", "notes", "thesis.tex", "__7_0.distcp", "other.safetensors", "common.pt")
 
 
-def put(path: Path, name: str) -> None:
+def put_foreign(path: Path, name: str) -> None:
     if name.endswith("/"):
-        ours(path / name)
+        save_ours(path / name)
     else:
         (path / name).write_text("mine")
 
 
 @pytest.mark.parametrize("kind", CHECKPOINTS)
-def test_what_a_checkpoint_names_is_replaced_and_deleted(kind: str, ckpt, tmp_path: Path) -> None:
+def test_checkpoint_is_replaced_and_deleted(kind: str, ckpt, tmp_path: Path) -> None:
     for path in (tmp_path / "a", tmp_path / "b"):
         CHECKPOINTS[kind](path)
     ckpt.save(NEW, tmp_path / "a", overwrite=True)
@@ -118,28 +118,28 @@ def test_what_a_checkpoint_names_is_replaced_and_deleted(kind: str, ckpt, tmp_pa
     assert os.listdir(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("foreign", FOREIGN_NAMES)
 @pytest.mark.parametrize("kind", ["ours", "ours in safetensors", "stock", "stock of one rank alone"])
-def test_other_things_are_refused_and_listed(kind: str, thing: str, ckpt, tmp_path: Path) -> None:
+def test_foreign_files_are_refused_and_listed(kind: str, foreign: str, ckpt, tmp_path: Path) -> None:
     path = tmp_path / "a"
     CHECKPOINTS[kind](path)
-    put(path, thing) if not thing.endswith("/") else shutil.copytree(_nested(tmp_path), path / thing)
+    put_foreign(path, foreign) if not foreign.endswith("/") else shutil.copytree(_nested(tmp_path), path / foreign)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointExistsError, match=rf"/a is a .* other things than a checkpoint \({thing}\)"):
+    with pytest.raises(CheckpointExistsError, match=rf"/a is a .* other things than a checkpoint \({foreign}\)"):
         ckpt.submit(NEW, path, overwrite=True)  # at the call
-    with pytest.raises(DeleteError, match=rf"other things than a checkpoint \({thing}\); nothing was deleted"):
+    with pytest.raises(DeleteError, match=rf"other things than a checkpoint \({foreign}\); nothing was deleted"):
         ckpt.delete(path)
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def _nested(folder: Path) -> Path:
     if not (folder / "nested").exists():
-        ours(folder / "nested")
+        save_ours(folder / "nested")
     return folder / "nested"
 
 
 @pytest.mark.parametrize("kind", ["both damaged", "damaged metadata", "unfinished", "damaged index of shards"])
-def test_damaged_ones_with_other_things_are_refused(kind: str, ckpt, tmp_path: Path) -> None:
+def test_damaged_checkpoint_with_foreign_file_is_refused(kind: str, ckpt, tmp_path: Path) -> None:
     CHECKPOINTS[kind](tmp_path / "a")
     (tmp_path / "a" / "thesis.tex").write_text("mine")
     for call in (lambda: ckpt.save(NEW, tmp_path / "a", overwrite=True), lambda: ckpt.delete(tmp_path / "a")):
@@ -148,30 +148,30 @@ def test_damaged_ones_with_other_things_are_refused(kind: str, ckpt, tmp_path: P
     assert (tmp_path / "a" / "thesis.tex").read_text() == "mine"
 
 
-def test_a_long_list_is_cut_short(ckpt, tmp_path: Path) -> None:
-    ours(tmp_path / "a")
+def test_long_list_of_foreign_files_is_truncated(ckpt, tmp_path: Path) -> None:
+    save_ours(tmp_path / "a")
     for number in range(300):
         (tmp_path / "a" / f"{number:03}\n").touch()
     with pytest.raises(DeleteError, match=r"\(000\\n, 001\\n, 002\\n, 003\\n, 004\\n and 295 more\); nothing was del"):
         ckpt.delete(tmp_path / "a")
 
 
-def test_several_files_of_safetensors_are_several_checkpoints(ckpt, tmp_path: Path) -> None:
-    of_shards(tmp_path / "a")
+def test_safetensors_files_without_index_are_refused(ckpt, tmp_path: Path) -> None:
+    save_shards(tmp_path / "a")
     (tmp_path / "a" / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointExistsError, match=r"\(model-1.safetensors, model-2.safetensors\)"):
         ckpt.save(NEW, tmp_path / "a", overwrite=True)
 
 
-def test_what_users_tell_is_not_what_the_manifest_lists(ckpt, tmp_path: Path) -> None:
+def test_user_metadata_does_not_claim_files(ckpt, tmp_path: Path) -> None:
     ckpt.save(STATE, tmp_path / "a", metadata={"base": "base.safetensors"})
     (tmp_path / "a" / "base.safetensors").write_text("mine")
     with pytest.raises(DeleteError, match=r"\(base.safetensors\)"):
         ckpt.delete(tmp_path / "a")
 
 
-def test_empty_directories(ckpt, tmp_path: Path) -> None:
-    """They are no checkpoints, and nothing is lost with them."""
+def test_empty_directory_is_replaced_but_not_deleted(ckpt, tmp_path: Path) -> None:
+    """An empty directory is no checkpoint, but replacing it loses nothing."""
     (tmp_path / "a").mkdir()
     with pytest.raises(DeleteError, match="/a is empty; nothing was deleted"):
         ckpt.delete(tmp_path / "a")
@@ -181,10 +181,10 @@ def test_empty_directories(ckpt, tmp_path: Path) -> None:
     assert torch.equal(ckpt.load(tmp_path / "a")["w"], NEW["w"])
 
 
-# --- what comes meanwhile -----------------------------------------------------------------------------
+# --- files that appear meanwhile ----------------------------------------------------------------------
 
 
-def test_a_file_that_is_put_there_before_it_is_published(ckpt, tmp_path: Path) -> None:
+def test_foreign_file_created_before_commit(ckpt, tmp_path: Path) -> None:
     ckpt.save(STATE, tmp_path / "a")
     storage = GatedStorage(LocalStorage(), ["commit"])
     save = ckpt.submit(NEW, tmp_path / "a", overwrite=True, storage=storage)
@@ -199,7 +199,7 @@ def test_a_file_that_is_put_there_before_it_is_published(ckpt, tmp_path: Path) -
 
 
 def _before(function: str, module, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let something happen once, right before a function of a module is called."""
+    """Run an action once, right before the first call of a function of a module."""
     real, pending = getattr(module, function), [action]
 
     def first(*args, **kwargs):
@@ -210,8 +210,8 @@ def _before(function: str, module, action: Callable[[], object], monkeypatch: py
     monkeypatch.setattr(module, function, first)
 
 
-def test_a_file_that_is_put_there_at_the_last_moment(ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the last look and the exchange: the names change places again."""
+def test_foreign_file_created_just_before_the_exchange(ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file created between the last check and the exchange makes the commit exchange the names back."""
     ckpt.save(STATE, tmp_path / "a")
     mine = tmp_path / "a" / "thesis.tex"
     _before("rename_exchange", commit, lambda: mine.write_text("mine"), monkeypatch)
@@ -223,7 +223,7 @@ def test_a_file_that_is_put_there_at_the_last_moment(ckpt, tmp_path: Path, monke
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_file_that_is_put_into_what_is_being_deleted(ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_file_created_just_before_a_delete(ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ckpt.save(STATE, tmp_path / "a")
     mine = tmp_path / "a" / "thesis.tex"
     _before("rename_noreplace", deleting, lambda: mine.write_text("mine"), monkeypatch)
@@ -233,10 +233,10 @@ def test_a_file_that_is_put_into_what_is_being_deleted(ckpt, tmp_path: Path, mon
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_file_that_is_put_into_what_is_being_removed(
+def test_foreign_file_created_during_removal(
     ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a program that has the directory open, say: it stays, and the error says where."""
+    """The file stays, as one from a program that has the directory open, and the error names its place."""
     ckpt.save(STATE, tmp_path / "a")
     directory = os.open(tmp_path / "a", os.O_RDONLY)
 
@@ -255,7 +255,7 @@ def test_a_file_that_is_put_into_what_is_being_removed(
 
 
 @pytest.mark.asyncio
-async def test_a_file_that_is_put_into_an_unfinished_save(tmp_path: Path) -> None:
+async def test_foreign_file_in_an_unfinished_save(tmp_path: Path) -> None:
     workers = Workers(1, "aiockpt-test")
     try:
         transaction = await LocalStorage().begin(str(tmp_path / "a"), overwrite=False, workers=workers)
@@ -275,12 +275,12 @@ async def test_a_file_that_is_put_into_an_unfinished_save(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-# --- within a checkpoint ------------------------------------------------------------------------------
+# --- inside a checkpoint ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ours", "ours in safetensors", "stock", "both damaged"])
 @pytest.mark.parametrize("below", ["step-1", "x/y/step-1", "m.safetensors"])
-def test_nothing_is_saved_into_a_checkpoint(kind: str, below: str, ckpt, tmp_path: Path) -> None:
+def test_save_inside_a_checkpoint_is_refused(kind: str, below: str, ckpt, tmp_path: Path) -> None:
     CHECKPOINTS[kind](tmp_path / "r")
     (tmp_path / "last").symlink_to("r")
     before = sorted(tmp_path.rglob("*"))
@@ -291,7 +291,7 @@ def test_nothing_is_saved_into_a_checkpoint(kind: str, below: str, ckpt, tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_directories_that_only_look_like_checkpoints_may_hold_some(ckpt, tmp_path: Path) -> None:
+def test_directory_that_only_looks_like_a_checkpoint_may_hold_checkpoints(ckpt, tmp_path: Path) -> None:
     (tmp_path / ".metadata").mkdir()
     ckpt.save(NEW, tmp_path / "a")
     (tmp_path / "b").mkdir()
@@ -300,9 +300,9 @@ def test_directories_that_only_look_like_checkpoints_may_hold_some(ckpt, tmp_pat
     assert checkpoint_above(str(tmp_path / "b" / "c" / "d")) == str(tmp_path / "b" / "c")
 
 
-def test_the_other_path_is_not_within_a_checkpoint(tmp_path: Path) -> None:
+def test_fallback_path_inside_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
-    ours(tmp_path / "r")
+    save_ours(tmp_path / "r")
     with aiockpt.SyncCheckpointer(process_group=None, fallback_path=tmp_path / "r") as ckpt:
         save = ckpt.submit(NEW, tmp_path / "file" / "a")
         with pytest.raises(aiockpt.AiockptError):
@@ -313,9 +313,9 @@ def test_the_other_path_is_not_within_a_checkpoint(tmp_path: Path) -> None:
 # --- links and files ----------------------------------------------------------------------------------
 
 
-def test_a_link_is_replaced_and_deleted_itself(ckpt, tmp_path: Path) -> None:
+def test_symlink_itself_is_replaced_and_deleted(ckpt, tmp_path: Path) -> None:
     ckpt.save(STATE, tmp_path / "step-1")
-    (tmp_path / "step-1" / "thesis.tex").write_text("mine")  # what a link leads to is not touched
+    (tmp_path / "step-1" / "thesis.tex").write_text("mine")  # the target of a symlink is not touched
     (tmp_path / "last").symlink_to("step-1")
     before = sorted((tmp_path / "step-1").iterdir())
     with pytest.raises(CheckpointExistsError, match="exists already"):
@@ -334,7 +334,7 @@ def test_a_link_is_replaced_and_deleted_itself(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["last", "last.safetensors"])
-def test_links_to_nowhere_and_to_other_things(name: str, ckpt, tmp_path: Path) -> None:
+def test_dangling_symlinks_and_symlinks_to_foreign_targets(name: str, ckpt, tmp_path: Path) -> None:
     link = tmp_path / name
     link.symlink_to("nowhere")
     ckpt.save(NEW, link, overwrite=True, format="safetensors")
@@ -367,7 +367,9 @@ FILES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", ["last.ckpt", "m.safetensors"])
 @pytest.mark.parametrize("kind", FILES)
-def test_files_of_others_are_replaced_and_deleted(kind: str, name: str, ckpt, tmp_path: Path) -> None:
+def test_checkpoint_files_of_other_libraries_are_replaced_and_deleted(
+    kind: str, name: str, ckpt, tmp_path: Path
+) -> None:
     path = tmp_path / name
     FILES[kind](path)
     ckpt.save(NEW, path, overwrite=True, format="safetensors")
@@ -380,13 +382,13 @@ def test_files_of_others_are_replaced_and_deleted(kind: str, name: str, ckpt, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_replaces_a_directory(ckpt, tmp_path: Path) -> None:
+def test_file_replaces_a_checkpoint_directory(ckpt, tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
-    by_stock(path)
+    save_stock(path)
     ckpt.save(NEW, path, overwrite=True, format="safetensors")
     assert path.is_file()
     path.unlink()
-    by_stock(path)
+    save_stock(path)
     (path / "thesis.tex").write_text("mine")
     with pytest.raises(CheckpointExistsError, match=r"\(thesis.tex\)"):
         ckpt.save(NEW, path, overwrite=True, format="safetensors")
@@ -398,7 +400,7 @@ def _zip(path: Path) -> None:
     path.with_name(path.name + ".zip").rename(path)
 
 
-OTHER_FILES: dict[str, Callable[[Path], object]] = {
+FOREIGN_FILES: dict[str, Callable[[Path], object]] = {
     "a text": lambda path: path.write_text("mine"),
     "a compiled program": lambda path: torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1)), path),
     "a pipe": os.mkfifo,
@@ -407,10 +409,10 @@ OTHER_FILES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("name", ["a", "a.safetensors", "a.pt"])
-@pytest.mark.parametrize("kind", OTHER_FILES)
-def test_other_files_stay(kind: str, name: str, ckpt, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", FOREIGN_FILES)
+def test_foreign_file_at_the_path_stays(kind: str, name: str, ckpt, tmp_path: Path) -> None:
     path = tmp_path / name
-    OTHER_FILES[kind](path)
+    FOREIGN_FILES[kind](path)
     with pytest.raises(CheckpointExistsError, match=r"is a file, but neither|is neither a directory nor a file"):
         ckpt.save(NEW, path, overwrite=True, format="safetensors")
     with pytest.raises(DeleteError, match="nothing was deleted"):
@@ -421,11 +423,11 @@ def test_other_files_stay(kind: str, name: str, ckpt, tmp_path: Path) -> None:
 # --- removal ------------------------------------------------------------------------------------------
 
 
-def test_a_removal_that_was_interrupted_is_completed(tmp_path: Path) -> None:
-    """Whatever it has got to: what describes the other files goes last."""
+def test_interrupted_removal_is_completed(tmp_path: Path) -> None:
+    """At any step: the files that describe the others are removed last."""
     for step in range(6):
         hidden = tmp_path / new_ticket()
-        ours(hidden)
+        save_ours(hidden)
         (hidden / "odd name").touch()
         fd = os.open(hidden, os.O_RDONLY)
         found = look_into(fd)

@@ -1,4 +1,4 @@
-"""Every storage passes the tests that ship with the package."""
+"""The conformance suite that ships with the package, run on every storage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestMemoryStorage(StorageConformance):
 
 
 class TestWrapperStorage(StorageConformance):
-    """Around a storage for one process."""
+    """A wrapper around a storage for one process."""
 
     def make_storage(self, tmp_path: Path) -> Storage:
         return WrapperStorage(MemoryStorage())
@@ -40,7 +40,7 @@ class TestWrapperStorage(StorageConformance):
 # --- a storage for one process ------------------------------------------------------------------------
 
 
-def test_a_wrapper_refuses_a_path_at_the_call(tmp_path: Path) -> None:
+def test_wrapper_refuses_a_taken_path_at_the_call(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": 1}, tmp_path / "c")
         with pytest.raises(aiockpt.CheckpointExistsError, match="exists already"):
@@ -58,7 +58,7 @@ def test_a_writer_process_needs_a_shared_storage(wrapped: bool, tmp_path: Path) 
 
 
 @pytest.mark.asyncio
-async def test_a_transaction_of_one_process_can_not_be_joined() -> None:
+async def test_transaction_of_one_process_cannot_be_joined() -> None:
     storage = WrapperStorage(MemoryStorage())
     transaction = await storage.begin("c", overwrite=False, workers=None)
     with pytest.raises(aiockpt.SaveError, match="_MemoryTransaction takes the files of one process only"):

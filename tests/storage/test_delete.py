@@ -1,4 +1,4 @@
-"""Deleting: at once from the name, durably before the files go, and never what is no checkpoint."""
+"""Deleting: the name goes first and durably, then the files; anything but a checkpoint is refused."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def hidden_beside(path: Path) -> str:
     return str(path.parent / new_ticket())
 
 
-# --- by a checkpointer --------------------------------------------------------------------------------
+# --- through a checkpointer ---------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
-async def test_checkpoints_of_all_kinds(tmp_path: Path) -> None:
+async def test_delete_checkpoints_of_all_formats(tmp_path: Path) -> None:
     state = {"x": torch.arange(70_000.0), "y": torch.tensor([3, 4])}
     async with aiockpt.AsyncCheckpointer() as ckpt:
         for name, kind in (("a", "dcp"), ("b", "safetensors"), ("c.safetensors", "safetensors"), ("d", "dcp")):
@@ -64,7 +64,7 @@ async def test_checkpoints_of_all_kinds(tmp_path: Path) -> None:
         await ckpt.delete(tmp_path / "a")
 
 
-def test_a_plain_program_deletes_and_cleans(tmp_path: Path) -> None:
+def test_sync_delete_and_clean(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"x": torch.ones(3)}, tmp_path / "a")
         ckpt.delete(tmp_path / "a")
@@ -79,7 +79,7 @@ def test_a_plain_program_deletes_and_cleans(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_task_cleans(tmp_path: Path) -> None:
+async def test_async_clean(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         (tmp_path / ".aiockpt-x.12.0123456789abcdef-swept").mkdir()
         os.utime(tmp_path / ".aiockpt-x.12.0123456789abcdef-swept", (1.0, 1.0))
@@ -88,7 +88,7 @@ async def test_a_task_cleans(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_being_saved_is_not_deleted(tmp_path: Path) -> None:
+async def test_delete_during_a_save_to_the_path_is_refused(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save({"x": torch.zeros(3)}, tmp_path / "a")
@@ -106,7 +106,7 @@ async def test_what_is_being_saved_is_not_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_who_reads_goes_on(tmp_path: Path) -> None:
+async def test_open_reader_survives_delete(tmp_path: Path) -> None:
     state = {"x": torch.arange(70_000.0)}
     async with aiockpt.AsyncCheckpointer() as ckpt:
         await ckpt.save(state, tmp_path / "a")
@@ -116,7 +116,7 @@ async def test_who_reads_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_storages(workers, tmp_path: Path) -> None:
+async def test_failing_and_unsupported_delete(workers, tmp_path: Path) -> None:
     checkpoint(tmp_path / "a")
     faulty = FaultyStorage(LocalStorage(), "delete", OSError(errno.EIO, "Input/output error"))
     with pytest.raises(aiockpt.AiockptError, match="Input/output error"):
@@ -129,10 +129,10 @@ async def test_storages(workers, tmp_path: Path) -> None:
     assert await Storage.clean(faulty, "a", workers=workers) == []
 
 
-# --- what is no checkpoint ----------------------------------------------------------------------------
+# --- paths that are no checkpoints --------------------------------------------------------------------
 
 
-def test_other_things_are_refused(tmp_path: Path) -> None:
+def test_paths_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path / "real")
     (tmp_path / "link.safetensors").symlink_to("real/__0_0.distcp")
     (tmp_path / "file").write_text("mine")
@@ -153,7 +153,7 @@ def test_other_things_are_refused(tmp_path: Path) -> None:
 # --- durability and failures --------------------------------------------------------------------------
 
 
-def test_it_is_gone_durably_before_its_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_is_removed_durably_before_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(tmp_path / "a")
     calls: list[str] = []
     real_sync, real_rename, real_remove = os.fsync, deleting.rename_noreplace, deleting.remove_own
@@ -189,7 +189,9 @@ def test_it_is_gone_durably_before_its_files_are(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_can_not_be_gone_durably_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_stays_if_its_removal_cannot_be_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoint(tmp_path / "a", b"these")
 
     def fail(fd: int) -> None:
@@ -216,7 +218,7 @@ def test_what_can_not_be_gone_durably_stays(tmp_path: Path, monkeypatch: pytest.
 
 
 def _swapping(path: Path, other: Path, monkeypatch: pytest.MonkeyPatch, *, back: bool) -> None:
-    """Let somebody put another directory in place of a checkpoint, right before it is renamed."""
+    """Put another directory in place of the checkpoint right before `delete` renames it."""
     real = deleting.rename_noreplace
 
     def rename(source: str, target: str) -> None:
@@ -230,7 +232,7 @@ def _swapping(path: Path, other: Path, monkeypatch: pytest.MonkeyPatch, *, back:
     monkeypatch.setattr(deleting, "rename_noreplace", rename)
 
 
-def test_what_has_taken_its_place_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_swapped_in_before_the_rename_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = checkpoint(tmp_path / "a", b"these"), tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
@@ -242,7 +244,7 @@ def test_what_has_taken_its_place_is_not_deleted(tmp_path: Path, monkeypatch: py
     assert sorted(os.listdir(tmp_path)) == ["a", "moved"]
 
 
-def test_what_has_taken_its_place_before_it_was_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_swapped_in_before_the_lock_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other, real = checkpoint(tmp_path / "a", b"these"), tmp_path / "other", deleting.hold
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
@@ -258,7 +260,7 @@ def test_what_has_taken_its_place_before_it_was_held(tmp_path: Path, monkeypatch
     assert (path / "thesis.tex").read_text() == "mine"
 
 
-def test_what_has_taken_its_place_and_can_not_go_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_swapped_in_that_cannot_be_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, other = checkpoint(tmp_path / "a", b"these"), tmp_path / "other"
     other.mkdir()
     (other / "thesis.tex").write_text("mine")
@@ -271,7 +273,7 @@ def test_what_has_taken_its_place_and_can_not_go_back(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.ENOENT], ids=errno.errorcode.get)
-def test_a_rename_that_is_done_though_its_answer_is_an_error(
+def test_rename_that_succeeds_but_reports_an_error(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, real = checkpoint(tmp_path / "a"), deleting.rename_noreplace
@@ -285,13 +287,13 @@ def test_a_rename_that_is_done_though_its_answer_is_an_error(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_left_of_it_is_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_removed_keep_their_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(tmp_path / "a")
     hidden = hidden_beside(path)
     real, noted = os.unlink, []
 
     def refuse(where: str, *args, **kwargs) -> None:
-        if where == ".metadata":  # which is the last
+        if where == ".metadata":  # removed last
             raise PermissionError(errno.EACCES, "Permission denied", where)
         real(where, *args, **kwargs)
 
@@ -301,12 +303,12 @@ def test_what_is_left_of_it_is_recognised(tmp_path: Path, monkeypatch: pytest.Mo
             delete(str(path), hidden, True, lambda *rest: noted.append(rest))
     assert noted == [(hidden, commit.identity(hidden))]
     assert not path.exists()
-    assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], False), "this process lives"
+    assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], False), "its owner, this process, is alive"
     assert os.listdir(hidden) == [".metadata"]
     shutil.rmtree(hidden)
 
 
-def test_a_directory_that_can_not_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delete_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(tmp_path / "a")
 
     def refuse(source: str, target: str) -> None:
@@ -320,7 +322,7 @@ def test_a_directory_that_can_not_be_changed(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.asyncio
-async def test_a_save_that_replaces_what_is_deleted_meanwhile(
+async def test_checkpoint_deleted_while_a_save_replaces_it(
     workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path / "a")

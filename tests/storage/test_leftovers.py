@@ -1,4 +1,4 @@
-"""What killed processes have left is removed, and never what anybody still works at."""
+"""Leftovers of killed processes are removed; a directory that a live process uses is not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from aiockpt.storage.wrapper import WrapperStorage
 HERE = this_process()
 pytestmark = pytest.mark.skipif(HERE is None, reason="this system doesn't tell processes apart")
 
-ANCIENT = 1_000_000_000.0  # long before any machine that this runs on was started
+ANCIENT = 1_000_000_000.0  # long before the boot of any machine that runs this
 HOLD_AND_WAIT = """
 import sys
 from aiockpt.storage.local.temp_dir import hold
@@ -58,7 +58,7 @@ async def main(path):
     transaction = await LocalStorage().begin(path, overwrite=True, workers=workers)
     sink = await transaction.create("__0_0.distcp", 4096)
     await sink.write(memoryview(bytes(4096)))
-    await transaction.put_sidecar("part-0", b"word")
+    await transaction.put_sidecar("part-0", b"sidecar")
     print(transaction.ticket, flush=True)
     sys.stdin.read()
 
@@ -75,7 +75,7 @@ def workers():
 
 @pytest.fixture(scope="module")
 def dead() -> Owner:
-    """A process of this kernel and namespace that is gone."""
+    """A process of this kernel and PID namespace that has exited."""
     with subprocess.Popen(["true"]) as process:
         owner = replace(HERE, pid=process.pid, start=HERE.start + 1)
     assert not is_running(owner)
@@ -84,7 +84,7 @@ def dead() -> Owner:
 
 @pytest.fixture(scope="module")
 def living():
-    """One that is not."""
+    """A running process."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield replace(HERE, pid=process.pid, start=_start_ticks(process.pid))
         process.kill()
@@ -95,12 +95,12 @@ def started(code: str, path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def name_of(owner: Owner | str, number: int = 1, word: str = "") -> str:
-    return f".aiockpt-{owner}.{number:016x}{word}"
+def name_of(owner: Owner | str, number: int = 1, suffix: str = "") -> str:
+    return f".aiockpt-{owner}.{number:016x}{suffix}"
 
 
 def leave(path: Path, *, changed_s: float | None = None, names: tuple[str, ...] = ("__0_0.distcp",)) -> Path:
-    """Make what a save that was killed leaves."""
+    """Create the leftovers of a killed save."""
     path.mkdir()
     for name in names:
         (path / name).write_bytes(os.urandom(100))
@@ -121,7 +121,7 @@ async def save(storage: LocalStorage, path: Path, workers: Workers, data: bytes 
 # --- names --------------------------------------------------------------------------------------------
 
 
-def test_names_tell_who_made_them(tmp_path: Path) -> None:
+def test_name_contains_its_owner(tmp_path: Path) -> None:
     ticket = new_ticket()
     (tmp_path / f"{ticket}-part-123456-swept").touch()
     found = read_ticket(f"{ticket}-part-123456")
@@ -131,7 +131,7 @@ def test_names_tell_who_made_them(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path)
 
 
-def test_processes_that_were_started_here_have_names_of_their_own() -> None:
+def test_child_process_is_an_owner_of_its_own() -> None:
     code = "from aiockpt.storage.local.temp_dir import this_process; print(this_process())"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         there = process.communicate()[0].strip()
@@ -151,10 +151,10 @@ def test_processes_that_were_started_here_have_names_of_their_own() -> None:
         (None, temp_dir._FIRST_SPACE, False),
     ],
 )
-def test_machines_that_can_be_told_from_others(
+def test_machine_is_known_by_its_id_outside_containers_only(
     number: str | None, space: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers may share number and host name with those on other machines."""
+    """Containers on different machines may share a machine id and a host name."""
 
     def contents(_path: str) -> str:
         if number is None:
@@ -183,7 +183,7 @@ def test_machines_that_can_be_told_from_others(
         ".aiockpt-dcpx",
     ],
 )
-def test_other_names_are_none(name: str) -> None:
+def test_foreign_names_are_no_tickets(name: str) -> None:
     assert read_ticket(name) is None
 
 
@@ -194,7 +194,7 @@ def test_names_without_an_owner(name: str) -> None:
     assert read_ticket(name).owner is None
 
 
-# --- judgement ----------------------------------------------------------------------------------------
+# --- classification -----------------------------------------------------------------------------------
 
 NOW, BOOTED = 1_000_000.0, 900_000.0
 OTHER_SPACE, OTHER_BOOT, OTHER_HOST = {"space": "a" * 10}, {"boot": "b" * 10}, {"machine": "c" * 10}
@@ -219,54 +219,54 @@ OTHER_SPACE, OTHER_BOOT, OTHER_HOST = {"space": "a" * 10}, {"boot": "b" * 10}, {
         (None, NOW - 101, 100.0, "old"),
     ],
 )
-def test_judgement(changes: dict[str, str] | None, changed_s: float, older_than_s: float | None, verdict: str) -> None:
+def test_classify(changes: dict[str, str] | None, changed_s: float, older_than_s: float | None, verdict: str) -> None:
     owner = None if changes is None else replace(HERE, **changes)
     assert classify(owner, changed_s, HostFacts(HERE, NOW, BOOTED, older_than_s)) == verdict
 
 
-def test_who_does_not_know_himself_judges_by_age_alone() -> None:
+def test_process_without_identity_classifies_by_age_alone() -> None:
     assert classify(HERE, 0.0, HostFacts(None, NOW, BOOTED)) == "unknown"
     assert classify(HERE, 0.0, HostFacts(None, NOW, None, 10.0)) == "old"
 
 
-def test_a_machine_that_was_started_a_moment_ago_waits() -> None:
-    """Its clock may have been wrong until now."""
+def test_recently_booted_machine_does_not_trust_its_clock() -> None:
+    """The clock may have been wrong until a moment ago."""
     owner = replace(HERE, boot="b" * 10, space="a" * 10)
     assert classify(owner, NOW - 30, HostFacts(HERE, NOW, NOW - 10)) == "unknown"
 
 
-# --- what is removed ----------------------------------------------------------------------------------
+# --- removal ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio
-async def test_the_next_run_removes_what_the_dead_have_left(dead, living, workers, tmp_path: Path) -> None:
+async def test_next_save_removes_leftovers_of_dead_processes(dead, living, workers, tmp_path: Path) -> None:
     gone = [
         leave(tmp_path / name_of(dead, 1)),
         leave(tmp_path / name_of(dead, 2, "-swept"), names=()),
-        leave(tmp_path / name_of(replace(living, start=living.start - 1), 3)),  # its number was given again
+        leave(tmp_path / name_of(replace(living, start=living.start - 1), 3)),  # the PID was reused
         leave(
             tmp_path / name_of(replace(HERE, boot="b" * 10, space="a" * 10), 5), changed_s=ANCIENT
         ),  # before a reboot
         leave(tmp_path / name_of(dead, 6), names=("model.safetensors", ".aiockpt.json")),
-        leave(tmp_path / name_of(dead, 7), names=(".metadata", "__0_0.distcp")),  # a checkpoint that was replaced
+        leave(tmp_path / name_of(dead, 7), names=(".metadata", "__0_0.distcp")),  # a replaced checkpoint
     ]
     gone.append(leave(tmp_path / name_of(dead, 8), names=("__0_0.distcp", ".nfs0000000000c0ffee00000001")))
     (leave(tmp_path / name_of(dead, 10), names=()) / "probe").mkdir()
     gone.append(tmp_path / name_of(dead, 10))
-    for word in (name_of(dead, 1, "-part-0"), name_of(dead, 9, "-part-12")):
-        (tmp_path / word).write_text("word")
-        gone.append(tmp_path / word)
+    for sidecar in (name_of(dead, 1, "-part-0"), name_of(dead, 9, "-part-12")):
+        (tmp_path / sidecar).write_text("sidecar")
+        gone.append(tmp_path / sidecar)
     stay = [
         leave(tmp_path / name_of(living, 1)),
         leave(tmp_path / name_of(HERE, 2)),
-        leave(tmp_path / name_of(replace(HERE, space="a" * 10), 3), changed_s=ANCIENT),  # a container may be at it
+        leave(tmp_path / name_of(replace(HERE, space="a" * 10), 3), changed_s=ANCIENT),  # a container may be using it
         leave(tmp_path / name_of(replace(HERE, boot="b" * 10, space="a" * 10), 4)),  # maybe another machine
         leave(tmp_path / name_of(replace(HERE, machine="c" * 10, boot="b" * 10, space="a" * 10), 5), changed_s=ANCIENT),
         leave(tmp_path / ".aiockpt-x.12.0123456789abcdef", changed_s=ANCIENT),
         leave(tmp_path / ".hidden"),
         leave(tmp_path / "step 7"),
     ]
-    (tmp_path / name_of(living, 1, "-part-0")).write_text("word")
+    (tmp_path / name_of(living, 1, "-part-0")).write_text("sidecar")
     stay.append(tmp_path / name_of(living, 1, "-part-0"))
     await save(LocalStorage(), tmp_path / "c", workers)
     assert sorted(tmp_path.iterdir()) == sorted([*stay, tmp_path / "c"])
@@ -276,7 +276,7 @@ async def test_the_next_run_removes_what_the_dead_have_left(dead, living, worker
 
 
 @pytest.mark.asyncio
-async def test_nobody_looks_twice_unless_there_is_a_reason(dead, workers, tmp_path: Path) -> None:
+async def test_directory_is_scanned_again_only_for_a_reason(dead, workers, tmp_path: Path) -> None:
     storage = LocalStorage()
     await save(storage, tmp_path / "a", workers)
     left = leave(tmp_path / name_of(dead))
@@ -297,8 +297,8 @@ async def test_nobody_looks_twice_unless_there_is_a_reason(dead, workers, tmp_pa
 
 
 @pytest.mark.asyncio
-async def test_a_process_that_is_killed(workers, tmp_path: Path) -> None:
-    """For real: while it lives nobody touches what it has, then the next save does."""
+async def test_leftovers_of_a_killed_process(workers, tmp_path: Path) -> None:
+    """The files of a real process stay while it runs; after its death, the next save removes them."""
     with started(SAVE_AND_WAIT, tmp_path / "c") as process:
         hidden = tmp_path / process.stdout.readline().strip()
         await save(LocalStorage(), tmp_path / "a", workers)
@@ -312,25 +312,25 @@ async def test_a_process_that_is_killed(workers, tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_held_by_others_stays(dead, workers, tmp_path: Path) -> None:
-    """The writer process of a dead trainer goes on with what the trainer has begun."""
+async def test_directory_locked_by_another_process_stays(dead, workers, tmp_path: Path) -> None:
+    """A writer process continues the save of its dead trainer, so it holds a lock on the trainer's directory."""
     hidden = leave(tmp_path / name_of(dead))
-    word = tmp_path / name_of(dead, 1, "-part-0")
-    word.write_text("word")
+    sidecar = tmp_path / name_of(dead, 1, "-part-0")
+    sidecar.write_text("sidecar")
     storage = LocalStorage()
     with started(HOLD_AND_WAIT, hidden) as process:
         process.stdout.readline()
         await save(storage, tmp_path / "a", workers)
         assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], True)
         assert hidden.exists()
-        assert word.exists()
+        assert sidecar.exists()
         process.kill()
-    await save(storage, tmp_path / "b", workers)  # it looks again, for there was something to come
+    await save(storage, tmp_path / "b", workers)  # scanned again, because a locked leftover was found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
 @pytest.mark.asyncio
-async def test_who_takes_part_holds_it(workers, tmp_path: Path) -> None:
+async def test_each_participant_holds_the_lock(workers, tmp_path: Path) -> None:
     storage, path = LocalStorage(), tmp_path / "c"
 
     def is_free(where: Path) -> bool:
@@ -363,7 +363,7 @@ async def test_who_takes_part_holds_it(workers, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_child_that_was_forked_does_not_let_go(tmp_path: Path) -> None:
+def test_forked_child_does_not_release_the_lock(tmp_path: Path) -> None:
     held = hold(str(tmp_path))
     child = os.fork()
     if child == 0:
@@ -379,8 +379,8 @@ def test_a_child_that_was_forked_does_not_let_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_letting_go_counts_for_children_that_were_forked(tmp_path: Path) -> None:
-    """They share the lock, and may live long."""
+def test_release_also_releases_the_lock_of_forked_children(tmp_path: Path) -> None:
+    """Children share the open file description, hence the flock, and may outlive the parent."""
     held = hold(str(tmp_path))
     mine, theirs = os.pipe()
     child = os.fork()
@@ -398,7 +398,7 @@ def test_letting_go_counts_for_children_that_were_forked(tmp_path: Path) -> None
 
 
 @pytest.mark.asyncio
-async def test_who_comes_while_it_is_removed_finds_it_gone(workers, tmp_path: Path) -> None:
+async def test_join_during_removal_fails(workers, tmp_path: Path) -> None:
     hidden = leave(tmp_path / name_of(HERE))
     fd = os.open(hidden, os.O_RDONLY)
     assert lock(fd, fcntl.LOCK_EX) == "held"
@@ -408,7 +408,7 @@ async def test_who_comes_while_it_is_removed_finds_it_gone(workers, tmp_path: Pa
     shutil.rmtree(hidden)
 
 
-def test_nothing_is_removed_before_what_replaced_it_is_durable(
+def test_replaced_directory_is_removed_after_a_sync_of_its_parent(
     dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = [leave(tmp_path / name_of(dead, number), names=(".metadata", "__0_0.distcp")) for number in (1, 2)]
@@ -436,7 +436,7 @@ def test_nothing_is_removed_before_what_replaced_it_is_durable(
     assert calls[3:] == ["rename to swept"]
 
 
-def test_a_file_is_not_removed_before_what_replaced_it_is_durable(dead, tmp_path: Path, monkeypatch) -> None:
+def test_replaced_file_is_removed_after_a_sync_of_its_parent(dead, tmp_path: Path, monkeypatch) -> None:
     left = tmp_path / name_of(dead, 1, REPLACED)
     left.write_bytes(b"old")
     calls: list[str] = []
@@ -447,7 +447,7 @@ def test_a_file_is_not_removed_before_what_replaced_it_is_durable(dead, tmp_path
     assert calls == [str(tmp_path), left.name]
 
 
-def test_without_locks_only_time_is_a_proof(dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flock_leftovers_are_judged_by_time(dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(fd: int, kind: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -455,19 +455,19 @@ def test_without_locks_only_time_is_a_proof(dead, tmp_path: Path, monkeypatch: p
     hold(str(tmp_path)).release()
     stays = leave(tmp_path / name_of(dead, 1))
     rebooted = leave(tmp_path / name_of(replace(HERE, boot="b" * 10, space="a" * 10), 2), changed_s=ANCIENT)
-    word = tmp_path / name_of(dead, 1, "-part-0")
-    word.write_text("word")
+    sidecar = tmp_path / name_of(dead, 1, "-part-0")
+    sidecar.write_text("sidecar")
     assert clean(str(tmp_path), fsync=True) == ([str(rebooted)], False)
-    assert sorted(tmp_path.iterdir()) == [stays, word]
+    assert sorted(tmp_path.iterdir()) == [stays, sidecar]
     old = leave(tmp_path / name_of(dead, 3), changed_s=orphans.time.time() - 5000)
     assert clean(str(tmp_path), fsync=True, older_than_s=4000.0) == ([str(old)], False)
-    assert sorted(tmp_path.iterdir()) == [stays, word]
+    assert sorted(tmp_path.iterdir()) == [stays, sidecar]
     shutil.rmtree(stays)
-    word.unlink()
+    sidecar.unlink()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF, errno.ENOLCK])
-def test_file_systems_without_locks(
+def test_file_system_without_flock(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def unsupported(fd: int, kind: int) -> None:
@@ -482,7 +482,7 @@ def test_file_systems_without_locks(
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EINTR])
-def test_a_lock_that_fails_at_first(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flock_is_retried(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, failures = fcntl.flock, iter([OSError(number, os.strerror(number))] * 3)
 
     def flock(fd: int, kind: int) -> None:
@@ -499,8 +499,8 @@ def test_a_lock_that_fails_at_first(number: int, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EINTR])
-def test_a_lock_that_fails_is_none(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody may go on as if the file system had none, for others hold what they have there."""
+def test_failing_flock_raises(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing lock must not pass for a file system without locks: other processes may hold locks there."""
 
     def fail(fd: int, kind: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -511,7 +511,7 @@ def test_a_lock_that_fails_is_none(number: int, tmp_path: Path, monkeypatch: pyt
 
 
 def between_making_and_locking(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
-    """Have something happen right before a directory is locked for the first time."""
+    """Run an action right before the first shared lock of a directory."""
     real, actions = fcntl.flock, iter([action])
 
     def flock(fd: int, kind: int) -> None:
@@ -524,10 +524,10 @@ def between_making_and_locking(monkeypatch: pytest.MonkeyPatch, action: Callable
 
 
 @pytest.mark.asyncio
-async def test_what_a_writer_process_makes_for_a_dead_trainer_stays(
+async def test_directory_of_a_writer_process_for_a_dead_trainer_stays(
     dead, workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer has chosen the name, and whoever cleans up comes before the directory is locked."""
+    """The name's owner is the dead trainer, and `clean` runs before the writer process has locked the directory."""
     looks: list[tuple[list[str], list[str]]] = []
     hidden = tmp_path / name_of(dead)
     between_making_and_locking(
@@ -549,7 +549,7 @@ async def test_what_a_writer_process_makes_for_a_dead_trainer_stays(
 
 
 @pytest.mark.parametrize("done", [False, True])
-def test_giving_the_name_is_answered_with_an_error(
+def test_rename_of_a_new_directory_reports_an_error(
     done: bool, dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / name_of(dead))
@@ -573,7 +573,7 @@ def test_giving_the_name_is_answered_with_an_error(
 
 
 @pytest.mark.asyncio
-async def test_a_name_that_somebody_takes_to_clean_up_is_given_up(
+async def test_begin_takes_another_name_if_clean_has_locked_the_first(
     workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
@@ -591,8 +591,8 @@ async def test_a_name_that_somebody_takes_to_clean_up_is_given_up(
     await transaction.abort()
 
 
-def test_what_is_not_known_is_not_even_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its owner, in another container, may be about to."""
+def test_leftover_of_an_unknown_owner_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner, in another container, may be about to lock it."""
     left = leave(tmp_path / name_of(replace(HERE, space="a" * 10)))
     kinds: list[int] = []
     monkeypatch.setattr(fcntl, "flock", lambda _fd, kind: kinds.append(kind))
@@ -602,7 +602,7 @@ def test_what_is_not_known_is_not_even_locked(tmp_path: Path, monkeypatch: pytes
     assert kinds == [fcntl.LOCK_EX | fcntl.LOCK_NB]
 
 
-def test_two_that_clean_at_once(dead, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_concurrent_cleans(dead, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     left = {str(leave(tmp_path / name_of(dead, number))) for number in range(60)}
     removed: list[list[str]] = []
     start = threading.Barrier(3)
@@ -621,12 +621,12 @@ def test_two_that_clean_at_once(dead, tmp_path: Path, caplog: pytest.LogCaptureF
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_somebody_else_may_be_faster(
+def test_leftover_removed_by_another_process_meanwhile(
     dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = leave(tmp_path / name_of(dead))
-    word = tmp_path / name_of(dead, 1, "-part-0")
-    word.write_text("word")
+    sidecar = tmp_path / name_of(dead, 1, "-part-0")
+    sidecar.write_text("sidecar")
     real = os.rename
 
     def rename(source: str, target: str, **where: int) -> None:
@@ -634,19 +634,19 @@ def test_somebody_else_may_be_faster(
         real(source, target, **where)
 
     monkeypatch.setattr(orphans.os, "rename", rename)
-    assert clean(str(tmp_path), fsync=True) == ([str(word)], False)
+    assert clean(str(tmp_path), fsync=True) == ([str(sidecar)], False)
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-# --- what is never removed ----------------------------------------------------------------------------
+# --- files that are never removed ---------------------------------------------------------------------
 
 
 def test_planted_names_are_left_alone(dead, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What others have put there, or moved there, under a name that looks like a leftover of this user."""
+    """Files that another program has created under, or moved to, the name of a leftover are not removed."""
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "__0_0.distcp").write_text("mine")
-    link = tmp_path / name_of(dead, 1)  # as one that was replaced
+    link = tmp_path / name_of(dead, 1)  # a symlink that a save had replaced looks the same
     link.symlink_to(precious)
     (tmp_path / name_of(dead, 2, "-part-0")).symlink_to(precious / "__0_0.distcp")
     os.mkfifo(tmp_path / name_of(dead, 3))
@@ -672,22 +672,22 @@ def test_planted_names_are_left_alone(dead, tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to give files away")
-def test_what_belongs_to_others_is_left_alone(dead, tmp_path: Path) -> None:
+def test_leftovers_of_other_users_are_left_alone(dead, tmp_path: Path) -> None:
     left = leave(tmp_path / name_of(dead), changed_s=ANCIENT)
-    word = tmp_path / name_of(dead, 2, "-part-0")
-    word.touch()
+    sidecar = tmp_path / name_of(dead, 2, "-part-0")
+    sidecar.touch()
     os.chown(left, 12345, -1)
-    os.chown(word, 12345, -1)
+    os.chown(sidecar, 12345, -1)
     assert clean(str(tmp_path), fsync=True, older_than_s=0.0) == ([], False)
     os.chown(left, 0, -1)
     assert clean(str(tmp_path), fsync=True) == ([str(left)], False)
-    word.unlink()
+    sidecar.unlink()
 
 
-def test_a_directory_that_comes_to_the_name_at_the_last_moment(
+def test_directory_swapped_in_during_the_sweep_is_put_back(
     dead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer process takes back what it could not make durable: the names change places again."""
+    """A writer process that cannot make its commit durable exchanges the two names again."""
     old = leave(tmp_path / name_of(dead), names=(".metadata",))
     new = leave(tmp_path / "new", names=(".metadata", "__0_0.distcp"))
     real = os.rename
@@ -708,7 +708,7 @@ def test_a_directory_that_comes_to_the_name_at_the_last_moment(
 # --- on demand ----------------------------------------------------------------------------------------
 
 
-def test_others_are_removed_from_an_age_on(living, tmp_path: Path) -> None:
+def test_leftovers_of_unknown_owners_are_removed_by_age(living, tmp_path: Path) -> None:
     other = replace(HERE, machine="c" * 10, boot="b" * 10, space="a" * 10)
     changed_s = orphans.time.time() - 5000
     gone = [
@@ -724,7 +724,7 @@ def test_others_are_removed_from_an_age_on(living, tmp_path: Path) -> None:
         leave(tmp_path / name_of(living, 4), changed_s=changed_s),
         leave(tmp_path / name_of(other, 5), changed_s=changed_s),
     ]
-    os.utime(stay[1] / "__0_0.distcp")  # somebody writes to it
+    os.utime(stay[1] / "__0_0.distcp")  # recently written to
     held = hold(str(stay[3]))
     assert clean(str(tmp_path), fsync=True, older_than_s=5100.0)[0] == []
     assert clean(str(tmp_path), fsync=True, older_than_s=4000.0) == (sorted(map(str, gone)), True)
@@ -735,7 +735,7 @@ def test_others_are_removed_from_an_age_on(living, tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_storage_cleans_on_demand(dead, workers, tmp_path: Path) -> None:
+async def test_storage_cleans_on_demand(dead, workers, tmp_path: Path) -> None:
     storage = WrapperStorage(LocalStorage())
     left = leave(tmp_path / name_of(dead))
     assert await storage.clean(str(tmp_path), workers=workers) == [str(left)]
@@ -751,7 +751,7 @@ async def test_a_storage_cleans_on_demand(dead, workers, tmp_path: Path) -> None
 
 
 @pytest.mark.asyncio
-async def test_what_could_not_be_removed_is_removed_with_the_next_save(
+async def test_failed_removal_is_retried_by_the_next_save(
     workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = LocalStorage()
@@ -776,7 +776,7 @@ async def test_what_could_not_be_removed_is_removed_with_the_next_save(
 
 
 @pytest.mark.asyncio
-async def test_a_save_does_not_fail_because_of_leftovers(
+async def test_leftovers_that_cannot_be_removed_do_not_fail_a_save(
     dead, workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = leave(tmp_path / name_of(dead))

@@ -1,4 +1,4 @@
-"""Files: direct I/O and its refusals, durability, and what a transaction leaves."""
+"""Local files: direct I/O and its fallbacks, durability, and the leftovers of a transaction."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def workers():
     group.close()
 
 
-OLD = b"\2\0\0\0\0\0\0\0{}"  # a file of safetensors with nothing in it
+OLD = b"\2\0\0\0\0\0\0\0{}"  # an empty safetensors file
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ async def _write(
 
 @pytest.mark.parametrize("direct_io", [True, False])
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, (1 << 20) + 1, (3 << 20) - 5, 3 << 20])
-async def test_a_file_has_its_announced_size(direct_io: bool, nbytes: int, workers, data, tmp_path: Path) -> None:
+async def test_file_of_announced_size(direct_io: bool, nbytes: int, workers, data, tmp_path: Path) -> None:
     await _write(LocalStorage(direct_io=direct_io), tmp_path / "a" / "b" / "c", data.view, nbytes, workers)
     assert (tmp_path / "a" / "b" / "c" / "f").read_bytes() == bytes(data.view[:nbytes])
     assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["c"]
@@ -72,7 +72,7 @@ async def test_a_file_has_its_announced_size(direct_io: bool, nbytes: int, worke
 
 @pytest.mark.parametrize("direct_io", [True, False])
 @pytest.mark.parametrize("nbytes", [0, 5, 4096, (2 << 20) + 4096 + 17, 3 << 20])
-async def test_a_file_without_an_announced_size(direct_io: bool, nbytes: int, workers, data, tmp_path: Path) -> None:
+async def test_file_of_unknown_size(direct_io: bool, nbytes: int, workers, data, tmp_path: Path) -> None:
     storage = LocalStorage(direct_io=direct_io)
     transaction = await storage.begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     sink = await transaction.create("f", None)
@@ -83,7 +83,7 @@ async def test_a_file_without_an_announced_size(direct_io: bool, nbytes: int, wo
     assert (tmp_path / "c" / "f").read_bytes() == bytes(data.view[:nbytes])
 
 
-async def test_direct_io_is_used_where_it_can_be(workers, data, tmp_path: Path) -> None:
+async def test_direct_io_is_used_if_supported(workers, data, tmp_path: Path) -> None:
     transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     sink = await transaction.create("f", 2 << 20)
     flags = fcntl.fcntl(sink._file.fileno(), fcntl.F_GETFL)
@@ -102,7 +102,9 @@ async def test_direct_io_refused_at_open(workers, data, tmp_path: Path, monkeypa
 
     def refuse(path, flags, *args, **kwargs):
         if flags & os.O_DIRECT:
-            os.close(real(path, flags & ~os.O_DIRECT, *args, **kwargs))  # the file is created all the same
+            os.close(
+                real(path, flags & ~os.O_DIRECT, *args, **kwargs)
+            )  # the kernel creates the file before it refuses the flag
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, *args, **kwargs)
 
@@ -112,13 +114,13 @@ async def test_direct_io_refused_at_open(workers, data, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("nth", [1, 2])
-async def test_direct_io_refused_at_a_write(nth: int, workers, data, tmp_path: Path) -> None:
+async def test_direct_io_refused_at_write(nth: int, workers, data, tmp_path: Path) -> None:
     transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     sink = await transaction.create("f", (2 << 20) + 7)
     for number in range(3):
         start = number << 20
         end = min(start + (1 << 20), (2 << 20) + 4096)
-        # A buffer that is not aligned makes the kernel say EINVAL.
+        # For an unaligned buffer, the kernel returns EINVAL.
         view = memoryview(bytearray(end - start + 1))[1:] if number + 1 == nth else data.view[start:end]
         view[:] = data.view[start:end]
         await sink.write(view)
@@ -130,7 +132,7 @@ async def test_direct_io_refused_at_a_write(nth: int, workers, data, tmp_path: P
 
 async def test_short_writes_and_other_errors(workers, data, tmp_path: Path) -> None:
     class Short:
-        """A file that writes a little at a time, then fails."""
+        """A file with short writes that fails at last."""
 
         def __init__(self, inner, limit: int) -> None:
             self.inner, self.left, self.fileno, self.close = inner, limit, inner.fileno, inner.close
@@ -159,7 +161,7 @@ async def test_short_writes_and_other_errors(workers, data, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir()] == ["1000"]
 
 
-async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_order_of_syncs_and_rename(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     real_sync, real_rename = os.fsync, commit.rename_noreplace
 
@@ -184,7 +186,7 @@ async def test_everything_is_synced_in_order(workers, data, tmp_path: Path, monk
     assert calls == ["rename"]
 
 
-async def test_a_commit_that_can_not_be_made_durable_is_taken_back(
+async def test_commit_that_cannot_be_made_durable_is_undone(
     workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, times = commit.sync_fd, 1
@@ -204,12 +206,12 @@ async def test_a_commit_that_can_not_be_made_durable_is_taken_back(
     with pytest.raises(CommitError, match="was taken back, which can't be made durable either") as caught:
         await _write(LocalStorage(), tmp_path / "c", data.view, 5000, workers)
     assert isinstance(caught.value.__cause__, OSError)
-    (hidden,) = tmp_path.iterdir()  # after a loss of power it may be under its name: whole
+    (hidden,) = tmp_path.iterdir()  # after a power loss it may be under its final name, so it must be complete
     assert (hidden / "f").read_bytes() == bytes(data.view[:5000])
     remove(str(hidden), also=["f"])
 
 
-async def test_renaming_without_the_system_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_rename_noreplace_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_args) -> None:
         raise syscalls.UnsupportedError(errno.ENOSYS, "not here")
 
@@ -224,7 +226,7 @@ async def test_renaming_without_the_system_call(tmp_path: Path, monkeypatch: pyt
 
 @pytest.fixture
 def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renames as on file systems that know no flags."""
+    """File systems that support no flags of renameat2."""
 
     def unsupported(*_args) -> None:
         raise syscalls.UnsupportedError(errno.EINVAL, "Invalid argument")
@@ -232,8 +234,8 @@ def old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(syscalls, "_call", unsupported)
 
 
-async def test_interrupted_renames_are_told_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second exchange would undo the first; reserving space twice does no harm."""
+async def test_interrupted_rename_is_reported_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second exchange would undo the first. A second fallocate does no harm."""
     calls: list[str] = []
 
     class Interrupted:
@@ -256,10 +258,10 @@ async def test_interrupted_renames_are_told_and_not_repeated(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("undone", [False, True])
-async def test_a_file_that_keeps_its_old_name_as_well(
+async def test_failing_unlink_after_a_link(
     undone: bool, workers, data, tmp_path: Path, old_kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is published all the same, unless that is not durable: then neither name is left."""
+    """The file is published all the same; if that cannot be made durable, both names are removed."""
     path, real_unlink, real_sync = tmp_path / "m.safetensors", os.unlink, commit.sync_fd
     refusals = []
 
@@ -288,7 +290,7 @@ async def test_a_file_that_keeps_its_old_name_as_well(
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK], ids=errno.errorcode.get)
-async def test_a_file_system_without_hard_links(
+async def test_file_system_without_hard_links(
     number: int, workers, data, tmp_path: Path, old_kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def link(*_args, **_kwargs) -> None:
@@ -304,10 +306,10 @@ async def test_a_file_system_without_hard_links(
     assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "other"]
 
 
-async def test_without_a_free_descriptor_nothing_is_published(
+async def test_commit_without_a_free_descriptor_changes_nothing(
     workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parent is opened before the name is given; so a save that can't sync it changes nothing."""
+    """The parent is opened before the rename, so a save that cannot sync the parent changes nothing."""
     real, renamed = os.open, []
 
     def full(path, flags, *args, **kwargs):
@@ -323,7 +325,7 @@ async def test_without_a_free_descriptor_nothing_is_published(
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_what_was_replaced_and_can_not_be_removed_is_tried_again(
+async def test_removal_of_a_replaced_checkpoint_is_retried(
     workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, storage = tmp_path / "c", LocalStorage()
@@ -339,7 +341,7 @@ async def test_what_was_replaced_and_can_not_be_removed_is_tried_again(
         raise OSError(errno.EBUSY, "Device or resource busy", where)
 
     for _ in range(2):
-        await save("first")  # the second time the file system is asked what it can do, by directories
+        await save("first")  # the second save probes the file system, with directories
     with monkeypatch.context() as patch:
         patch.setattr(os, "rmdir", busy)
         await save("second")
@@ -351,7 +353,7 @@ async def test_what_was_replaced_and_can_not_be_removed_is_tried_again(
 
 
 @pytest.mark.parametrize("kind", ["own work", "another checkpoint"])
-async def test_what_comes_to_the_path_at_the_last_moment_is_looked_at(
+async def test_directory_swapped_in_before_the_exchange_is_checked(
     kind: str, workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, other, real = tmp_path / "c", tmp_path / "other", commit.rename_exchange
@@ -375,14 +377,14 @@ async def test_what_comes_to_the_path_at_the_last_moment_is_looked_at(
     else:
         await transaction.commit()
         assert list(path.iterdir()) == []
-        (hidden,) = tmp_path.glob(".aiockpt-*")  # it was not looked at before, so it is not removed
+        (hidden,) = tmp_path.glob(".aiockpt-*")  # not the checkpoint that was checked, so it is not removed
         assert (hidden / ".metadata").read_text() == "other"
         remove(str(hidden))
     assert (tmp_path / "moved" / ".metadata").read_text() == "c"
     assert sorted(os.listdir(tmp_path)) == ["c", "moved"]
 
 
-async def test_a_rename_that_has_happened_in_spite_of_its_error_is_made_durable(
+async def test_rename_that_succeeds_but_reports_an_error_is_made_durable(
     workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real_rename, real_sync = commit.rename_noreplace, commit.sync_fd
@@ -405,7 +407,7 @@ async def test_a_rename_that_has_happened_in_spite_of_its_error_is_made_durable(
     assert os.listdir(tmp_path) == ["c"]
 
 
-async def test_what_is_no_checkpoint_is_not_moved_even_for_a_moment(workers, tmp_path: Path, monkeypatch) -> None:
+async def test_directory_that_is_no_checkpoint_is_never_moved(workers, tmp_path: Path, monkeypatch) -> None:
     path, moved = tmp_path / "c", []
     monkeypatch.setattr(commit, "rename_exchange", lambda *names: moved.append(names))
     monkeypatch.setattr(commit, "replace_in_steps", lambda *names: moved.append(names))
@@ -420,7 +422,7 @@ async def test_what_is_no_checkpoint_is_not_moved_even_for_a_moment(workers, tmp
 
 
 @pytest.mark.skipif(not os.path.isdir("/sys/kernel"), reason="there is no sysfs")
-async def test_directories_that_nobody_has_made_are_not_synced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_parents_of_created_directories_are_synced(monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(commit, "sync_directory", synced.append)
     commit.make_parents("/sys/checkpoint", True)  # a mount point
@@ -430,8 +432,8 @@ async def test_directories_that_nobody_has_made_are_not_synced(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO])
-async def test_directories_that_can_not_be_synced(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If they were found, that is; those that were made must be durable, and an error of the disk always counts."""
+async def test_failing_sync_of_parents(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignored for directories that existed, unless the disk reports EIO; created ones must be durable."""
 
     def refuse(_fd: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -446,7 +448,7 @@ async def test_directories_that_can_not_be_synced(number: int, tmp_path: Path, m
         commit.make_parents(str(tmp_path / "new" / "c"), True)
 
 
-async def test_new_files_obey_the_umask(workers, data, tmp_path: Path) -> None:
+async def test_new_files_follow_the_umask(workers, data, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         await _write(LocalStorage(), tmp_path / "c", data.view, 2 << 20, workers)
@@ -456,7 +458,7 @@ async def test_new_files_obey_the_umask(workers, data, tmp_path: Path) -> None:
     assert (tmp_path / "c" / "f").stat().st_mode & 0o777 == 0o640
 
 
-async def test_a_path_taken_meanwhile(workers, tmp_path: Path) -> None:
+async def test_path_taken_during_the_save(workers, tmp_path: Path) -> None:
     transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     (tmp_path / "c").write_text("mine")
     with pytest.raises(CheckpointExistsError, match="has appeared"):
@@ -477,7 +479,7 @@ async def _write_single(storage: LocalStorage, path: Path, data: memoryview, wor
         raise
 
 
-async def test_what_is_moved_into_a_directory_is_durable_before_the_file_that_counts(
+async def test_move_in_syncs_the_directory_before_the_metadata_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
@@ -503,7 +505,7 @@ async def test_what_is_moved_into_a_directory_is_durable_before_the_file_that_co
     assert [os.path.basename(path) for path in moved] == ["__0_0.distcp", "__0_1.distcp", ".metadata"]
 
 
-async def test_a_checkpoint_that_is_one_file(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_single_file_checkpoint(workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     real_sync, real_rename = os.fsync, commit.rename_noreplace
 
@@ -533,7 +535,7 @@ async def test_a_checkpoint_that_is_one_file(workers, data, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("before", ["nothing", "a file", "a directory"])
-async def test_a_file_that_can_not_be_made_durable_is_taken_back(
+async def test_single_file_commit_that_cannot_be_made_durable_is_undone(
     before: str, workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "m.safetensors"
@@ -562,7 +564,7 @@ async def test_a_file_that_can_not_be_made_durable_is_taken_back(
         assert (path if before == "a file" else path / ".metadata").read_bytes() == OLD
 
 
-async def test_a_file_is_replaced_without_exchange(
+async def test_single_file_is_replaced_without_exchange(
     workers, data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*_args) -> None:
@@ -593,7 +595,7 @@ async def test_a_file_is_replaced_without_exchange(
 @pytest.mark.parametrize(
     "names", [["x.txt"], [".aiockpt.json"], ["a.safetensors", "config.json"], [".hidden"], [".metadata", "x"]]
 )
-async def test_other_directories_are_not_overwritten(names: list[str], tmp_path: Path) -> None:
+async def test_directories_with_foreign_files_are_not_overwritten(names: list[str], tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     for name in names:
         (tmp_path / "c" / name).write_text("mine")
@@ -612,10 +614,10 @@ async def test_checkpoints_and_empty_directories_may_be_overwritten(names: list[
 
 
 @pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "buffered"])
-async def test_several_processes_write_their_parts_of_one_file(
+async def test_participants_write_their_parts_of_one_file(
     direct_io: bool, data: MappedMemory, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts that meet within a block, at offsets of any alignment; some of them past the page cache."""
+    """Parts may meet inside a block, at offsets of any alignment. Some are written with direct I/O."""
     storage, draw = LocalStorage(direct_io=direct_io), random.Random(3)
     cuts = sorted({0, 7 << 20, 1 << 20, (3 << 20) + 4096, *(draw.randrange(1 << 20) for _ in range(30))})
     spans = list(itertools.pairwise(cuts))
@@ -641,7 +643,9 @@ async def test_several_processes_write_their_parts_of_one_file(
     assert await others[0].sizes() == {"model.safetensors": len(expected)}
     sinks = [await each.open_part("model.safetensors") for each in (begun, *others)]
     for number, (start, stop) in enumerate(spans):
-        is_aligned = stop - start > 1 << 20 or number % 2  # memory and file to each other
+        is_aligned = (
+            stop - start > 1 << 20 or number % 2
+        )  # the offset in memory is congruent to the one in the file, modulo 4096
         at = start % 4096 if is_aligned else number
         nbytes = min(stop - start, len(data.view) - at)
         half = nbytes // 2
@@ -650,7 +654,7 @@ async def test_several_processes_write_their_parts_of_one_file(
         expected[start : start + nbytes] = data.view[at : at + nbytes]
     for each in sinks:
         await each.finish()
-    assert synced == ["model.safetensors"] * 3  # each has written bytes of its own
+    assert synced == ["model.safetensors"] * 3  # each participant syncs, because each has written
     for other in others:
         await other.commit()
         await other.release()

@@ -1,4 +1,4 @@
-"""Reading local files: from the page cache, past it, and through buffers."""
+"""Reading local files: from the page cache, with direct I/O, and through buffers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _preadv = os.preadv
 
 
 @pytest.fixture(
-    params=["cached", "cold", "half cached", "no direct I/O", "no way to know", "probed", "refused", "no NOWAIT"]
+    params=["cached", "cold", "half cached", "no direct I/O", "residency unknown", "probed", "refused", "no NOWAIT"]
 )
 def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "f"
@@ -57,7 +57,7 @@ def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
     with opened._file("f") as file:
         if request.param == "probed":
             file.tells_cached = False
-        if request.param == "no way to know":
+        if request.param == "residency unknown":
             file._is_cached = lambda offset, nbytes: True
     if request.param == "no NOWAIT":
         monkeypatch.setattr(os, "preadv", _refuse_flags)
@@ -77,7 +77,7 @@ def source(request, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("shift", [0, 1, 64, 512, 4000])
-def test_any_range_to_any_address(source: LocalSource, data: bytes, shift: int) -> None:
+def test_read_any_range_to_any_address(source: LocalSource, data: bytes, shift: int) -> None:
     assert source.files == {"f": SIZE}
     memory = mmap.mmap(-1, SIZE + 8192)
     view = memoryview(memory)
@@ -110,7 +110,7 @@ def test_any_range_to_any_address(source: LocalSource, data: bytes, shift: int) 
     view.release()
 
 
-def test_runs(source: LocalSource, data: bytes) -> None:
+def test_read_runs(source: LocalSource, data: bytes) -> None:
     runs = [(at, 1 + at % 700) for at in range(0, SIZE - 800, 49_999)] + [(100, 400_000), (SIZE - 1, 1)]
     buffer = bytearray(sum(length for _, length in runs))
     source.read_runs("f", runs, memoryview(buffer))
@@ -119,7 +119,7 @@ def test_runs(source: LocalSource, data: bytes) -> None:
 
 @pytest.fixture
 def cold(tmp_path: Path, data: bytes) -> Iterator[int]:
-    """A descriptor of the file ``f``, of which nothing is in the page cache."""
+    """A descriptor of the file ``f``, with none of its pages in the page cache."""
     path = tmp_path / "f"
     path.write_bytes(data)
     fd = os.open(path, os.O_RDWR)
@@ -136,9 +136,7 @@ def cold(tmp_path: Path, data: bytes) -> Iterator[int]:
 
 
 @pytest.mark.usefixtures("cold")
-def test_direct_reads_are_whole_blocks_of_a_huge_page(
-    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_reads_fill_whole_huge_pages(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(str(tmp_path), direct_io=True)
     calls: list[tuple[int, int]] = []
 
@@ -157,16 +155,16 @@ def test_direct_reads_are_whole_blocks_of_a_huge_page(
     assert {nbytes for _, nbytes in calls[:-1]} == {2 << 20}
 
 
-def test_nothing_is_read_twice(tmp_path: Path, cold: int) -> None:
-    """What is read past the page cache does not come into it as well."""
+def test_direct_reads_do_not_fill_the_page_cache(tmp_path: Path, cold: int) -> None:
+    """A range that is read with direct I/O is not read into the page cache too."""
     source = open_source(str(tmp_path), direct_io=True)
-    source.read_bytes("f", 0, 2048)  # as the framing of an item is read before the item
+    source.read_bytes("f", 0, 2048)  # the framing of an item, which is read before the item
     source.read("f", 0, memoryview(bytearray(10 << 20)))
     source.close()
     assert cached_pages(cold, 0, SIZE) <= 2
 
 
-def test_memory_of_direct_reads_ends_with_the_checkpointer(
+def test_checkpointer_frees_the_memory_of_direct_reads(
     tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"x": torch.frombuffer(bytearray(data), dtype=torch.uint8)}, tmp_path / "x.pt")
@@ -190,7 +188,7 @@ def test_memory_of_direct_reads_ends_with_the_checkpointer(
     assert not [ref for ref in used if ref() is not None]
 
 
-def test_the_end_of_the_file(source: LocalSource) -> None:
+def test_read_past_the_end_of_the_file(source: LocalSource) -> None:
     for offset, nbytes in ((SIZE - 10, 11), (SIZE, 1), (SIZE + 5000, 400_000), (0, SIZE + 1)):
         with pytest.raises(aiockpt.CorruptCheckpointError, match=r"f ends at byte \d+, \d+ bytes too early"):
             source.read("f", offset, memoryview(bytearray(nbytes)))
@@ -198,7 +196,7 @@ def test_the_end_of_the_file(source: LocalSource) -> None:
         source.read_runs("f", [(0, 5), (SIZE - 1, 2)], memoryview(bytearray(7)))
 
 
-def test_maps_are_copies_on_write(source: LocalSource, data: bytes, tmp_path: Path) -> None:
+def test_maps_are_copy_on_write(source: LocalSource, data: bytes, tmp_path: Path) -> None:
     mapped = source.map("f")
     assert mapped[5_000_000:5_000_100] == data[5_000_000:5_000_100]
     mapped[0] = data[0] ^ 1
@@ -206,7 +204,7 @@ def test_maps_are_copies_on_write(source: LocalSource, data: bytes, tmp_path: Pa
     mapped.close()
 
 
-def test_links_of_the_hub_cache_are_followed_and_no_others(tmp_path: Path) -> None:
+def test_only_symlinks_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     home = tmp_path / "models--x" / "snapshots" / "abc"
     home.mkdir(parents=True)
     (tmp_path / "models--x" / "blobs").mkdir()
@@ -223,7 +221,7 @@ def test_links_of_the_hub_cache_are_followed_and_no_others(tmp_path: Path) -> No
     source.close()
 
 
-def test_one_file_may_be_a_link(tmp_path: Path) -> None:
+def test_checkpoint_file_may_be_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "f").write_bytes(b"hello")
     (tmp_path / "link").symlink_to("real/f")
@@ -236,7 +234,7 @@ def test_one_file_may_be_a_link(tmp_path: Path) -> None:
     source.close()
 
 
-def test_who_reads_while_it_is_closed_reads_the_right_file(tmp_path: Path, data: bytes) -> None:
+def test_close_during_a_read(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "f").write_bytes(data)
     source = open_source(str(tmp_path), direct_io=True)
     before = len(os.listdir("/proc/self/fd"))
@@ -247,7 +245,7 @@ def test_who_reads_while_it_is_closed_reads_the_right_file(tmp_path: Path, data:
         if not parts:
             source.close()
             (tmp_path / "other").write_bytes(b"x")
-            with open(tmp_path / "other", "rb"):  # takes a number that was closed too early
+            with open(tmp_path / "other", "rb"):  # would reuse the descriptor's number, had it been closed too early
                 pass
         parts.append(len(part))
 
@@ -259,7 +257,7 @@ def test_who_reads_while_it_is_closed_reads_the_right_file(tmp_path: Path, data:
         source.read("f", 0, memoryview(buffer))
 
 
-def test_what_is_open_stays_what_it_was(tmp_path: Path) -> None:
+def test_open_source_keeps_its_files(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "f").write_bytes(b"old")
     (tmp_path / "latest").symlink_to("c")
@@ -276,7 +274,7 @@ def test_what_is_open_stays_what_it_was(tmp_path: Path) -> None:
     source.close()
 
 
-def test_folders_that_can_not_be_looked_into_do_no_harm(tmp_path: Path) -> None:
+def test_dangling_symlink_and_subdirectory(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "g").write_bytes(b"yy")
@@ -286,7 +284,7 @@ def test_folders_that_can_not_be_looked_into_do_no_harm(tmp_path: Path) -> None:
     source.close()
 
 
-def test_only_regular_files_are_files_of_a_checkpoint(tmp_path: Path) -> None:
+def test_only_regular_files_belong_to_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     os.symlink("a", tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")
@@ -299,7 +297,7 @@ def test_only_regular_files_are_files_of_a_checkpoint(tmp_path: Path) -> None:
         source.close()
 
 
-def test_a_file_that_can_not_be_looked_at_is_an_error(tmp_path: Path) -> None:
+def test_failing_stat_raises(tmp_path: Path) -> None:
     os.symlink("n" * 300, tmp_path / "odd")
     with pytest.raises(aiockpt.LoadError, match=r"can't look into .* File name too long"):
         open_source(str(tmp_path), direct_io=False)

@@ -1,4 +1,4 @@
-"""Overwriting where two names can't change places: in two steps, and what is found when they were interrupted."""
+"""Overwriting without an exchange of names: two renames, and the recovery after an interruption."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from aiockpt.storage.local.temp_dir import RECORD, REPLACED, Owner, this_process
 
 OLD, NEW = {"x": torch.zeros(1000)}, {"x": torch.ones(1000)}
 HERE = this_process()
-pytestmark = pytest.mark.skipif(HERE is None, reason="this system does not say who a process is")
+pytestmark = pytest.mark.skipif(HERE is None, reason="this system doesn't identify processes")
 
 
 @pytest.fixture(autouse=True)
 def refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renames as on file systems that know no flags; the crash matrix has the kernel refuse them."""
+    """File systems that support no flags of renameat2. In the crash matrix, the kernel itself refuses them."""
 
     def unsupported(*_args: object) -> None:
         raise syscalls.UnsupportedError(errno.EINVAL, "Invalid argument")
@@ -52,7 +52,7 @@ def value_at(ckpt: aiockpt.SyncCheckpointer, path: Path) -> float:
 
 
 def interrupted(ckpt: aiockpt.SyncCheckpointer, folder: Path, owner: Owner) -> Path:
-    """Make what a process that is killed between the two renames leaves; return the path without a checkpoint."""
+    """Create the leftovers of a process killed between the two renames; return the final path, which does not exist."""
     hidden = folder / f".aiockpt-{owner}.{7:016x}"
     ckpt.save(OLD, folder / "c")
     ckpt.save(NEW, folder / "new")
@@ -62,7 +62,7 @@ def interrupted(ckpt: aiockpt.SyncCheckpointer, folder: Path, owner: Owner) -> P
     return folder / "c"
 
 
-def test_a_checkpoint_is_replaced(ckpt, tmp_path: Path) -> None:
+def test_checkpoint_is_replaced(ckpt, tmp_path: Path) -> None:
     path = tmp_path / "c"
     ckpt.save(OLD, path)
     ckpt.save(NEW, path, overwrite=True)
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_replaced(ckpt, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_a_link_is_replaced_and_not_what_it_leads_to(ckpt, tmp_path: Path) -> None:
+def test_symlink_is_replaced_but_not_its_target(ckpt, tmp_path: Path) -> None:
     ckpt.save(OLD, tmp_path / "step-1")
     (tmp_path / "last").symlink_to("step-1")
     ckpt.save(NEW, tmp_path / "last", overwrite=True)
@@ -80,7 +80,7 @@ def test_a_link_is_replaced_and_not_what_it_leads_to(ckpt, tmp_path: Path) -> No
     assert sorted(os.listdir(tmp_path)) == ["last", "step-1"]
 
 
-def test_a_file_and_a_directory_replace_each_other(ckpt, tmp_path: Path) -> None:
+def test_file_and_directory_replace_each_other(ckpt, tmp_path: Path) -> None:
     torch.save(OLD, tmp_path / "m")
     ckpt.save(NEW, tmp_path / "m", overwrite=True)
     assert value_at(ckpt, tmp_path / "m") == 1
@@ -90,7 +90,7 @@ def test_a_file_and_a_directory_replace_each_other(ckpt, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["m.safetensors"]
 
 
-def test_a_file_system_is_asked_once_and_before_anything_is_written(ckpt, tmp_path: Path, monkeypatch) -> None:
+def test_file_system_is_probed_once_before_any_write(ckpt, tmp_path: Path, monkeypatch) -> None:
     asked: list[str] = []
     real = replacing._exchanges
 
@@ -106,7 +106,7 @@ def test_a_file_system_is_asked_once_and_before_anything_is_written(ckpt, tmp_pa
     assert asked == ["probe-1"]
 
 
-def test_where_directories_can_not_be_renamed_nothing_is_written(ckpt, tmp_path: Path, monkeypatch) -> None:
+def test_nothing_is_written_if_directories_cannot_be_renamed(ckpt, tmp_path: Path, monkeypatch) -> None:
     def refuse(_source: str, _target: str) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -117,7 +117,7 @@ def test_where_directories_can_not_be_renamed_nothing_is_written(ckpt, tmp_path:
     assert os.listdir(tmp_path) == ["c"]
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------
 
 
 def _failing(real: Callable[..., object], number: int, times: int = 1) -> Callable[..., object]:
@@ -134,7 +134,7 @@ def _failing(real: Callable[..., object], number: int, times: int = 1) -> Callab
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_rename_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, monkeypatch) -> None:
+def test_failing_rename_changes_nothing(number: int, ckpt, tmp_path: Path, monkeypatch) -> None:
     ckpt.save(OLD, tmp_path / "c")
     ckpt.save(OLD, tmp_path / "asked")
     ckpt.save(OLD, tmp_path / "asked", overwrite=True)
@@ -145,7 +145,7 @@ def test_a_rename_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, 
     assert sorted(os.listdir(tmp_path)) == ["asked", "c"]
 
 
-def test_an_empty_directory_that_is_made_between_the_renames_is_replaced(ckpt, tmp_path: Path, monkeypatch) -> None:
+def test_empty_directory_created_between_the_renames_is_replaced(ckpt, tmp_path: Path, monkeypatch) -> None:
     ckpt.save(OLD, tmp_path / "c")
     real, made = replacing.rename_noreplace, []
 
@@ -163,8 +163,8 @@ def test_an_empty_directory_that_is_made_between_the_renames_is_replaced(ckpt, t
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_sync_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, monkeypatch) -> None:
-    """Of the parent directory: of the record, between the renames, and behind them."""
+def test_failing_sync_changes_nothing(number: int, ckpt, tmp_path: Path, monkeypatch) -> None:
+    """The parent directory is synced after the record is written, between the renames, and after them."""
     ckpt.save(OLD, tmp_path / "c")
     real, calls = commit.sync_fd, 0
 
@@ -183,7 +183,7 @@ def test_a_sync_that_fails_changes_nothing(number: int, ckpt, tmp_path: Path, mo
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_what_can_not_be_undone_is_found_by_readers(ckpt, tmp_path: Path, monkeypatch) -> None:
+def test_readers_find_a_replacement_that_cannot_be_undone(ckpt, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "c"
     ckpt.save(OLD, path)
     ckpt.save(OLD, path, overwrite=True)
@@ -199,7 +199,7 @@ def test_what_can_not_be_undone_is_found_by_readers(ckpt, tmp_path: Path, monkey
     assert os.listdir(tmp_path) == []
 
 
-def test_what_comes_to_the_path_between_the_steps_stays(ckpt, tmp_path: Path, monkeypatch) -> None:
+def test_checkpoint_created_between_the_renames_stays(ckpt, tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "c"
     ckpt.save(OLD, path)
     ckpt.save({"x": torch.full((9,), 5.0)}, tmp_path / "other")
@@ -219,7 +219,7 @@ def test_what_comes_to_the_path_between_the_steps_stays(ckpt, tmp_path: Path, mo
 # --- after a kill -------------------------------------------------------------------------------------
 
 
-def test_reading_finds_the_new_one_and_changes_nothing(ckpt, dead, tmp_path: Path) -> None:
+def test_reading_finds_the_new_checkpoint_and_changes_nothing(ckpt, dead, tmp_path: Path) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     before = sorted(os.listdir(tmp_path))
     assert value_at(ckpt, path) == 1
@@ -232,7 +232,7 @@ def test_reading_finds_the_new_one_and_changes_nothing(ckpt, dead, tmp_path: Pat
     clean(str(tmp_path), fsync=True)
 
 
-def test_the_name_is_durable_before_the_record_goes(ckpt, dead, tmp_path: Path) -> None:
+def test_record_is_removed_after_the_name_is_durable(ckpt, dead, tmp_path: Path) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     hidden = f"{tmp_path}/.aiockpt-{dead}.{7:016x}"
     seen: list[list[bool]] = []
@@ -250,7 +250,7 @@ def test_the_name_is_durable_before_the_record_goes(ckpt, dead, tmp_path: Path) 
     clean(str(tmp_path), fsync=False)
 
 
-def test_the_next_save_beside_it_completes_it(ckpt, dead, tmp_path: Path) -> None:
+def test_next_save_in_the_directory_completes_the_replacement(ckpt, dead, tmp_path: Path) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     with aiockpt.SyncCheckpointer(process_group=None) as other:
         other.save(OLD, tmp_path / "next")
@@ -258,7 +258,7 @@ def test_the_next_save_beside_it_completes_it(ckpt, dead, tmp_path: Path) -> Non
     assert sorted(os.listdir(tmp_path)) == ["c", "next"]
 
 
-def test_a_save_to_it_that_must_not_overwrite_is_refused(ckpt, dead, tmp_path: Path) -> None:
+def test_save_without_overwrite_to_the_interrupted_path_is_refused(ckpt, dead, tmp_path: Path) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     with (
         aiockpt.SyncCheckpointer(process_group=None) as other,
@@ -269,15 +269,15 @@ def test_a_save_to_it_that_must_not_overwrite_is_refused(ckpt, dead, tmp_path: P
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_deleting_removes_both(ckpt, dead, tmp_path: Path) -> None:
+def test_delete_removes_old_and_new(ckpt, dead, tmp_path: Path) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     ckpt.delete(path)
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("lost", ["new", "old", "record"])
-def test_without_one_of_the_parts(lost: str, ckpt, dead, tmp_path: Path) -> None:
-    """The old one counts while the new one is not complete; when that has left its hidden name, it was published."""
+def test_one_part_is_missing(lost: str, ckpt, dead, tmp_path: Path) -> None:
+    """The old checkpoint counts until the new one is complete. A new one without its hidden name was published."""
     path = interrupted(ckpt, tmp_path, dead)
     hidden = tmp_path / f".aiockpt-{dead}.{7:016x}"
     if lost == "new":
@@ -294,7 +294,7 @@ def test_without_one_of_the_parts(lost: str, ckpt, dead, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_an_empty_directory_in_its_place_is_none(ckpt, dead, tmp_path: Path) -> None:
+def test_empty_directory_at_the_path_is_ignored(ckpt, dead, tmp_path: Path) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     path.mkdir()
     clean(str(tmp_path), fsync=True)
@@ -302,7 +302,7 @@ def test_an_empty_directory_in_its_place_is_none(ckpt, dead, tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_while_something_else_is_in_its_place_all_stays(ckpt, dead, tmp_path: Path, caplog) -> None:
+def test_foreign_directory_at_the_path_blocks_completion(ckpt, dead, tmp_path: Path, caplog) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     path.mkdir()
     (path / "mine").touch()
@@ -316,7 +316,7 @@ def test_while_something_else_is_in_its_place_all_stays(ckpt, dead, tmp_path: Pa
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_a_newer_one_in_its_place_stays(ckpt, dead, tmp_path: Path) -> None:
+def test_newer_checkpoint_at_the_path_stays(ckpt, dead, tmp_path: Path) -> None:
     path = interrupted(ckpt, tmp_path, dead)
     ckpt.save({"x": torch.full((9,), 5.0)}, path)
     clean(str(tmp_path), fsync=True)
@@ -324,8 +324,8 @@ def test_a_newer_one_in_its_place_stays(ckpt, dead, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_who_may_complete_it(ckpt, tmp_path: Path) -> None:
-    """Not while its process runs here; of others' processes nothing is known, so only when some time has passed."""
+def test_completion_while_the_owner_may_be_alive(ckpt, tmp_path: Path) -> None:
+    """Not while the owner runs on this host. For an owner elsewhere, whose state is unknown, only after some time."""
     path = interrupted(ckpt, tmp_path, HERE)
     clean(str(tmp_path), fsync=True)
     assert not path.exists()
@@ -342,7 +342,7 @@ def test_who_may_complete_it(ckpt, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../c", "a/b"])
-def test_a_record_leads_nowhere_else(name: str, ckpt, dead, tmp_path: Path, caplog) -> None:
+def test_record_cannot_name_another_directory(name: str, ckpt, dead, tmp_path: Path, caplog) -> None:
     (tmp_path / "in").mkdir()
     path = interrupted(ckpt, tmp_path / "in", dead)
     (record,) = path.parent.glob(f"*{RECORD}")
@@ -362,7 +362,7 @@ def test_a_record_leads_nowhere_else(name: str, ckpt, dead, tmp_path: Path, capl
 
 @pytest.fixture
 def overlay(ckpt, tmp_path: Path) -> Iterator[Path]:
-    """A mount over a directory with a checkpoint in it, as containers have it."""
+    """An overlay mount, as in containers, with a checkpoint in its lower layer."""
     for name in ("lower", "upper", "work", "merged"):
         (tmp_path / name).mkdir()
     ckpt.save(OLD, tmp_path / "lower" / "c")
@@ -374,13 +374,13 @@ def overlay(ckpt, tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path / "merged")], check=True)
 
 
-def test_a_checkpoint_of_a_lower_layer(overlay: Path, ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_in_a_lower_layer(overlay: Path, ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         with pytest.raises(CheckpointExistsError, match=r"in a lower layer of an overlay.*in a volume.*rm -r"):
             ckpt.save(NEW, overlay / "c", overwrite=True)
         with pytest.raises(DeleteError, match=r"in a lower layer of an overlay.*rm -r"):
             ckpt.delete(overlay / "c")
-        monkeypatch.undo()  # with an exchange too
+        monkeypatch.undo()  # the second time with renameat2
     assert value_at(ckpt, overlay / "c") == 0
     assert os.listdir(overlay) == ["c"]
     subprocess.run(["rm", "-r", str(overlay / "c")], check=True)

@@ -1,4 +1,4 @@
-"""Directories that others may write to: nothing of theirs is used, followed, replaced or removed; and hostile files."""
+"""Directories that other users may write to: their files are not used, followed, replaced or removed. Hostile files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def checkpoint(path: Path, data: bytes) -> Path:
 
 
 @pytest.mark.asyncio
-async def test_names_that_are_taken_are_not_used(workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_taken_names_are_not_used(workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c"
     numbers = iter(["1" * 16, "1" * 16, "2" * 16])
     monkeypatch.setattr(temp_dir.secrets, "token_hex", lambda _: next(numbers))
@@ -71,7 +71,7 @@ async def test_names_that_are_taken_are_not_used(workers, tmp_path: Path, monkey
     taken.unlink()
 
 
-def test_names_can_not_be_guessed() -> None:
+def test_names_are_unpredictable() -> None:
     randoms = {new_ticket().rpartition(".")[2] for _ in range(2000)}
     assert len(randoms) == 2000
     bits = [sum(int(random, 16) >> bit & 1 for random in randoms) for bit in range(64)]
@@ -80,7 +80,7 @@ def test_names_can_not_be_guessed() -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("overwrite", [False, True])
-async def test_another_directory_under_the_hidden_name_is_not_published(
+async def test_directory_swapped_in_under_the_hidden_name_is_not_published(
     overwrite: bool, workers, tmp_path: Path
 ) -> None:
     path = tmp_path / "c"
@@ -101,7 +101,7 @@ async def test_another_directory_under_the_hidden_name_is_not_published(
 
 
 @pytest.mark.asyncio
-async def test_a_link_under_the_hidden_name_is_not_followed(workers, tmp_path: Path) -> None:
+async def test_symlink_under_the_hidden_name_is_not_followed(workers, tmp_path: Path) -> None:
     precious = checkpoint(tmp_path / "precious", b"precious")
     for single in (False, True):
         name = "m.safetensors" if single else "c"
@@ -121,7 +121,7 @@ async def test_a_link_under_the_hidden_name_is_not_followed(workers, tmp_path: P
 
 
 @pytest.mark.asyncio
-async def test_what_was_replaced_is_removed_only_if_it_is_that(
+async def test_directory_swapped_in_for_the_replaced_checkpoint_is_not_removed(
     workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = checkpoint(tmp_path / "c", b"old")
@@ -146,7 +146,7 @@ async def test_what_was_replaced_is_removed_only_if_it_is_that(
 
 
 @pytest.mark.asyncio
-async def test_files_that_are_there_are_not_used(workers, tmp_path: Path) -> None:
+async def test_planted_files_are_not_used(workers, tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"precious")
     transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
     hidden = tmp_path / transaction.ticket
@@ -162,19 +162,19 @@ async def test_files_that_are_there_are_not_used(workers, tmp_path: Path) -> Non
             await transaction.create(f"__{number}_0.distcp", 2 << 20)
         plant(tmp_path / f"{hidden.name}-part-{number}")
         with pytest.raises(WriteError, match="File exists"):
-            await transaction.put_sidecar(f"part-{number}", b"word")
+            await transaction.put_sidecar(f"part-{number}", b"data")
         (tmp_path / f"{hidden.name}-part-{number}").unlink()
     await transaction.abort()
     assert (tmp_path / "target").read_bytes() == b"precious"
     assert os.listdir(tmp_path) == ["target"]
 
 
-def test_words_are_plain_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    word = str(tmp_path / "word")
-    assert read_sidecar(word) is None
-    write_sidecar(word, b"said")
-    assert read_sidecar(word) == b"said"
-    os.symlink(word, tmp_path / "link")
+def test_sidecars_are_regular_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sidecar = str(tmp_path / "sidecar")
+    assert read_sidecar(sidecar) is None
+    write_sidecar(sidecar, b"data")
+    assert read_sidecar(sidecar) == b"data"
+    os.symlink(sidecar, tmp_path / "link")
     with pytest.raises(OSError, match="symbolic links"):
         read_sidecar(str(tmp_path / "link"))
     os.mkfifo(tmp_path / "pipe")
@@ -182,10 +182,10 @@ def test_words_are_plain_files_of_a_bounded_size(tmp_path: Path, monkeypatch: py
         read_sidecar(str(tmp_path / "pipe"))
     with pytest.raises(OSError, match="no regular file"):
         read_sidecar(str(tmp_path))
-    os.truncate(word, 1 << 40)
+    os.truncate(sidecar, 1 << 40)
     monkeypatch.setattr(temp_dir, "_SIDECAR_BYTES", 1 << 16)
     with pytest.raises(OSError, match="it has more than 65536 bytes"):
-        read_sidecar(word)
+        read_sidecar(sidecar)
 
 
 # --- modes and other users ----------------------------------------------------------------------------
@@ -193,14 +193,14 @@ def test_words_are_plain_files_of_a_bounded_size(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("umask", "mode"), [(0, 0o775), (0o002, 0o775), (0o022, 0o755), (0o077, 0o700)])
-async def test_modes_follow_the_umask_but_are_never_for_everybody_to_write(
+async def test_modes_follow_the_umask_but_are_never_world_writable(
     umask: int, mode: int, workers, tmp_path: Path
 ) -> None:
     before = os.umask(umask)
     try:
         transaction = await LocalStorage().begin(str(tmp_path / "c"), overwrite=False, workers=workers)
         hidden = tmp_path / transaction.ticket
-        await transaction.put_sidecar("part-0", b"word")
+        await transaction.put_sidecar("part-0", b"data")
         assert stat.S_IMODE(hidden.stat().st_mode) == mode
         assert stat.S_IMODE(hidden.with_name(hidden.name + "-part-0").stat().st_mode) == mode & 0o666
         await transaction.delete_sidecar("part-0")
@@ -216,7 +216,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs to become anoth
 
 
 def as_another(action: Callable[[], object]) -> str:
-    """Do something as another user, in a process of its own; tell how that ended."""
+    """Run an action as another user, in a forked process; return "done" or the name of its exception."""
     mine, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -239,7 +239,7 @@ def as_another(action: Callable[[], object]) -> str:
 
 @pytest.fixture
 def sticky(tmp_path: Path):
-    """A directory such as /tmp, that another user can get to."""
+    """A directory with the sticky bit, such as /tmp, that another user can reach."""
     above = tmp_path
     while not above.stat().st_mode & 0o001:
         above.chmod(above.stat().st_mode | 0o111)
@@ -271,10 +271,10 @@ async def test_another_user_in_a_shared_directory(workers, sticky: Path) -> None
 
 @needs_root
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_another_user_plants_leftovers(sticky: Path) -> None:
-    """Neither what he has made, nor what his links lead to, is removed."""
+def test_leftovers_planted_by_another_user_are_not_removed(sticky: Path) -> None:
+    """Neither the other user's files nor the targets of that user's symlinks are removed."""
     precious = checkpoint(sticky / "precious", b"precious")
-    gone = replace(temp_dir.this_process(), pid=4_194_304, start=1)  # a number that no process has
+    gone = replace(temp_dir.this_process(), pid=4_194_304, start=1)  # a PID that no process has
     names = [f".aiockpt-{gone}.{number:016x}" for number in range(3)]
 
     def plant() -> None:
@@ -294,7 +294,7 @@ def test_another_user_plants_leftovers(sticky: Path) -> None:
 
 
 @needs_root
-def test_a_directory_of_another_user_in_place_of_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_directory_swapped_by_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = tmp_path / new_ticket()
     real = os.mkdir
 
@@ -308,14 +308,14 @@ def test_a_directory_of_another_user_in_place_of_the_new_one(tmp_path: Path, mon
         make_hidden(str(hidden))
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(os, "mkdir", real)
-    monkeypatch.setattr(os, "geteuid", lambda: 1234)  # a mount that gives all files to one user
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)  # a mount that maps all files to one user
     make_hidden(str(hidden)).release()
     assert list(hidden.iterdir()) == []
     hidden.rmdir()
 
 
-def test_a_probe_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the directory nor what it was held with stays; of open descriptors each test takes care."""
+def test_failing_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is removed and the descriptor of its lock is closed."""
     hidden = tmp_path / new_ticket()
     real = os.mkdir
     fds: list[int] = []
@@ -330,14 +330,14 @@ def test_a_probe_that_can_not_be_made(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     with pytest.raises(OSError, match="No space left") as caught:
         make_hidden(str(hidden))
-    with pytest.raises(OSError, match="Bad file descriptor"):  # while the error is still there
+    with pytest.raises(OSError, match="Bad file descriptor"):  # closed although the traceback still refers to it
         os.fstat(fds[0])
     assert caught.value.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("moment", ["before", "between"])
-def test_what_has_come_to_the_name_of_an_unfinished_checkpoint_is_not_swept(
+def test_directory_swapped_in_for_an_unfinished_checkpoint_is_not_swept(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hidden = tmp_path / new_ticket()
@@ -351,7 +351,7 @@ def test_what_has_come_to_the_name_of_an_unfinished_checkpoint_is_not_swept(
         real(tmp_path / "theirs", hidden)
 
     def rename(source: str, target: str) -> None:
-        assert moment == "between", "it is not even touched"
+        assert moment == "between", "the directory must not be renamed"
         swap()
         real(source, target)
 
@@ -370,7 +370,7 @@ def test_what_has_come_to_the_name_of_an_unfinished_checkpoint_is_not_swept(
 
 
 @pytest.mark.asyncio
-async def test_who_takes_part_sweeps_only_what_he_has_joined(workers, tmp_path: Path) -> None:
+async def test_participant_sweeps_only_the_directory_it_joined(workers, tmp_path: Path) -> None:
     storage, path = LocalStorage(), str(tmp_path / "c")
     begun = await storage.begin(path, overwrite=False, workers=workers)
     joined = await storage.join(path, begun.ticket, workers=workers)
@@ -386,7 +386,7 @@ async def test_who_takes_part_sweeps_only_what_he_has_joined(workers, tmp_path: 
 
 @pytest.mark.parametrize("end", ["abort", "discard_all"])
 @pytest.mark.asyncio
-async def test_who_takes_part_closes_its_files_and_lets_go(end: str, workers, tmp_path: Path) -> None:
+async def test_participant_closes_its_files_and_releases_the_lock(end: str, workers, tmp_path: Path) -> None:
     storage, path = WrapperStorage(LocalStorage()), str(tmp_path / "c")
     opened = len(os.listdir("/proc/self/fd"))
     begun = await storage.begin(path, overwrite=False, workers=workers)
@@ -402,7 +402,7 @@ async def test_who_takes_part_closes_its_files_and_lets_go(end: str, workers, tm
 
 
 @pytest.mark.asyncio
-async def test_what_a_dead_writer_has_published_is_made_durable(
+async def test_commit_of_a_dead_writer_is_made_durable(
     workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, storage, opened = checkpoint(tmp_path / "c", b"old"), LocalStorage(), len(os.listdir("/proc/self/fd"))
@@ -437,7 +437,7 @@ def replaced_by(kind: str, file: Path) -> None:
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as end:
             directory = os.getcwd()
-            os.chdir(file.parent)  # such names are short
+            os.chdir(file.parent)  # the path of a socket may have 107 bytes at most
             try:
                 end.bind(file.name)
             finally:
@@ -483,8 +483,8 @@ CASES = [(*file, kind) for file in FILES for kind in KINDS]
 
 
 @pytest.mark.parametrize(("form", "name", "kind"), CASES)
-def test_what_is_no_plain_file_is_refused(form: str, name: str, kind: str, saved: Path, tmp_path: Path) -> None:
-    """Above all, nobody waits for who might write to a pipe."""
+def test_irregular_files_are_refused(form: str, name: str, kind: str, saved: Path, tmp_path: Path) -> None:
+    """Above all, opening a FIFO must not wait for a process that writes to it."""
     path = tmp_path / "c"
     shutil.copytree(saved / form, path)
     (file,) = path.glob(name)
@@ -495,7 +495,7 @@ def test_what_is_no_plain_file_is_refused(form: str, name: str, kind: str, saved
             found = ckpt.load(path)
         except aiockpt.LoadError as exc:
             error = exc
-    if error is None:  # it was not needed
+    if error is None:  # the load did not need the file
         assert name == ".aiockpt.json" or (form, name, kind) == ("dcp", ".metadata", "link out")
         assert torch.equal(found["x"], STATE["x"])
     elif kind == "link out":
@@ -507,7 +507,7 @@ def test_what_is_no_plain_file_is_refused(form: str, name: str, kind: str, saved
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "loop"])
-def test_what_is_no_checkpoint_at_all(kind: str, tmp_path: Path) -> None:
+def test_path_of_an_irregular_file_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "c"
     path.touch()
     replaced_by(kind, path)
@@ -515,15 +515,15 @@ def test_what_is_no_checkpoint_at_all(kind: str, tmp_path: Path) -> None:
         ckpt.load(path)
 
 
-def test_a_link_to_a_checkpoint_is_a_choice_of_the_user(saved: Path, tmp_path: Path) -> None:
+def test_symlink_to_a_checkpoint_is_followed(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(saved / "dcp")
     with aiockpt.SyncCheckpointer() as ckpt:
         found = ckpt.load(tmp_path / "latest")
     assert torch.equal(found["x"], STATE["x"])
 
 
-def test_devices_are_not_even_opened(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That alone may do something, such as to wind a tape back."""
+def test_devices_are_not_opened(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a device may have effects, such as rewinding a tape."""
     path = tmp_path / "c"
     shutil.copytree(saved / "plain", path)
     (file,) = path.glob("*.distcp")
@@ -544,9 +544,7 @@ def test_devices_are_not_even_opened(saved: Path, tmp_path: Path, monkeypatch: p
     assert file.name not in opened
 
 
-def test_a_file_that_becomes_a_pipe_while_it_is_opened(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_that_becomes_a_fifo_during_open(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c"
     shutil.copytree(saved / "plain", path)
     (file,) = path.glob("*.distcp")
@@ -564,17 +562,15 @@ def test_a_file_that_becomes_a_pipe_while_it_is_opened(
 
 
 def forget(file: Path) -> None:
-    """Have a file read from the disk the next time."""
+    """Drop a file from the page cache, so that the next read comes from the disk."""
     fd = os.open(file, os.O_RDONLY)
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
 
 
-def test_a_file_that_is_replaced_between_its_two_descriptors(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is read past the page cache is the same file as what is read through it."""
+def test_file_replaced_between_its_two_opens(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptors for direct and buffered reads must refer to the same file."""
     path = tmp_path / "c"
     shutil.copytree(saved / "plain", path)
     (file,) = path.glob("*.distcp")
