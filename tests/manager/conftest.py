@@ -1,4 +1,4 @@
-"""Worlds of ranks."""
+"""The fixtures of worlds of ranks."""
 
 from tests.ranks.conftest import server, world2, world4
 

@@ -1,4 +1,7 @@
-"""Runs whose saves and deletions fail, and processes that are killed within them. Without hypothesis, for forks."""
+"""Runs whose saves and deletions fail, and processes killed during them.
+
+This module does not import hypothesis, because forked ranks import it.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from tests.manager.runs import state_of
 
 @dataclass(frozen=True)
 class Keep:
-    """What is kept, said once more in other words than those of the policies."""
+    """A second implementation of the retention policies."""
 
     latest: int = 0
     every: int = 0
     best: int = 0
-    both: tuple[int, int] = (0, 0)  # of the latest so many those that are multiples
+    both: tuple[int, int] = (0, 0)  # (n, multiple): of the latest n steps, the multiples
     all: bool = False
 
     def policy(self) -> Any:
@@ -48,7 +51,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Stored:
-    """A step that was announced, or found after a kill."""
+    """A step whose save was announced, or that was found after a kill."""
 
     version: int
     loss: float | None
@@ -60,7 +63,7 @@ class Stored:
 
 
 class Faults(WrapperStorage):
-    """Fails, or kills the process, before the nth occurrence of a step."""
+    """A storage that fails, or kills its process, before the nth occurrence of a step."""
 
     def __init__(self) -> None:
         super().__init__(LocalStorage(fsync=False, direct_io=False))
@@ -82,7 +85,7 @@ class Faults(WrapperStorage):
 
 
 def open_run(folder: str, keep: Keep, **options: Any) -> tuple[aiockpt.SyncCheckpointManager, Faults, Faults]:
-    """Open a run whose saves, and whose deletions, fail where they are told to."""
+    """Open a run; return it with the faults of its saves and of its deletions."""
     run = aiockpt.SyncCheckpointManager(folder, keep=keep.policy(), fsync=False, retries=0, **options)
     saving, deleting = Faults(), Faults()
     run._checkpointer._storage = saving
@@ -91,10 +94,10 @@ def open_run(folder: str, keep: Keep, **options: Any) -> tuple[aiockpt.SyncCheck
     return run, saving, deleting
 
 
-def be_killed(
+def save_and_be_killed(
     pipe: Connection, folder: str, keep: Keep, saves: list[tuple[int, Stored]], where: tuple[str, int]
 ) -> None:
-    """Save, tell what was announced, and be killed on the way or right after."""
+    """Save steps, report each announcement through the pipe, and be killed during or right after them."""
     run, saving, deleting = open_run(folder, keep)
     (deleting if where[0] == "delete" else saving).arm(*where, kills=True)
     for step, stored in saves:

@@ -1,4 +1,4 @@
-"""Random histories of a run, beside a model of what its directory has to hold."""
+"""Random histories of a run, compared with a model of its directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import aiockpt
-from tests.manager.faulty import Keep, Stored, be_killed, open_run
+from tests.manager.faulty import Keep, Stored, open_run, save_and_be_killed
 from tests.manager.runs import empty, flip, is_untouched, path_of, state_of, step_in, truncate, unfinish
 from tests.ranks.world import _context
 
@@ -29,7 +29,7 @@ from tests.ranks.world import _context
 KEEPS = st.one_of(
     st.builds(Keep, latest=st.integers(1, 3)),
     st.builds(Keep, latest=st.integers(0, 2), every=st.sampled_from([0, 2, 3]), best=st.integers(0, 2)),
-    st.just(Keep()),  # nothing but what is protected
+    st.just(Keep()),  # keeps protected steps only
     st.builds(Keep, both=st.tuples(st.integers(1, 4), st.integers(2, 3)), best=st.integers(0, 1)),
     st.just(Keep(all=True)),
 )
@@ -37,12 +37,12 @@ KEEPS = st.one_of(
 
 @dataclass
 class Model:
-    """What the directory has to hold."""
+    """The expected contents of the directory."""
 
     steps: dict[int, Stored] = field(default_factory=dict)
     keep: Keep = field(default_factory=Keep)
     pins: set[int] = field(default_factory=set)
-    last: int | None = None  # written last, or restored, by the manager that is open
+    last: int | None = None  # the step last written or restored by the open manager
     asides: Counter[int] = field(default_factory=Counter)
 
     def protected(self) -> set[int]:
@@ -55,7 +55,7 @@ class Model:
         return sorted(step for step, each in self.steps.items() if each.looks_complete and step not in keeps)
 
     def written(self, step: int, stored: Stored, *, stays: int | None = None) -> None:
-        """Note that a save was announced, and what is deleted then; one deletion, by its number, may have failed."""
+        """Record an announced save and the deletions after it, of which number ``stays`` failed."""
         self.steps[step] = stored
         self.last = step
         for number, each in enumerate(self.surplus(), 1):
@@ -88,7 +88,7 @@ HARMS: dict[str, Callable[[Path, int], None]] = {
 
 
 class Histories(RuleBasedStateMachine):
-    """One run with all that befalls it."""
+    """A run under random saves, faults, kills, damage and restarts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,13 +97,13 @@ class Histories(RuleBasedStateMachine):
         self.run: aiockpt.SyncCheckpointManager | None = None
         self.versions = 0
         self.has_killed = False
-        self.others = {"step-7", "final", "step-00000001.bak", "step-000000001"}  # which are not the manager's
+        self.others = {"step-7", "final", "step-00000001.bak", "step-000000001"}  # not the manager's
         for name in self.others:
             (self.folder / name).mkdir()
 
     def teardown(self) -> None:
         self.close()
-        self.open(Keep(all=True))  # a last owner finds what killed ones have left
+        self.open(Keep(all=True))  # a last owner removes the leftovers of killed processes
         self.restores("latest", "auto")
         self.close()
         assert {name for name in os.listdir(self.folder) if name.startswith(".aiockpt")} == set()
@@ -123,13 +123,13 @@ class Histories(RuleBasedStateMachine):
     def restarts(self, keep: Keep) -> None:
         self.close()
         self.open(keep)
-        self.others_come()
+        self.check_other_managers()
 
     def open(self, keep: Keep) -> None:
         self.model.keep, self.model.pins, self.model.last = keep, set(), None
         self.run, self.saving, self.deleting = open_run(str(self.folder), keep, drain_timeout=60)
         left = {name for name in os.listdir(self.folder) if name.startswith(".aiockpt-")}
-        assert left == set(), "killed processes' directories are removed when the run is opened"
+        assert left == set(), "opening the run removes the leftovers of killed processes"
 
     def close(self) -> None:
         assert self.run is not None
@@ -137,8 +137,8 @@ class Histories(RuleBasedStateMachine):
         self.run = None
         assert not (self.folder / ".aiockpt.lock").exists()
 
-    def others_come(self) -> None:
-        """A second writer is refused; a reader gets what the owner would get, and renames nothing."""
+    def check_other_managers(self) -> None:
+        """Check that a second writer is refused, and that a reader restores as the owner would but renames nothing."""
         with pytest.raises(aiockpt.RunLockedError, match=f"process {os.getpid()} on host"):
             aiockpt.SyncCheckpointManager(self.folder).__enter__()
         with aiockpt.SyncCheckpointManager(self.folder, mode="read") as reader:
@@ -148,7 +148,7 @@ class Histories(RuleBasedStateMachine):
     # --- saves
 
     def next_step(self, gap: int) -> int:
-        """Return a free number: a later one, or for a gap below 1 one before the latest, as after going back."""
+        """Return an unused step number: after the latest, or, for a gap below 1, before it, as after going back."""
         latest = max([*self.model.steps, 0])
         if gap < 1:
             return next((step for step in range(latest + gap, 0, -1) if step not in self.model.steps), latest + 1)
@@ -174,7 +174,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(gap=st.integers(1, 2), losses=st.lists(LOSSES, min_size=2, max_size=4))
     def saves_many(self, gap: int, losses: list[float | None]) -> None:
-        """Begin saves before those before them are written."""
+        """Begin several saves before the first is written."""
         begun = []
         for number, loss in enumerate(losses):
             step, stored = self.next_step(1) + gap * number, self.fresh(loss)
@@ -200,14 +200,14 @@ class Histories(RuleBasedStateMachine):
         self.ends(step, stored, self.begin_save(step, stored, overwrite=overwrite))
 
     def a_step(self, data: st.DataObject) -> tuple[int, bool]:
-        """Choose a new step, or one to overwrite."""
+        """Draw a new step, or one to overwrite."""
         old = [step for step, each in self.model.steps.items() if each.looks_complete]
         if old and data.draw(st.booleans(), "overwrite"):
             return data.draw(st.sampled_from(sorted(old)), "step"), True
         return self.next_step(1), False
 
     def ends(self, step: int, stored: Stored, handle: aiockpt.SaveHandle) -> None:
-        """Believe what is announced, whatever was meant to happen."""
+        """Update the model if the save was announced, whatever fault was injected."""
         try:
             handle.written.result()
         except aiockpt.SaveError as exc:
@@ -242,13 +242,13 @@ class Histories(RuleBasedStateMachine):
         where=st.tuples(st.sampled_from(["begin", "create", "write", "finish", "commit", "delete"]), st.integers(1, 8)),
     )
     def a_process_is_killed(self, keep: Keep, losses: list[float | None], where: tuple[str, int]) -> None:
-        self.has_killed = True  # once in a history: a process costs as much as all else
+        self.has_killed = True  # once per history: a process costs as much as all the rest
         self.close()
         model = self.model
         model.keep, model.pins, model.last = keep, set(), None
         saves = [(self.next_step(1 + number), self.fresh(loss)) for number, loss in enumerate(losses)]
         ours, theirs = _context.Pipe(duplex=False)
-        process = _context.Process(target=be_killed, args=(theirs, str(self.folder), keep, saves, where))
+        process = _context.Process(target=save_and_be_killed, args=(theirs, str(self.folder), keep, saves, where))
         process.start()
         theirs.close()
         heard: dict[int, tuple[Stored, str]] = {}
@@ -265,7 +265,7 @@ class Histories(RuleBasedStateMachine):
                 continue
             before = dict(model.steps)
             model.written(step, stored)
-            if what != "cleared":  # some of what is no longer kept may be there still
+            if what != "cleared":  # steps that are no longer kept may not be deleted yet
                 there = {each for each in before if path_of(self.folder, each).exists()}
                 model.steps |= {each: before[each] for each in there}
         self.open(keep)
@@ -282,7 +282,7 @@ class Histories(RuleBasedStateMachine):
         self.restores(one, verify)
 
     def restores(self, choice: Any, verify: Any, reader: aiockpt.SyncCheckpointManager | None = None) -> None:
-        """Restore, and compare with what the model says: the newest that is not damaged, as it was announced."""
+        """Restore, and check that the result is the first undamaged candidate, as it was announced."""
         model, state = self.model, empty()
         candidates = (
             sorted(model.steps, reverse=True)
@@ -320,7 +320,7 @@ class Histories(RuleBasedStateMachine):
             model.set_aside(skipped)
             model.last = start.step
 
-    # --- what others do
+    # --- pins and damage
 
     @precondition(lambda self: self.model.steps)
     @rule(data=st.data())
@@ -340,10 +340,10 @@ class Histories(RuleBasedStateMachine):
         else:
             self.model.steps[step] = replace(self.model.steps[step], harm=kind)
 
-    # --- what always holds
+    # --- invariants
 
     @invariant()
-    def the_directory_holds_what_it_has_to(self) -> None:
+    def directory_matches_the_model(self) -> None:
         if not hasattr(self, "saving"):
             return
         there = {name for name in os.listdir(self.folder) if not name.startswith(".aiockpt")}

@@ -1,6 +1,6 @@
-"""A training program with a manager, run as processes by `test_programs`: ``python -m tests.manager.program ...``.
+"""A training program with a manager. `test_programs` runs it: ``python -m tests.manager.program ...``.
 
-Each step begins with a line on standard output, and takes until a line comes on standard input.
+Each step writes a line to standard output when it begins, and ends when it reads a line from standard input.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch.distributed as dist
 import aiockpt
 
 
-def tell(*words: object) -> None:
+def report(*words: object) -> None:
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
 
 
-def step_takes_as_long_as_it_takes(step: int) -> None:
-    tell("step", step)
+def wait_in_step(step: int) -> None:
+    report("step", step)
     sys.stdin.readline()
 
 
@@ -44,18 +44,18 @@ def blocking(rank: int, folder: str, grace_s: float | None) -> None:
         run.on_signal(signal.SIGTERM, grace_s=grace_s)
         start = run.restore(state)
         for step in range(start.step + 1 if start else 1, 1000):
-            step_takes_as_long_as_it_takes(step)
+            wait_in_step(step)
             train(state, rank)
             if run.due(step):
                 run.save(step, state)
-                tell("saved", step)
+                report("saved", step)
             if run.stopping:
                 break
-    tell("own", state[f"own{rank}"][0].item())
+    report("own", state[f"own{rank}"][0].item())
 
 
 async def awaiting(rank: int, folder: str, grace_s: float | None) -> None:
-    """Do the same with blocking steps in an event loop, and saves that go on meanwhile."""
+    """Train as `blocking` does, but in an event loop: the steps block it, and saves continue during them."""
     state = state_of(rank)
     save = None
     keep, when = aiockpt.KeepLatest(2), aiockpt.EverySteps(2)
@@ -63,16 +63,16 @@ async def awaiting(rank: int, folder: str, grace_s: float | None) -> None:
         run.on_signal(signal.SIGTERM, grace_s=grace_s)
         start = await run.restore(state)
         for step in range(start.step + 1 if start else 1, 1000):
-            step_takes_as_long_as_it_takes(step)
+            wait_in_step(step)
             if save is not None:
                 await save.staged
             train(state, rank)
             if run.due(step):
                 save = await run.save(step, state)
-                tell("saved", step)
+                report("saved", step)
             if run.stopping:
                 break
-    tell("own", state[f"own{rank}"][0].item())
+    report("own", state[f"own{rank}"][0].item())
 
 
 def main(kind: str, rank: int, size: int, store: str, folder: str, grace: str) -> None:

@@ -1,4 +1,4 @@
-"""States, and runs that are damaged in some way."""
+"""States of runs, and ways to damage a step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from aiockpt.manager.scan import step_path
 
 SIZE = 300_000
-"""Elements of each tensor: loads place so large ones before they know their CRC."""
+"""Elements per tensor. Loads read tensors this large straight into the target, before their CRC is known."""
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """Make a state of which every value tells its step and its key."""
+    """Return a state in which each value encodes its step and its key."""
     tensors = [torch.arange(float(SIZE)) + 1000 * step + number for number in range(4)]
     return {"a": tensors[0], "b": tensors[1], "layers": tensors[2:], "step": step}
 
@@ -32,7 +32,7 @@ def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def step_in(state: dict[str, Any]) -> int:
-    """Return the step whose values a state has; fail if it is a mix."""
+    """Return the step whose values a state has; fail if it mixes steps."""
     found = {int((tensor[0].item() - number) // 1000) for number, tensor in enumerate(tensors_of(state))}
     assert len(found) == 1, found
     (step,) = found
@@ -56,7 +56,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def flip(folder: Path, step: int, *, where: float = 0.9) -> None:
-    """Change one byte of a tensor: its CRC alone tells."""
+    """Flip one bit of a tensor; only the CRC detects it."""
     file = max(path_of(folder, step).glob("*.distcp"), key=lambda each: each.stat().st_size)
     data = bytearray(file.read_bytes())
     data[int(len(data) * where)] ^= 0x10

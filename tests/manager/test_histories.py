@@ -15,10 +15,10 @@ def check(count: int) -> None:
     run_state_machine_as_test(Histories, settings=settings(limits, suppress_health_check=list(HealthCheck)))
 
 
-def test_the_last_good_step_is_never_lost_and_nothing_is_kept_or_restored_that_should_not_be() -> None:
+def test_directory_and_restores_match_the_model() -> None:
     check(15)
 
 
 @pytest.mark.full
-def test_a_thousand_histories() -> None:
+def test_thousand_histories() -> None:
     check(1000)

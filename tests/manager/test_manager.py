@@ -1,4 +1,4 @@
-"""Saving steps of a run and going on from them."""
+"""Saving the steps of a run and resuming from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.manager.runs import empty, is_untouched, names, path_of, state_of, st
 
 
 @pytest.mark.asyncio
-async def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_run_resumes_from_its_latest_step(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     async with aiockpt.CheckpointManager(folder, save=aiockpt.EverySteps(2)) as run:
         state = empty()
@@ -40,7 +40,7 @@ async def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
         assert latest.step == 4
 
 
-def test_a_plain_loop(tmp_path: Path) -> None:
+def test_sync_loop(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path, keep=aiockpt.KeepLatest(2)) as run:
         assert run.restore(empty()) is None
         for step in (1, 2, 3):
@@ -59,7 +59,7 @@ def test_a_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_facts_of_a_step_are_in_its_metadata(tmp_path: Path) -> None:
+async def test_step_facts_are_stored_in_the_metadata(tmp_path: Path) -> None:
     keep = [aiockpt.KeepLatest(3), aiockpt.KeepBest(1, "loss")]
     async with aiockpt.CheckpointManager(tmp_path, keep=keep) as run:
         await (await run.save(7, state_of(7), metrics={"loss": torch.tensor(0.5)}, metadata={"mine": [1]}))
@@ -71,7 +71,7 @@ async def test_the_facts_of_a_step_are_in_its_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_best_step_is_found_and_restored(tmp_path: Path) -> None:
+async def test_best_step_is_found_and_restored(tmp_path: Path) -> None:
     values = {1: 3.0, 2: math.nan, 3: 1.0, 4: 2.0, 5: None}
     async with aiockpt.CheckpointManager(tmp_path, keep=aiockpt.KeepBest(9, "loss")) as run:
         with pytest.raises(ValueError, match="metric"):
@@ -94,7 +94,7 @@ async def test_the_best_step_is_found_and_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_numbers_of_all_kinds_are_metrics(tmp_path: Path) -> None:
+async def test_metrics_may_be_numbers_of_any_type(tmp_path: Path) -> None:
     metrics = {
         "int": 3,
         "float": 0.25,
@@ -142,7 +142,7 @@ async def test_numbers_of_all_kinds_are_metrics(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.asyncio
-async def test_wrong_arguments_fail_at_the_call(tmp_path: Path, arguments: dict, kind: type, words: str) -> None:
+async def test_invalid_arguments_raise_at_the_call(tmp_path: Path, arguments: dict, kind: type, words: str) -> None:
     async with aiockpt.CheckpointManager(tmp_path) as run:
         await (await run.save(5, state_of(5)))
         with pytest.raises(kind, match=words):
@@ -165,25 +165,25 @@ async def test_wrong_arguments_fail_at_the_call(tmp_path: Path, arguments: dict,
         ({"nothing": 0}, TypeError),
     ],
 )
-def test_wrong_options_fail_where_the_manager_is_made(tmp_path: Path, arguments: dict, kind: type) -> None:
+def test_invalid_options_raise_in_the_constructor(tmp_path: Path, arguments: dict, kind: type) -> None:
     with pytest.raises(kind):
         aiockpt.CheckpointManager(**{"directory": tmp_path} | arguments)
 
 
 @pytest.mark.asyncio
-async def test_a_checkpointer_that_is_given_stays_open(tmp_path: Path) -> None:
+async def test_closing_the_manager_leaves_a_given_checkpointer_open(tmp_path: Path) -> None:
     async with aiockpt.AsyncCheckpointer(io_threads=2) as ckpt:
         async with aiockpt.CheckpointManager(tmp_path, checkpointer=ckpt, keep=aiockpt.KeepLatest(1)) as run:
             assert run.checkpointer is ckpt
             for step in (1, 2, 3):
                 save = await run.save(step, state_of(step))
-        assert save.written.done()  # else another owner could come before
+        assert save.written.done()  # or else another owner could take the lock first
         assert names(tmp_path) == ["step-00000003"]
         await ckpt.save(state_of(4), tmp_path / "final")
 
 
 @pytest.mark.asyncio
-async def test_options_of_the_checkpointer_and_of_save_are_taken(tmp_path: Path) -> None:
+async def test_options_of_the_checkpointer_and_of_save_are_passed_on(tmp_path: Path) -> None:
     async with aiockpt.CheckpointManager(tmp_path, io_threads=2, on_failure="warn", max_in_flight=2) as run:
         assert run.checkpointer._options.io_threads == 2
         await (await run.save(1, {"x": torch.ones(3)}, format="safetensors"))
@@ -194,7 +194,7 @@ async def test_options_of_the_checkpointer_and_of_save_are_taken(tmp_path: Path)
 
 
 @pytest.mark.asyncio
-async def test_without_with_it_opens_at_the_first_use(tmp_path: Path) -> None:
+async def test_manager_opens_at_its_first_use(tmp_path: Path) -> None:
     run = aiockpt.CheckpointManager(tmp_path / "new")
     assert run.steps() == []
     assert not (tmp_path / "new").exists()
@@ -210,7 +210,7 @@ async def test_without_with_it_opens_at_the_first_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_manager_that_only_reads(tmp_path: Path) -> None:
+async def test_manager_in_read_mode(tmp_path: Path) -> None:
     async with aiockpt.CheckpointManager(tmp_path) as owner:
         await (await owner.save(1, state_of(1)))
         async with aiockpt.CheckpointManager(tmp_path, mode="read") as run:
@@ -224,7 +224,7 @@ async def test_a_manager_that_only_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_failure_that_nobody_awaited_is_raised_by_closing(tmp_path: Path) -> None:
+async def test_close_raises_a_failure_that_was_not_awaited(tmp_path: Path) -> None:
     from aiockpt.errors import SaveError
 
     def refuse(_: str) -> None:
@@ -242,7 +242,7 @@ async def test_a_failure_that_nobody_awaited_is_raised_by_closing(tmp_path: Path
 
 
 @pytest.mark.asyncio
-async def test_a_run_shows_itself(tmp_path: Path) -> None:
+async def test_repr_and_html_of_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "a<b"
     keep = [aiockpt.KeepLatest(2), aiockpt.KeepBest(1, "lo<ss")]
     run = aiockpt.CheckpointManager(folder, keep=keep)
@@ -279,7 +279,7 @@ class Thirds(aiockpt.SavePolicy):
         return facts.step % 3 == 0 and facts.previous is not None
 
 
-def test_policies_of_ones_own(tmp_path: Path) -> None:
+def test_custom_policies(tmp_path: Path) -> None:
     policy = Thirds() | aiockpt.EverySteps(5)
     with aiockpt.SyncCheckpointManager(tmp_path, keep=KeepOdd() | aiockpt.KeepBest(1, "loss"), save=policy) as run:
         for step in range(11):

@@ -1,4 +1,4 @@
-"""One run, one owner: with real processes, living, dead, and on other hosts."""
+"""One owner per run: real processes, running and dead, and owners on other hosts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def held(tmp_path: Path) -> Any:
     process.communicate()
 
 
-def test_a_second_owner_is_refused_with_the_facts_of_the_first(tmp_path: Path, held: Any) -> None:
+def test_second_owner_is_refused_and_told_the_first(tmp_path: Path, held: Any) -> None:
     before = time.time()
     with pytest.raises(aiockpt.RunLockedError) as caught, aiockpt.SyncCheckpointManager(tmp_path):
         pass
@@ -59,7 +59,7 @@ def test_a_second_owner_is_refused_with_the_facts_of_the_first(tmp_path: Path, h
         with pytest.raises(aiockpt.RunLockedError):
             use()
     run.close()
-    with aiockpt.SyncCheckpointManager(tmp_path, mode="read") as reader:  # readers are welcome
+    with aiockpt.SyncCheckpointManager(tmp_path, mode="read") as reader:  # readers need no lock
         assert reader.restore(empty()) is None
         assert reader.infos() == ()
     assert names(tmp_path) == [LOCK_NAME]
@@ -72,7 +72,7 @@ def test_a_second_owner_is_refused_with_the_facts_of_the_first(tmp_path: Path, h
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["flock", "no flock"])
-def test_the_lock_of_a_killed_owner_is_taken(
+def test_lock_of_a_killed_owner_is_taken_over(
     tmp_path: Path, held: Any, locks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held.send_signal(signal.SIGKILL)
@@ -90,7 +90,7 @@ def _unsupported(fd: int, kind: int) -> None:
     raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
-def test_without_flock_a_living_owner_is_known_by_its_facts(
+def test_without_flock_a_running_owner_is_known_by_its_lock_file(
     tmp_path: Path, held: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", _unsupported)
@@ -108,9 +108,7 @@ def test_two_managers_of_one_process(tmp_path: Path) -> None:
         assert second.steps() == [1]
 
 
-def test_a_use_that_was_interrupted_after_the_lock_was_taken_can_be_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_call_interrupted_after_locking_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_: str) -> bool:
         raise KeyboardInterrupt
 
@@ -123,7 +121,7 @@ def test_a_use_that_was_interrupted_after_the_lock_was_taken_can_be_made_again(
     assert names(tmp_path) == []
 
 
-def test_a_forked_child_can_close_its_copy_at_once_and_the_parent_goes_on(tmp_path: Path) -> None:
+def test_close_in_a_forked_child_does_not_close_the_parents_run(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         run.save(1, state_of(1))
         child = multiprocessing.get_context("fork").Process(target=run.close)
@@ -138,7 +136,7 @@ def test_a_forked_child_can_close_its_copy_at_once_and_the_parent_goes_on(tmp_pa
         run.save(2, state_of(2))
 
 
-def test_a_forked_child_does_not_hold_the_lock_beyond_its_parents_end(tmp_path: Path) -> None:
+def test_forked_child_does_not_hold_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom aiockpt.manager.owner import take\nheld = take(sys.argv[1])\n"
         "r, w = os.pipe()\n"
@@ -146,7 +144,7 @@ def test_a_forked_child_does_not_hold_the_lock_beyond_its_parents_end(tmp_path: 
         "os.read(r, 1); os.kill(os.getpid(), 9)"
     )
     with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdin=subprocess.PIPE) as process:
-        assert os.waitpid(process.pid, 0)[1] == signal.SIGKILL  # the child still lives
+        assert os.waitpid(process.pid, 0)[1] == signal.SIGKILL  # the child is still running
         process.returncode = -9
         taken = take(str(tmp_path))
         taken.release()
@@ -163,10 +161,10 @@ def write(folder: Path, facts: LockFacts | str) -> None:
 @pytest.mark.parametrize(
     ("locks", "shared", "is_taken"), [(True, True, True), (True, False, False), (False, True, False)]
 )
-def test_an_owner_on_another_host(
+def test_owner_on_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, shared: bool, is_taken: bool
 ) -> None:
-    """A free lock proves its end only if the file system shares locks."""
+    """A free lock proves the owner's death only if the file system shares locks between hosts."""
     write(tmp_path, FACTS)
     monkeypatch.setattr(owner, "shares_locks", lambda path: shared)
     if not locks:
@@ -183,7 +181,7 @@ def test_an_owner_on_another_host(
     assert names(tmp_path) == []
 
 
-def test_an_owner_of_an_earlier_boot_is_dead() -> None:
+def test_liveness_of_an_owner() -> None:
     here = temp_dir.this_process()
     assert here is not None
     assert liveness(here, here) == "alive"
@@ -197,7 +195,7 @@ TIMELESS = '{"host": "h", "pid": 1, "since": 1e300, "ticket": "x"}'
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 3}', TIMELESS])
-def test_a_lock_file_that_says_nothing(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_lock_file(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, text)
     assert owner_of(str(tmp_path)) is None
     take(str(tmp_path)).release()
@@ -210,9 +208,7 @@ def test_a_lock_file_that_says_nothing(tmp_path: Path, text: str, monkeypatch: p
         take(str(tmp_path)).release()
 
 
-def test_a_lock_file_that_is_replaced_while_it_is_locked_is_locked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_file_replaced_during_locking_is_locked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "")
     real = owner.lock
     replaced = []
@@ -230,7 +226,7 @@ def test_a_lock_file_that_is_replaced_while_it_is_locked_is_locked_again(
     assert names(tmp_path) == []
 
 
-def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+def test_symlink_in_place_of_the_lock_file_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("precious")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK_NAME).symlink_to(tmp_path / "other")
@@ -266,13 +262,13 @@ MOUNTS = """\
         ("/covered/run", False),
     ],
 )
-def test_which_file_systems_share_locks(tmp_path: Path, path: str, shared: bool) -> None:
+def test_file_systems_that_share_locks(tmp_path: Path, path: str, shared: bool) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTS)
     assert shares_locks(path, str(mounts)) is shared
 
 
-def test_without_a_table_of_mounts_nothing_is_shared(tmp_path: Path) -> None:
+def test_without_mountinfo_locks_are_not_shared(tmp_path: Path) -> None:
     assert not shares_locks("/x", str(tmp_path / "none"))
     (tmp_path / "empty").write_text("")
     assert not shares_locks("/x", str(tmp_path / "empty"))
@@ -293,7 +289,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_the_writer_process_of_a_killed_trainer_finishes_is_restored(
+def test_checkpoint_finished_by_the_writer_process_of_a_killed_trainer_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as trainer:
@@ -303,7 +299,7 @@ def test_what_the_writer_process_of_a_killed_trainer_finishes_is_restored(
         asked = []
 
         def resuming(directory: str) -> bool:
-            """Let the writer go on when the manager has found out that it must wait."""
+            """Resume the writer process once the manager has seen that it must wait."""
             asked.append(is_finishing(directory))
             if asked == [True]:
                 os.kill(writer, signal.SIGCONT)
@@ -319,7 +315,7 @@ def test_what_the_writer_process_of_a_killed_trainer_finishes_is_restored(
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_a_directory_that_a_living_process_writes_or_that_nobody_locks_is_not_waited_for(tmp_path: Path) -> None:
+def test_only_locked_directories_of_dead_owners_are_waited_for(tmp_path: Path) -> None:
     (tmp_path / temp_dir.new_ticket()).mkdir()
     here = temp_dir.this_process()
     assert here is not None

@@ -1,4 +1,4 @@
-"""What is kept, against a simple model."""
+"""The retention policies, compared with a simple model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ POLICIES = st.recursive(
 
 
 def keeps(policy: KeepPolicy, infos: list[StepInfo]) -> set[int]:
-    """The model: for each step on its own, whether it is kept."""
+    """Return the steps that the model keeps; it judges each step on its own."""
     kind = type(policy).__name__
     if kind == "KeepAny":
         return set().union(*(keeps(each, infos) for each in policy.policies))
@@ -97,7 +97,7 @@ def test_policies_keep_what_the_model_keeps(infos: list[StepInfo], policy: KeepP
 
 
 @given(INFOS, POLICIES)
-def test_the_order_of_the_directory_does_not_matter(infos: list[StepInfo], policy: KeepPolicy) -> None:
+def test_order_of_infos_does_not_matter(infos: list[StepInfo], policy: KeepPolicy) -> None:
     assert to_delete(policy, infos[::-1], NOW) == to_delete(policy, infos, NOW)
 
 
@@ -114,18 +114,18 @@ def test_reasons_name_the_policies() -> None:
     assert repr(KeepEvery(2) & (KeepLatest(1) | KeepWithin(60))) == "KeepEvery(2) & (KeepLatest(1) | KeepWithin(60))"
 
 
-def test_without_a_policy_everything_is_kept() -> None:
+def test_without_a_policy_all_steps_are_kept() -> None:
     infos = [info(1), info(2)]
     assert as_policy(None) is None
     assert set(select(None, infos, NOW)) == {1, 2}
     assert to_delete(None, infos, NOW) == []
 
 
-def test_the_newest_stays_if_nothing_is_kept() -> None:
+def test_newest_complete_step_is_never_deleted() -> None:
     assert [each.step for each in to_delete(KeepAny(()), [info(1), info(2), info(3, "damaged")], NOW)] == [1]
 
 
-def test_the_best_come_first_and_nan_is_none_of_them() -> None:
+def test_ranking_ignores_nan() -> None:
     infos = [
         info(1, loss=2.0),
         info(2, loss=math.nan),
@@ -152,12 +152,12 @@ def test_the_best_come_first_and_nan_is_none_of_them() -> None:
         (lambda: KeepBest(1, "loss", "least"), ValueError),  # type: ignore[arg-type]
         (lambda: KeepBest(1, 3), TypeError),  # type: ignore[arg-type]
         (lambda: KeepIf(3), TypeError),  # type: ignore[arg-type]
-        (lambda: as_policy([]), ValueError),  # it may mean everything or nothing
+        (lambda: as_policy([]), ValueError),  # ambiguous: keep all steps, or none
         (lambda: as_policy([3]), TypeError),  # type: ignore[list-item]
         (lambda: as_policy("KeepLatest"), TypeError),  # type: ignore[arg-type]
         (lambda: KeepLatest(1) | 3, TypeError),  # type: ignore[operator]
     ],
 )
-def test_wrong_policies_are_refused_where_they_are_made(make, kind) -> None:
+def test_invalid_policies_raise_in_the_constructor(make, kind) -> None:
     with pytest.raises(kind):
         make()

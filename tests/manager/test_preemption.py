@@ -1,4 +1,4 @@
-"""The last save before an announced end."""
+"""The last save before preemption."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def handlers() -> Iterator[None]:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
 
 
-def test_a_signal_leads_to_one_last_save(tmp_path: Path) -> None:
+def test_signal_leads_to_one_last_save(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(100)) as run:
         run.on_signal(signal.SIGTERM, grace_s=60)
         saved = []
         for step in range(50):
             if step == 7:
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert not run.stopping  # agreed on in due()
+                assert not run.stopping  # only due() sets it, where the ranks agree
             if run.due(step):
                 run.save(step, STATE)
                 saved.append(step)
@@ -55,20 +55,18 @@ def test_a_signal_leads_to_one_last_save(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.both_loops
-async def test_a_signal_in_a_loop_that_waits(tmp_path: Path) -> None:
+async def test_signal_during_a_wait_in_an_event_loop(tmp_path: Path) -> None:
     async with aiockpt.CheckpointManager(tmp_path) as run:
         run.on_signal(signal.SIGTERM)
         assert not run.due(1)
         asyncio.get_running_loop().call_later(0, os.kill, os.getpid(), signal.SIGTERM)
-        while not run.due(2):  # noqa: ASYNC110 - how a program asks
+        while not run.due(2):  # noqa: ASYNC110 - the usage under test
             await asyncio.sleep(0)
         await (await run.save(2, STATE))
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_the_last_save_is_begun_though_an_earlier_one_has_failed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_last_save_is_begun_although_an_earlier_save_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(_: str) -> None:
         raise RuntimeError("refused")
 
@@ -82,7 +80,7 @@ def test_the_last_save_is_begun_though_an_earlier_one_has_failed(
     assert "refused" in caplog.text
 
 
-def test_a_request_from_another_thread(tmp_path: Path) -> None:
+def test_request_from_another_thread(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         assert not run.due(1)
         thread = threading.Thread(target=run.request_last_save)
@@ -92,9 +90,7 @@ def test_a_request_from_another_thread(tmp_path: Path) -> None:
         assert run.stopping
 
 
-def test_a_save_that_would_take_longer_than_the_notice_is_not_begun(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_last_save_that_exceeds_the_grace_period_is_not_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(1)) as run:
         assert run.due(1)
         run.save(1, STATE)
@@ -105,13 +101,13 @@ def test_a_save_that_would_take_longer_than_the_notice_is_not_begun(
         assert "is not begun" in caplog.text
 
 
-def test_the_first_save_is_begun_for_nothing_is_known_of_its_duration(tmp_path: Path) -> None:
+def test_first_save_of_unknown_duration_is_begun(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         run.request_last_save(grace_s=30)
         assert run.due(1)
 
 
-def test_the_handlers_before_are_called_and_restored(tmp_path: Path) -> None:
+def test_previous_handlers_are_called_and_restored(tmp_path: Path) -> None:
     calls = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     mine = signal.getsignal(signal.SIGTERM)
@@ -128,7 +124,7 @@ def test_the_handlers_before_are_called_and_restored(tmp_path: Path) -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_handler_that_was_set_later_is_left_alone(tmp_path: Path) -> None:
+def test_handler_installed_later_is_left_alone(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     later = lambda number, frame: None  # noqa: E731
     run = aiockpt.SyncCheckpointManager(tmp_path)
@@ -139,7 +135,7 @@ def test_a_handler_that_was_set_later_is_left_alone(tmp_path: Path) -> None:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_the_second_interrupt_ends_the_program(tmp_path: Path) -> None:
+def test_second_interrupt_ends_the_program(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         run.on_signal(signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -148,7 +144,7 @@ def test_the_second_interrupt_ends_the_program(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_handler_of_asyncio_is_called_too(tmp_path: Path) -> None:
+def test_asyncio_handler_is_called_too(tmp_path: Path) -> None:
     async def main() -> None:
         called = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -163,7 +159,7 @@ def test_a_handler_of_asyncio_is_called_too(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_closing_in_another_thread_leaves_a_handler_that_passes_signals_on() -> None:
+def test_handler_forwards_signals_after_close_in_another_thread() -> None:
     calls = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
     try:
@@ -179,21 +175,21 @@ def test_closing_in_another_thread_leaves_a_handler_that_passes_signals_on() -> 
         signal.signal(signal.SIGTERM, before)
 
 
-def work_for_ever(is_there: Any) -> None:
-    is_there.set()
+def spin_forever(started: Any) -> None:
+    started.set()
     while True:
         os.sched_yield()
 
 
-def test_a_forked_child_ends_by_a_signal_as_if_nobody_listened(tmp_path: Path) -> None:
-    """Else pools and data loaders that end their workers by SIGTERM would wait for them for ever."""
+def test_forked_child_dies_from_a_signal(tmp_path: Path) -> None:
+    """Pools and data loaders end their workers with SIGTERM, and would wait forever if a worker ignored it."""
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         run.on_signal(signal.SIGTERM)
         context = multiprocessing.get_context("fork")
-        is_there = context.Event()
-        child = context.Process(target=work_for_ever, args=(is_there,))
+        started = context.Event()
+        child = context.Process(target=spin_forever, args=(started,))
         child.start()
-        is_there.wait(60)
+        started.wait(60)
         child.terminate()
         child.join(60)
         try:
@@ -204,7 +200,7 @@ def test_a_forked_child_ends_by_a_signal_as_if_nobody_listened(tmp_path: Path) -
         assert not run.due(1)
 
 
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_raise(tmp_path: Path) -> None:
     run = aiockpt.SyncCheckpointManager(tmp_path)
     for wrong in ("5", True, math.nan):
         with pytest.raises(TypeError, match="grace_s"):
@@ -230,10 +226,10 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert caught == [True]
 
 
-# --- when, in a manager -----------------------------------------------------------------------------------
+# --- due, in a manager ------------------------------------------------------------------------------------
 
 
-def test_steps_that_are_due(tmp_path: Path) -> None:
+def test_due_by_steps(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySteps(3)) as run:
         assert [step for step in range(10) if run.due(step)] == [3, 6, 9]
         run.save(6, STATE)
@@ -247,17 +243,17 @@ def test_steps_that_are_due(tmp_path: Path) -> None:
             run.due(wrong)  # type: ignore[arg-type]
 
 
-def test_seconds_count_from_the_last_save(tmp_path: Path) -> None:
+def test_due_by_seconds_since_the_last_save(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path, save=aiockpt.EverySeconds(3600)) as run:
         assert not run.due(1)
         run._last_began -= 3601
         assert run.due(2)
-        assert run.due(3)  # until it is saved
+        assert run.due(3)  # stays due until a save
         run.save(3, STATE)
         assert not run.due(4)
 
 
-def test_a_save_that_is_skipped_stays_due(tmp_path: Path) -> None:
+def test_skipped_save_stays_due(tmp_path: Path) -> None:
     storage = GatedStorage(LocalStorage(), ["commit"])
     with aiockpt.SyncCheckpointManager(tmp_path / "run", save=aiockpt.EverySeconds(3600), on_busy="skip") as run:
         other = run.checkpointer.submit(STATE, tmp_path / "other", storage=storage)
@@ -273,7 +269,7 @@ def test_a_save_that_is_skipped_stays_due(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_when_idle(tmp_path: Path) -> None:
+async def test_due_when_idle(tmp_path: Path) -> None:
     held: Future[None] = Future()
 
     async def hold(_: str) -> None:
@@ -295,7 +291,7 @@ REMAINING = st.one_of(st.none(), st.just(math.inf), st.floats(-10, 100))
 
 
 @given(st.lists(REMAINING, min_size=1, max_size=8), st.booleans(), st.floats(0, 120), st.integers(1, 9))
-def test_all_ranks_stop_if_one_was_asked(
+def test_all_ranks_stop_if_one_has_a_request(
     remaining: list[float | None], is_due: bool, expected_s: float, calls: int
 ) -> None:
     answer = decide([Asked(5, each) for each in remaining], is_due=is_due, expected_s=expected_s, calls=calls)
@@ -307,7 +303,7 @@ def test_all_ranks_stop_if_one_was_asked(
         assert (answer.is_due, answer.is_stopping, answer.is_late) == (fits, True, not fits)
 
 
-def test_ranks_at_different_steps_are_told_so() -> None:
+def test_ranks_at_different_steps_raise() -> None:
     with pytest.raises(aiockpt.CoordinationError, match=r"different steps \(5, 6\)"):
         decide([Asked(5, None), Asked(6, None)], is_due=False, expected_s=0.0)
 
@@ -316,7 +312,7 @@ def test_ranks_at_different_steps_are_told_so() -> None:
     ("cost_s", "step_s", "calls"),
     [(0.001, 10.0, 1), (0.001, 0.2, 1), (0.001, 0.06, 2), (0.001, 0.001, 16), (1.0, 0.5, 16)],
 )
-def test_exchanges_cost_a_hundredth_of_the_time(cost_s: float, step_s: float, calls: int) -> None:
+def test_exchanges_cost_at_most_one_percent_of_the_time(cost_s: float, step_s: float, calls: int) -> None:
     pace = Pace()
     now, apart = 0.0, pace.begin(0.0)
     assert apart == 1

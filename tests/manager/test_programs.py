@@ -1,4 +1,4 @@
-"""Programs whose end is announced, or comes without a word: real processes, and signals from outside."""
+"""Preempted and killed programs: real processes, and signals from another process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 240
 
 
 class Program:
-    """One process of a program, of which each step lasts until it is told to go on."""
+    """One process of a program. Each of its steps lasts until `go_on` is called."""
 
     def __init__(self, kind: str, rank: int, size: int, folder: Path, grace: str, python: Sequence[str]) -> None:
         self.lines: list[list[str]] = []
@@ -51,8 +51,8 @@ class Program:
         self._watchdog = threading.Timer(TIMEOUT_S, self.process.kill)
         self._watchdog.start()
 
-    def is_in(self, step: int) -> None:
-        """Let it run until a step has begun."""
+    def run_to(self, step: int) -> None:
+        """Run the program until the step has begun."""
         while self._read() != ["step", str(step)]:
             if self.lines[-1][0] == "step":
                 self.go_on()
@@ -70,8 +70,8 @@ class Program:
         self.process.stdin.write("\n" * steps)
         self.process.stdin.flush()
 
-    def ends(self, *, code: int = 0) -> str:
-        """Wait for its end; return what it has written to standard error."""
+    def wait(self, *, code: int = 0) -> str:
+        """Wait for the process; return its standard error."""
         while self._read() is not None:
             pass
         found = self.process.wait()
@@ -98,7 +98,7 @@ def programs(
     made: list[Program] = []
     try:
         for rank in range(size):
-            made.append(Program(kind, rank, size, folder, grace, python))  # noqa: PERF401 - each is ended if the next fails
+            made.append(Program(kind, rank, size, folder, grace, python))  # noqa: PERF401 - if one fails to start, the others are ended
         yield made
     finally:
         for each in made:
@@ -126,26 +126,26 @@ def restored(folder: Path) -> tuple[aiockpt.Restored | None, dict[str, Any]]:
         pytest.param("blocking", "alone", marks=pytest.mark.full),
     ],
 )
-def test_a_signal_within_a_long_step_leads_to_a_last_save(
+def test_signal_during_a_long_step_leads_to_a_last_save(
     tmp_path: Path, python: list[str], kind: str, asked: Any
 ) -> None:
-    """It comes to one process alone, and the others agree with it; a resumed program ends as one without a break."""
+    """One process gets the signal, and all ranks save the same last step. The random streams are not disturbed."""
     folder = tmp_path / "run"
     size, asked = (1, 0) if asked == "alone" else (2, asked)
     with programs(kind, size, folder, "60", python) as ranks:
         for each in ranks:
-            each.is_in(1)
+            each.run_to(1)
         for each in ranks:
             each.go_on()
         for step in (2, 3):
             for each in ranks:
-                each.is_in(step)
+                each.run_to(step)
                 if step < 3:
                     each.go_on()
         ranks[asked].process.send_signal(signal.SIGTERM)
-        for each in ranks:  # both, before either is waited for
+        for each in ranks:  # resume both before waiting for either
             each.go_on(1000)
-        assert all("Traceback" not in each.ends() for each in ranks)
+        assert all("Traceback" not in each.wait() for each in ranks)
         ended = [each.lines for each in ranks]
     last = steps_saved(ended[0])[-1]
     assert all(steps_saved(lines)[-1] == last for lines in ended)
@@ -164,38 +164,38 @@ def test_a_signal_within_a_long_step_leads_to_a_last_save(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_does_not_fit_into_the_notice_is_not_begun(tmp_path: Path, python: list[str], size: int) -> None:
+def test_last_save_that_exceeds_the_grace_period_is_not_begun(tmp_path: Path, python: list[str], size: int) -> None:
     folder = tmp_path / "run"
     with programs("blocking", size, folder, "1e-9", python) as ranks:
         for step in (1, 2, 3):
             for each in ranks:
-                each.is_in(step)
+                each.run_to(step)
                 if step < 3:
                     each.go_on()
         ranks[-1].process.send_signal(signal.SIGTERM)
         for each in ranks:
             each.go_on(1000)
-        assert all("Traceback" not in each.ends() for each in ranks)
+        assert all("Traceback" not in each.wait() for each in ranks)
         ended = [each.lines for each in ranks]
     saved = steps_saved(ended[0])
     start, state = restored(folder)
     assert start is not None
     assert start.step == max(saved, default=2) == int(state["weights"][0])
-    assert start.step % 2 == 0, "a step that was due anyway"
+    assert start.step % 2 == 0, "only steps that the policy chose were saved"
     assert not any(name.startswith(".aiockpt") for name in names(folder))
 
 
-def test_the_owner_of_a_run_is_named_and_after_its_death_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_second_program_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     host = socket.gethostname()
     with programs("awaiting", 1, folder) as (first,):
-        first.is_in(4)
+        first.run_to(4)
         with pytest.raises(aiockpt.RunLockedError) as caught:
             aiockpt.SyncCheckpointManager(folder).__enter__()
         assert f"is being written by process {first.process.pid} on host {host}, since 20" in str(caught.value)
         assert (caught.value.host, caught.value.pid) == (host, first.process.pid)
         with programs("blocking", 1, folder) as (second,):
-            errors = second.ends(code=1)
+            errors = second.wait(code=1)
             assert f"process {first.process.pid} on host {host}" in errors.splitlines()[-1]
         start, _ = restored(folder)  # readers are welcome
         first.process.kill()
@@ -203,10 +203,10 @@ def test_the_owner_of_a_run_is_named_and_after_its_death_the_next_one_goes_on(tm
         with programs("blocking", 1, folder) as (third,):
             there = restored(folder)[0]
             last = there.step + 1 if there else 1
-            third.is_in(last)
+            third.run_to(last)
             third.process.send_signal(signal.SIGTERM)
             third.go_on()
-            third.ends()
+            third.wait()
         assert steps_saved(third.lines)[-1] == last
     assert not any(name.startswith(".aiockpt") for name in names(folder))
     assert start is None or start.step < last

@@ -1,4 +1,4 @@
-"""Random histories of runs of two ranks: real processes, beside the model of `histories`."""
+"""Random histories of runs of two ranks: real processes, compared with the model of `histories`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ranks.world import World
 Event = tuple[Any, ...]
 
 FATES = st.one_of(
-    st.just((-1, "", 1)),  # the rank that fails, before which step, and the occurrence of it
+    st.just((-1, "", 1)),  # the rank that fails, the storage call that fails, and which of its calls
     st.tuples(
         st.integers(0, 1), st.sampled_from(["begin", "join", "create", "write", "finish", "commit"]), st.integers(1, 2)
     ),
@@ -37,8 +37,8 @@ EVENTS = st.one_of(
 )
 
 
-def live(rank: int, size: int, folder: Path, keep: Keep, events: list[Event]) -> list[Any]:
-    """Do what is told, on one rank; return what became of it, and the steps that are there then."""
+def run_events(rank: int, size: int, folder: Path, keep: Keep, events: list[Event]) -> list[Any]:
+    """Run the events on one rank; return the outcome of each, and the steps in the directory after it."""
     outcomes = []
     harmed: set[int] = set()
     run, saving, _ = open_run(str(folder), keep, coordination_timeout=60)
@@ -52,14 +52,14 @@ def live(rank: int, size: int, folder: Path, keep: Keep, events: list[Event]) ->
                 run.submit(number, state, {} if loss is None else {"loss": loss}).written.result()
                 outcome = True
             except aiockpt.AiockptError as exc:
-                outcome = str(exc) == ""  # which it never is
+                outcome = str(exc) == ""  # False: the message is never empty
             saving.arm("")
             run._retention.finished().result()
         elif event[0] == "harm":
             dist.barrier()
             there = steps_of(folder)
             dist.barrier()
-            outcome = [step for step in there[-1:] if step not in harmed]  # a byte that is flipped twice is as it was
+            outcome = [step for step in there[-1:] if step not in harmed]  # flipping a bit twice would repair it
             harmed.update(outcome)
             if outcome and rank == 0:
                 HARMS[event[1]](folder, there[-1])
@@ -95,8 +95,8 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def check(world: World, folder: Path, keep: Keep, events: list[Event]) -> None:
-    """Compare what the ranks have seen with the model, and with each other."""
-    one, other = world.results(live, folder, keep, events)
+    """Compare the outcomes of the ranks with each other and with the model."""
+    one, other = world.results(run_events, folder, keep, events)
     assert one == other
     model = Model(keep=keep)
     for number, (event, (outcome, there)) in enumerate(zip(events, one, strict=True), 1):
@@ -127,14 +127,12 @@ def check(world: World, folder: Path, keep: Keep, events: list[Event]) -> None:
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(150, marks=pytest.mark.full)])
-def test_two_ranks_keep_and_restore_what_they_announced(
-    world2: World, tmp_path_factory: pytest.TempPathFactory, count: int
-) -> None:
+def test_two_ranks_match_the_model(world2: World, tmp_path_factory: pytest.TempPathFactory, count: int) -> None:
     @settings(
         max_examples=count,
         deadline=None,
         database=None,
-        phases=[Phase.generate],  # a world that has failed can not be used to find a simpler history
+        phases=[Phase.generate],  # no shrinking: after a failure, the world of ranks is unusable
         suppress_health_check=list(HealthCheck),
     )
     @given(keep=KEEPS, events=st.lists(EVENTS, min_size=4, max_size=12))

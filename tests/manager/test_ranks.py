@@ -1,4 +1,4 @@
-"""Several ranks manage one run: rank 0 decides, and all get the same answers."""
+"""Several ranks that manage one run: rank 0 decides, and all ranks get the same answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS: dict[str, Any] = {"coordination_timeout": 60, "drain_timeout": 60}
 
 
 def state_of(rank: int, step: int) -> dict[str, Any]:
-    """Make what each rank has of its own, and what all have."""
+    """Return a state with a tensor of this rank alone and values that all ranks have."""
     return {
         f"own{rank}": torch.full((SIZE,), 10.0 * step + rank),
         "both": torch.full((1000,), float(step)),
@@ -35,7 +35,7 @@ def step_in(state: dict[str, Any], rank: int) -> int:
     return int(found.pop())
 
 
-# --- the primitive ------------------------------------------------------------------------------------------
+# --- agree --------------------------------------------------------------------------------------------------
 
 
 async def agrees(rank: int, size: int) -> list[Any]:
@@ -55,16 +55,16 @@ async def agrees(rank: int, size: int) -> list[Any]:
     return found
 
 
-def test_ranks_agree_on_what_rank_0_decides(world2: World, world4: World) -> None:
+def test_all_ranks_get_the_decision_of_rank_0(world2: World, world4: World) -> None:
     for world in (world2, world4):
         size = world.size
-        everybody = [{"rank": rank} for rank in range(size)]
-        expected = [[(size, rank == 0), size * (size + 1) // 2, everybody, size - 1] for rank in range(size)]
+        all_ranks = [{"rank": rank} for rank in range(size)]
+        expected = [[(size, rank == 0), size * (size + 1) // 2, all_ranks, size - 1] for rank in range(size)]
         assert world.results(agrees) == expected
 
 
 @pytest.mark.asyncio
-async def test_a_process_alone_agrees_with_itself() -> None:
+async def test_agree_without_other_ranks() -> None:
     async with aiockpt.AsyncCheckpointer() as ckpt:
         access = EngineAccess(ckpt)
         assert (access.world_size, access.leads) == (1, True)
@@ -77,7 +77,7 @@ async def test_a_process_alone_agrees_with_itself() -> None:
 
 
 async def trains(rank: int, size: int, folder: Path, last: int) -> Any:
-    """Train to a step, from where the run is."""
+    """Train up to a step, from the run's latest one."""
     policies: dict[str, Any] = {"keep": [aiockpt.KeepLatest(2)], "save": aiockpt.EverySteps(2)}
     async with aiockpt.CheckpointManager(folder, **policies, **LIMITS) as run:
         state = state_of(rank, 0)
@@ -96,7 +96,7 @@ async def trains(rank: int, size: int, folder: Path, last: int) -> Any:
         return None if start is None else start.step, latest.step, best.step, facts[-1]
 
 
-def test_a_run_of_two_ranks(world2: World, tmp_path: Path) -> None:
+def test_run_of_two_ranks(world2: World, tmp_path: Path) -> None:
     assert world2.results(trains, tmp_path, 7) == [(None, 6, 6, (6, 6.0))] * 2
     assert world2.results(trains, tmp_path, 11) == [(6, 10, 10, (10, 10.0))] * 2
     assert names(tmp_path) == ["step-00000008", "step-00000010"]
@@ -116,7 +116,7 @@ def goes_back(rank: int, size: int, folder: Path, verify: str) -> Any:
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
 def test_all_ranks_go_back_to_the_same_step(world2: World, tmp_path: Path, verify: str) -> None:
     world2.results(trains, tmp_path, 8)
-    file = max((tmp_path / "step-00000008").glob("__1_*"), key=lambda each: each.stat().st_size)  # of rank 1
+    file = max((tmp_path / "step-00000008").glob("__1_*"), key=lambda each: each.stat().st_size)  # a file of rank 1
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -136,7 +136,7 @@ def is_refused(rank: int, size: int, folder: Path) -> list[str]:
     return kinds
 
 
-def test_refusals_are_the_same_on_all_ranks(world2: World, tmp_path: Path) -> None:
+def test_all_ranks_raise_the_same_errors(world2: World, tmp_path: Path) -> None:
     world2.results(trains, tmp_path, 8)
     for step in (6, 8):
         for file in (tmp_path / f"step-{step:08d}").glob("__1_*"):
@@ -153,7 +153,7 @@ def does_not_fit(rank: int, size: int, folder: Path) -> None:
             run.restore(state)
 
 
-def test_a_state_that_does_not_fit_on_one_rank_condemns_no_step(world2: World, tmp_path: Path) -> None:
+def test_mismatching_state_of_one_rank_marks_no_step_damaged(world2: World, tmp_path: Path) -> None:
     world2.results(trains, tmp_path, 8)
     world2.results(does_not_fit, tmp_path)
     assert names(tmp_path) == ["step-00000006", "step-00000008"]
@@ -165,11 +165,11 @@ def is_locked_out(rank: int, size: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_all_ranks_are_refused_if_the_run_has_an_owner(world2: World, tmp_path: Path) -> None:
+def test_all_ranks_raise_if_the_run_has_an_owner(world2: World, tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path):
         outcomes = world2.results(is_locked_out, tmp_path)
     assert all(f"process {os.getpid()} on host" in text for text in outcomes)
-    world2.results(trains, tmp_path, 2)  # they can try again
+    world2.results(trains, tmp_path, 2)  # a second attempt succeeds
 
 
 # --- due --------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def is_preempted(rank: int, size: int, folder: Path, asked: int, grace_s: float 
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_a_signal_on_one_rank_leads_to_one_last_step_on_all(world2: World, tmp_path: Path, asked: int) -> None:
+def test_signal_on_one_rank_leads_to_the_same_last_step_on_all(world2: World, tmp_path: Path, asked: int) -> None:
     (saved, last), other = world2.results(is_preempted, tmp_path, asked, None)
     assert other == (saved, last)
     assert saved[0] == 10
@@ -201,7 +201,7 @@ def test_a_signal_on_one_rank_leads_to_one_last_step_on_all(world2: World, tmp_p
 
 
 @pytest.mark.parametrize("asked", [0, 1])
-def test_what_does_not_fit_into_the_notice_is_not_begun_on_any_rank(world2: World, tmp_path: Path, asked: int) -> None:
+def test_last_save_that_exceeds_the_grace_period_is_begun_on_no_rank(world2: World, tmp_path: Path, asked: int) -> None:
     (saved, last), other = world2.results(is_preempted, tmp_path, asked, 1e-9)
     assert other == (saved, last)
     assert all(step % 10 == 0 for step in saved)
@@ -210,7 +210,7 @@ def test_what_does_not_fit_into_the_notice_is_not_begun_on_any_rank(world2: Worl
 
 def asks_by_time(rank: int, size: int, folder: Path) -> Any:
     answers = []
-    policy = aiockpt.EverySeconds(1000 if rank == 0 else 0.001)  # the clock of rank 0 counts
+    policy = aiockpt.EverySeconds(1000 if rank == 0 else 0.001)  # rank 0's clock decides
     with aiockpt.SyncCheckpointManager(folder, save=policy, **LIMITS) as run:
         answers += [run.due(step) for step in range(5)]
         run._last_began -= 2000 if rank == 0 else 0
@@ -220,7 +220,7 @@ def asks_by_time(rank: int, size: int, folder: Path) -> Any:
     return answers
 
 
-def test_the_clock_of_rank_0_counts(world2: World, tmp_path: Path) -> None:
+def test_clock_of_rank_0_decides(world2: World, tmp_path: Path) -> None:
     mine, theirs = world2.results(asks_by_time, tmp_path)
     assert mine == theirs
     assert mine.count(True) == 1
@@ -232,7 +232,7 @@ def is_idle(rank: int, size: int, folder: Path) -> Any:
         return run.due(1)
 
 
-def test_idleness_is_that_of_rank_0(world2: World, tmp_path: Path) -> None:
+def test_rank_0_decides_when_idle(world2: World, tmp_path: Path) -> None:
     assert world2.results(is_idle, tmp_path) == [True, True]
 
 
@@ -243,7 +243,7 @@ def is_out_of_step(rank: int, size: int, folder: Path) -> str:
         return str(caught.value)
 
 
-def test_ranks_that_ask_about_different_steps_are_told(world2: World, tmp_path: Path) -> None:
+def test_due_with_different_steps_raises(world2: World, tmp_path: Path) -> None:
     outcomes = world2.results(is_out_of_step, tmp_path)
     assert all("different steps (5, 6)" in text for text in outcomes)
 
@@ -256,7 +256,7 @@ def counts_exchanges(rank: int, size: int, folder: Path) -> Any:
         return due, len(exchanges) <= 100, math.isfinite(run._pace._cost_s) == (rank == 0)
 
 
-def test_short_steps_are_not_slowed_by_messages(world2: World, tmp_path: Path) -> None:
+def test_short_steps_exchange_messages_less_often(world2: World, tmp_path: Path) -> None:
     assert world2.results(counts_exchanges, tmp_path) == [(list(range(7, 200, 7)), True, True)] * 2
 
 
@@ -268,5 +268,5 @@ def saves_alone(rank: int, size: int, folder: Path) -> Any:
         return run.steps()
 
 
-def test_ranks_with_runs_of_their_own_need_no_other(world2: World, tmp_path: Path) -> None:
+def test_ranks_with_separate_runs_do_not_communicate(world2: World, tmp_path: Path) -> None:
     assert world2.results(saves_alone, tmp_path) == [[1, 2, 3], [1, 2, 3, 4]]

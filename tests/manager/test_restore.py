@@ -1,4 +1,4 @@
-"""Restores go back to the newest step that is valid, and never leave bytes of a damaged one in the target."""
+"""Restores return the newest valid step, and never leave bytes of a damaged one in the target."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DAMAGE = {"flipped": flip, "truncated": truncate, "unfinished": unfinish}
 
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
 @pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_step_is_passed_over_and_renamed(folder: Path, harm: Any, verify: Any) -> None:
+def test_damaged_step_is_skipped_and_renamed(folder: Path, harm: Any, verify: Any) -> None:
     harm(folder, 300)
     state = empty()
     with pytest.warns(aiockpt.DamagedCheckpointWarning, match="step 300") as caught:
@@ -66,7 +66,7 @@ def test_a_damaged_step_is_passed_over_and_renamed(folder: Path, harm: Any, veri
 
 
 @pytest.mark.parametrize("where", [0.3, 0.6, 0.98])
-def test_wherever_the_byte_is(folder: Path, where: float) -> None:
+def test_flipped_bit_at_any_place_is_detected(folder: Path, where: float) -> None:
     flip(folder, 300, where=where)
     flip(folder, 200, where=where)
     state = empty()
@@ -76,7 +76,7 @@ def test_wherever_the_byte_is(folder: Path, where: float) -> None:
     assert (start.step, step_in(state), [each.step for each in start.skipped]) == (100, 100, [300, 200])
 
 
-def test_the_next_save_of_a_step_that_was_set_aside_works_and_the_names_do_not_clash(folder: Path) -> None:
+def test_step_set_aside_can_be_saved_again(folder: Path) -> None:
     for expected in (".damaged", ".damaged-1", ".damaged-2"):
         flip(folder, 300)
         with pytest.warns(aiockpt.DamagedCheckpointWarning):
@@ -89,19 +89,19 @@ def test_the_next_save_of_a_step_that_was_set_aside_works_and_the_names_do_not_c
 
 
 @pytest.mark.parametrize("verify", ["auto", "before"])
-def test_if_the_only_step_is_damaged_it_raises_and_the_target_is_untouched(folder: Path, verify: Any) -> None:
+def test_only_step_damaged_raises_and_leaves_the_target_untouched(folder: Path, verify: Any) -> None:
     shutil.rmtree(path_of(folder, 100))
     shutil.rmtree(path_of(folder, 200))
     flip(folder, 300)
     state = empty()
-    for _ in range(2):  # also the next time: it does not begin anew in silence
+    for _ in range(2):  # a second restore raises too, instead of starting from scratch silently
         with pytest.raises(aiockpt.CorruptCheckpointError, match=r"no step of .* can be restored: step 300"):
             restored(folder, state, verify=verify)
     assert is_untouched(state)
     assert names(folder) == ["step-00000300"]
 
 
-def test_if_all_are_damaged_it_raises_and_nothing_is_renamed(folder: Path) -> None:
+def test_all_steps_damaged_raises_and_renames_nothing(folder: Path) -> None:
     for step in (100, 200, 300):
         flip(folder, step)
     state = empty()
@@ -113,8 +113,8 @@ def test_if_all_are_damaged_it_raises_and_nothing_is_renamed(folder: Path) -> No
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def test_an_older_step_that_could_not_undo_a_load_does_not_permit_it(tmp_path: Path) -> None:
-    """The older one lacks a tensor: were the damaged one loaded at once, its bytes would stay there."""
+def test_newest_step_is_verified_first_if_an_older_one_lacks_a_tensor(tmp_path: Path) -> None:
+    """If the damaged step were loaded directly, the tensor that the older one lacks would keep its bytes."""
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         run.save(1, {"a": torch.ones(SIZE)})
         run.save(2, {"a": torch.full((SIZE,), 2.0), "b": torch.full((SIZE,), 2.0)})
@@ -126,7 +126,7 @@ def test_an_older_step_that_could_not_undo_a_load_does_not_permit_it(tmp_path: P
     assert (start.step, state["a"].unique().tolist(), state["b"].unique().tolist()) == (1, [1.0], [0.0])
 
 
-def test_an_older_step_of_other_shapes_does_not_permit_a_load_at_once(tmp_path: Path) -> None:
+def test_newest_step_is_verified_first_if_an_older_one_has_other_shapes(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         run.save(1, {"a": torch.ones(10)})
         run.save(2, {"a": torch.full((SIZE,), 2.0)})
@@ -139,7 +139,7 @@ def test_an_older_step_of_other_shapes_does_not_permit_a_load_at_once(tmp_path: 
 
 
 @pytest.mark.parametrize("verify", ["auto", "before"])
-def test_a_certain_step_that_is_damaged_raises(folder: Path, verify: Any) -> None:
+def test_requested_step_that_is_damaged_raises(folder: Path, verify: Any) -> None:
     flip(folder, 200)
     state = empty()
     with pytest.raises(aiockpt.CorruptCheckpointError):
@@ -153,7 +153,7 @@ def test_a_certain_step_that_is_damaged_raises(folder: Path, verify: Any) -> Non
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def test_the_next_best_is_taken_if_the_best_is_damaged(folder: Path) -> None:
+def test_next_best_step_is_restored_if_the_best_is_damaged(folder: Path) -> None:
     flip(folder, 300)
     state = empty()
     with pytest.warns(aiockpt.DamagedCheckpointWarning):
@@ -162,7 +162,7 @@ def test_the_next_best_is_taken_if_the_best_is_damaged(folder: Path) -> None:
     assert step_in(state) == 200
 
 
-def test_a_reader_renames_nothing(folder: Path) -> None:
+def test_reader_renames_nothing(folder: Path) -> None:
     flip(folder, 300)
     state = empty()
     with aiockpt.SyncCheckpointManager(folder, mode="read") as run, pytest.warns(aiockpt.DamagedCheckpointWarning):
@@ -174,7 +174,7 @@ def test_a_reader_renames_nothing(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
-def test_a_disk_that_fails_condemns_no_step(folder: Path, monkeypatch: pytest.MonkeyPatch, verify: Any) -> None:
+def test_io_error_marks_no_step_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch, verify: Any) -> None:
     def fail(self: LocalFile, offset: int, view: memoryview, *args: Any) -> None:
         raise aiockpt.errors.LoadError(f"can't read at {offset}: {os.strerror(errno.EIO)}")
 
@@ -198,7 +198,7 @@ def _failing(real: Any) -> Any:
     return preadv
 
 
-def test_a_state_that_does_not_fit_condemns_no_step(folder: Path) -> None:
+def test_mismatching_state_marks_no_step_damaged(folder: Path) -> None:
     state = empty()
     state["more"] = torch.zeros(3)
     with pytest.raises(aiockpt.MissingKeysError):
@@ -210,9 +210,7 @@ def test_a_state_that_does_not_fit_condemns_no_step(folder: Path) -> None:
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def test_an_older_step_that_can_not_be_read_does_not_keep_the_newest_from_being_restored(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_older_step_does_not_block_the_newest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denying(real: Any) -> Any:
         def denied(path: Any, *args: Any, **options: Any) -> Any:
             if str(path).startswith(str(path_of(folder, 200))):
@@ -240,7 +238,7 @@ def test_an_older_step_that_can_not_be_read_does_not_keep_the_newest_from_being_
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def test_an_empty_directory_is_no_step_to_go_on_from(tmp_path: Path) -> None:
+def test_empty_step_directory_is_skipped(tmp_path: Path) -> None:
     path_of(tmp_path, 7).mkdir()
     assert restored(tmp_path, empty()) is None
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
@@ -254,7 +252,7 @@ def test_an_empty_directory_is_no_step_to_go_on_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", ["auto", "before", "while"])
-def test_a_step_of_a_later_version_is_not_condemned(folder: Path, verify: Any) -> None:
+def test_step_of_a_later_format_version_is_not_marked_damaged(folder: Path, verify: Any) -> None:
     manifest = path_of(folder, 300) / ".aiockpt.json"
     body, _, _ = manifest.read_bytes().replace(b'"format_version": 1', b'"format_version": 9').rpartition(SEAL.encode())
     manifest.write_bytes(body + f'{SEAL}{crc32(body):08x}"\n}}\n'.encode())
@@ -290,12 +288,12 @@ def test_options_of_load_are_passed_on(folder: Path) -> None:
         {"step": "best", "metric": 3},
     ],
 )
-def test_wrong_arguments_are_refused(folder: Path, arguments: dict[str, Any]) -> None:
+def test_invalid_arguments_raise(folder: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError)):
         restored(folder, empty(), **arguments)
 
 
-def test_live_objects_get_the_state_of_the_valid_step_alone(tmp_path: Path) -> None:
+def test_live_objects_get_only_the_state_of_the_valid_step(tmp_path: Path) -> None:
     model = torch.nn.Linear(100, 200)
     optim = torch.optim.AdamW(model.parameters())
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
@@ -314,9 +312,7 @@ def test_live_objects_get_the_state_of_the_valid_step_alone(tmp_path: Path) -> N
     assert {float(each["step"]) for each in optim.state_dict()["state"].values()} == {1.0}
 
 
-def test_a_step_that_is_deleted_while_it_is_looked_for_is_passed_over_in_silence(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_deleted_during_the_search_is_skipped_silently(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = empty()
     with aiockpt.SyncCheckpointManager(folder) as run:
         found = [run._scanner.scan()]
@@ -331,10 +327,10 @@ def test_a_step_that_is_deleted_while_it_is_looked_for_is_passed_over_in_silence
 
 
 @pytest.mark.parametrize("before", ["inspect", "verify", "load"])
-def test_a_reader_beside_a_writer_that_deletes_gets_the_newest_step(
+def test_reader_gets_the_newest_step_while_a_writer_deletes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
-    """Every step that the reader has listed is deleted before it is read, and a new one is there."""
+    """Each step that the reader has listed is deleted before it is read, after a newer one was written."""
     state = empty()
     with (
         aiockpt.SyncCheckpointManager(tmp_path, keep=aiockpt.KeepLatest(1)) as owner,
@@ -367,9 +363,7 @@ def test_a_reader_beside_a_writer_that_deletes_gets_the_newest_step(
     assert (start.step, start.skipped, step_in(state), names(tmp_path)) == (3, (), 3, ["step-00000003"])
 
 
-def test_steps_that_are_deleted_faster_than_they_can_be_read_are_not_looked_for_for_ever(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_gives_up_if_steps_are_deleted_faster_than_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with aiockpt.SyncCheckpointManager(folder) as run:
         found = run._scanner.scan()
         monkeypatch.setattr(run._scanner, "scan", lambda **_: found)
@@ -378,9 +372,7 @@ def test_steps_that_are_deleted_faster_than_they_can_be_read_are_not_looked_for_
             run.restore(empty())
 
 
-def test_a_step_that_is_replaced_while_it_is_read_is_not_condemned(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_step_replaced_during_the_read_is_not_marked_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flip(folder, 300)
     state = empty()
     with aiockpt.SyncCheckpointManager(folder) as run:
@@ -400,8 +392,8 @@ def test_a_step_that_is_replaced_while_it_is_read_is_not_condemned(
     assert names(folder) == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def test_an_older_step_that_lacks_an_object_does_not_permit_a_load_at_once(tmp_path: Path) -> None:
-    """Its load raises, so it could not overwrite the tensors of the damaged one."""
+def test_newest_step_is_verified_first_if_an_older_one_lacks_an_object(tmp_path: Path) -> None:
+    """Loading the older step raises, so it could not overwrite the tensors of the damaged one."""
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         run.save(1, {"a": torch.ones(SIZE)})
         run.save(2, {"a": torch.full((SIZE,), 2.0), "epoch": 2})
@@ -412,7 +404,7 @@ def test_an_older_step_that_lacks_an_object_does_not_permit_a_load_at_once(tmp_p
     assert (state["a"].unique().tolist(), state["epoch"]) == ([0.0], 0)
 
 
-def test_checkpoints_of_other_names_are_none_of_the_run(folder: Path) -> None:
+def test_checkpoints_with_other_names_are_ignored(folder: Path) -> None:
     (folder / "step-00000300").rename(folder / "step-300")
     shutil.copytree(folder / "step-00000200", folder / "final")
     state = empty()

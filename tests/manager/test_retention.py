@@ -1,4 +1,4 @@
-"""What is deleted, when, and what never is."""
+"""Deletion of steps by the retention policies, and the steps that are never deleted."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def run_of(folder: Path, *keep: aiockpt.KeepPolicy, **options: Any) -> aiockpt.S
     return aiockpt.SyncCheckpointManager(folder, keep=list(keep), **options)
 
 
-def test_what_no_policy_keeps_is_deleted(tmp_path: Path) -> None:
+def test_steps_that_no_policy_keeps_are_deleted(tmp_path: Path) -> None:
     with run_of(tmp_path, aiockpt.KeepLatest(2), aiockpt.KeepEvery(4), aiockpt.KeepBest(1, "loss")) as run:
         for step in range(1, 11):
             run.save(step, STATE, {"loss": abs(step - 3)})
     assert steps(tmp_path) == [3, 4, 8, 9, 10]
 
 
-def test_nothing_is_deleted_before_a_later_one_is_written(tmp_path: Path) -> None:
-    """Opening, restoring, and saves that fail or are skipped, delete nothing."""
+def test_steps_are_deleted_only_after_a_later_save(tmp_path: Path) -> None:
+    """Opening and restoring delete nothing, nor do saves that fail or are skipped."""
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         for step in (1, 2, 3):
             run.save(step, STATE)
@@ -64,15 +64,15 @@ def test_nothing_is_deleted_before_a_later_one_is_written(tmp_path: Path) -> Non
     assert names(tmp_path) == ["other", "step-00000007"]
 
 
-def test_the_newest_stays_whatever_the_policy_says(tmp_path: Path) -> None:
+def test_newest_step_stays_whatever_the_policy(tmp_path: Path) -> None:
     with run_of(tmp_path, aiockpt.KeepIf(lambda info: False)) as run:
         for step in (1, 2, 3):
             run.save(step, STATE)
     assert steps(tmp_path) == [3]
 
 
-def test_a_run_that_went_back_keeps_what_it_writes(tmp_path: Path) -> None:
-    """Step 300 is later, but of a run that was given up: the last one of this run must stay too."""
+def test_run_that_went_back_keeps_its_last_step(tmp_path: Path) -> None:
+    """Step 300 is later but belongs to an abandoned run, so the last step of this run must stay too."""
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         for step in (100, 300):
             run.save(step, STATE)
@@ -89,7 +89,7 @@ def test_a_run_that_went_back_keeps_what_it_writes(tmp_path: Path) -> None:
     assert steps(tmp_path) == [170, 300]
 
 
-def test_pinned_steps_and_those_that_are_read_stay(tmp_path: Path) -> None:
+def test_pinned_and_open_steps_stay(tmp_path: Path) -> None:
     with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
         run.save(1, STATE)
         run.pin(1)
@@ -106,7 +106,7 @@ def test_pinned_steps_and_those_that_are_read_stay(tmp_path: Path) -> None:
     assert steps(tmp_path) == [5]
 
 
-def test_damaged_and_unfinished_steps_and_other_names_are_left_alone(tmp_path: Path) -> None:
+def test_damaged_and_unfinished_steps_and_other_names_stay(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         for step in (1, 2, 3):
             run.save(step, STATE)
@@ -120,7 +120,7 @@ def test_damaged_and_unfinished_steps_and_other_names_are_left_alone(tmp_path: P
     assert names(tmp_path) == ["final", "step-00000001", "step-00000002", "step-00000005", "step-00000009"]
 
 
-def test_a_deletion_that_fails_is_logged_and_tried_again(
+def test_failing_deletion_is_logged_and_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
@@ -139,7 +139,7 @@ def _denied(*_: object) -> None:
     raise PermissionError(13, "denied")
 
 
-def test_a_predicate_that_fails_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_predicate_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with run_of(tmp_path, aiockpt.KeepIf(lambda info: info.metrics["loss"] < 1)) as run, caplog.at_level(logging.ERROR):
         for step in (1, 2, 3):
             run.save(step, STATE)
@@ -147,8 +147,8 @@ def test_a_predicate_that_fails_deletes_nothing(tmp_path: Path, caplog: pytest.L
     assert "KeyError: 'loss'" in caplog.text
 
 
-def test_what_was_written_must_be_seen_before_anything_is_deleted(tmp_path: Path) -> None:
-    """A save whose directory was moved away, as to an archive, does not make the older ones superfluous."""
+def test_nothing_is_deleted_if_the_written_step_is_gone(tmp_path: Path) -> None:
+    """If the new step was moved away, as to an archive, the older ones stay."""
     with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
         run.save(1, STATE)
         run._retention.finished().result()
@@ -156,7 +156,7 @@ def test_what_was_written_must_be_seen_before_anything_is_deleted(tmp_path: Path
     assert names(tmp_path) == ["archived", "step-00000001"]
 
 
-def test_a_save_that_went_to_the_fallback_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_to_the_fallback_path_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     real = commit.rename_noreplace
 
@@ -173,7 +173,7 @@ def test_a_save_that_went_to_the_fallback_deletes_nothing(tmp_path: Path, monkey
     assert steps(folder) == [1]
 
 
-def test_a_step_that_a_restore_has_set_aside_is_not_deleted(tmp_path: Path) -> None:
+def test_step_set_aside_by_a_restore_is_not_deleted(tmp_path: Path) -> None:
     with run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
         run.save(1, STATE)
         run.pin(1)
@@ -187,7 +187,7 @@ def test_a_step_that_a_restore_has_set_aside_is_not_deleted(tmp_path: Path) -> N
 
 
 @pytest.mark.asyncio
-async def test_closing_waits_for_saves_and_then_for_deletions(tmp_path: Path) -> None:
+async def test_close_waits_for_saves_and_deletions(tmp_path: Path) -> None:
     async with aiockpt.CheckpointManager(tmp_path, keep=[aiockpt.KeepLatest(1)], max_in_flight=4) as run:
         assert await run.restore(empty()) is None
         for step in range(1, 5):
@@ -196,14 +196,14 @@ async def test_closing_waits_for_saves_and_then_for_deletions(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("drain_timeout", [math.inf, 1e300])
-def test_closing_may_wait_without_limit(tmp_path: Path, drain_timeout: float) -> None:
+def test_close_may_wait_without_limit(tmp_path: Path, drain_timeout: float) -> None:
     with run_of(tmp_path, aiockpt.KeepLatest(1), drain_timeout=drain_timeout) as run:
         run.submit(1, STATE)
         run.submit(2, STATE)
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_an_error_in_the_program_still_finishes_saves_and_deletions(tmp_path: Path) -> None:
+def test_error_in_the_program_does_not_stop_saves_and_deletions(tmp_path: Path) -> None:
     with pytest.raises(KeyError), run_of(tmp_path, aiockpt.KeepLatest(1)) as run:
         run.save(1, STATE)
         run.submit(2, STATE)
@@ -211,9 +211,7 @@ def test_an_error_in_the_program_still_finishes_saves_and_deletions(tmp_path: Pa
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_a_step_that_can_not_be_read_stays_and_the_others_are_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_step_stays_and_the_others_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.scandir
 
     def denied(path: Any) -> Any:
@@ -230,8 +228,8 @@ def test_a_step_that_can_not_be_read_stays_and_the_others_are_deleted(
     assert steps(tmp_path) == [1, 4]
 
 
-def test_a_step_that_is_being_replaced_is_not_deleted(tmp_path: Path) -> None:
-    """The deletions that follow an earlier save meet the new checkpoint of a step that was superfluous."""
+def test_step_being_replaced_is_not_deleted(tmp_path: Path) -> None:
+    """The deletions after an earlier save run while a step that they would delete is overwritten."""
     with aiockpt.SyncCheckpointManager(tmp_path) as run:
         for step in (1, 2, 3):
             run.save(step, STATE)
@@ -253,7 +251,7 @@ def test_a_step_that_is_being_replaced_is_not_deleted(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 4]
 
 
-def test_a_manager_that_is_forgotten_leaves_no_thread_and_no_lock(tmp_path: Path) -> None:
+def test_garbage_collected_manager_leaves_no_thread_and_no_lock(tmp_path: Path) -> None:
     ckpt = aiockpt.SyncCheckpointer()
     run = aiockpt.SyncCheckpointManager(tmp_path, checkpointer=ckpt)
     run.save(1, STATE)

@@ -1,4 +1,4 @@
-"""`RngState`: every random stream goes on where it was, for each rank its own."""
+"""`RngState`: each rank's random streams continue where they were saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks.world import World
 
 
 def draw() -> list[Any]:
-    """Draw from every generator, by functions that keep a second number for the next call as well."""
+    """Draw from every generator, also through functions that cache the second number of a pair."""
     return [
         random.random(),
         random.gauss(0, 1),
@@ -35,16 +35,16 @@ def draw() -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def generators():
-    """Put the generators back that a test has moved."""
+    """Restore the generators after a test."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    draw()  # so that python's and NumPy's second number of a pair is there
+    draw()  # so that Python and NumPy have cached the second number of a pair
     yield
     random.setstate(before[0])
     np.random.set_state(before[1])
     torch.set_rng_state(before[2])
 
 
-def test_every_stream_goes_on_exactly(tmp_path: Path) -> None:
+def test_every_stream_continues_exactly(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"model": torch.ones(3), "rng": RngState()}, tmp_path / "c")
         wanted = draw() + draw()
@@ -52,11 +52,11 @@ def test_every_stream_goes_on_exactly(tmp_path: Path) -> None:
         ckpt.load(tmp_path / "c", state)
         assert draw() + draw() == wanted
         assert type(state["rng"]) is RngState
-        state["rng"].load_state_dict(ckpt.load(tmp_path / "c")["rng"])  # from a load into a new state dict
+        state["rng"].load_state_dict(ckpt.load(tmp_path / "c")["rng"])  # from a load without a target
         assert draw() + draw() == wanted
 
 
-def test_it_is_the_whole_state_too(tmp_path: Path) -> None:
+def test_rng_state_may_be_the_whole_state(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save(RngState(), tmp_path / "c")
         wanted = draw()
@@ -67,7 +67,7 @@ def test_it_is_the_whole_state_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("saves", ["aiockpt", "dcp"])
 @pytest.mark.parametrize("loads", ["aiockpt", "dcp"])
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")
-def test_stock_dcp_saves_and_loads_it(tmp_path: Path, saves: str, loads: str) -> None:
+def test_stock_dcp_saves_and_loads_rng_state(tmp_path: Path, saves: str, loads: str) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         if saves == "dcp":
             dcp.save({"rng": RngState()}, checkpoint_id=tmp_path / "c", no_dist=True)
@@ -81,9 +81,9 @@ def test_stock_dcp_saves_and_loads_it(tmp_path: Path, saves: str, loads: str) ->
     assert draw() == wanted
 
 
-def test_it_goes_back_to_what_was_loaded() -> None:
+def test_rewind_returns_to_the_loaded_state() -> None:
     rng = RngState()
-    rng.rewind()  # nothing to go back to
+    rng.rewind()  # no effect: no state was loaded
     saved = rng.state_dict()
     wanted = draw()
     rng.load_state_dict(saved)
@@ -92,7 +92,7 @@ def test_it_goes_back_to_what_was_loaded() -> None:
     assert draw() == wanted
 
 
-def test_a_refused_load_moves_nothing(tmp_path: Path) -> None:
+def test_refused_load_changes_no_generator(tmp_path: Path) -> None:
     with aiockpt.SyncCheckpointer() as ckpt:
         ckpt.save({"rng": RngState()}, tmp_path / "c")
         draw()
@@ -108,8 +108,8 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name], name
 
 
-def test_saving_and_loading_draw_nothing(tmp_path: Path) -> None:
-    """Also where samples of tensors and of arrays are taken at random places."""
+def test_saving_and_loading_draw_no_random_numbers(tmp_path: Path) -> None:
+    """Also with samples of tensors and arrays, which are taken at random places."""
     before = RngState().state_dict()["rank0"]
     with aiockpt.SyncCheckpointer(validate="hash") as ckpt:
         ckpt.save({"x": torch.arange(1 << 18), "a": np.arange(1 << 18)}, tmp_path / "c")
@@ -120,7 +120,7 @@ def test_saving_and_loading_draw_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937"])
-def test_other_generators_of_numpy(tmp_path: Path, kind: str) -> None:
+def test_bit_generators_of_numpy(tmp_path: Path, kind: str) -> None:
     before = np.random.get_bit_generator()
     np.random.set_bit_generator(getattr(np.random, kind)(7))
     try:
@@ -134,7 +134,7 @@ def test_other_generators_of_numpy(tmp_path: Path, kind: str) -> None:
         np.random.set_bit_generator(before)
 
 
-def test_a_state_without_numpy() -> None:
+def test_state_without_numpy() -> None:
     saved = RngState().state_dict()
     del saved["rank0"]["numpy"]
     wanted = torch.rand(3)
@@ -150,7 +150,7 @@ def test_a_state_without_numpy() -> None:
 
 
 class Devices:
-    """Stands in for the module of an accelerator, such as torch.cuda."""
+    """A stand-in for the module of an accelerator, such as torch.cuda."""
 
     def __init__(self, count: int, *, used: bool = True) -> None:
         self.states = [torch.full((16,), index + 1, dtype=torch.uint8) for index in range(count)]
@@ -160,13 +160,13 @@ class Devices:
         return self.used
 
     def get_rng_state(self, index: int) -> torch.Tensor:
-        assert self.used, "it would be initialised"
+        assert self.used, "reading the state would initialise the device"
         return self.states[index].clone()
 
     def set_rng_state(self, state: torch.Tensor, index: int) -> None:
         self.states[index] = state.clone()
 
-    def be_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(self.states))
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: SimpleNamespace(type="cuda"))
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(self.states))
@@ -174,23 +174,23 @@ class Devices:
 
 
 @pytest.mark.parametrize("later", [0, 1, 3, 4])
-def test_devices_may_have_gone_or_come(monkeypatch: pytest.MonkeyPatch, later: int) -> None:
-    Devices(3).be_there(monkeypatch)
+def test_number_of_devices_may_change(monkeypatch: pytest.MonkeyPatch, later: int) -> None:
+    Devices(3).install(monkeypatch)
     saved = RngState().state_dict()
     assert set(saved["rank0"]) == {"python", "numpy", "cpu", "cuda:0", "cuda:1", "cuda:2"}
     wanted = draw()
     now = Devices(later)
     for state in now.states:
         state.fill_(99)
-    now.be_there(monkeypatch)
+    now.install(monkeypatch)
     RngState().load_state_dict(saved)
     assert draw() == wanted
     assert [int(state[0]) for state in now.states] == [1, 2, 3, 99][:later]
 
 
-def test_a_device_that_is_not_in_use_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialised_device_stays_uninitialised(monkeypatch: pytest.MonkeyPatch) -> None:
     now = Devices(2, used=False)
-    now.be_there(monkeypatch)
+    now.install(monkeypatch)
     assert set(RngState().state_dict()["rank0"]) == {"python", "numpy", "cpu"}
     saved = {"rank0": {"cuda:1": torch.full((16,), 7, dtype=torch.uint8)}}
     RngState().load_state_dict(saved)  # torch applies it when the device is initialised
@@ -201,7 +201,7 @@ def test_a_device_that_is_not_in_use_stays_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def save_on_ranks(rank: int, world_size: int, path: Path) -> list[Any]:
-    """Give each rank streams of its own; return what it draws next."""
+    """Seed each rank differently and save; return the numbers drawn next."""
     random.seed(rank)
     np.random.seed(10 + rank)
     torch.manual_seed(20 + rank)
@@ -214,7 +214,7 @@ def save_on_ranks(rank: int, world_size: int, path: Path) -> list[Any]:
 
 
 def load_on_ranks(rank: int, world_size: int, path: Path) -> tuple[list[Any], list[Any], list[str]]:
-    """Return what it would draw next, what it draws after a load, and the warnings."""
+    """Return the numbers drawn without a load, those drawn after one, and the warnings."""
     random.seed(30 + rank)
     np.random.seed(30 + rank)
     torch.manual_seed(30 + rank)
@@ -228,7 +228,7 @@ def load_on_ranks(rank: int, world_size: int, path: Path) -> tuple[list[Any], li
     return would, draw(), [str(each.message) for each in seen]
 
 
-def test_each_rank_has_its_own(world2: World, world4: World, tmp_path: Path) -> None:
+def test_each_rank_restores_its_own_streams(world2: World, world4: World, tmp_path: Path) -> None:
     drawn = world2.results(save_on_ranks, tmp_path)
     assert drawn[0] != drawn[1]
     assert [now for _, now, _ in world2.results(load_on_ranks, tmp_path)] == drawn
@@ -237,11 +237,11 @@ def test_each_rank_has_its_own(world2: World, world4: World, tmp_path: Path) -> 
     assert [now for _, now, _ in more[2:]] == [would for would, _, _ in more[2:]]
     assert [len(seen) for *_, seen in more] == [0, 0, 1, 1]
     assert "the random states of rank0, rank1 were saved, but none of rank3" in more[3][2][0]
-    with aiockpt.SyncCheckpointer() as ckpt:  # one process goes on as rank 0
+    with aiockpt.SyncCheckpointer() as ckpt:  # a single process continues as rank 0
         ckpt.load(tmp_path / "1", {"rng": RngState()})
     assert draw() == drawn[0]
 
 
-def test_it_needs_no_thread_and_no_device_at_import() -> None:
+def test_import_does_not_load_the_engine() -> None:
     code = "import aiockpt, sys; aiockpt.RngState; assert 'aiockpt.engine.engine' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""The steps of a run, as its directory shows them."""
+"""The steps that a scan finds in the directory of a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(folder: Path, step: int, **metadata) -> Path:
     return path
 
 
-def test_names_of_steps() -> None:
+def test_step_names() -> None:
     assert os.path.basename(step_path("/r", 100)) == "step-00000100"
     assert step_of("step-00000100") == 100
     assert step_of("step-123456789") == 123456789
@@ -50,7 +50,7 @@ def test_facts_come_from_the_manifest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "run", ["mine", {"name": "mine"}, {"time": 1.7e18}, {"time": -1}, {"time": math.nan}, {"step": 1, "time": True}]
 )
-def test_metadata_of_a_program_without_a_manager_may_be_anything(run: object, tmp_path: Path) -> None:
+def test_run_metadata_may_be_anything_without_a_manager(run: object, tmp_path: Path) -> None:
     before = time.time()
     write(tmp_path, 7, run=run)
     (found,) = scan(tmp_path)
@@ -59,7 +59,7 @@ def test_metadata_of_a_program_without_a_manager_may_be_anything(run: object, tm
     assert found.metadata == ({} if {"time", "step"} & set(run) else {"run": run})  # type: ignore[call-overload]
 
 
-def test_steps_come_in_order_and_other_names_are_left_out(tmp_path: Path) -> None:
+def test_steps_are_sorted_and_other_names_ignored(tmp_path: Path) -> None:
     for step in (100, 20, 3):
         write(tmp_path, step)
     shutil.copytree(tmp_path / "step-00000020", tmp_path / "step-20")
@@ -73,7 +73,7 @@ def test_steps_come_in_order_and_other_names_are_left_out(tmp_path: Path) -> Non
     assert scan(tmp_path / "nothing") == ()
 
 
-def test_the_time_of_a_checkpoint_of_no_manager_is_that_of_its_manifest(tmp_path: Path) -> None:
+def test_time_of_a_step_saved_without_a_manager_comes_from_its_manifest(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     os.utime(path, (5, 5))
     (found,) = scan(tmp_path)
@@ -102,7 +102,7 @@ def data_file(path: Path) -> Path:
         (lambda path: [file.unlink() for file in path.iterdir()], "unfinished", "neither"),
     ],
 )
-def test_states(tmp_path: Path, harm, state: str, words: str) -> None:
+def test_state_of_a_damaged_step(tmp_path: Path, harm, state: str, words: str) -> None:
     write(tmp_path, 1)
     harm(write(tmp_path, 2, run={"metrics": {"loss": 1.0}}))
     one, two = scan(tmp_path)
@@ -113,14 +113,14 @@ def test_states(tmp_path: Path, harm, state: str, words: str) -> None:
 @pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled:UserWarning", "ignore:Detected an existing:UserWarning"
 )
-def test_a_checkpoint_that_torch_has_replaced_in_place_is_complete(tmp_path: Path) -> None:
+def test_checkpoint_that_torch_replaced_in_place_is_complete(tmp_path: Path) -> None:
     path = write(tmp_path, 2, run={"metrics": {"loss": 1.0}})
     dcp.save({"other": torch.ones(5)}, checkpoint_id=str(path), no_dist=True)
     (found,) = scan(tmp_path)
     assert (found.state, dict(found.metrics)) == ("complete", {})
 
 
-def test_a_manifest_without_what_it_should_hold_is_damaged(tmp_path: Path) -> None:
+def test_manifest_with_invalid_fields_is_damaged(tmp_path: Path) -> None:
     from isal.isal_zlib import crc32
 
     path = write(tmp_path, 2)
@@ -131,7 +131,7 @@ def test_a_manifest_without_what_it_should_hold_is_damaged(tmp_path: Path) -> No
         assert scan(tmp_path)[0].state == "damaged"
 
 
-def test_an_unchanged_manifest_is_read_once_and_a_changed_one_again(tmp_path: Path) -> None:
+def test_manifest_is_read_again_only_after_a_change(tmp_path: Path) -> None:
     path = write(tmp_path, 2, run={"metrics": {"loss": 1.0}})
     scanner = StepScanner(str(tmp_path))
     first = scanner.scan()
@@ -148,7 +148,7 @@ def test_an_unchanged_manifest_is_read_once_and_a_changed_one_again(tmp_path: Pa
     assert scanner.scan()[0].metrics == {"loss": 3.0}
 
 
-def test_a_scan_needs_no_torch(tmp_path: Path) -> None:
+def test_scan_does_not_import_torch(tmp_path: Path) -> None:
     write(tmp_path, 4)
     code = (
         "import sys; from aiockpt.manager.scan import scan\n"
@@ -162,7 +162,7 @@ def test_a_scan_needs_no_torch(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "4 complete\n", "")
 
 
-def test_a_step_that_is_written_while_the_only_other_one_is_deleted_is_seen(
+def test_step_written_while_the_only_other_one_is_deleted_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 1)
@@ -178,7 +178,7 @@ def test_a_step_that_is_written_while_the_only_other_one_is_deleted_is_seen(
     assert [(found.step, found.state) for found in scan(tmp_path)] == [(2, "complete")]
 
 
-def test_a_link_to_itself_is_no_step(tmp_path: Path) -> None:
+def test_broken_symlinks_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, 1)
     os.symlink("step-00000002", tmp_path / "step-00000002")
     os.symlink("nothing", tmp_path / "step-00000003")

@@ -1,4 +1,4 @@
-"""When a save is due."""
+"""The policies that decide when a save is due."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def facts(step: int, previous: int | None = None, elapsed_s: float = 0.0, is_idl
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 30), min_size=1))
-def test_each_multiple_is_due_once_whichever_steps_are_asked_about(n: int, distances: list[int]) -> None:
+def test_each_multiple_is_due_once_for_any_sequence_of_steps(n: int, distances: list[int]) -> None:
     step, previous = -1, None
     for distance in distances:
         step += distance
@@ -27,24 +27,24 @@ def test_each_multiple_is_due_once_whichever_steps_are_asked_about(n: int, dista
         previous = step
 
 
-def test_step_0_is_not_due() -> None:
+def test_step_zero_is_not_due() -> None:
     assert not EverySteps(1).is_due(facts(0))
     assert EverySteps(1).is_due(facts(1, 0))
 
 
-def test_steps_that_begin_again_are_due_at_the_multiples() -> None:
+def test_after_going_back_only_multiples_are_due() -> None:
     assert not EverySteps(10).is_due(facts(5, 25))
     assert EverySteps(10).is_due(facts(10, 25))
 
 
-def test_seconds_and_idleness() -> None:
+def test_every_seconds_and_when_idle() -> None:
     assert not EverySeconds(600).is_due(facts(1, 0, 599.9))
     assert EverySeconds(600).is_due(facts(1, 0, 600.0))
     assert WhenIdle().is_due(facts(1, 0, 0.0, True))
     assert not WhenIdle().is_due(facts(1, 0, 1e9, False))
 
 
-def test_any_of_several() -> None:
+def test_union_of_policies() -> None:
     policy = EverySteps(100) | EverySeconds(600) | WhenIdle()
     assert policy.is_due(facts(100, 99))
     assert policy.is_due(facts(101, 100, 700.0))
@@ -52,7 +52,7 @@ def test_any_of_several() -> None:
     assert not policy.is_due(facts(101, 100))
 
 
-def test_what_goes_by_the_step_is_split_off() -> None:
+def test_split_separates_policies_by_step() -> None:
     by_step, rest = split(EverySteps(2) | (EverySeconds(1) | EverySteps(3)))
     assert by_step.is_due(facts(2, 1))
     assert by_step.is_due(facts(3, 2))
@@ -66,6 +66,6 @@ def test_what_goes_by_the_step_is_split_off() -> None:
     ("make", "kind"),
     [(lambda: EverySteps(0), ValueError), (lambda: EverySteps(2.0), TypeError), (lambda: EverySeconds(-1), ValueError)],
 )
-def test_wrong_policies_are_refused(make, kind) -> None:
+def test_invalid_policies_raise(make, kind) -> None:
     with pytest.raises(kind):
         make()
