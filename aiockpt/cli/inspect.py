@@ -136,7 +136,7 @@ def _chosen(reader: CheckpointReader, patterns: Sequence[str]) -> Contents:
     if patterns:
         found, unmatched = matching(reader.keys(), patterns)
         if unmatched:
-            raise CommandError(f"{reader.path} has nothing that {unmatched[0]} means.{hint(unmatched, keys)}")
+            raise CommandError(f"{reader.path} has no key that matches {unmatched[0]}.{hint(unmatched, keys)}")
         keys = [key for key in keys if key in found]
     with gc_pause():
         return Contents(reader.path, reader.format, reader.metadata, {key: reader[key] for key in keys})

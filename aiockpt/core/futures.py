@@ -137,7 +137,7 @@ class Completion(Future[T]):
         """Block until it completes, without its value or error; raise TimeoutError if it does not in time."""
         with self._condition:
             if not self._wait_done(timeout):
-                raise TimeoutError(f"{self._what} has not come within {timeout} s")
+                raise TimeoutError(f"{self._what} did not complete within {timeout} s")
 
     def _check(self) -> None:
         if self._origin is not None:
@@ -159,7 +159,7 @@ class Completion(Future[T]):
             self._waiting += 1
             try:
                 if not self._wait_done(timeout):
-                    raise TimeoutError(f"{self._what} has not come within {timeout} s; the work goes on")
+                    raise TimeoutError(f"{self._what} did not complete within {timeout} s; the work goes on")
             finally:
                 self._waiting -= 1
 

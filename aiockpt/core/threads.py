@@ -72,7 +72,7 @@ class Origin:
         if duty is None or duty.origin is not self or (duty.part == "saves" and not saves):
             return
         raise SaveError(
-            f"{what} was asked for by {duty.what}, which would wait for itself for ever. Do it when "
+            f"{what} was called by {duty.what}, which would wait for itself. Do it when "
             "`written` has come, or with another checkpointer"
         )
 

@@ -153,7 +153,9 @@ class SaveQueue:
             jobs = self._running
             given = [jobs[at] for at in superseded([job.handle.staged.done() for job in jobs], self._most)]
         for job in given:
-            job.abort(SaveSkippedError(f"the save of {job.path} gave way to that of {path}; nothing of it is left"))
+            job.abort(
+                SaveSkippedError(f"the save of {job.path} was superseded by the save of {path}; nothing of it is left")
+            )
 
     def ready(self) -> Completion[None]:
         """Return a future that completes when a save would find the checkpointer not busy."""
@@ -263,7 +265,7 @@ class SaveQueue:
             try:
                 self.raise_unreported()
             except Exception:
-                logger.exception("a save has failed, and nobody has the checkpointer any more")
+                logger.exception("a save has failed after its checkpointer was garbage-collected")
             else:
                 return
 

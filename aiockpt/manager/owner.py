@@ -150,7 +150,9 @@ def take(directory: str) -> RunLock:
         if taken is not None:
             return taken
         os.close(fd)
-    raise RunLockedError(f"{path} is made and removed again and again by others; look which programs use this run")
+    raise RunLockedError(
+        f"{path} is made and removed again and again by other processes; check which programs use the run"
+    )
 
 
 def owner_of(directory: str) -> LockFacts | None:
@@ -236,7 +238,7 @@ def _is_at(fd: int, path: str) -> bool:
 
 
 def _refusal(directory: str, path: str, owner: LockFacts | None, *, unsure: bool = False) -> RunLockedError:
-    who = "another process, which is just taking it" if owner is None else str(owner)
+    who = "another process that is taking it now" if owner is None else str(owner)
     if unsure:
         advice = (
             "it can't be known from here whether that process lives, as locks of this file system may not reach other "

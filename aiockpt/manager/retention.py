@@ -63,7 +63,7 @@ class Retention:
         try:
             self._thread.submit(self._follow, handle, step, prunes)
         except RuntimeError as exc:  # the save goes on all the same
-            logger.warning("no thread can be had to follow the save of %s: %s", handle.path, exc)
+            logger.warning("no thread could be started to follow the save of %s: %s", handle.path, exc)
 
     def restored(self, step: int) -> None:
         with self._lock:

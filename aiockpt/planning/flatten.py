@@ -290,7 +290,7 @@ def _set(container: Any, part: str | int, value: Any) -> None:
     elif isinstance(container, list) and isinstance(part, int):
         # A list is filled up with None to the position: a damaged path must not allocate all memory.
         if part > len(container) + 1_000_000:
-            raise StructureError(f"list position {part} is absurd")
+            raise StructureError(f"list position {part} is too large")
         container.extend([None] * (part + 1 - len(container)))
         container[part] = value
     else:

@@ -37,7 +37,7 @@ class TransformFailedError(Exception):
     """A transform can't decode its input; the message says why, the cause is the exception it raised."""
 
     def __init__(self, descriptor: str, reason: str) -> None:
-        super().__init__(f"{descriptor} says: {reason}")
+        super().__init__(f"{descriptor} failed: {reason}")
         self.descriptor = descriptor
 
 
@@ -79,7 +79,7 @@ def _updates(decoder: Decoder | ZstdDecoder, data: memoryview, most: int) -> Ite
 
 def _subtract(left: int, part: memoryview, descriptor: str, most: int) -> int:
     if len(part) > left:
-        raise TransformFailedError(descriptor, f"they stand for more than the {most} bytes that they should")
+        raise TransformFailedError(descriptor, f"its bytes decode to more than the expected {most}")
     return left - len(part)
 
 
@@ -253,8 +253,8 @@ class DecodedSource(Source):
         if item.free is not None and not self._budget.draw(item.name, nbytes - item.free):
             raise LoadError(
                 f"{self._path}/{item.place.file}: the {item.place.length} stored bytes of {item.key} (at offset "
-                f"{item.place.offset}) stand for {nbytes} or more, or others for as many: far more than objects have "
-                "as a rule. If you trust the checkpoint, pass trust=True."
+                f"{item.place.offset}) decode to {nbytes} or more, which with the other objects is more than the limit "
+                "for an untrusted checkpoint. If you trust it, pass trust=True."
             )
 
     def _transforms_of(self, item: VirtualFile) -> list[Transform | Zstd]:

@@ -170,7 +170,7 @@ def chosen_entries(path: str, index: Index, options: LoadOptions) -> tuple[Mappi
     names, unmatched = matching(index.entries.keys(), options.keys)
     if unmatched and options.strict:
         raise MissingKeysError(
-            f"{path} holds nothing that is meant by {', '.join(map(repr, unmatched[:10]))}; see what it holds with "
+            f"{path} has no key that matches {', '.join(map(repr, unmatched[:10]))}; see what it holds with "
             f"open(path), or pass strict=False.{hint(unmatched, index.entries, names)}",
             unmatched,
         )

@@ -400,7 +400,7 @@ class OpenCheckpoint:
             names, unmatched = matching(self.index.entries.keys(), [pattern])
             if unmatched:
                 raise MissingKeysError(
-                    f"{self.path} holds nothing that is meant by {pattern!r}.{hint(unmatched, self.index.entries)}",
+                    f"{self.path} has no key that matches {pattern!r}.{hint(unmatched, self.index.entries)}",
                     unmatched,
                 )
             found |= dict.fromkeys(names if len(names) < 2 else [n for n in self.index.entries if n in names])

@@ -250,7 +250,7 @@ class _Planner:
         if entry.shape != tuple(parameter.shape):
             raise LoadError(
                 f"{name} has the shape {entry.shape} and its parameter, which is sharded, {tuple(parameter.shape)}: "
-                "how it is to be sharded can't be told. Load with get_state_dict and set_state_dict of "
+                "its sharding can't be determined. Load with get_state_dict and set_state_dict of "
                 "torch.distributed.checkpoint.state_dict"
             )
         return torch.empty_like(parameter.detach(), dtype=cast(entry.dtype, self._options.dtype))

@@ -46,7 +46,7 @@ async def publish_together(
     """
     for rank, written in enumerate(results):
         if written.token != facts.token:
-            raise SaveError(f"rank {rank} has written by another plan than rank 0 has; nothing was published")
+            raise SaveError(f"rank {rank} has written with another plan than rank 0; nothing was published")
     if plan_cache is None:
         plan_cache = await workers.run(cache_of_written, facts.token, results)
     await workers.run(plan_cache.check, results)

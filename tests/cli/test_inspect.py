@@ -98,7 +98,7 @@ def test_keys_choose(tmp_path):
     assert [each["key"] for each in document(path, "*.bias", "head")["keys"]] == ["model.0.bias", "head"]
     result = invoke(path, "model.0.wieght")
     assert result.exit_code == 3
-    assert "has nothing that model.0.wieght means" in result.stderr
+    assert "has no key that matches model.0.wieght" in result.stderr
     assert "model.0.weight" in result.stderr
 
 

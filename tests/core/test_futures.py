@@ -54,7 +54,7 @@ def test_a_completion_is_a_running_future_until_it_is_done(tmp_path: Path) -> No
             assert isinstance(future, concurrent.futures.Future)
             assert (future.running(), future.cancel(), future.cancelled()) == (not future.done(), False, False)
         assert (staged.done(), written.done()) == (True, False)
-        with pytest.raises(TimeoutError, match=r"`written` of .*/a has not come within 0 s; the work goes on"):
+        with pytest.raises(TimeoutError, match=r"`written` of .*/a did not complete within 0 s; the work goes on"):
             written.exception(0)
         gate.open("commit")
         assert written.result(WAIT_S).path == str(tmp_path / "a")

@@ -19,7 +19,7 @@ from tests.crash.zygote import Zygote
 TESTS = Path(__file__).parents[1] / "storage"
 # These tests need another file system: one that exchanges names, requires aligned direct I/O, and removes files that
 # are open.
-OTHERS = ["at_the_last_moment", "direct_io_refused", "durable_is_taken_back", "who_reads_goes_on"]
+OTHERS = ["before_the_exchange", "direct_io_refused", "durable_is_undone", "open_reader_survives"]
 COUNT = 12
 
 

@@ -134,7 +134,7 @@ async def test_queued_saves_are_superseded_by_the_newest(tmp_path: Path) -> None
         saves += [ckpt.save(state_of(step), tmp_path / str(step), storage=storage) for step in range(1, 5)]
         for save in saves[1:4]:
             await save.staged
-            with pytest.raises(aiockpt.SaveSkippedError, match="gave way to that of"):
+            with pytest.raises(aiockpt.SaveSkippedError, match="was superseded by the save of"):
                 await save
         assert [save.skipped for save in saves] == [False, True, True, True, False]
         storage.open("write")

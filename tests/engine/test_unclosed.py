@@ -117,7 +117,7 @@ def test_an_unseen_failure_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.ERROR, "aiockpt"):
         _drop_with_warning(use)
-    assert "a save has failed, and nobody has the checkpointer any more" in caplog.text
+    assert "a save has failed after its checkpointer was garbage-collected" in caplog.text
 
 
 @pytest.mark.asyncio

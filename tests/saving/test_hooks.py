@@ -106,7 +106,7 @@ async def test_system_exit_in_a_hook_is_reported_as_its_failure(tmp_path: Path) 
         assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-OWN = r"was asked for by the (pre|post)_commit hook of .*/c, which would wait for itself for ever"
+OWN = r"was called by the (pre|post)_commit hook of .*/c, which would wait for itself"
 
 USES: dict[str, Any] = {
     "save": lambda ckpt, own, later, path: ckpt.save(STATE, f"{path}-2"),
@@ -263,7 +263,7 @@ def test_transforms_and_storages_that_would_wait_for_themselves_are_refused(what
                 again()
             causes = [str(caught.value), str(caught.value.__cause__)]
             where = r"a thread that (loads|saves)|the thread of the checkpointer's own event loop"
-            assert any(re.search(f"was asked for by ({where}), which would wait for itself", text) for text in causes)
+            assert any(re.search(f"was called by ({where}), which would wait for itself", text) for text in causes)
 
         transform.use = use
         if what == "save":  # while a save encodes, the transform may wait for loads

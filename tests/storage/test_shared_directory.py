@@ -93,7 +93,7 @@ async def test_directory_swapped_in_under_the_hidden_name_is_not_published(
     checkpoint(hidden, b"theirs")
     with pytest.raises(CommitError, match="is no longer the directory that it was written to"):
         await transaction.commit()
-    with pytest.raises(WriteError, match="somebody has put another directory in its place"):
+    with pytest.raises(WriteError, match="another process has put another directory in its place"):
         await transaction.abort()
     assert (path / ".metadata").read_bytes() == b"old" if overwrite else not path.exists()
     assert (hidden / ".metadata").read_bytes() == b"theirs"
@@ -112,7 +112,7 @@ async def test_symlink_under_the_hidden_name_is_not_followed(workers, tmp_path: 
         await _write(transaction, b"theirs", "" if single else "__0_0.distcp")
         with pytest.raises(CommitError, match="is no longer the directory"):
             await transaction.commit()
-        with pytest.raises(WriteError, match="somebody has put another directory"):
+        with pytest.raises(WriteError, match="another process has put another directory"):
             await transaction.abort()
         assert (precious / ".metadata").read_bytes() == b"precious"
         with pytest.raises(WriteError, match="can't look at"):
@@ -304,7 +304,7 @@ def test_new_directory_swapped_by_another_user(tmp_path: Path, monkeypatch: pyte
             os.chown(path, NOBODY, -1)
 
     monkeypatch.setattr(os, "mkdir", mkdir)
-    with pytest.raises(PermissionError, match="another user has put a directory of his in its place"):
+    with pytest.raises(PermissionError, match="another user has put a directory in its place"):
         make_hidden(str(hidden))
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(os, "mkdir", real)

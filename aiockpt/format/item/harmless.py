@@ -143,7 +143,7 @@ def _empty(_m: _Builder, kind: Any) -> Any:
 
 def _new_dtype(m: _Builder, _kind: Any, text: Any, *_flags: Any) -> Any:
     if type(text) is not str or _DTYPE.fullmatch(text) is None:
-        raise PickleError("a dtype that is none")
+        raise PickleError("an invalid dtype")
     m.unbuilt += 1
     return _Unbuilt(text, len(m.memo))
 
@@ -221,7 +221,7 @@ def _result(m: _Builder, function: Any, args: tuple[Any, ...]) -> Any:
     if id(function) in m.allowed:
         return function(*args)
     if id(function) not in _CALLABLE:
-        raise PickleError("a call of what is no function")
+        raise PickleError("a call of something that is not a function")
     rule = _RULES.get(function)
     return function(*args) if rule is None else rule(m, function, *args)
 

@@ -185,7 +185,7 @@ class Publication:
             if self.own is not None and identity(self.hidden) != self.own:
                 raise CommitError(
                     f"{self.path} can't be published: {self.hidden} is no longer the directory that it was written to; "
-                    "somebody has removed or replaced it"
+                    "another process has removed or replaced it"
                 )
             if self.fsync and not self.name:  # a checkpoint of one file leaves this directory: only its parent counts
                 sync_directory(self.hidden)
@@ -327,7 +327,7 @@ def remove_own(path: str, own: Identity | None, also: Collection[str] = ()) -> N
     """Remove a hidden directory if it still has this identity; None: any."""
     found = identity(path)
     if own is not None and found not in (None, own):
-        raise FileExistsError(errno.EEXIST, "somebody has put another directory in its place", path)
+        raise FileExistsError(errno.EEXIST, "another process has put another directory in its place", path)
     remove(path, also=also)
 
 

@@ -289,10 +289,10 @@ def _make(path: str) -> Hold:
         try:
             held = hold(path)
         except FileNotFoundError as exc:  # a cleaner has been faster: another name is as good
-            raise FileExistsError(errno.EEXIST, "somebody removes it already", path) from exc
+            raise FileExistsError(errno.EEXIST, "another process is removing it", path) from exc
         undo.callback(held.release)
         if not _is_own(held.fd):
-            raise PermissionError(errno.EPERM, "another user has put a directory of his in its place", path)
+            raise PermissionError(errno.EPERM, "another user has put a directory in its place", path)
         undo.pop_all()
     return held
 

@@ -140,7 +140,7 @@ class LocalTransaction(SharedTransaction):
             own_files = [os.path.basename(sink.path) for sink in self._sinks]
             await self._again("remove", remove_own, self._hidden, self._identity, own_files)
         except OtherThingsError as exc:
-            raise WriteError(f"can't remove the unfinished checkpoint {self._hidden}: {exc}; see what that is") from exc
+            raise WriteError(f"can't remove the unfinished checkpoint {self._hidden}: {exc}; move it away") from exc
         except OSError as exc:
             orphans.add(self._hidden, self._identity)
             raise WriteError(

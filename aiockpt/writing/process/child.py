@@ -218,7 +218,7 @@ class ChildSave:
         """Commit together with the writers of the other ranks, without the trainers."""
         transaction, self._transaction = self._transaction, None
         if transaction is None or inputs.recovery is None:
-            raise SaveError("nothing is known of the other ranks")
+            raise SaveError("there is no recovery record of the other ranks")
         # The plan can't be unpickled without torch, whose import takes seconds. All ranks import it before they wait
         # for each other: else they would take the import on rank 0 for a lack of progress, and give up.
         importlib.import_module("torch")

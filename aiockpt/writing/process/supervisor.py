@@ -235,7 +235,7 @@ class WriterConnection:
         try:
             await self._serve()
         except Exception as exc:  # a bug here: the saves must be notified all the same
-            logger.exception("looking after the writer process %d has failed", self._process.pid)
+            logger.exception("supervising the writer process %d has failed", self._process.pid)
             how = f"was given up ({type(exc).__name__}: {exc})"
             self.kill()
         finally:
