@@ -425,9 +425,7 @@ def test_objects_that_expand_far_beyond_their_stored_size(tmp_path: Path, monkey
     assert load(tmp_path / "half")["half"] == half
     for path in (tmp_path / "stock", tmp_path / "ours"):
         assert sum(file.stat().st_size for file in path.iterdir()) < 1 << 16
-        with pytest.raises(
-            aiockpt.LoadError, match=r"more than the limit for an untrusted checkpoint.*pass trust=True"
-        ):
+        with pytest.raises(aiockpt.LoadError, match=r"the limit for an untrusted checkpoint.*trust=True"):
             load(path)
         into = {"w": torch.zeros(1000)}
         load(path, into)
