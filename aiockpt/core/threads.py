@@ -228,8 +228,9 @@ class DaemonThreads(Executor):
             self._unfinished += 1
             try:
                 self._start_wanted()
-            except BaseException:
-                if not self._threads:  # else a running thread takes it
+            except BaseException as exc:
+                # A thread that runs takes it, if it is only that no further one can start; but a Ctrl-C is not dropped.
+                if not self._threads or not isinstance(exc, Exception):
                     self._unfinished -= 1
                     raise
             self._work.put(task)

@@ -70,6 +70,32 @@ def test_spare_threads_start_after_any_previous_work() -> None:
     assert threads.end(30)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_is_not_lost_when_a_further_thread_starts(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = DaemonThreads(2, "aiockpt-test")
+    works = threading.Event()
+    first = threads.submit(works.wait, 60)
+
+    def fail(thread: threading.Thread) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        if error is KeyboardInterrupt:
+            with pytest.raises(KeyboardInterrupt):
+                threads.submit(pytest.fail, "the caller was told that it was not submitted")
+        else:
+            second = threads.submit(lambda: "by the first thread")
+    works.set()
+    assert first.result(30)
+    if error is RuntimeError:
+        assert second.result(30) == "by the first thread"
+    assert threads.end(30)
+    assert threads.unfinished == 0
+
+
 def test_functions_that_have_not_begun_are_cancelled_at_shutdown() -> None:
     threads = DaemonThreads(1, "aiockpt-test")
     begun, works = threading.Event(), threading.Event()
