@@ -24,7 +24,7 @@ logger = logging.getLogger("aiockpt")
 T = TypeVar("T")
 
 _WAIT_S = 1.0
-"""How long a thread waits for a lock at once: of a signal that comes right before, Python takes notice only after."""
+"""Longest single wait for a lock: Python may notice a signal only after it."""
 
 
 class Completion(Future[T]):

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 MOST = 100_000
-"""So many spans are kept of one recording: those of half a TiB in chunks of 16 MiB."""
+"""Spans that one recording keeps at most: enough for half a TiB in chunks of 16 MiB."""
 
 
 class Span(NamedTuple):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _PIECE_BYTES = 32 << 20
-"""How much of a tensor is broadcast at a time."""
+"""Size of the pieces in which a tensor is broadcast."""
 
 
 class BroadcastingTorchSaveReader(StorageReader):

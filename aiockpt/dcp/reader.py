@@ -209,7 +209,7 @@ def _fs_path(path: Path) -> Path:
 
 
 _WINDOW_BYTES = 128 << 20
-"""At most so much is read ahead of the planner."""
+"""Limit for what is read ahead of the planner."""
 _ALONE_BYTES = 32 << 20
 """Parts of at least this size are read directly into their targets, if need be one at a time."""
 _OBJECTS_AT_A_TIME = 64

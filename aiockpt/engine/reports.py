@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MOST_CALLS = 10_000
 """Calls of observers that may wait; further ones are dropped."""
 END_S = 10.0
-"""How long closing waits for calls that are still to be made."""
+"""Limit for the calls that closing waits for."""
 
 logger = logging.getLogger("aiockpt")
 _numbers = itertools.count(1)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _FEW_BYTES = 16 << 20
-"""Up to this, it makes no difference whether ranks of a host share their reads."""
+"""Up to this size, sharing the reads of the ranks of a host makes no difference."""
 _RECORDS_EMPTY = ("aiockpt", "torch")
 """The formats that store empty containers."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FRAMING_BYTES = 64 << 10
 """Upper bound of an item's framing, the bytes around a tensor's."""
 OBJECT_BYTES = 64 << 20
-"""What all objects together may decode to beyond `OBJECT_RATIO` times their stored bytes: no decompression bombs."""
+"""Limit for all objects together, beyond `OBJECT_RATIO` times their stored bytes: against decompression bombs."""
 OBJECT_RATIO = 100
 """Pickles of plain values rarely compress further; only very many zeros do."""
 

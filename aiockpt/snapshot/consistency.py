@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from aiockpt.staging.base import Stager
 
 _OPERATOR_S = 0.02
-"""How long an in-place operator may run on after the copies were made and still be seen: it counts when it ends."""
+"""Wait after the copies for in-place operators that still run: they advance the version counter when they end."""
 
 
 class Consistency:

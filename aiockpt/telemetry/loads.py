@@ -80,7 +80,7 @@ class ReadProgress:
 
 
 OnReadProgress = Callable[[ReadProgress], object]
-"""Is called with events, in a thread of its own; it may miss some, but never the last one."""
+"""A function that receives events in a thread of its own; it may miss some, but never the last one."""
 
 
 class ReadReport:
