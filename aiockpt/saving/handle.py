@@ -72,7 +72,7 @@ class SaveHandle(Awaitable[SaveResult]):
 
     @property
     def state(self) -> SaveState:
-        """How far the save is, or how it has ended. Does not count as receiving its failure."""
+        """Phase of the save, or its outcome. Reading it does not count as receiving its failure."""
         if not self.written.done():
             return self._last.phase if self._last else "waiting"
         error = self.written._exception

@@ -30,7 +30,7 @@ logger = logging.getLogger("aiockpt")
 PACK_BYTES = 256 << 10
 """Pieces up to this size are packed on the device and copied together: a copy of any size costs some 10 us."""
 PACKED_BYTES = 4 << 20
-"""Size of the device buffer in which small pieces are packed before they are copied."""
+"""Limit for small pieces that are packed together; packing takes as much device memory."""
 GAP_BYTES = 4096
 """The framing between two items is shorter; pieces further apart are copied separately."""
 LEAST_BYTES = 64 << 10

@@ -38,7 +38,7 @@ class TimelineEvent:
 
     @property
     def duration_s(self) -> float:
-        """How long it took, in seconds."""
+        """Duration in seconds."""
         return self.end_s - self.start_s
 
 

@@ -175,7 +175,7 @@ class StorageConformance:
     def test_an_abort_of_the_owner_removes_the_parts_of_all(
         self, storage: Storage, path: str, workers: Workers
     ) -> None:
-        """That of a process that has joined closes its own alone; skipped for a storage without `open_part`."""
+        """An abort by a joined process closes only its own parts; skipped for a storage without `open_part`."""
 
         async def give_up() -> None:
             owner = await _reserve(storage, path, workers, _DATA, 5000)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SAMPLE_BYTES = 64 << 10
 _SAMPLES = 4
 _DECIDE_BYTES = _SAMPLES * _SAMPLE_BYTES
-"""So much of an item is enough to decide whether to compress it; an item up to this size is compressed as a trial."""
+"""Size of the sample that decides whether an item is compressed; a smaller item is compressed as a trial."""
 _WORTHWHILE = 0.95  # a compressed item must be at most so large, relative to its bytes
 _SAMPLE_LEVEL = 1
 _STEP_BYTES = 1 << 20
